@@ -1,0 +1,97 @@
+"""Every exception that layerflow raises.
+
+::
+
+    LayerflowError
+    ├── ConfigError            a setting is unknown, of the wrong type or out of range
+    ├── SpecError              a model description contradicts itself (also a ValueError)
+    ├── BadKey                 a token list or digest that cannot be a key (also a ValueError)
+    ├── ProtocolError          a message that the protocol does not allow
+    │   ├── VersionMismatch    the two ends speak different protocol versions
+    │   └── RemoteError        the server refused a request; carries its reason
+    ├── ExtentError            a transfer would leave registered memory or the arena
+    ├── PoolError              the pool refused: full, too large, not the writer
+    ├── SessionError           the call needs an attached session and there is none
+    │   └── ServerLost         the server went away; the agent re-attaches by itself
+    ├── DeadlineExceeded       an answer did not come in time (also a TimeoutError)
+    ├── Unsupported            this machine or build lacks what the call needs
+    └── InvalidTransition      the core was asked for something impossible; carries the task's story
+
+Each message says what happened, to which request, layer or block, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class LayerflowError(Exception):
+    """Base of everything layerflow raises on purpose."""
+
+
+class ConfigError(LayerflowError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class SpecError(LayerflowError, ValueError):
+    """A model description contradicts itself."""
+
+
+class BadKey(LayerflowError, ValueError):
+    """A token list, digest or chunk length that cannot make a key."""
+
+
+class ProtocolError(LayerflowError):
+    """A message that the protocol does not allow."""
+
+
+class VersionMismatch(ProtocolError):
+    """The two ends speak different protocol versions or message schemas."""
+
+
+class RemoteError(ProtocolError):
+    """The server refused a request.
+
+    :param code: the protocol's error code, a short word.
+    :param message: what happened and what to do, as the server put it.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class ExtentError(LayerflowError, ValueError):
+    """A transfer would touch bytes outside registered memory or outside the arena."""
+
+
+class PoolError(LayerflowError):
+    """The pool refused an operation."""
+
+
+class SessionError(LayerflowError):
+    """The call needs an attached session and there is none."""
+
+
+class ServerLost(SessionError):
+    """The server went away. Waits fail at once; the agent re-attaches by itself."""
+
+
+class DeadlineExceeded(LayerflowError, TimeoutError):
+    """An answer did not come before the caller's deadline."""
+
+
+class Unsupported(LayerflowError):
+    """This machine, build or backend lacks what the call needs."""
+
+
+class InvalidTransition(LayerflowError):
+    """The core was asked for something impossible.
+
+    :param what: the impossible transition.
+    :param story: the task's events so far, oldest first.
+    """
+
+    def __init__(self, what: str, story: tuple[str, ...] = ()) -> None:
+        super().__init__(what if not story else f"{what}; story: {' -> '.join(story)}")
+        self.what = what
+        self.story = story

@@ -1,0 +1,123 @@
+"""What the core wants done. Block ranges are numbered as in :mod:`layerflow.flow.events`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layerflow.flow.events import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Copy blocks `lo` to `hi` of one layer, all planes.
+
+    A save batch is handed out ahead of time: the agent's save lane starts it once the layer is computed.
+
+    :param layer: the model's layer number.
+    :param byte_lo: with `byte_hi`: the part of the single block `lo` that this batch moves, where one
+        block is larger than the byte cap; 0 and 0 = whole blocks.
+    :param not_before: stagger slot on the monotonic clock; 0.0 = at once.
+    :param seals: no later batch of this step and direction carries anything of this layer: with this
+        batch and the earlier ones done, the layer is complete.
+    """
+
+    session: int
+    step: int
+    batch: int
+    direction: Direction
+    layer: int
+    lo: int
+    hi: int
+    byte_lo: int
+    byte_hi: int
+    nbytes: int
+    not_before: float
+    seals: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The layer is complete with the batches already submitted (what remained of it died)."""
+
+    session: int
+    step: int
+    direction: Direction
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """Blocks `lo` to `hi` of the group's loads will not arrive in full; the engine recomputes them."""
+
+    session: int
+    step: int
+    request: str
+    group: int
+    lo: int
+    hi: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Drop what was handed out of this step and direction and has not started; report it as failed."""
+
+    session: int
+    step: int
+    direction: Direction
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Publish the objects of these save parts (positions in ``StepOpened.saves``): every layer is stored."""
+
+    session: int
+    step: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Give the reserved objects of these save parts back; nothing writes them any more."""
+
+    session: int
+    step: int
+    parts: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsDone:
+    """No load of this step touches engine memory or reads the arena any more; pins may go."""
+
+    session: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """No transfer touches this aborted request's blocks any more."""
+
+    session: int
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """Nothing of this step is left to do."""
+
+    session: int
+    step: int
+    loaded_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Send a Tick at this time (replaces the last one asked for)."""
+
+    when: float
+
+
+Command = Submit | Seal | LoadFailed | Cancel | Commit | Revoke | LoadsDone | Release | StepDone | WakeAt

@@ -1,0 +1,197 @@
+"""What the core is told. Times are seconds on the caller's monotonic clock.
+
+Blocks of a step are numbered per direction and group: the blocks of the group's parts, one part
+after the other in the order given. Batches and failures name ranges of these numbers, so that the
+core never holds anything per block.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Direction(enum.IntEnum):
+    """Which way bytes move."""
+
+    LOAD = 0
+    SAVE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What the core knows of one layer: its group and the bytes of one block."""
+
+    group: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One request's blocks of one group within a step, in one direction.
+
+    :param fetched: False for a load whose objects are still on their way into the arena.
+    """
+
+    request: str
+    group: int
+    blocks: int
+    fetched: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The caps. All may change while steps are in flight.
+
+    :param prefetch_layers: loads run at most so many layers past the frontier; 0 = bounded by bytes only.
+    :param max_transfer_blocks: blocks of one batch.
+    :param max_transfer_bytes: bytes of one batch; a single larger block is split by bytes.
+    :param max_inflight_bytes: bytes granted and not yet reported, over all sessions, both directions.
+        Saves take at most half of it, so that granted saves which wait for compute never starve loads.
+    :param save_backlog_bytes: a step whose saves would take a session's unsaved bytes past this has
+        them shed.
+    :param stagger_us: distance of neighbouring stagger slots; 0 = off.
+    """
+
+    prefetch_layers: int = 0
+    max_transfer_blocks: int = 4096
+    max_transfer_bytes: int = 64 << 20
+    max_inflight_bytes: int = 256 << 20
+    save_backlog_bytes: int = 4 << 30
+    stagger_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """An engine worker attached."""
+
+    session: int
+    layers: tuple[LayerShape, ...]
+    tp_rank: int = 0
+    tp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """An engine worker is gone, and with it everything that could touch its memory."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOpened:
+    """A forward pass begins (or is about to).
+
+    :param deadline: when unfinished loads fail.
+    :param save_deadline: when unfinished saves are revoked.
+    """
+
+    session: int
+    step: int
+    deadline: float
+    save_deadline: float
+    loads: tuple[Part, ...] = ()
+    saves: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartFetched:
+    """The objects of load part number `part` are in the arena, or will never be."""
+
+    session: int
+    step: int
+    part: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierReached:
+    """Attention of `layer` has started (and of every layer before it)."""
+
+    session: int
+    step: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayersComputed:
+    """The first `count` layers have written their KV."""
+
+    session: int
+    step: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    """Every byte of the batch is in place."""
+
+    session: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFailed:
+    """The batch was not (wholly) copied and its lane will not touch it any more."""
+
+    session: int
+    batch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsFenced:
+    """The engine's wait ended without its bytes: no load batch of this step runs any more.
+
+    Each batch granted and unfinished is also reported as failed.
+    """
+
+    session: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepClosed:
+    """The forward pass ended. Not `ok`: layers that have not been computed never will be."""
+
+    session: int
+    step: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAborted:
+    """The request is over; its blocks are wanted back."""
+
+    session: int
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsChanged:
+    """New caps, valid for every batch from now on."""
+
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; a deadline may have."""
+
+
+Event = (
+    SessionOpened
+    | SessionLost
+    | StepOpened
+    | PartFetched
+    | FrontierReached
+    | LayersComputed
+    | BatchDone
+    | BatchFailed
+    | LoadsFenced
+    | StepClosed
+    | RequestAborted
+    | LimitsChanged
+    | Tick
+)

@@ -1,0 +1,114 @@
+"""Token ids to chained chunk digests and object keys.
+
+``digest(chunk) = H(digest(previous chunk), tokens, media)`` and the chain starts at
+:func:`root_digest`, so every fact that changes cached bytes changes every key, and nothing else
+does: no environment variable, no process-local hash seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from layerflow.errors import BadKey
+from layerflow.spec import Shard
+
+DIGEST_BYTES = 16
+KEY_BYTES = 24
+_SUFFIX = struct.Struct("<HHHxx")
+
+
+class Media(NamedTuple):
+    """A multimodal input's place in the prompt: its content decides the KV of those positions."""
+
+    start: int
+    length: int
+    content: bytes
+
+
+def root_digest(fingerprint: bytes, *, adapter: str = "", salt: str = "") -> bytes:
+    """Where a request's chain starts.
+
+    :param fingerprint: :attr:`layerflow.spec.ModelSpec.fingerprint`.
+    :param adapter: identity of a LoRA or other adapter, by content or version, never by slot number.
+    :param salt: the tenant's cache salt.
+    """
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"layerflow-root")
+    for part in (fingerprint, adapter.encode(), salt.encode()):
+        hasher.update(struct.pack("<I", len(part)))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def chunk_digest(parent: bytes, tokens: np.ndarray, media: Sequence[Media] = ()) -> bytes:
+    """Digest of one chunk, full or partial.
+
+    :param parent: digest of the chunk before, or the root.
+    :param tokens: int64, shape ``(n,)``.
+    :param media: those that overlap this chunk, starts relative to the chunk.
+    """
+    hasher = hashlib.blake2b(parent, digest_size=DIGEST_BYTES, person=b"layerflow-chunk")
+    hasher.update(tokens.astype("<i8", copy=False).tobytes())
+    for start, length, content in media:
+        hasher.update(struct.pack("<qqI", start, length, len(content)))
+        hasher.update(content)
+    return hasher.digest()
+
+
+class Chain:
+    """The digests of one request, computed once.
+
+    :param root: from :func:`root_digest`.
+    :param tokens: the prompt's token ids.
+    :param chunk_tokens: tokens of a full chunk.
+    :param media: multimodal inputs, in prompt order.
+    :raises BadKey: for token ids that are not integers of 63 bits, or a chunk length below 1.
+    """
+
+    def __init__(self, root: bytes, tokens: Sequence[int] | np.ndarray, chunk_tokens: int, media: Sequence[Media] = ()):
+        if chunk_tokens < 1:
+            raise BadKey(f"chunk_tokens {chunk_tokens} must be at least 1")
+        array = np.asarray(tokens)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise BadKey(f"token ids must be one list of integers, not {array.dtype} of shape {array.shape}")
+        self.tokens = array.astype(np.int64)
+        self.chunk_tokens = chunk_tokens
+        self._media = tuple(media)
+        self.digests: list[bytes] = []
+        self._parents = [root]
+        for index in range(len(self.tokens) // chunk_tokens):
+            digest = self.partial(index, chunk_tokens)
+            self.digests.append(digest)
+            self._parents.append(digest)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def parent(self, chunk: int) -> bytes:
+        """Digest of what comes before chunk `chunk`."""
+        return self._parents[chunk]
+
+    def partial(self, chunk: int, tokens: int) -> bytes:
+        """Digest of chunk `chunk` if it held only its first `tokens` tokens."""
+        start = chunk * self.chunk_tokens
+        media = [
+            Media(item.start - start, item.length, item.content)
+            for item in self._media
+            if item.start < start + tokens and item.start + item.length > start
+        ]
+        return chunk_digest(self._parents[chunk], self.tokens[start : start + tokens], media)
+
+
+def object_key(digest: bytes, group: int, shard: Shard) -> bytes:
+    """24 bytes: the chunk's digest, the group and the worker's ranks."""
+    return digest + _SUFFIX.pack(group, shard.tp_rank, shard.pp_rank)
+
+
+def describe_key(key: bytes) -> str:
+    """A key as people read it in logs: the digest's head, the group and the ranks."""
+    group, tp, pp = _SUFFIX.unpack(key[DIGEST_BYTES:])
+    return f"{key[:6].hex()}/g{group}/tp{tp}/pp{pp}"

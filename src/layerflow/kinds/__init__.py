@@ -1,0 +1,10 @@
+"""Cache kinds: what a group needs for a hit, keeps of a chunk, and how its blocks count tokens."""
+
+from layerflow.kinds.base import Kind
+from layerflow.kinds.full import Full
+from layerflow.kinds.mla import Latent
+from layerflow.kinds.sliding import Sliding
+
+KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in (Full, Latent, Sliding)}
+
+__all__ = ["KINDS", "Full", "Kind", "Latent", "Sliding"]

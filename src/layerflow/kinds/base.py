@@ -1,0 +1,38 @@
+"""The contract of a cache kind: three rules, so that a new kind is one new file."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class Kind:
+    """How the KV cache of one group of layers relates to token positions.
+
+    All positions and lengths are in tokens. The base class is the rule of full attention, which
+    every other kind narrows.
+
+    :param block_size: tokens of one block.
+    :param window: tokens that a query can see, itself included; 0 = all.
+    """
+
+    name: ClassVar[str]
+    windowed: ClassVar[bool] = False
+
+    def __init__(self, block_size: int, window: int = 0) -> None:
+        self.block_size = block_size
+        self.window = window
+
+    def first_token(self, hit: int) -> int:
+        """First position whose KV a request with `hit` cached tokens still reads.
+
+        The next query sits at position `hit`.
+        """
+        return 0
+
+    def need(self, hit: int, chunk_tokens: int) -> range:
+        """Chunks that must exist for a hit of `hit` tokens."""
+        return range(self.first_token(hit) // chunk_tokens, -(-hit // chunk_tokens))
+
+    def keep(self, tokens: int) -> range:
+        """Blocks worth storing of a chunk that holds `tokens` tokens."""
+        return range(0, -(-tokens // self.block_size))

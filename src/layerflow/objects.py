@@ -1,0 +1,67 @@
+"""What the pool stores: an object's layout in bytes, and its header.
+
+An object is one chunk of one group of one shard, layer-major::
+
+    header (64 B) | layer 0: plane 0 blocks, plane 1 blocks, ... | layer 1: ... | ...
+
+so one layer of a chunk is one contiguous range, and within it each plane's blocks are contiguous.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from layerflow.errors import PoolError
+from layerflow.spec import GroupSpec
+
+HEADER_BYTES = 64
+MAGIC = b"LFOB"
+LAYOUT_VERSION = 1
+_HEADER = struct.Struct("<4sHHIIQ24sQ8x")
+assert _HEADER.size == HEADER_BYTES
+
+
+def layer_bytes(group: GroupSpec, blocks: int) -> int:
+    """Bytes of one layer of an object that holds `blocks` blocks."""
+    return blocks * group.bytes_per_block
+
+
+def object_bytes(group: GroupSpec, blocks: int) -> int:
+    """Bytes of a whole object, header included."""
+    return HEADER_BYTES + len(group.layers) * layer_bytes(group, blocks)
+
+
+def plane_offsets(group: GroupSpec) -> tuple[int, ...]:
+    """Where each plane starts within a layer, in bytes per block that the object holds."""
+    offsets, at = [], 0
+    for plane in group.planes:
+        offsets.append(at)
+        at += plane.token_bytes * group.block_size
+    return tuple(offsets)
+
+
+def pack_header(key: bytes, *, blocks: int, tokens: int, payload: int, checksum: int = 0) -> bytes:
+    """The 64 header bytes of a complete object.
+
+    :param key: the 24-byte object key.
+    :param blocks: blocks in each layer.
+    :param tokens: tokens that the chunk holds (a partial tail has fewer than `chunk_tokens`).
+    :param payload: bytes after the header.
+    :param checksum: of the payload, where a tier keeps one; 0 = none.
+    """
+    return _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, blocks, tokens, payload, key, checksum)
+
+
+def check_header(raw: bytes | memoryview, key: bytes, blocks: int) -> None:
+    """Raise unless `raw` is the header of the complete object `key` with `blocks` blocks.
+
+    :raises PoolError: naming what differs.
+    """
+    magic, version, _, stored_blocks, _, _, stored_key, _ = _HEADER.unpack(raw)
+    if magic != MAGIC or version != LAYOUT_VERSION:
+        raise PoolError(f"object {key.hex()}: no valid header at its place; it is treated as a miss")
+    if stored_key != key or stored_blocks != blocks:
+        raise PoolError(
+            f"object {key.hex()} with {blocks} blocks: found {stored_key.hex()} with {stored_blocks} blocks at its "
+            "place; it is treated as a miss"
+        )

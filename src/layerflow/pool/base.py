@@ -1,0 +1,141 @@
+"""The contract between the server and a pool of objects.
+
+A pool is bookkeeping: which object lies where in the arena, who reads it, who writes it. Bytes are
+moved by agents (engine memory <-> arena). Keys are the 24 bytes of :func:`layerflow.keys.object_key`.
+An *owner* is any hashable name of a reader or writer, e.g. ``("session", 3)`` or ``("engine", id, request)``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+Owner = Hashable
+
+
+class Outcome(enum.Enum):
+    """What became of one reservation."""
+
+    RESERVED = "reserved"
+    EXISTS = "exists"  # complete already: write-once, nothing to do
+    BUSY = "busy"  # another writer is at it
+    FULL = "full"  # no room now: everything is pinned or half-written
+    TOO_LARGE = "too_large"  # larger than the pool will ever hold
+
+
+class Located(NamedTuple):
+    """A complete object: where its header starts in the arena, and its shape."""
+
+    offset: int
+    blocks: int
+    tokens: int
+
+
+class Tail(NamedTuple):
+    """A stored partial chunk that follows `parent`: its length in tokens and its key."""
+
+    tokens: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NewObject:
+    """What a writer wants to store.
+
+    :param key: 24-byte object key.
+    :param nbytes: header and payload.
+    :param blocks: blocks in each layer.
+    :param tokens: tokens of the chunk.
+    :param parent: 24-byte key of what precedes a *partial* chunk (its parent's digest with the same
+        group and ranks), so that a longer prompt finds the tail; ``b""`` for a full chunk.
+    """
+
+    key: bytes
+    nbytes: int
+    blocks: int
+    tokens: int
+    parent: bytes = b""
+
+
+class Reservation(NamedTuple):
+    """Room for one object: `offset` of its header in the arena, valid when RESERVED."""
+
+    outcome: Outcome
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """A snapshot. Sizes in bytes, the rest counts since start."""
+
+    capacity_bytes: int
+    warm_bytes: int
+    used_bytes: int
+    objects: int
+    half_written: int
+    pinned: int
+    hits: int
+    misses: int
+    commits: int
+    evictions: int
+    evicted_bytes: int
+    full: int
+    revoked: int
+    hidden: int
+
+
+class Pool(Protocol):
+    """What every backend does. `now` is monotonic seconds."""
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects are complete. Does not count as a use."""
+        ...
+
+    def tails(self, parent: bytes) -> list[Tail]:
+        """Complete partial chunks that follow `parent`, longest first."""
+        ...
+
+    def acquire(self, keys: Sequence[bytes], owner: Owner, until: float) -> list[Located | None]:
+        """Pin complete objects against eviction until released or until `until`; None = not there.
+
+        Counts a hit or a miss per key. Acquiring again by the same owner extends the pin to the later `until`.
+        """
+        ...
+
+    def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
+        """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
+        ...
+
+    def expire(self, now: float) -> int:
+        """Drop every pin that ran out; how many."""
+        ...
+
+    def reserve(self, objects: Sequence[NewObject], owner: Owner) -> list[Reservation]:
+        """Room for each object, evicting if needed, in ascending runs where possible. Invisible until committed."""
+        ...
+
+    def commit(self, keys: Sequence[bytes], owner: Owner) -> int:
+        """Write the headers and publish; how many were the owner's to publish."""
+        ...
+
+    def revoke(self, keys: Sequence[bytes], owner: Owner) -> int:
+        """Give back reservations of this owner; how many."""
+        ...
+
+    def hide(self, keys: Sequence[bytes]) -> int:
+        """Take complete objects out of lookup for good (their read failed); how many. Room returns once unpinned."""
+        ...
+
+    def drop_owner(self, owner: Owner) -> int:
+        """The owner died: its pins and reservations are gone; how many."""
+        ...
+
+    def clear(self) -> int:
+        """Hide every complete object; how many."""
+        ...
+
+    def statistics(self) -> PoolStatistics:
+        """A snapshot."""
+        ...

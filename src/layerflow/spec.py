@@ -1,0 +1,205 @@
+"""The vocabulary: planes, groups, shards and models, and the fingerprint that keys start from."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+
+import msgspec
+
+from layerflow.errors import SpecError
+from layerflow.kinds import KINDS, Kind
+
+DEFAULT_CHUNK_TOKENS = 256
+MAX_LAYERS = 4096
+
+DTYPE_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """One tensor component of a layer's cache: k, v, latent, rope, indexer, scale.
+
+    :param name: unique within its group.
+    :param dtype: torch's name without the prefix, e.g. ``"bfloat16"``.
+    :param shape: elements that one token has in one layer, e.g. ``(kv_heads, head_dim)``.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise SpecError(f"plane {self.name!r}: unknown dtype {self.dtype!r}; use one of {sorted(DTYPE_BYTES)}")
+        if not self.shape or any(n <= 0 for n in self.shape):
+            raise SpecError(f"plane {self.name!r}: shape {self.shape} must name at least one positive extent")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class GroupSpec(msgspec.Struct, frozen=True):
+    """Layers that share a block table and a cache kind.
+
+    :param kind: ``"full"``, ``"mla"`` or ``"sliding"``.
+    :param block_size: tokens of one block.
+    :param layers: the model's layer numbers in this group, ascending.
+    :param planes: the planes that each of these layers has, in storage order.
+    :param window: for ``"sliding"``: tokens a query sees, itself included.
+    :param block_bytes: bytes of one block of one layer over all planes, where the engine declares
+        them; checked against the planes. 0 = not declared.
+    """
+
+    kind: str
+    block_size: int
+    layers: tuple[int, ...]
+    planes: tuple[Plane, ...]
+    window: int = 0
+    block_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise SpecError(f"group kind {self.kind!r} is unknown; use one of {sorted(KINDS)}")
+        if self.block_size <= 0:
+            raise SpecError(f"block_size {self.block_size} must be positive")
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            raise SpecError(f"group layers {self.layers} must be ascending, unique and not empty")
+        names = [plane.name for plane in self.planes]
+        if not names or len(set(names)) != len(names):
+            raise SpecError(f"group of layers {self.layers}: plane names {names} must be unique and not empty")
+        if KINDS[self.kind].windowed != (self.window > 0):
+            raise SpecError(f"group kind {self.kind!r} with window {self.window}: only windowed kinds take a window")
+        if self.block_bytes and self.block_bytes != self.bytes_per_block:
+            raise SpecError(
+                f"group of layers {self.layers}: its planes add up to {self.bytes_per_block} bytes a block "
+                f"but {self.block_bytes} were declared; check each plane's dtype and shape"
+            )
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in one layer, all planes."""
+        return self.block_size * sum(plane.token_bytes for plane in self.planes)
+
+    @property
+    def rules(self) -> Kind:
+        """The kind's need and keep rules for this group."""
+        return KINDS[self.kind](self.block_size, self.window)
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """Which part of the model a worker holds."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.tp_rank < self.tp_size <= 0xFFFF and 0 <= self.pp_rank < self.pp_size <= 0xFFFF):
+            raise SpecError(
+                f"shard tp {self.tp_rank}/{self.tp_size}, pp {self.pp_rank}/{self.pp_size}: "
+                "every rank must be at least 0 and below its size"
+            )
+
+    def peers(self) -> tuple[Shard, ...]:
+        """All shards of the model, tensor ranks innermost."""
+        return tuple(
+            Shard(tp, self.tp_size, pp, self.pp_size) for pp in range(self.pp_size) for tp in range(self.tp_size)
+        )
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """What one worker caches, precisely enough that equal fingerprints mean interchangeable bytes.
+
+    :param name: for people; not part of the fingerprint.
+    :param content: digest of what the weights compute, see :func:`layerflow.content.model_content`.
+    :param groups: every cached layer is in exactly one of them.
+    :param attention: the attention backend and how it packs a block, e.g. ``"flash_attn/NHD"``.
+    :param quantization: weight quantisation where it changes KV bytes, else ``""``.
+    :param chunk_tokens: tokens keyed and stored together; a multiple of every block size.
+    """
+
+    name: str
+    content: str
+    groups: tuple[GroupSpec, ...]
+    shard: Shard = Shard()
+    attention: str = ""
+    quantization: str = ""
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise SpecError(f"model {self.name!r} has no cache group")
+        seen: dict[int, int] = {}
+        for number, group in enumerate(self.groups):
+            for layer in group.layers:
+                if layer in seen:
+                    raise SpecError(
+                        f"model {self.name!r}: layer {layer} is in groups {seen[layer]} and {number}; "
+                        "a layer belongs to exactly one group"
+                    )
+                seen[layer] = number
+            if self.chunk_tokens % group.block_size:
+                raise SpecError(
+                    f"model {self.name!r}: chunk_tokens {self.chunk_tokens} is not a multiple of "
+                    f"group {number}'s block_size {group.block_size}"
+                )
+        if sorted(seen) != list(range(len(seen))) or len(seen) > MAX_LAYERS:
+            raise SpecError(
+                f"model {self.name!r}: its groups name layers {sorted(seen)[:8]}...; cached layers are numbered "
+                f"0, 1, 2, ... without a gap, at most {MAX_LAYERS}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Cached layers of this worker."""
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes that are equal where cached bytes are interchangeable, whatever host computed them.
+
+        The worker's own ranks are left out: the object key carries them.
+        """
+        return _fingerprint(self)
+
+    def layer_places(self) -> tuple[tuple[int, int], ...]:
+        """For every layer: its group and its index within that group."""
+        places = {
+            layer: (number, index)
+            for number, group in enumerate(self.groups)
+            for index, layer in enumerate(group.layers)
+        }
+        return tuple(places[layer] for layer in range(self.num_layers))
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprint(spec: ModelSpec) -> bytes:
+    facts = {
+        "content": spec.content,
+        "groups": spec.groups,
+        "tp_size": spec.shard.tp_size,
+        "pp_size": spec.shard.pp_size,
+        "attention": spec.attention,
+        "quantization": spec.quantization,
+        "chunk_tokens": spec.chunk_tokens,
+    }
+    return hashlib.blake2b(msgspec.json.encode(facts, order="sorted"), digest_size=16, person=b"layerflow-model").digest()
