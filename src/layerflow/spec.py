@@ -202,4 +202,6 @@ def _fingerprint(spec: ModelSpec) -> bytes:
         "quantization": spec.quantization,
         "chunk_tokens": spec.chunk_tokens,
     }
-    return hashlib.blake2b(msgspec.json.encode(facts, order="sorted"), digest_size=16, person=b"layerflow-model").digest()
+    return hashlib.blake2b(
+        msgspec.json.encode(facts, order="sorted"), digest_size=16, person=b"layerflow-model"
+    ).digest()
