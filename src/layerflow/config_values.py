@@ -1,0 +1,116 @@
+"""The building blocks of the settings: sizes, fields with a unit, and sections."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from layerflow.errors import ConfigError
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
+_BINARY = tuple((1024**power, f"{letter}iB") for power, letter in reversed([*enumerate("KMGT", 1)]))
+
+
+def parse_size(value: int | str) -> int:
+    """Bytes from a number of bytes or from text such as ``"512MiB"``, ``"4 GiB"``, ``"1.5GiB"``, ``"10GB"``.
+
+    ``KiB, MiB, GiB, TiB`` are powers of 1,024 and ``kB, MB, GB, TB`` powers of 1,000, in any case.
+
+    :raises ConfigError: for anything else, negative numbers and fractions of a byte included.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise ConfigError(f"{value} is not a size: it must not be negative")
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f'{value!r} is not a size; write bytes or a unit, e.g. 1048576, "512MiB" or "10GB"')
+    nbytes = Decimal(match[1]) * factor
+    if nbytes != int(nbytes):
+        raise ConfigError(f"{value!r} is not a whole number of bytes")
+    return int(nbytes)
+
+
+def format_size(nbytes: int) -> str:
+    """`nbytes` in the largest binary unit that divides it: ``"64MiB"``; plain digits where none does."""
+    for factor, unit in _BINARY:
+        if nbytes and nbytes % factor == 0:
+            return f"{nbytes // factor}{unit}"
+    return str(nbytes)
+
+
+def _to_size(value: Any) -> int:
+    try:
+        return parse_size(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _not_bool(value: Any) -> Any:
+    """Python counts True as 1; an operator who writes `true` for a number made a mistake."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a number")
+    return value
+
+
+def _no_path(value: Any) -> Any:
+    return None if value == "" else value
+
+
+Size = Annotated[int, BeforeValidator(_to_size)]
+Whole = Annotated[int, BeforeValidator(_not_bool)]
+Real = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_no_path)]
+
+
+def setting(
+    default: Any,
+    description: str,
+    *,
+    unit: str = "",
+    live: bool = False,
+    secret: bool = False,
+    ge: float | None = None,
+    le: float | None = None,
+    default_text: str = "",
+) -> Any:
+    """A field of a section.
+
+    :param default: the value, or a function that makes it.
+    :param unit: what the number counts: ``"ms"``, ``"bytes"``; ``""`` for text and switches.
+    :param live: whether the running server takes a new value.
+    :param secret: shown as ``***`` by ``repr`` and by listings.
+    :param ge: smallest value allowed.
+    :param le: largest value allowed.
+    :param default_text: the default as the reference shows it, where it depends on the machine.
+    """
+    extra: dict[str, Any] = {"unit": unit, "live": live, "secret": secret, "default_text": default_text}
+    common: dict[str, Any] = {"description": description, "ge": ge, "le": le, "json_schema_extra": extra}
+    if callable(default):
+        return Field(default_factory=default, **common)
+    return Field(default=default, **common)
+
+
+def marks(model: type[BaseModel], key: str) -> dict[str, Any]:
+    """What :func:`setting` noted beside the type of field `key`: unit, live, secret, default_text."""
+    extra = model.model_fields[key].json_schema_extra
+    return dict(extra) if isinstance(extra, dict) else {}
+
+
+class Section(BaseModel):
+    """One table of the TOML file. Frozen; unknown keys are refused; secrets are masked in ``repr``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    def __repr_args__(self) -> Any:
+        for key, value in super().__repr_args__():
+            hidden = key is not None and value is not None and marks(type(self), key).get("secret")
+            yield key, "***" if hidden else value
