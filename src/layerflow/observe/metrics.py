@@ -1,0 +1,243 @@
+"""What happened, counted, and shown in Prometheus's text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+import layerflow
+from layerflow.observe.readings import LimitsLike, MeasuredLike, PoolLike
+
+EXPOSED_BUCKETS_S: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+MAX_REASONS: Final = 32
+MAX_REASON_CHARS: Final = 48
+OTHER: Final = "other"
+
+
+class _WithoutCreated(Collector):
+    """A registry without its ``_created`` series: one timestamp per counter that nothing here reads."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
+class Metrics:
+    """The counters of one server, in a registry of their own.
+
+    Methods are named by what happened and are meant for the server's loop: a microsecond or so each.
+    Two servers in one process do not share figures, and nothing enters the engine's own registry.
+    """
+
+    content_type: Final = CONTENT_TYPE_PLAIN_0_0_4
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, help_: str, *labels: str) -> Counter:
+            return Counter(f"layerflow_{name}", help_, labels, registry=registry)
+
+        def gauge(name: str, help_: str, *labels: str) -> Gauge:
+            return Gauge(f"layerflow_{name}", help_, labels, registry=registry)
+
+        gauge("build_info", "1, labelled with the running version.", "version").labels(layerflow.__version__).set(1)
+        self._sessions = gauge("sessions", "Attached engine workers.")
+
+        self._opened = counter("steps_opened", "Steps that engines opened.")
+        self._steps = counter("steps", "Steps of which nothing is left to do.")
+        self._loaded = counter("loaded_bytes", "Bytes copied from the arena into engine memory.")
+        self._saved = counter("saved_bytes", "Bytes copied from engine memory into the arena.")
+        self._transfer = counter("transfer_seconds", "Time in which a step's batches were moving.", "direction")
+        self._hidden = counter("hidden_seconds", "The part of it that overlapped compute.", "direction")
+        self._exposed = counter("exposed_seconds", "The part that held the engine or outlasted compute.", "direction")
+        for direction in ("load", "save"):
+            for series in (self._transfer, self._hidden, self._exposed):
+                series.labels(direction)
+        self._exposed_load = Histogram(
+            "layerflow_step_exposed_load_seconds",
+            "Per step with loads: how long the engine stood still for them.",
+            buckets=EXPOSED_BUCKETS_S,
+            registry=registry,
+        )
+
+        self._lookups = counter("lookups", "Lookups answered.")
+        self._hit_tokens = counter("lookup_hit_tokens", "Tokens that a lookup found loadable.")
+        self._miss_tokens = counter("lookup_miss_tokens", "Tokens that a lookup did not find.")
+
+        self._failed_loads = counter("failed_loads", "Load parts that the engine had to recompute.", "reason")
+        self._failed_saves = counter("failed_saves", "Save parts that were revoked.", "reason")
+        self._shed = counter("shed_saves", "Save parts dropped to keep out of the way.")
+        self._full = counter("full_saves", "Objects not saved because the pool had no room.")
+
+        self._commits = counter("commits", "Objects published.")
+        self._revokes = counter("revokes", "Reserved objects given back unpublished.")
+        self._evictions = counter("evictions", "Objects evicted.")
+        self._evicted = counter("evicted_bytes", "Bytes of the objects evicted.")
+        self._capacity = gauge("pool_capacity_bytes", "Size of the arena.")
+        self._used = gauge("pool_used_bytes", "Arena bytes that hold objects.")
+        self._warm = gauge("pool_warm_bytes", "Arena bytes already populated with pages.")
+        self._objects = gauge("pool_objects", "Complete objects.")
+        self._pinned = gauge("pool_pinned_objects", "Objects pinned by readers.")
+        self._half_written = gauge("pool_half_written_objects", "Reserved objects not yet published.")
+        self._pool_seen: dict[Counter, int] = {}
+
+        self._protocol_errors = counter("protocol_errors", "Messages refused.", "code")
+        self._lag = Histogram(
+            "layerflow_loop_lag_seconds",
+            "How much later than asked the server's loop woke up.",
+            buckets=LAG_BUCKETS_S,
+            registry=registry,
+        )
+        self._lag_max = gauge("loop_lag_max_seconds", "The largest loop lag since start.")
+        self._largest_lag = 0.0
+
+        self._limit_layers = gauge("limit_prefetch_layers", "Layers that loads may run ahead; 0 = bytes decide.")
+        self._limit_blocks = gauge("limit_batch_blocks", "Blocks of one batch.")
+        self._limit_bytes = gauge("limit_batch_bytes", "Bytes of one batch.")
+        self._limit_inflight = gauge("limit_inflight_bytes", "Bytes granted and not yet reported.")
+        self._limit_backlog = gauge("limit_save_backlog_bytes", "Unsaved bytes past which saves are shed.")
+        self._limit_stagger = gauge("limit_stagger_seconds", "Distance of neighbouring stagger slots; 0 = off.")
+
+        self._reasons: dict[Counter, set[str]] = {}
+
+    def sessions(self, count: int) -> None:
+        """So many engine workers are attached now."""
+        self._sessions.set(count)
+
+    def step_opened(self, *, full: int = 0, missing: int = 0) -> None:
+        """A step was planned.
+
+        :param full: objects of its saves that found no room in the pool.
+        :param missing: parts of its loads whose objects were gone; counted as failed loads.
+        """
+        self._opened.inc()
+        self._full.inc(full)
+        if missing:
+            self.load_failed("missing", missing)
+
+    def step_done(self, loaded_bytes: int, saved_bytes: int) -> None:
+        """Nothing of a step is left to do; it moved so many bytes."""
+        self._steps.inc()
+        self._loaded.inc(loaded_bytes)
+        self._saved.inc(saved_bytes)
+
+    def step_measured(self, measured: MeasuredLike) -> None:
+        """An agent reported a finished step's times; see :func:`layerflow.observe.trace.figures`."""
+        if measured.load_transfer_s > 0 or measured.load_exposed_s > 0:
+            self._exposed_load.observe(measured.load_exposed_s)
+        for direction, transfer, exposed in (
+            ("load", measured.load_transfer_s, measured.load_exposed_s),
+            ("save", measured.save_transfer_s, measured.save_exposed_s),
+        ):
+            self._transfer.labels(direction).inc(max(0.0, transfer))
+            self._exposed.labels(direction).inc(max(0.0, exposed))
+            self._hidden.labels(direction).inc(max(0.0, transfer - exposed))
+
+    def lookup(self, hit_tokens: int, miss_tokens: int) -> None:
+        """A lookup found `hit_tokens` loadable and `miss_tokens` not."""
+        self._lookups.inc()
+        self._hit_tokens.inc(max(0, hit_tokens))
+        self._miss_tokens.inc(max(0, miss_tokens))
+
+    def load_failed(self, reason: str, parts: int = 1) -> None:
+        """Load parts failed and the engine recomputes their blocks."""
+        self._failed_loads.labels(self._bounded(self._failed_loads, reason)).inc(parts)
+
+    def save_failed(self, reason: str, parts: int = 1) -> None:
+        """Save parts were revoked for another reason than shedding."""
+        self._failed_saves.labels(self._bounded(self._failed_saves, reason)).inc(parts)
+
+    def saves_shed(self, parts: int = 1) -> None:
+        """Save parts were dropped because the backlog was full."""
+        self._shed.inc(parts)
+
+    def protocol_error(self, code: str) -> None:
+        """A message was refused with this error code."""
+        self._protocol_errors.labels(self._bounded(self._protocol_errors, code)).inc()
+
+    def loop_lag(self, seconds: float) -> None:
+        """The loop woke up so much later than asked."""
+        self._lag.observe(max(0.0, seconds))
+        if seconds > self._largest_lag:
+            self._largest_lag = seconds
+            self._lag_max.set(seconds)
+
+    def limits(self, limits: LimitsLike) -> None:
+        """These caps hold from now on."""
+        self._limit_layers.set(limits.prefetch_layers)
+        self._limit_blocks.set(limits.max_transfer_blocks)
+        self._limit_bytes.set(limits.max_transfer_bytes)
+        self._limit_inflight.set(limits.max_inflight_bytes)
+        self._limit_backlog.set(limits.save_backlog_bytes)
+        self._limit_stagger.set(limits.stagger_us / 1e6)
+
+    def pool(self, statistics: PoolLike) -> None:
+        """A fresh snapshot of the pool. Its counts since start become counters; a restarted pool adds on."""
+        self._capacity.set(statistics.capacity_bytes)
+        self._used.set(statistics.used_bytes)
+        self._warm.set(statistics.warm_bytes)
+        self._objects.set(statistics.objects)
+        self._pinned.set(statistics.pinned)
+        self._half_written.set(statistics.half_written)
+        for counter, count in (
+            (self._commits, statistics.commits),
+            (self._revokes, statistics.revoked),
+            (self._evictions, statistics.evictions),
+            (self._evicted, statistics.evicted_bytes),
+        ):
+            before = self._pool_seen.get(counter, 0)
+            counter.inc(count - before if count >= before else count)
+            self._pool_seen[counter] = count
+
+    def render(self) -> bytes:
+        """Everything in Prometheus's text format 0.0.4; serve it as :attr:`content_type`."""
+        return generate_latest(_WithoutCreated(self._registry))
+
+    def summary(self) -> dict[str, float | dict[str, float]]:
+        """The figures by name, without the ``layerflow_`` prefix, for ``layerflow status``.
+
+        A labelled figure is a dict by its label, a histogram only its count and sum. On top of the
+        exposition: ``overlap`` by direction, hidden ÷ transfer seconds, and ``lookup_hit_ratio``.
+        """
+        figures: dict[str, float | dict[str, float]] = {}
+        for metric in self._registry.collect():
+            for sample in metric.samples:
+                name = sample.name.removeprefix("layerflow_")
+                if name.endswith(("_created", "_bucket", "_info")):
+                    continue
+                if sample.labels:
+                    series = figures.setdefault(name, {})
+                    assert isinstance(series, dict)
+                    series[next(iter(sample.labels.values()))] = sample.value
+                else:
+                    figures[name] = sample.value
+        hidden, transfer = figures.get("hidden_seconds_total", {}), figures.get("transfer_seconds_total", {})
+        assert isinstance(hidden, dict) and isinstance(transfer, dict)
+        figures["overlap"] = {way: hidden[way] / total for way, total in transfer.items() if total > 0}
+        hit, miss = figures["lookup_hit_tokens_total"], figures["lookup_miss_tokens_total"]
+        assert isinstance(hit, float) and isinstance(miss, float)
+        figures["lookup_hit_ratio"] = hit / (hit + miss) if hit + miss > 0 else 0.0
+        return figures
+
+    def _bounded(self, counter: Counter, reason: str) -> str:
+        """`reason` as a label value; past :data:`MAX_REASONS` different ones, ``"other"``.
+
+        Reasons come from other processes: a peer must not be able to grow the exposition without end.
+        """
+        known = self._reasons.setdefault(counter, set())
+        reason = reason[:MAX_REASON_CHARS]
+        if reason not in known:
+            if len(known) >= MAX_REASONS:
+                return OTHER
+            known.add(reason)
+        return reason
