@@ -1,0 +1,206 @@
+"""Memory that several processes map: an anonymous file (memfd), sealed, and one mapping of it.
+
+The server creates it and passes the descriptor over a Unix socket; agents and hosts attach. Needs numpy
+and the C library only, so that it costs an engine's process nothing to import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from layerflow.errors import ExtentError, ProtocolError, Unsupported
+
+HUGE_PAGE_BYTES = 2 << 20
+POPULATE_PIECE_BYTES = 32 << 20  # about 15 ms per call: short enough for memory-map locks and for stopping
+MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>, Linux 5.14
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # nobody can make a mapped page vanish (SIGBUS)
+
+# mmap.madvise holds the GIL for the whole call; a foreign function call through CDLL does not.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.madvise.restype = ctypes.c_int
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+class SharedMemory:
+    """One mapping of a sealed memfd, readable and writable. Made by :meth:`create` or :meth:`attach`."""
+
+    def __init__(self, fd: int, nbytes: int, page_bytes: int) -> None:
+        self.nbytes = nbytes
+        self.page_bytes = page_bytes
+        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        if page_bytes == mmap.PAGESIZE:
+            _advise_huge(mapping)
+        self._mapping: mmap.mmap | None = mapping
+        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
+        self._fd = fd  # last: until here the caller owns it
+
+    @classmethod
+    def create(cls, nbytes: int, *, name: str = "layerflow", hugepages: bool = False) -> Self:
+        """New zeroed memory. Pages are taken from the machine when they are first touched.
+
+        :param nbytes: bytes, rounded up to whole pages; see :attr:`nbytes` for the outcome.
+        :param name: what ``/proc/PID/maps`` shows.
+        :param hugepages: take reserved 2 MiB pages (hugetlb) instead of ordinary ones.
+        :raises Unsupported: the machine has not that many huge pages reserved, or no memfd.
+        """
+        if nbytes < 1:
+            raise Unsupported(f"shared memory of {nbytes} bytes: the size must be positive")
+        page = HUGE_PAGE_BYTES if hugepages else mmap.PAGESIZE
+        nbytes = _round_up(nbytes, page)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        if hugepages:
+            flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
+        fd = -1
+        try:
+            fd = os.memfd_create(name, flags)
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+            return cls(fd, nbytes, page)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            hint = (
+                f"reserve {nbytes // HUGE_PAGE_BYTES} pages with vm.nr_hugepages or turn huge pages off"
+                if hugepages
+                else "choose a smaller size or free memory"
+            )
+            raise Unsupported(f"cannot create {nbytes} bytes of shared memory: {error.strerror}; {hint}") from error
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int) -> Self:
+        """Map memory that another process created.
+
+        :param fd: its descriptor. It is duplicated: the caller still owns, and closes, the one passed in.
+        :param nbytes: the creator's :attr:`nbytes`.
+        :raises ExtentError: the memory is smaller than `nbytes`.
+        :raises ProtocolError: the descriptor is no memory with a sealed size, so mapping it would be unsafe.
+        :raises Unsupported: this process may not map that much.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise ProtocolError(f"descriptor {fd} is no shared memory: {error.strerror}") from error
+        if seals & _SIZE_SEALS != _SIZE_SEALS:
+            raise ProtocolError(f"descriptor {fd}: its size is not sealed; a peer could shrink it under this process")
+        status = os.fstat(fd)
+        if not 0 < nbytes <= status.st_size:
+            raise ExtentError(f"shared memory of {nbytes} bytes was announced, descriptor {fd} has {status.st_size}")
+        own = os.dup(fd)
+        try:
+            return cls(own, nbytes, max(mmap.PAGESIZE, status.st_blksize))
+        except OSError as error:
+            os.close(own)
+            raise Unsupported(f"cannot map {nbytes} bytes of shared memory: {error.strerror}") from error
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, to pass to other processes; -1 once closed."""
+        return self._fd
+
+    @property
+    def closed(self) -> bool:
+        return self._array is None
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The mapped bytes: uint8, shape ``(nbytes,)``, writable.
+
+        :raises ExtentError: after :meth:`close`.
+        """
+        if self._array is None:
+            raise ExtentError("shared memory is used after it was closed")
+        return self._array
+
+    @property
+    def view(self) -> memoryview:
+        """The mapped bytes as a memoryview, the quickest way to read or write a few of them."""
+        return self.array.data
+
+    @property
+    def address(self) -> int:
+        """Where the mapping starts in this process. Valid while this object is open or a view of it lives."""
+        return int(self.array.ctypes.data)
+
+    def populate(self, start: int = 0, stop: int | None = None) -> None:
+        """Take the pages of bytes ``start:stop`` from the machine and map them here, before first use.
+
+        Never changes content, runs without the GIL, and may run on any thread while others use the memory.
+        Each mapping has its own page tables: every process populates its own (0.1 s per GiB for a second one,
+        0.5 s per GiB for the first).
+
+        :raises ExtentError: outside the memory.
+        :raises Unsupported: the machine ran out of memory (or of reserved huge pages).
+        """
+        array = self.array  # holds the mapping for the length of this call, whoever closes meanwhile
+        stop = self.nbytes if stop is None else stop
+        if not 0 <= start <= stop <= self.nbytes:
+            raise ExtentError(f"populate bytes {start}:{stop} of shared memory that has {self.nbytes}")
+        begin = start // self.page_bytes * self.page_bytes
+        end = min(_round_up(stop, self.page_bytes), self.nbytes)
+        for at in range(begin, end, POPULATE_PIECE_BYTES):
+            _populate_piece(array[at : min(at + POPULATE_PIECE_BYTES, end)])
+
+    def close(self) -> bool:
+        """Close the descriptor and unmap; calling it again does nothing.
+
+        Memory is never unmapped under a user: while other views of :attr:`array` or :attr:`view` live, the
+        mapping stays, and goes with the last of them.
+
+        :returns: whether it is unmapped already.
+        """
+        mapping, self._mapping, self._array = self._mapping, None, None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if mapping is None:
+            return True
+        try:
+            mapping.close()
+        except BufferError:  # a view lives on; it holds the mapping, whose deallocation unmaps
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+def _advise_huge(mapping: mmap.mmap) -> None:
+    """Ask for transparent huge pages; kernels without them for shared memory say EINVAL, which is fine."""
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def _populate_piece(piece: npt.NDArray[np.uint8]) -> None:
+    while _libc.madvise(piece.ctypes.data, piece.nbytes, MADV_POPULATE_WRITE) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.EINTR, errno.EAGAIN):
+            continue
+        if code == errno.EINVAL:  # before Linux 5.14: a read fault allocates shared pages too, and races with nobody
+            piece[:: mmap.PAGESIZE].max(initial=0)
+            return
+        raise Unsupported(
+            f"cannot take {piece.nbytes} bytes of shared memory from the machine: {os.strerror(code)}; "
+            "choose a smaller pool or free memory"
+        )

@@ -1,0 +1,145 @@
+"""The arena: the shared memory that holds the pool's objects, and its warming.
+
+Untouched memory costs the first writer a page fault per 4 KiB (17 µs each under load). Warming takes
+the pages in the background, lowest addresses first, which is also how slots are handed out.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from layerflow.errors import ExtentError, Unsupported
+from layerflow.memfd import POPULATE_PIECE_BYTES, SharedMemory
+
+log = structlog.get_logger(__name__)
+
+WARMING_NICENESS = 10  # warming yields to compute and copies
+
+
+class Arena:
+    """The pool's memory: created by the server, mapped by agents and hosts.
+
+    :param nbytes: bytes, rounded up to whole pages; see :attr:`nbytes`.
+    :param hugepages: take reserved 2 MiB pages.
+    :raises Unsupported: the machine cannot give it.
+    """
+
+    def __init__(self, nbytes: int, hugepages: bool = False) -> None:
+        self._open(SharedMemory.create(nbytes, name="layerflow-arena", hugepages=hugepages))
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int) -> Self:
+        """A second mapping of another process's arena; see :meth:`SharedMemory.attach`."""
+        arena = cls.__new__(cls)
+        arena._open(SharedMemory.attach(fd, nbytes))
+        return arena
+
+    def _open(self, memory: SharedMemory) -> None:
+        self.memory = memory
+        self._warm = 0
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, to pass to agents and hosts."""
+        return self.memory.fd
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def address(self) -> int:
+        """Where the arena starts in this process."""
+        return self.memory.address
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """uint8, shape ``(nbytes,)``, writable."""
+        return self.memory.array
+
+    @property
+    def view(self) -> memoryview:
+        """The same bytes as a writable memoryview."""
+        return self.memory.view
+
+    @property
+    def warm_bytes(self) -> int:
+        """How far, from its start, this mapping is known to be populated."""
+        return self._warm
+
+    def populate(self, start: int = 0, stop: int | None = None) -> None:
+        """Populate bytes ``start:stop`` of this mapping; see :meth:`SharedMemory.populate`."""
+        stop = self.nbytes if stop is None else stop
+        self.memory.populate(start, stop)
+        if start <= self._warm:
+            self._warm = max(self._warm, stop)
+
+    def warm(self, step: int = POPULATE_PIECE_BYTES) -> Iterator[int]:
+        """Populate the arena from its start, `step` bytes per item; yields :attr:`warm_bytes`."""
+        while self._warm < self.nbytes:
+            self.populate(self._warm, min(self._warm + step, self.nbytes))
+            yield self._warm
+
+    def close(self) -> bool:
+        """Unmap once nothing uses it any more; see :meth:`SharedMemory.close`."""
+        return self.memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Warmer:
+    """Warms an arena on a background thread of low priority. The arena is usable all the while.
+
+    :param step: bytes between two looks at :meth:`stop`.
+    """
+
+    def __init__(self, arena: Arena, step: int = POPULATE_PIECE_BYTES) -> None:
+        self._arena = arena
+        self._step = step
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="layerflow-warmer", daemon=True)
+        self.error: Unsupported | None = None  #: why warming ended early; the pool works on, colder
+
+    def start(self) -> Self:
+        self._thread.start()
+        return self
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End warming and wait for the thread: at most one step."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until warming has ended; whether it has, after at most `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WARMING_NICENESS)  # this thread only, on Linux
+        try:
+            for _ in self._arena.warm(self._step):
+                if self._stop.is_set():
+                    return
+        except Unsupported as error:
+            self.error = error
+            log.warning("arena_warming_failed", warm_bytes=self._arena.warm_bytes, error=str(error))
+        except ExtentError:
+            log.info("arena_closed_while_warming")
+        else:
+            log.info("arena_warm", nbytes=self._arena.nbytes)

@@ -1,0 +1,263 @@
+"""Which object lies where, who writes it, who reads it. Pure bookkeeping; time is an argument.
+
+An entry is *writing* (its writer's alone, invisible), then *ready* (visible, write-once), and may become
+*hidden* (invisible for good; its room stays while a reader pins it). A key has at most one entry that is
+writing or ready; hidden entries of the same key may linger beside it.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from layerflow.errors import PoolError
+from layerflow.pool.base import Located, NewObject, Owner, Tail
+from layerflow.pool.eviction import Item
+
+_COMPACT_OVER = 4096  # pins listed in the expiry heap beyond four times those alive
+
+
+class State(enum.Enum):
+    WRITING = "writing"
+    READY = "ready"
+    HIDDEN = "hidden"
+
+
+class Entry(Item):
+    """One object's place and state."""
+
+    __slots__ = ("located", "nbytes", "parent", "pins", "state", "writer")
+
+    def __init__(self, new: NewObject, offset: int, room: int, writer: Owner) -> None:
+        super().__init__(new.key, room)
+        self.located = Located(offset, new.blocks, new.tokens)
+        self.nbytes = new.nbytes
+        self.parent = new.parent
+        self.pins: dict[Owner, float] = {}  #: reader -> when its pin runs out
+        self.state = State.WRITING
+        self.writer = writer
+
+
+class Directory:
+    """All entries, by key, by offset, by owner. Methods that unpin return what nobody pins any more."""
+
+    def __init__(self) -> None:
+        self.ready: dict[bytes, Entry] = {}
+        self.writing: dict[bytes, Entry] = {}
+        self.at: dict[int, Entry] = {}
+        self.pinned = 0  #: entries with a pin, hidden ones included
+        self._hidden: dict[bytes, dict[Entry, None]] = {}
+        self._tails: dict[bytes, dict[Entry, None]] = {}
+        self._pins: dict[Owner, dict[Entry, None]] = {}
+        self._reserved: dict[Owner, dict[Entry, None]] = {}
+        self._due: list[tuple[float, int, Owner, list[Entry]]] = []
+        self._due_pins = 0
+        self._live_pins = 0
+        self._serial = 0
+
+    # Writing -------------------------------------------------------------------------------------
+
+    def reserve(self, entry: Entry) -> None:
+        """A new half-written entry; its key is neither ready nor being written."""
+        self.writing[entry.key] = entry
+        self.at[entry.located.offset] = entry
+        self._reserved.setdefault(entry.writer, {})[entry] = None
+
+    def owned(self, key: bytes, writer: Owner) -> Entry | None:
+        """The half-written entry of `key` if `writer` is writing it."""
+        entry = self.writing.get(key)
+        return entry if entry is not None and entry.writer == writer else None
+
+    def publish(self, entry: Entry) -> None:
+        """Half-written to ready."""
+        self._end_reservation(entry)
+        entry.state = State.READY
+        self.ready[entry.key] = entry
+        if entry.parent:
+            self._tails.setdefault(entry.parent, {})[entry] = None
+
+    def withdraw(self, entry: Entry) -> None:
+        """A half-written entry goes."""
+        self._end_reservation(entry)
+        del self.at[entry.located.offset]
+
+    def reserved_by(self, writer: Owner) -> list[Entry]:
+        """What `writer` has half-written."""
+        return list(self._reserved.get(writer, ()))
+
+    def _end_reservation(self, entry: Entry) -> None:
+        del self.writing[entry.key]
+        mine = self._reserved[entry.writer]
+        del mine[entry]
+        if not mine:
+            del self._reserved[entry.writer]
+
+    # Leaving -------------------------------------------------------------------------------------
+
+    def hide(self, entry: Entry) -> None:
+        """A ready entry becomes invisible; where nobody pins it, it is gone."""
+        self._unlist(entry)
+        entry.state = State.HIDDEN
+        if entry.pins:
+            self._hidden.setdefault(entry.key, {})[entry] = None
+        else:
+            del self.at[entry.located.offset]
+
+    def forget(self, entry: Entry) -> None:
+        """A hidden entry that lost its last pin goes."""
+        same_key = self._hidden[entry.key]
+        del same_key[entry]
+        if not same_key:
+            del self._hidden[entry.key]
+        del self.at[entry.located.offset]
+
+    def _unlist(self, entry: Entry) -> None:
+        del self.ready[entry.key]
+        if entry.parent:
+            siblings = self._tails[entry.parent]
+            del siblings[entry]
+            if not siblings:
+                del self._tails[entry.parent]
+
+    def tails(self, parent: bytes) -> list[Tail]:
+        """Ready partial chunks after `parent`, longest first; ties by key."""
+        found = [Tail(entry.located.tokens, entry.key) for entry in self._tails.get(parent, ())]
+        return sorted(found, key=lambda tail: (-tail.tokens, tail.key))
+
+    # Pins ----------------------------------------------------------------------------------------
+
+    def pin(
+        self, keys: Sequence[bytes], owner: Owner, until: float
+    ) -> tuple[list[Located | None], list[Entry], list[Entry]]:
+        """Pin what is ready, or extend the owner's pin.
+
+        :returns: places in the order of `keys` (None = not there), the entries that `owner` newly pinned, and
+            those of them that nobody had pinned before.
+        """
+        ready, mine = self.ready, self._pins.get(owner, {})
+        places: list[Located | None] = []
+        timed: list[Entry] = []
+        fresh: list[Entry] = []
+        first: list[Entry] = []
+        for key in keys:
+            entry = ready.get(key)
+            if entry is None:
+                places.append(None)
+                continue
+            places.append(entry.located)
+            pins = entry.pins
+            before = pins.get(owner)
+            if before is None:
+                fresh.append(entry)
+                if not pins:
+                    first.append(entry)
+                mine[entry] = None
+            elif before >= until:
+                continue
+            pins[owner] = until
+            timed.append(entry)
+        if fresh:
+            self._pins[owner] = mine
+            self.pinned += len(first)
+            self._live_pins += len(fresh)
+        if timed and until < math.inf:
+            self._serial += 1
+            heapq.heappush(self._due, (until, self._serial, owner, timed))
+            self._due_pins += len(timed)
+            self._compact()
+        return places, fresh, first
+
+    def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[Entry]:
+        """Drop the owner's pins on `keys` (None = all); the entries now unpinned, newest pin first."""
+        mine = self._pins.get(owner)
+        if mine is None:
+            return []
+        if keys is None:
+            chosen = list(mine)
+        else:
+            chosen = []
+            for key in keys:
+                entry = self.ready.get(key)
+                if entry is not None and entry in mine:
+                    chosen.append(entry)
+                chosen.extend(entry for entry in self._hidden.get(key, ()) if entry in mine)
+        return self._drop(owner, dict.fromkeys(reversed(chosen)))
+
+    def pins_of(self, owner: Owner) -> int:
+        """How many entries `owner` pins."""
+        return len(self._pins.get(owner, ()))
+
+    def expire(self, now: float) -> tuple[int, list[Entry]]:
+        """Drop pins that run out at or before `now`: how many, and the entries now unpinned."""
+        dropped, idle = 0, []
+        while self._due and self._due[0][0] <= now:
+            _, _, owner, entries = heapq.heappop(self._due)
+            self._due_pins -= len(entries)
+            overdue = dict.fromkeys(e for e in reversed(entries) if e.pins.get(owner, math.inf) <= now)
+            dropped += len(overdue)
+            idle += self._drop(owner, overdue)
+        return dropped, idle
+
+    def held(self) -> Iterator[int]:
+        """Offsets of everything that must stay: half-written or pinned (with repeats)."""
+        for entry in self.writing.values():
+            yield entry.located.offset
+        for mine in self._pins.values():
+            for entry in mine:
+                yield entry.located.offset
+
+    def _drop(self, owner: Owner, entries: Iterable[Entry]) -> list[Entry]:
+        idle: list[Entry] = []
+        mine = self._pins.get(owner, {})
+        for entry in entries:
+            del mine[entry]
+            del entry.pins[owner]
+            self._live_pins -= 1
+            if not entry.pins:
+                idle.append(entry)
+        if not mine:
+            self._pins.pop(owner, None)
+        self.pinned -= len(idle)
+        return idle
+
+    def _compact(self) -> None:
+        """Released pins stay listed until they would have run out; drop them once they are the bulk."""
+        if self._due_pins <= 4 * self._live_pins + _COMPACT_OVER:
+            return
+        kept = [
+            (until, serial, owner, [entry for entry in entries if entry.pins.get(owner) == until])
+            for until, serial, owner, entries in self._due
+        ]
+        self._due = [item for item in kept if item[3]]
+        heapq.heapify(self._due)
+        self._due_pins = sum(len(item[3]) for item in self._due)
+
+    def validate(self) -> None:
+        """:raises PoolError: the indexes disagree."""
+        hidden = [entry for entries in self._hidden.values() for entry in entries]
+        everything = [*self.ready.values(), *self.writing.values(), *hidden]
+        if {entry.located.offset: entry for entry in everything} != self.at or len(everything) != len(self.at):
+            raise PoolError("the index by offset differs from the entries")
+        if self.ready.keys() & self.writing.keys():
+            raise PoolError("a key is ready and being written at once")
+        pins = {(owner, entry) for owner, mine in self._pins.items() for entry in mine}
+        if pins != {(owner, entry) for entry in everything for owner in entry.pins} or len(pins) != self._live_pins:
+            raise PoolError("pins by owner differ from pins by entry")
+        if self.pinned != sum(bool(entry.pins) for entry in everything) or not all(entry.pins for entry in hidden):
+            raise PoolError("pinned entries are miscounted, or a hidden one without readers lingers")
+        timed = {(owner, entry, until) for until, _, owner, entries in self._due for entry in entries}
+        if any(
+            until < math.inf and (owner, entry, until) not in timed
+            for entry in everything
+            for owner, until in entry.pins.items()
+        ):
+            raise PoolError("a pin that runs out is not in the expiry heap")
+        if {e for mine in self._reserved.values() for e in mine} != set(self.writing.values()):
+            raise PoolError("reservations by owner differ from the half-written entries")
+        if {e for mine in self._tails.values() for e in mine} != {e for e in self.ready.values() if e.parent}:
+            raise PoolError("the tails differ from the ready partial chunks")
+        for state, entries in ((State.READY, self.ready.values()), (State.WRITING, self.writing.values())):
+            if any(entry.state is not state for entry in entries):
+                raise PoolError(f"an entry listed as {state.value} is in another state")

@@ -1,0 +1,135 @@
+"""Which object goes when room is needed: S3-FIFO.
+
+Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. New objects wait in a small
+queue and must be used twice there to reach the main one, so a scan of objects that nobody comes back
+for leaves without pushing out what is used; keys that left lately are remembered (ghosts) and go
+straight to the main queue when they return.
+
+Pinned objects are taken out of the queues (parked): a victim is found in amortised O(1) however many
+objects are pinned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Generic, TypeVar
+
+from layerflow.errors import PoolError
+
+SMALL_SHARE = 0.1  # of the evictable bytes; the paper's value
+MAX_USES = 3
+PROMOTE_USES = 2
+_MIN_GHOSTS = 64
+
+
+class Item:
+    """What the policy keeps with each object."""
+
+    __slots__ = ("key", "proven", "room", "uses")
+
+    def __init__(self, key: bytes, room: int) -> None:
+        self.key = key
+        self.room = room  #: bytes that come free when it goes
+        self.uses = 0
+        self.proven = False  #: belongs to the main queue
+
+
+ItemT = TypeVar("ItemT", bound=Item)
+
+
+class S3Fifo(Generic[ItemT]):
+    """The eviction order of the objects that may go."""
+
+    def __init__(self) -> None:
+        self._small: OrderedDict[ItemT, None] = OrderedDict()
+        self._main: OrderedDict[ItemT, None] = OrderedDict()
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._small_bytes = 0
+        self._main_bytes = 0
+        self._by_room: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        """Objects that may be evicted now."""
+        return len(self._small) + len(self._main)
+
+    def of_size(self, room: int) -> int:
+        """How many of them give back exactly `room` bytes."""
+        return self._by_room.get(room, 0)
+
+    def admit(self, item: ItemT) -> None:
+        """A new object may be evicted from now on."""
+        if item.key in self._ghosts:
+            del self._ghosts[item.key]
+            item.proven = True
+        self.unpark(item)
+
+    def use(self, item: ItemT) -> None:
+        """The object was read."""
+        if item.uses < MAX_USES:
+            item.uses += 1
+
+    def park(self, item: ItemT) -> None:
+        """The object may not be evicted (it is pinned), or is no longer there."""
+        if item.proven:
+            del self._main[item]
+            self._main_bytes -= item.room
+        else:
+            del self._small[item]
+            self._small_bytes -= item.room
+        self._uncount(item)
+
+    def unpark(self, item: ItemT) -> None:
+        """The object may be evicted again, last of its queue."""
+        if item.proven:
+            self._main[item] = None
+            self._main_bytes += item.room
+        else:
+            self._small[item] = None
+            self._small_bytes += item.room
+        self._by_room[item.room] += 1
+
+    def victim(self) -> ItemT | None:
+        """The object to evict now, taken out of the order; None where nothing may go."""
+        small, main = self._small, self._main
+        while small or main:
+            share = SMALL_SHARE * (self._small_bytes + self._main_bytes)
+            if small and (self._small_bytes >= share or not main):
+                item, _ = small.popitem(last=False)
+                self._small_bytes -= item.room
+                if item.uses >= PROMOTE_USES:
+                    item.proven, item.uses = True, 0
+                    main[item] = None
+                    self._main_bytes += item.room
+                    continue
+                self._remember(item.key)
+            else:
+                item, _ = main.popitem(last=False)
+                if item.uses:
+                    item.uses -= 1
+                    main[item] = None
+                    continue
+                self._main_bytes -= item.room
+            self._uncount(item)
+            return item
+        return None
+
+    def validate(self) -> None:
+        """:raises PoolError: the books do not add up."""
+        sizes = Counter(item.room for queue in (self._small, self._main) for item in queue)
+        if sizes != self._by_room:
+            raise PoolError("eviction counts sizes that its queues do not hold")
+        for queue, nbytes, proven in ((self._small, self._small_bytes, False), (self._main, self._main_bytes, True)):
+            if nbytes != sum(item.room for item in queue) or any(item.proven is not proven for item in queue):
+                raise PoolError(f"the {'main' if proven else 'small'} queue of eviction miscounts its objects")
+
+    def _remember(self, key: bytes) -> None:
+        self._ghosts[key] = None
+        while len(self._ghosts) > max(len(self), _MIN_GHOSTS):
+            self._ghosts.popitem(last=False)
+
+    def _uncount(self, item: ItemT) -> None:
+        left = self._by_room[item.room] - 1
+        if left:
+            self._by_room[item.room] = left
+        else:
+            del self._by_room[item.room]

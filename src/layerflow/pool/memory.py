@@ -1,0 +1,316 @@
+"""The embedded pool: objects in the arena, and nothing behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Protocol
+
+from layerflow.errors import BadKey, PoolError
+from layerflow.keys import KEY_BYTES
+from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.pool.base import Located, NewObject, Outcome, Owner, PoolStatistics, Reservation, Tail
+from layerflow.pool.directory import Directory, Entry, State
+from layerflow.pool.eviction import S3Fifo
+from layerflow.pool.slots import Slots, SlotStatistics
+
+_NO_HEADER = bytes(HEADER_BYTES)
+_UINT32 = 1 << 32
+_PATIENCE = 2  # rounds of victims in order that may free no room for a new size
+
+_EXISTS = Reservation(Outcome.EXISTS, -1)
+_BUSY = Reservation(Outcome.BUSY, -1)
+_FULL = Reservation(Outcome.FULL, -1)
+_TOO_LARGE = Reservation(Outcome.TOO_LARGE, -1)
+
+
+class ArenaMemory(Protocol):
+    """What the pool needs of an arena."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def warm_bytes(self) -> int: ...
+
+    @property
+    def view(self) -> memoryview: ...
+
+
+class MemoryPool:
+    """A :class:`layerflow.pool.base.Pool` in one arena. One thread, no I/O, no clock.
+
+    Every method validates before it changes anything. Keys are 24 bytes, `until` and `now` monotonic seconds.
+    """
+
+    def __init__(self, arena: ArenaMemory) -> None:
+        self._arena = arena
+        self._view = arena.view
+        self._slots = Slots(arena.nbytes)
+        self._directory = Directory()
+        self._policy: S3Fifo[Entry] = S3Fifo()
+        self._dirty = 0  # bytes from the start that an object may ever have covered
+        self._hits = self._misses = self._commits = self._full = self._revoked = self._hidden = 0
+        self._evictions = self._evicted_bytes = 0
+
+    # Reading -------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects are complete. Does not count as a use."""
+        ready = self._directory.ready
+        return [key in ready for key in keys]
+
+    def tails(self, parent: bytes) -> list[Tail]:
+        """Complete partial chunks that follow `parent`, longest first."""
+        return self._directory.tails(parent)
+
+    def acquire(self, keys: Sequence[bytes], owner: Owner, until: float) -> list[Located | None]:
+        """Pin complete objects until released or until `until`; None = not there. Counts a hit or miss per key."""
+        places, fresh, first = self._directory.pin(keys, owner, until)
+        for entry in first:
+            self._policy.park(entry)
+        for entry in fresh:
+            self._policy.use(entry)
+        misses = places.count(None)
+        self._misses += misses
+        self._hits += len(places) - misses
+        return places
+
+    def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
+        """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
+        self._settle(self._directory.unpin(owner, keys))
+
+    def expire(self, now: float) -> int:
+        """Drop every pin that ran out at or before `now`; how many."""
+        dropped, idle = self._directory.expire(now)
+        self._settle(idle)
+        return dropped
+
+    # Writing -------------------------------------------------------------------------------------
+
+    def reserve(self, objects: Sequence[NewObject], owner: Owner) -> list[Reservation]:
+        """Room for each object, evicting if needed; one outcome per object, in order.
+
+        Where room is short, earlier objects get it. A key listed twice is BUSY the second time.
+
+        :raises BadKey: a key or parent is not 24 bytes long; nothing was reserved.
+        :raises PoolError: an object has an impossible size; nothing was reserved.
+        """
+        ready, writing, slots = self._directory.ready, self._directory.writing, self._slots
+        results: list[Reservation | None] = []
+        wanted: dict[int, list[int]] = {}
+        claimed: set[bytes] = set()
+        for index, new in enumerate(objects):
+            _check(new)
+            key = new.key
+            if key in ready:
+                results.append(_EXISTS)
+            elif key in writing:
+                results.append(_BUSY)
+            elif new.nbytes > slots.capacity_bytes:
+                results.append(_TOO_LARGE)
+            else:
+                results.append(None)
+                if key not in claimed:
+                    claimed.add(key)
+                    wanted.setdefault(slots.stride(new.nbytes), []).append(index)
+        for index, offset, room in self._place(wanted):
+            self._directory.reserve(Entry(objects[index], offset, room, owner))
+            if offset < self._dirty:
+                self._wipe(offset)
+            self._dirty = max(self._dirty, offset + room)
+            results[index] = Reservation(Outcome.RESERVED, offset)
+        final = [
+            result or (_BUSY if new.key in writing else _FULL) for result, new in zip(results, objects, strict=True)
+        ]
+        self._full += final.count(_FULL)
+        return final
+
+    def commit(self, keys: Sequence[bytes], owner: Owner) -> int:
+        """Write the headers and publish; how many were the owner's to publish."""
+        published: list[Entry] = []
+        for key in keys:
+            entry = self._directory.owned(key, owner)
+            if entry is None:
+                continue
+            offset, blocks, tokens = entry.located
+            header = pack_header(key, blocks=blocks, tokens=tokens, payload=entry.nbytes - HEADER_BYTES)
+            self._view[offset : offset + HEADER_BYTES] = header
+            self._directory.publish(entry)
+            published.append(entry)
+        for entry in reversed(published):  # a prompt's last chunks go first: without the first ones they are no use
+            self._policy.admit(entry)
+        self._commits += len(published)
+        return len(published)
+
+    def revoke(self, keys: Sequence[bytes], owner: Owner) -> int:
+        """Give back reservations of this owner; how many."""
+        mine = [entry for key in dict.fromkeys(keys) if (entry := self._directory.owned(key, owner)) is not None]
+        return self._withdraw(mine)
+
+    # Leaving -------------------------------------------------------------------------------------
+
+    def hide(self, keys: Sequence[bytes]) -> int:
+        """Take complete objects out of lookup for good; how many. Room returns once unpinned."""
+        hidden = 0
+        for key in keys:
+            entry = self._directory.ready.get(key)
+            if entry is None:
+                continue
+            hidden += 1
+            if not entry.pins:
+                self._policy.park(entry)
+                self._free(entry)
+            self._directory.hide(entry)
+        self._hidden += hidden
+        return hidden
+
+    def clear(self) -> int:
+        """Hide every complete object; how many."""
+        return self.hide(list(self._directory.ready))
+
+    def drop_owner(self, owner: Owner) -> int:
+        """The owner died: its pins and reservations are gone; how many.
+
+        Only for an owner that can write no more: its half-written room is handed out again.
+        """
+        pins = self._directory.pins_of(owner)
+        self._settle(self._directory.unpin(owner, None))
+        return pins + self._withdraw(self._directory.reserved_by(owner))
+
+    # Looking -------------------------------------------------------------------------------------
+
+    def statistics(self) -> PoolStatistics:
+        """A snapshot. `used_bytes` counts whole slots; `pinned` counts hidden objects that are still read."""
+        directory = self._directory
+        return PoolStatistics(
+            capacity_bytes=self._slots.capacity_bytes,
+            warm_bytes=self._arena.warm_bytes,
+            used_bytes=self._slots.used_bytes,
+            objects=len(directory.ready),
+            half_written=len(directory.writing),
+            pinned=directory.pinned,
+            hits=self._hits,
+            misses=self._misses,
+            commits=self._commits,
+            evictions=self._evictions,
+            evicted_bytes=self._evicted_bytes,
+            full=self._full,
+            revoked=self._revoked,
+            hidden=self._hidden,
+        )
+
+    def slot_statistics(self) -> SlotStatistics:
+        """How the arena is divided up."""
+        return self._slots.statistics()
+
+    def validate(self) -> None:
+        """Check every invariant, for tests. O(objects).
+
+        :raises PoolError: naming the one that does not hold.
+        """
+        self._slots.validate()
+        self._directory.validate()
+        self._policy.validate()
+        if sum(entry.room for entry in self._directory.at.values()) != self._slots.used_bytes:
+            raise PoolError("the room of all objects is not the room in use")
+        end = 0
+        for offset, entry in sorted(self._directory.at.items()):
+            if offset < end or entry.nbytes > entry.room or offset + entry.room > self._arena.nbytes:
+                raise PoolError(f"object {entry.key.hex()} at {offset} overlaps one that ends at {end}, or the end")
+            end = offset + entry.room
+        if len(self._policy) != sum(not entry.pins for entry in self._directory.ready.values()):
+            raise PoolError("eviction considers other objects than the complete unpinned ones")
+
+    # Room ----------------------------------------------------------------------------------------
+
+    def _place(self, wanted: dict[int, list[int]]) -> list[tuple[int, int, int]]:
+        """(index, offset, room) for what fits: runs per size if all fits, else one by one in the caller's order."""
+        placed: list[tuple[int, int, int]] = []
+        pending: list[int] = []
+        for room, indices in wanted.items():
+            offsets = self._make_room(room, len(indices), pending)
+            placed += ((index, offset, room) for index, offset in zip(indices, offsets, strict=False))
+            if len(offsets) < len(indices) and len(wanted) > 1:
+                break
+        else:
+            return placed
+        for offset in pending:
+            self._slots.free(offset)
+        pending.clear()
+        in_order = sorted((index, room) for room, indices in wanted.items() for index in indices)
+        return [(index, offset, room) for index, room in in_order for offset in self._make_room(room, 1, pending)]
+
+    def _make_room(self, room: int, count: int, pending: list[int]) -> list[int]:
+        """Up to `count` offsets, ascending. Evicts only where that leads to at least one more.
+
+        :param pending: offsets of this call that are on no books yet; the new ones are added.
+        """
+        slots, policy = self._slots, self._policy
+        offsets = slots.alloc(room, count)
+        pending += offsets
+        patience = _PATIENCE
+        while (missing := count - len(offsets)) and len(policy):
+            window: list[int] | None = None
+            if not policy.of_size(room) or not patience:
+                window = slots.window(room, chain(self._directory.held(), pending))
+                if window is None and not policy.of_size(room):
+                    break
+            if window is not None and not patience:
+                for offset in window:
+                    entry = self._directory.at[offset]
+                    policy.park(entry)
+                    self._evicted(entry)
+            else:
+                self._evict_in_order(missing * room)
+            more = slots.alloc(room, missing)
+            offsets += more
+            pending += more
+            patience = _PATIENCE if more else max(patience - 1, 0)
+        return sorted(offsets)
+
+    def _evict_in_order(self, nbytes: int) -> None:
+        freed = 0
+        while freed < nbytes and (entry := self._policy.victim()) is not None:
+            freed += entry.room
+            self._evicted(entry)
+
+    def _evicted(self, entry: Entry) -> None:
+        self._directory.hide(entry)
+        self._free(entry)
+        self._evictions += 1
+        self._evicted_bytes += entry.room
+
+    def _withdraw(self, entries: list[Entry]) -> int:
+        for entry in entries:
+            self._directory.withdraw(entry)
+            self._free(entry)
+        self._revoked += len(entries)
+        return len(entries)
+
+    def _settle(self, idle: list[Entry]) -> None:
+        """These lost their last pin."""
+        for entry in idle:
+            if entry.state is State.HIDDEN:
+                self._directory.forget(entry)
+                self._free(entry)
+            else:
+                self._policy.unpark(entry)
+
+    def _free(self, entry: Entry) -> None:
+        self._wipe(entry.located.offset)
+        self._slots.free(entry.located.offset)
+
+    def _wipe(self, offset: int) -> None:
+        """No stale header verifies."""
+        self._view[offset : offset + HEADER_BYTES] = _NO_HEADER
+
+
+def _check(new: NewObject) -> None:
+    if len(new.key) != KEY_BYTES or (new.parent and len(new.parent) != KEY_BYTES):
+        raise BadKey(f"object key {new.key.hex()} after {new.parent.hex() or 'nothing'}: keys are {KEY_BYTES} bytes")
+    if new.nbytes < HEADER_BYTES or not 0 < new.blocks < _UINT32 or not 0 < new.tokens < _UINT32:
+        raise PoolError(
+            f"object {new.key.hex()} of {new.nbytes} bytes, {new.blocks} blocks, {new.tokens} tokens: it needs a "
+            f"{HEADER_BYTES}-byte header and at least one block and token"
+        )

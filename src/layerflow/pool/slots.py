@@ -1,0 +1,278 @@
+"""Room in the arena: slots of one size each, carved out of extents, handed out in ascending runs.
+
+Objects of one size lie at one stride, so that the same layer of consecutive chunks is one strided
+copy. An extent of slots belongs to its size class while any slot is in use; empty, it goes back to the
+common stock (:mod:`layerflow.pool.runs`), where another size may take it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from layerflow.errors import PoolError
+from layerflow.pool.runs import FreeRuns
+
+DEFAULT_ALIGNMENT = 64
+MIN_GRANULE_BYTES = 4096
+MAX_GRANULE_BYTES = 1 << 20
+_GRANULES_AIMED_AT = 1 << 16
+_EXTENT_BYTES = 8 << 20  # what an extent has at least, on a large arena
+_EXTENTS_AIMED_AT = 32  # on a small arena, so that one size does not own all of it
+_MAX_WASTE = 16  # an extent leaves at most 1/16 of itself unused, where a few more granules allow that
+_MORE_GRANULES = 64
+_LOOK_AT = 32  # partly used extents that one allocation searches for a long run
+
+
+class Extent:
+    """Consecutive slots of one size. Bit i of `free` says that slot i is free."""
+
+    __slots__ = ("base", "first", "free", "granules", "slots", "stride")
+
+    def __init__(self, first: int, granules: int, base: int, stride: int, slots: int) -> None:
+        self.first = first
+        self.granules = granules
+        self.base = base
+        self.stride = stride
+        self.slots = slots
+        self.free = (1 << slots) - 1
+
+    @property
+    def used(self) -> int:
+        return self.slots - self.free.bit_count()
+
+    def offsets(self) -> list[int]:
+        """Offsets of the slots in use, ascending."""
+        return [self.base + slot * self.stride for slot in range(self.slots) if not self.free >> slot & 1]
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(length, first slot) of every run of free slots."""
+        found, mask, at = [], self.free, 0
+        while mask:
+            skip = (mask & -mask).bit_length() - 1
+            mask >>= skip
+            length = (mask ^ (mask + 1)).bit_length() - 1
+            found.append((length, at + skip))
+            mask >>= length
+            at += skip + length
+        return found
+
+
+class _SizeClass:
+    __slots__ = ("extents", "granules", "least_granules", "partial", "stride")
+
+    def __init__(self, stride: int, granule: int, total: int) -> None:
+        self.stride = stride
+        self.least_granules = -(-stride // granule)
+        self.granules = max(self.least_granules, min(_EXTENT_BYTES // granule, total // _EXTENTS_AIMED_AT))
+        for granules in range(self.granules, min(self.granules + _MORE_GRANULES, total) + 1):
+            waste = granules * granule % stride
+            if waste * _MAX_WASTE <= granules * granule:
+                self.granules = granules
+                break
+        self.extents = 0
+        self.partial: dict[Extent, None] = {}  # extents with a free slot, longest known first
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatistics:
+    """A snapshot. `used_bytes` counts whole slots; `largest_free_bytes` is the largest new object without eviction."""
+
+    capacity_bytes: int
+    used_bytes: int
+    unassigned_bytes: int
+    largest_free_bytes: int
+    objects: int
+    extents: int
+    classes: int
+
+
+class Slots:
+    """The allocator: pure bookkeeping of byte ranges ``0:nbytes``, one thread.
+
+    :param nbytes: bytes to hand out; what does not fill a granule at the end is not used.
+    :param alignment: every offset is a multiple of it; a power of two, at most 4096.
+    :raises PoolError: the alignment is no such number.
+    """
+
+    def __init__(self, nbytes: int, *, alignment: int = DEFAULT_ALIGNMENT) -> None:
+        if not 0 < alignment <= MIN_GRANULE_BYTES or alignment & (alignment - 1):
+            raise PoolError(f"alignment {alignment} must be a power of two up to {MIN_GRANULE_BYTES}")
+        wanted = max(nbytes // _GRANULES_AIMED_AT, 1)
+        power = 1 << (wanted.bit_length() - 1)
+        self.granule_bytes = min(max(power, MIN_GRANULE_BYTES), MAX_GRANULE_BYTES)
+        self.alignment = alignment
+        self.used_bytes = 0
+        self._stock = FreeRuns(nbytes // self.granule_bytes)
+        self.capacity_bytes = self._stock.granules * self.granule_bytes  #: also the largest possible object
+        self._classes: dict[int, _SizeClass] = {}
+        self._extents: dict[Extent, None] = {}
+        self._at: dict[int, Extent] = {}
+
+    def stride(self, nbytes: int) -> int:
+        """The slot size that holds an object of `nbytes`."""
+        return -(-nbytes // self.alignment) * self.alignment
+
+    def alloc(self, nbytes: int, count: int = 1) -> list[int]:
+        """Room for up to `count` objects of `nbytes` each: ascending offsets, in runs where possible.
+
+        :returns: fewer than `count` offsets where there is no more room; nothing is ever moved or evicted.
+        :raises PoolError: `nbytes` is not positive.
+        """
+        if nbytes < 1:
+            raise PoolError(f"an object of {nbytes} bytes: the size must be positive")
+        stride = self.stride(nbytes)
+        size_class = self._classes.get(stride)
+        if size_class is None:
+            if stride > self.capacity_bytes:
+                return []
+            size_class = self._classes[stride] = _SizeClass(stride, self.granule_bytes, self._stock.granules)
+        offsets: list[int] = []
+        if count > 1:
+            self._take_runs(size_class, count, offsets)
+        while len(offsets) < count:  # holes, then fresh room for what is left
+            extent = next(iter(size_class.partial), None) or self._grow(size_class)
+            if extent is None:
+                break
+            self._use(size_class, extent, _lowest(extent.free), 1, offsets)
+        if not size_class.extents:
+            del self._classes[stride]
+        offsets.sort()
+        return offsets
+
+    def free(self, offset: int) -> int:
+        """Give back the room at `offset`; the bytes that came free.
+
+        :raises PoolError: nothing is allocated there.
+        """
+        extent = self._at.pop(offset, None)
+        if extent is None:
+            raise PoolError(f"no object starts at arena offset {offset}; was it freed twice?")
+        size_class = self._classes[extent.stride]
+        if not extent.free:
+            size_class.partial[extent] = None
+        extent.free |= 1 << ((offset - extent.base) // extent.stride)
+        self.used_bytes -= extent.stride
+        if extent.free == (1 << extent.slots) - 1:
+            del size_class.partial[extent]
+            del self._extents[extent]
+            self._stock.give(extent.first, extent.granules)
+            size_class.extents -= 1
+            if not size_class.extents:
+                del self._classes[extent.stride]
+        return extent.stride
+
+    def window(self, nbytes: int, held: Iterable[int]) -> list[int] | None:
+        """The cheapest neighbourhood to empty so that an object of `nbytes` of a new size fits.
+
+        :param held: offsets of objects that must stay.
+        :returns: offsets of the objects to free, fewest bytes first choice; None where no neighbourhood is
+            free of held objects. O(extents): for when taking victims in order has not helped.
+        """
+        wanted = -(-self.stride(nbytes) // self.granule_bytes)
+        fixed = {self._at[offset] for offset in held}
+        ordered = sorted(self._extents, key=lambda extent: extent.first)
+        best: tuple[int, int, int] | None = None
+        left, cost, floor = 0, 0, 0  # floor: first granule after the extent left of the window
+        for right, extent in enumerate(ordered):
+            if extent in fixed:
+                left, cost, floor = right + 1, 0, extent.first + extent.granules
+                continue
+            cost += extent.used * extent.stride
+            after = ordered[right + 1].first if right + 1 < len(ordered) else self._stock.granules
+            while left <= right:
+                gone = ordered[left]
+                if after - (gone.first + gone.granules) < wanted:  # still needed
+                    break
+                left, cost, floor = left + 1, cost - gone.used * gone.stride, gone.first + gone.granules
+            if left <= right and after - floor >= wanted and (best is None or cost < best[0]):
+                best = (cost, left, right)
+        if best is None:
+            return None
+        chosen = ordered[best[1] : best[2] + 1]
+        return [offset for extent in chosen for offset in extent.offsets()]
+
+    def statistics(self) -> SlotStatistics:
+        return SlotStatistics(
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=self.used_bytes,
+            unassigned_bytes=self._stock.free * self.granule_bytes,
+            largest_free_bytes=max(
+                self._stock.largest() * self.granule_bytes,
+                max((stride for stride, known in self._classes.items() if known.partial), default=0),
+            ),
+            objects=len(self._at),
+            extents=len(self._extents),
+            classes=len(self._classes),
+        )
+
+    def validate(self) -> None:
+        """:raises PoolError: ranges overlap, or the books do not add up."""
+        self._stock.validate()
+        pieces = sorted([(extent.first, extent.granules) for extent in self._extents] + self._stock.runs())
+        end = 0
+        for first, granules in pieces:
+            if first != end:
+                raise PoolError(f"granules {end}:{first} are in two places or in none")
+            end = first + granules
+        if end != self._stock.granules:
+            raise PoolError(f"granules {end}:{self._stock.granules} are in no place")
+        offsets = {offset: extent for extent in self._extents for offset in extent.offsets()}
+        if offsets != self._at or self.used_bytes != sum(extent.stride for extent in offsets.values()):
+            raise PoolError("the slots in use differ from the objects on the books")
+        for extent in self._extents:
+            known = self._classes[extent.stride]
+            if not extent.used or (extent in known.partial) != bool(extent.free):
+                raise PoolError(f"extent at granule {extent.first} is filed under the wrong state")
+            if extent.slots * extent.stride > extent.granules * self.granule_bytes:
+                raise PoolError(f"extent at granule {extent.first} has more slots than fit")
+        if sum(known.extents for known in self._classes.values()) != len(self._extents):
+            raise PoolError("size classes count extents that do not exist")
+
+    def _take_runs(self, size_class: _SizeClass, count: int, offsets: list[int]) -> None:
+        """Up to `count` slots: one run that holds all, else fresh extents, else the longest runs there are."""
+        runs = sorted(
+            (length, -extent.base, -start, extent)
+            for extent in islice(size_class.partial, _LOOK_AT)
+            for length, start in extent.runs()
+        )
+        fitting = bisect_left(runs, count, key=lambda run: run[0])
+        if fitting < len(runs):
+            _, _, start, extent = runs[fitting]
+            self._use(size_class, extent, -start, count, offsets)
+            return
+        while len(offsets) < count and (extent_or_none := self._grow(size_class)) is not None:
+            self._use(size_class, extent_or_none, 0, min(extent_or_none.slots, count - len(offsets)), offsets)
+        while len(offsets) < count and runs:
+            length, _, start, extent = runs.pop()
+            self._use(size_class, extent, -start, min(length, count - len(offsets)), offsets)
+
+    def _grow(self, size_class: _SizeClass) -> Extent | None:
+        """A new extent from the common stock: of the usual size, or as much smaller as there is room for."""
+        for granules in (size_class.granules, size_class.least_granules):
+            first = self._stock.take(granules)
+            if first is not None:
+                slots = granules * self.granule_bytes // size_class.stride
+                extent = Extent(first, granules, first * self.granule_bytes, size_class.stride, slots)
+                self._extents[extent] = None
+                size_class.extents += 1
+                size_class.partial[extent] = None
+                return extent
+        return None
+
+    def _use(self, size_class: _SizeClass, extent: Extent, start: int, count: int, offsets: list[int]) -> None:
+        extent.free &= ~(((1 << count) - 1) << start)
+        if not extent.free:
+            del size_class.partial[extent]
+        first = extent.base + start * extent.stride
+        taken = range(first, first + count * extent.stride, extent.stride)
+        for offset in taken:
+            self._at[offset] = extent
+        offsets.extend(taken)
+        self.used_bytes += count * extent.stride
+
+
+def _lowest(mask: int) -> int:
+    return (mask & -mask).bit_length() - 1
