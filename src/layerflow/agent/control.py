@@ -1,0 +1,171 @@
+"""The control client: looks up, leases, asks for status. For schedulers and tools; moves no bytes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from typing import Any, cast
+
+import zmq
+
+from layerflow.agent.handshake import ClientKeys, Conversation, dial
+from layerflow.agent.values import MISS, Hit
+from layerflow.errors import LayerflowError, RemoteError, SessionError
+from layerflow.keys import Chain
+from layerflow.spec import ModelSpec
+from layerflow.wire.messages import (
+    Attach,
+    DropLease,
+    Found,
+    Lookup,
+    Message,
+    Purge,
+    Status,
+    StatusRequest,
+    ToClient,
+)
+
+DEFAULT_LOOKUP_TIMEOUT_S = 0.05
+DEFAULT_TIMEOUT_S = 2.0
+AWAY_S = 0.5
+"""After a lookup without an answer, lookups miss at once for so long instead of waiting again."""
+
+
+class Control:
+    """A synchronous control client; safe to share between threads, one call at a time.
+
+    Connects at the first call, and again after the server was away.
+
+    :param endpoint: of the server, ``ipc://``, ``inproc://`` or ``tcp://`` with `keys`.
+    :param engine: names the engine whose workers load what this client leases.
+    :param spec: needed for lookups.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        engine: str = "",
+        spec: ModelSpec | None = None,
+        *,
+        keys: ClientKeys | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        lookup_timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_S,
+    ) -> None:
+        self._endpoint = endpoint
+        self._engine = engine
+        self._spec = spec
+        self._keys = keys
+        self._context = context or zmq.Context.instance()
+        self._lookup_timeout_s = lookup_timeout_s
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._conversation: Conversation | None = None
+        self._lease_ms = 0
+        self._away_until = 0.0
+
+    def lookup(self, request: str, chain: Chain) -> Hit:
+        """The longest hit for a prompt, leased. A server that is away or slow is a miss.
+
+        :raises SessionError: the client was made without a spec.
+        """
+        if self._spec is None:
+            raise SessionError("lookups need the model's spec; pass spec= to Control")
+        if time.monotonic() < self._away_until:
+            return MISS
+        digests = b"".join(chain.digests)
+        number = next(self._ids)
+        with self._lock:
+            deadline = time.monotonic() + self._lookup_timeout_s
+            try:
+                self._connected(deadline)
+                message = Lookup(number, request, chain.parent(0), digests, len(chain), self._lease_ms)
+                found = cast(Found, self._exchange(message, Found, deadline))
+            except LayerflowError:
+                self._away_until = time.monotonic() + AWAY_S
+                return MISS
+        for tail in found.tails:
+            # The server offers what it has; only this prompt's own tokens tell whether it fits.
+            if chain.partial(tail.chunk, tail.tokens) == tail.digest:
+                tokens = min(tail.chunk * chain.chunk_tokens + tail.tokens, len(chain) - 1)
+                return Hit(tokens, tail.chunk, tail.tokens, tail.digest)
+        return Hit(found.tokens)
+
+    def drop_lease(self, request: str) -> None:
+        """The request will not be loaded after all. Nothing happens if the server is away: leases expire."""
+        with self._lock:
+            if self._conversation is not None:
+                self._conversation.send(DropLease(request))
+
+    def status(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """The server's state, as ``layerflow status --json`` prints it.
+
+        :raises LayerflowError: it did not answer.
+        """
+        return self._ask(StatusRequest(next(self._ids)), timeout_s)
+
+    def purge(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Forget every object of the pool; how many there were.
+
+        :raises LayerflowError: the server did not answer.
+        """
+        return int(self._ask(Purge(next(self._ids)), timeout_s)["purged"])
+
+    def close(self) -> None:
+        """Hang up; leases expire by themselves."""
+        with self._lock:
+            self._drop()
+
+    def _ask(self, message: StatusRequest | Purge, timeout_s: float) -> dict[str, Any]:
+        with self._lock:
+            answer = cast(Status, self._exchange(message, Status, time.monotonic() + timeout_s))
+        return cast(dict[str, Any], json.loads(answer.json))
+
+    def _exchange(self, message: Lookup | StatusRequest | Purge, kind: type[Message], deadline: float) -> ToClient:
+        """Ask once; once more over a new connection if a restarted server does not know this client."""
+        try:
+            conversation = self._connected(deadline)
+            conversation.send(message)
+            return conversation.expect(kind, deadline, message.id)
+        except RemoteError as error:
+            if error.code != "malformed":
+                raise
+            self._drop()
+            conversation = self._connected(deadline)
+            conversation.send(message)
+            return conversation.expect(kind, deadline, message.id)
+        except LayerflowError:
+            self._drop()
+            raise
+
+    def _connected(self, deadline: float) -> Conversation:
+        if self._conversation is None:
+            conversation = Conversation(dial(self._context, self._endpoint, self._keys))
+            try:
+                welcome = conversation.introduce(self._engine, "control", deadline)
+                self._lease_ms = welcome.lease_ms
+                if self._spec is not None:
+                    conversation.attach(Attach(self._spec, memory=False), deadline)
+            except LayerflowError:
+                conversation.dealer.close()
+                raise
+            self._conversation = conversation
+        return self._conversation
+
+    def _drop(self) -> None:
+        if self._conversation is not None:
+            self._conversation.dealer.close()
+            self._conversation = None
+
+
+def fetch_status(endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+    """The state of the server at `endpoint`.
+
+    :raises LayerflowError: it did not answer.
+    """
+    control = Control(endpoint, engine="status")
+    try:
+        return control.status(timeout_s)
+    finally:
+        control.close()

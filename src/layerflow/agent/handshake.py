@@ -1,0 +1,148 @@
+"""The client's half of the two-phase hello, shared by the agent's link and the control client."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import zmq
+
+from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, RemoteError, ServerLost
+from layerflow.wire import codec
+from layerflow.wire.messages import Attach, Attached, Hello, Message, Problem, ToClient, Welcome
+
+_DOORWAY_HEADER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """CURVE keys for a server on another host, Z85, 40 characters each.
+
+    :param server: the server's public key.
+    :param public: this client's public key, on the server's allow-list.
+    :param secret: this client's secret key.
+    """
+
+    server: bytes
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"ClientKeys(server={self.server!r}, public={self.public!r}, secret=<hidden>)"
+
+
+def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
+    """A DEALER towards the server; connecting happens in the background.
+
+    :raises ConfigError: the endpoint is none, or tcp without keys.
+    """
+    if endpoint.startswith("tcp://") and keys is None:
+        raise ConfigError(f"{endpoint}: servers on other hosts need CURVE keys; pass keys=ClientKeys(...)")
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 20)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    dealer.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
+    if keys is not None:
+        dealer.curve_serverkey = keys.server
+        dealer.curve_publickey = keys.public
+        dealer.curve_secretkey = keys.secret
+    try:
+        dealer.connect(endpoint)
+    except zmq.ZMQError as error:
+        dealer.close()
+        raise ConfigError(f"{endpoint}: not an endpoint: {error.strerror}") from None
+    return dealer
+
+
+class Conversation:
+    """Request and reply over a DEALER that one thread owns."""
+
+    def __init__(self, dealer: zmq.Socket[bytes], on_other: Callable[[ToClient], None] | None = None) -> None:
+        self.dealer = dealer
+        self._on_other = on_other
+
+    def send(self, message: Message) -> None:
+        """:raises ServerLost: the server has not read for so long that the socket is full."""
+        self.send_raw(codec.encode(message))
+
+    def send_raw(self, frame: bytes) -> None:
+        """:raises ServerLost: as for :meth:`send`."""
+        try:
+            self.dealer.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            raise ServerLost("the server does not read; is it stopped?") from None
+
+    def receive(self, deadline: float) -> bytes:
+        """One frame.
+
+        :raises DeadlineExceeded: none came by `deadline` (monotonic seconds).
+        """
+        wait_ms = max(0, round((deadline - time.monotonic()) * 1e3))
+        if not self.dealer.poll(wait_ms):
+            raise DeadlineExceeded("the server did not answer in time; is it running at this endpoint?")
+        frames = self.dealer.recv_multipart()
+        if len(frames) != 1:
+            raise ProtocolError(f"the server sent {len(frames)} frames where one belongs")
+        return frames[0]
+
+    def expect(self, kind: type[Message], deadline: float, number: int | None = None) -> ToClient:
+        """The next message of this kind (and id); others are passed on.
+
+        :raises RemoteError: the server answered with a Problem.
+        :raises DeadlineExceeded: see :meth:`receive`.
+        """
+        while True:
+            message = codec.decode_reply(self.receive(deadline), 64 << 20)
+            if isinstance(message, Problem) and (number is None or message.id in (number, -1)):
+                raise RemoteError(message.code, message.message)
+            if isinstance(message, kind) and (number is None or getattr(message, "id", number) == number):
+                return message
+            if self._on_other is not None:
+                self._on_other(message)
+
+    def introduce(self, engine: str, client: str, deadline: float) -> Welcome:
+        """Greeting and hello.
+
+        :raises VersionMismatch: the server speaks another protocol.
+        """
+        self.send_raw(codec.greeting())
+        codec.check_greeting(self.receive(deadline))
+        self.send(Hello(engine, client, os.getpid()))
+        return cast(Welcome, self.expect(Welcome, deadline))
+
+    def attach(self, attach: Attach, deadline: float) -> Attached:
+        """Tell what this client caches.
+
+        :raises RemoteError: refused.
+        """
+        self.send(attach)
+        return cast(Attached, self.expect(Attached, deadline))
+
+
+def fetch_arena(path: Path, token: bytes, deadline: float) -> tuple[socket.socket, int, int]:
+    """Ask at the doorway: the open connection (keep it: it is the sign of life), the memfd and its size.
+
+    :raises ServerLost: nobody answers there, or the token is refused.
+    """
+    guest = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    guest.settimeout(max(0.001, deadline - time.monotonic()))
+    try:
+        guest.connect(str(path))
+        guest.sendall(token)
+        said, fds, _, _ = socket.recv_fds(guest, _DOORWAY_HEADER, 1)
+    except OSError as error:
+        guest.close()
+        raise ServerLost(f"{path}: the arena cannot be fetched: {error}") from None
+    if len(said) != _DOORWAY_HEADER or len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        guest.close()
+        raise ServerLost(f"{path}: the server hung up instead of handing out the arena")
+    guest.setblocking(False)
+    return guest, fds[0], int.from_bytes(said, "little")

@@ -1,0 +1,268 @@
+"""The agent's link to its server: one thread that connects, listens, reports, and connects again.
+
+The server's death is seen on the doorway's connection (the kernel hangs up), its silence by
+heartbeats. Other threads only append to queues; what they report is coalesced into one message.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import structlog
+import zmq
+
+from layerflow.agent.handshake import Conversation, dial, fetch_arena
+from layerflow.errors import ConfigError, LayerflowError, ServerLost
+from layerflow.memfd import SharedMemory
+from layerflow.spec import ModelSpec
+from layerflow.wire import codec
+from layerflow.wire.messages import (
+    Attach,
+    Beat,
+    Closed,
+    Failure,
+    Fence,
+    Figures,
+    Message,
+    Problem,
+    Progress,
+    Report,
+    Terms,
+    ToClient,
+    Welcome,
+)
+
+CONNECT_TIMEOUT_S = 1.0
+RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+FRONTIER_SAMPLE_MS = 1
+
+T = TypeVar("T")
+
+log = structlog.get_logger("layerflow.agent")
+
+
+@dataclass(slots=True)
+class Attachment:
+    """One life of the link: a server, its arena, its terms."""
+
+    session: int
+    arena: SharedMemory
+    terms: Terms
+    welcome: Welcome
+
+
+class Owner(Protocol):
+    """What the link tells; all on the link's thread."""
+
+    def attached_to(self, attachment: Attachment) -> None:
+        """A server has taken this agent; steps may be opened."""
+        ...
+
+    def lost(self, reason: str) -> None:
+        """The server is gone; nothing of it answers any more."""
+        ...
+
+    def heard(self, message: ToClient) -> None:
+        """A message."""
+        ...
+
+    def progress(self) -> list[Progress]:
+        """Open steps that moved on since the last report."""
+        ...
+
+    def sampling(self) -> bool:
+        """Does the server wait for frontiers (a prefetch window is set)?"""
+        ...
+
+
+@dataclass(slots=True)
+class _News:
+    """What the next report will carry."""
+
+    done: deque[int] = field(default_factory=deque)
+    failed: deque[Failure] = field(default_factory=deque)
+    fenced: deque[Fence] = field(default_factory=deque)
+    closed: deque[Closed] = field(default_factory=deque)
+    figures: deque[Figures] = field(default_factory=deque)
+
+    def clear(self) -> None:
+        for column in (self.done, self.failed, self.fenced, self.closed, self.figures):
+            column.clear()
+
+
+class Link:
+    """Runs from construction to :meth:`close`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        engine: str,
+        spec: ModelSpec,
+        owner: Owner,
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._engine = engine
+        self._spec = spec
+        self._owner = owner
+        self.news = _News()
+        self._outbox: deque[Message] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rung = False
+        self._closing = False
+        self.ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="layerflow-link", daemon=True)
+
+    def start(self) -> None:
+        """Begin connecting."""
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """Queue a message and wake the thread."""
+        self._outbox.append(message)
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake the thread, at most once until it has looked."""
+        if not self._rung:
+            self._rung = True
+            os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Send what is queued and hang up."""
+        self._closing = True
+        self._rung = False
+        self.ring()
+        self._thread.join()
+        os.close(self._bell)
+
+    def _run(self) -> None:
+        tries = 0
+        while not self._closing:
+            try:
+                self._live()
+                tries = 0
+            except LayerflowError as error:
+                level = log.info if tries else log.warning
+                level("server_away", endpoint=self._endpoint, error=str(error), tries=tries)
+                if isinstance(error, ConfigError):
+                    break
+            delay = RETRY_S[min(tries, len(RETRY_S) - 1)]
+            tries += 1
+            self._sleep(delay)
+
+    def _sleep(self, seconds: float) -> None:
+        poller = zmq.Poller()
+        poller.register(self._bell, zmq.POLLIN)
+        due = time.monotonic() + seconds
+        while not self._closing and (left := due - time.monotonic()) > 0:
+            if poller.poll(max(1, left * 1e3)):
+                self._look()
+
+    def _look(self) -> None:
+        os.eventfd_read(self._bell)
+        self._rung = False
+
+    def _live(self) -> None:
+        """One attachment, from connect to hang-up.
+
+        :raises LayerflowError: why it ended, or never began.
+        """
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        dealer = dial(self._context, self._endpoint)
+        guest, arena = None, None
+        attached = False
+        try:
+            conversation = Conversation(dealer)
+            welcome = conversation.introduce(self._engine, "agent", deadline)
+            if not welcome.doorway:
+                raise ConfigError(f"{self._endpoint}: an engine worker must run on the server's machine; use ipc://")
+            guest, fd, nbytes = fetch_arena(Path(welcome.doorway), welcome.token, deadline)
+            try:
+                arena = SharedMemory.attach(fd, nbytes)
+            finally:
+                os.close(fd)
+            terms = conversation.attach(Attach(self._spec, memory=True), deadline).terms
+            self._outbox.clear()
+            self.news.clear()
+            attached = True
+            self._owner.attached_to(Attachment(welcome.session, arena, terms, welcome))
+            self.ready.set()
+            self._converse(dealer, guest.fileno(), welcome)
+        finally:
+            self.ready.clear()
+            if attached:
+                self._owner.lost("closed" if self._closing else "the server is gone")
+            if guest is not None:
+                guest.close()
+            dealer.close()
+
+    def _converse(self, dealer: zmq.Socket[bytes], guest: int, welcome: Welcome) -> None:
+        poller = zmq.Poller()
+        poller.register(dealer, zmq.POLLIN)
+        poller.register(guest, zmq.POLLIN | zmq.POLLERR)
+        poller.register(self._bell, zmq.POLLIN)
+        beat_s, next_beat = welcome.heartbeat_ms / 1e3, time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + beat_s
+                self._outbox.append(Beat(now))
+            self._flush(dealer)
+            if self._closing:
+                return
+            patience = FRONTIER_SAMPLE_MS if self._owner.sampling() else max(1.0, (next_beat - now) * 1e3)
+            ready = dict(poller.poll(patience))
+            if guest in ready:
+                raise ServerLost("the server hung up")
+            if self._bell in ready:
+                self._look()
+            if dealer in ready:
+                self._read(dealer)
+
+    def _read(self, dealer: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frame = dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = codec.decode_reply(frame, 64 << 20)
+            if isinstance(message, Problem) and message.code == "malformed":
+                raise ServerLost(f"the server does not know this session: {message.message}")
+            self._owner.heard(message)
+
+    def _flush(self, dealer: zmq.Socket[bytes]) -> None:
+        report = self._report()
+        if report is not None:
+            self._outbox.appendleft(report)
+        while self._outbox:
+            frame = codec.encode(self._outbox[0])
+            try:
+                dealer.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                raise ServerLost("the server has not read for too long") from None
+            self._outbox.popleft()
+
+    def _report(self) -> Report | None:
+        news = self.news
+        columns = [_drain(news.done), _drain(news.failed), _drain(news.fenced)]
+        progress = self._owner.progress()
+        rest = [_drain(news.closed), _drain(news.figures)]
+        if not any(columns) and not any(rest) and not progress:
+            return None
+        return Report(*columns, progress, *rest)  # type: ignore[arg-type]
+
+
+def _drain(column: deque[T]) -> list[T]:
+    out: list[T] = []
+    while column:
+        out.append(column.popleft())
+    return out

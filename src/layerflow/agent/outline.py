@@ -1,0 +1,202 @@
+"""A step's outline: which objects each request loads and saves, and the engine blocks they cover.
+
+Pure arithmetic over tokens, chunks and blocks. The server answers with the objects' places
+(:class:`layerflow.wire.messages.Plan`); :func:`number_blocks` then numbers the blocks as the core does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerflow.agent.values import StepRequest
+from layerflow.errors import LayerflowError, SpecError
+from layerflow.spec import GroupSpec, ModelSpec
+from layerflow.wire import codec
+from layerflow.wire.messages import NOWHERE, LoadPart, PlanPart, SavePart
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One object of a part: `blocks` are table positions, the first of them `index` blocks into the object."""
+
+    digest: bytes
+    blocks: range
+    index: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutlinePart:
+    """One request's objects of one group, in one direction.
+
+    :param table: the request's int64 block table of this group.
+    :param parent: digest before a partial last object, else empty.
+    """
+
+    request: str
+    group: int
+    table: np.ndarray
+    pieces: tuple[Piece, ...]
+    parent: bytes = b""
+
+    def load_message(self) -> LoadPart:
+        """As the protocol has it."""
+        return LoadPart(self.request, self.group, self._digests(), self._counts())
+
+    def save_message(self) -> SavePart:
+        """As the protocol has it."""
+        tokens = codec.pack_u32([piece.tokens for piece in self.pieces])
+        return SavePart(self.request, self.group, self._digests(), self._counts(), tokens, self.parent)
+
+    def _digests(self) -> bytes:
+        return b"".join(piece.digest for piece in self.pieces)
+
+    def _counts(self) -> bytes:
+        return codec.pack_u32([len(piece.blocks) for piece in self.pieces])
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """The blocks of one direction and group in the core's numbering; all arrays int64, shape ``(n,)``.
+
+    :param engine_blocks: block ids in engine memory.
+    :param object_offsets: arena offset of the header of the object that holds the block.
+    :param object_blocks: blocks per layer in that object.
+    :param index: the block's position in it.
+    :param numbers: the block's position in its request's table.
+    :param part: its part, by position in the outline.
+    """
+
+    engine_blocks: np.ndarray
+    object_offsets: np.ndarray
+    object_blocks: np.ndarray
+    index: np.ndarray
+    numbers: np.ndarray
+    part: np.ndarray
+
+
+def outline_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[OutlinePart]:
+    """What each request loads of each group.
+
+    :raises SpecError: a load beyond the hit, or into a block that the table does not have.
+    """
+    parts = []
+    for request in requests:
+        start, stop = request.load
+        if start >= stop:
+            continue
+        if stop > request.hit.tokens:
+            raise SpecError(f"request {request.request!r}: loads up to token {stop}, its hit has {request.hit.tokens}")
+        for number, group in enumerate(spec.groups):
+            pieces = tuple(_load_pieces(spec, group, request, start, stop))
+            if pieces:
+                parts.append(OutlinePart(request.request, number, _table(request, number, pieces), pieces))
+    return parts
+
+
+def outline_saves(spec: ModelSpec, requests: Sequence[StepRequest], partial: bool) -> list[OutlinePart]:
+    """What each request saves of each group: the chunks that this step completes.
+
+    :param partial: keep the prompt's partial tail too.
+    """
+    parts = []
+    for request in requests:
+        start, stop = request.save
+        if start >= stop:
+            continue
+        for number, group in enumerate(spec.groups):
+            pieces, parent = _save_pieces(spec, group, request, partial)
+            table = np.asarray(request.blocks[number], dtype=np.int64)
+            kept = tuple(
+                piece
+                for piece in pieces
+                # A windowed group may have recycled blocks of an earlier chunk: then there is nothing to keep.
+                if piece.blocks.stop <= len(table) and (table[piece.blocks.start : piece.blocks.stop] >= 0).all()
+            )
+            if kept:
+                ends_partial = kept[-1].tokens != spec.chunk_tokens
+                parts.append(OutlinePart(request.request, number, table, kept, parent if ends_partial else b""))
+    return parts
+
+
+def number_blocks(parts: Sequence[OutlinePart], plans: Sequence[PlanPart], loading: bool) -> dict[int, Numbered]:
+    """Per group: the blocks that will move, numbered as the core numbers them.
+
+    :raises LayerflowError: the plan does not fit the outline.
+    """
+    if len(parts) != len(plans):
+        raise LayerflowError(f"the server planned {len(plans)} parts where {len(parts)} were asked for")
+    columns: dict[int, list[list[np.ndarray]]] = {}
+    for position, (part, plan) in enumerate(zip(parts, plans, strict=True)):
+        offsets = codec.unpack_u64(plan.offsets, len(part.pieces), "plan offsets")
+        stored = (
+            codec.unpack_u32(plan.stored, len(part.pieces), "plan stored").tolist()
+            if loading
+            else [len(piece.blocks) for piece in part.pieces]
+        )
+        rows = columns.setdefault(part.group, [[], [], [], [], [], []])
+        for piece, offset, held in zip(part.pieces, offsets.tolist(), stored, strict=True):
+            if offset == NOWHERE:
+                continue
+            count = len(piece.blocks)
+            numbers = np.arange(piece.blocks.start, piece.blocks.stop, dtype=np.int64)
+            rows[0].append(part.table[numbers])
+            rows[1].append(np.full(count, offset, dtype=np.int64))
+            rows[2].append(np.full(count, held, dtype=np.int64))
+            rows[3].append(np.arange(piece.index, piece.index + count, dtype=np.int64))
+            rows[4].append(numbers)
+            rows[5].append(np.full(count, position, dtype=np.int64))
+    return {group: Numbered(*(np.concatenate(column) for column in rows)) for group, rows in columns.items() if rows[0]}
+
+
+def _load_pieces(spec: ModelSpec, group: GroupSpec, request: StepRequest, start: int, stop: int) -> list[Piece]:
+    rules, size, chunk = group.rules, group.block_size, spec.chunk_tokens
+    first = max(start, rules.first_token(stop))
+    pieces = []
+    for number in range(first // chunk, -(-stop // chunk)):
+        base = number * chunk
+        tail = number == request.hit.tail_chunk
+        held = request.hit.tail_tokens if tail else chunk
+        digest = request.hit.tail_digest if tail else request.chain.digests[number]
+        kept = rules.keep(held)
+        lo = max((max(first, base) - base) // size, kept.start)
+        hi = min(-(-(min(stop, base + held) - base) // size), kept.stop)
+        if lo < hi:
+            blocks = range(base // size + lo, base // size + hi)
+            pieces.append(Piece(digest, blocks, lo - kept.start, held))
+    return pieces
+
+
+def _save_pieces(spec: ModelSpec, group: GroupSpec, request: StepRequest, partial: bool) -> tuple[list[Piece], bytes]:
+    (start, stop), chunk, chain = request.save, spec.chunk_tokens, request.chain
+    stop = min(stop, len(chain))
+    pieces, parent = [], b""
+    for number in range(start // chunk, stop // chunk):
+        pieces.append(_whole(spec, group, number, chunk, chain.digests[number]))
+    rest = stop % chunk
+    if partial and request.last and rest and stop == len(chain):
+        number = stop // chunk
+        parent = chain.parent(number)
+        pieces.append(_whole(spec, group, number, rest, chain.partial(number, rest)))
+    return pieces, parent
+
+
+def _whole(spec: ModelSpec, group: GroupSpec, number: int, tokens: int, digest: bytes) -> Piece:
+    kept = group.rules.keep(tokens)
+    base = number * spec.chunk_tokens // group.block_size
+    return Piece(digest, range(base + kept.start, base + kept.stop), 0, tokens)
+
+
+def _table(request: StepRequest, group: int, pieces: Sequence[Piece]) -> np.ndarray:
+    table = np.asarray(request.blocks[group], dtype=np.int64)
+    for piece in pieces:
+        held = table[piece.blocks.start : piece.blocks.stop]
+        if len(held) != len(piece.blocks) or (held < 0).any():
+            raise SpecError(
+                f"request {request.request!r}, group {group}: the hit needs blocks {piece.blocks.start} to "
+                f"{piece.blocks.stop - 1}, the block table of {len(table)} entries does not have them all; allocate first"
+            )
+    return table

@@ -1,0 +1,389 @@
+"""One open step inside the engine's process: what is ready, what has failed, what is computed.
+
+The engine's thread calls :meth:`Step.wait_layer` and :meth:`Step.layer_done`; both are local and, in
+the common case, a few plain stores. Lanes and the link thread tell the step what became of its batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from layerflow.agent.outline import Numbered, OutlinePart, number_blocks
+from layerflow.agent.values import ABORTED, READY, FailedBlocks, Outcome
+from layerflow.device.base import Device, DeviceEvent
+from layerflow.errors import SessionError
+from layerflow.observe.trace import Span, StepTrace
+from layerflow.ops.extents import BlockList
+from layerflow.wire.messages import Batch, Plan
+
+LOAD, SAVE = 0, 1
+CANCELLED = "cancelled"
+
+
+class NoStep:
+    """A step with nothing to move: every call returns at once."""
+
+    number = -1
+    failed: tuple[FailedBlocks, ...] = ()
+
+    def wait_layer(self, layer: int) -> Outcome:
+        """Ready."""
+        return READY
+
+    def wait_all(self) -> Outcome:
+        """Ready."""
+        return READY
+
+    def layer_done(self, layer: int, event: object = None) -> None:
+        """Nothing waits for it."""
+
+    def close(self, ok: bool | None = None) -> None:
+        """Nothing is open."""
+
+    def __enter__(self) -> NoStep:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        return None
+
+
+NO_STEP = NoStep()
+
+
+class Step:
+    """A forward pass with something to load or to save.
+
+    :param groups: for every layer of the model: its group.
+    :param deadline: monotonic seconds; loads not in place by then have failed.
+    :param device: of the engine's memory.
+    :param on_fenced: told (step, reason) when the loads were cut off here.
+    :param on_closed: told (step, ok) when the forward pass ended.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        groups: Sequence[int],
+        loads: list[OutlinePart],
+        saves: list[OutlinePart],
+        deadline: float,
+        save_deadline: float,
+        device: Device,
+        on_fenced: Callable[[Step, str], None],
+        on_closed: Callable[[Step, bool], None],
+    ) -> None:
+        self.number = number
+        self.loads = loads
+        self.saves = saves
+        self.deadline = deadline
+        self.save_deadline = save_deadline
+        self.requests = {part.request for part in (*loads, *saves)}
+        self.trace = StepTrace(number, 0, "", [])
+        self.frontier = -1
+        self.closed = False
+        self.saves_cancelled = ""
+        self.blocks: tuple[dict[int, BlockList], dict[int, BlockList]] = ({}, {})
+        self.aborted: set[str] = set()
+        self.reported = (-1, 0)
+        layers = len(groups)
+        loading = {part.group for part in loads}
+        self._groups = groups
+        self._device = device
+        self._on_fenced = on_fenced
+        self._on_closed = on_closed
+        self._local = device.kind == "cpu"
+        # On a device, blocks may still be read by what the engine enqueued before: loads come after that.
+        self.after: DeviceEvent | None = None if self._local or not loads else device.record()
+        self._ready = [group not in loading for group in groups]
+        self._sealed = list(self._ready)
+        self._outstanding = [0] * layers
+        self._enqueued: list[list[DeviceEvent]] = [[] for _ in range(0 if self._local else layers)]
+        self._moved: dict[int, list[Batch]] = {}
+        self._done: list[Any] = [None] * layers
+        self._waited_at = [0.0] * layers
+        self._done_at = [0.0] * layers
+        self._condition = threading.Condition()
+        self._running = 0
+        self._fenced = ""
+        self._numbered: dict[int, Numbered] = {}
+        self._failures: dict[int, tuple[set[int], str]] = {}
+        self._outcome: Outcome | None = None
+
+    # -- the engine's thread ----------------------------------------------------------------------
+
+    def wait_layer(self, layer: int) -> Outcome:
+        """Before attention of `layer`: are its loaded bytes in place?
+
+        Returns at once if they are; else waits until they are, have failed, or the step's deadline.
+        On cuda and npu the caller's current stream is made to wait, not the thread.
+        """
+        self.frontier = layer
+        if self._ready[layer]:
+            self._waited_at[layer] = time.monotonic()
+            return READY
+        return self._wait(layer)
+
+    def wait_all(self) -> Outcome:
+        """All layers at once (bulk loading)."""
+        outcome = READY
+        for layer in range(len(self._groups)):
+            outcome = self._wait(layer) if not self._ready[layer] else outcome
+        return outcome
+
+    def layer_done(self, layer: int, event: object = None) -> None:
+        """After the new tokens' KV of `layer` was written; its saves may leave.
+
+        :param event: on cuda and npu: the engine's event behind that write; None = one is recorded now.
+        """
+        self._done_at[layer] = time.monotonic()
+        self._done[layer] = event or (True if self._local else self._device.record())
+
+    def close(self, ok: bool | None = None) -> None:
+        """The forward pass ended; saves drain on their own.
+
+        :param ok: False = layers not marked done never will be; None = find out.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        if ok is None:
+            ok = not self.saves or all(done is not None for done in self._done)
+        if not ok:
+            self.cancel_saves("step closed before every layer was computed")
+        self._on_closed(self, ok)
+
+    @property
+    def loading(self) -> bool:
+        """Are loads of this step still under way?"""
+        return bool(self.loads) and not self._fenced and not all(map(self._in_place, range(len(self._groups))))
+
+    @property
+    def failed(self) -> tuple[FailedBlocks, ...]:
+        """Everything of this step that has failed so far."""
+        with self._condition:
+            return self._failed_now()
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(None if kind is None else False)
+
+    def _wait(self, layer: int) -> Outcome:
+        began = time.monotonic()
+        expired = False
+        with self._condition:
+            while not (self._in_place(layer) or self._fenced):
+                left = self.deadline - time.monotonic()
+                if left <= 0:
+                    expired = True
+                    break
+                self._condition.wait(left)
+        if expired:
+            self.fence(f"not in place at the step's deadline (layer {layer})")
+        with self._condition:
+            outcome = self._outcome = self._outcome or self._conclude()
+        if not self._local:
+            for event in self._enqueued[layer]:
+                self._device.wait(event)
+        ended = self._waited_at[layer] = time.monotonic()
+        self.trace.spans.append(Span("wait", layer, began, ended))
+        return outcome
+
+    def _conclude(self) -> Outcome:
+        failed = self._failed_now()
+        if failed:
+            return Outcome(failed)
+        if self.aborted and self.aborted.issuperset(part.request for part in self.loads):
+            return ABORTED
+        return READY
+
+    # -- the link thread --------------------------------------------------------------------------
+
+    def planned(self, plan: Plan, bind: Callable[[int, Numbered], BlockList]) -> None:
+        """The server's answer: number the blocks, fail what is not there.
+
+        :param bind: makes the group's block list, bounds-checked.
+        """
+        loads = number_blocks(self.loads, plan.loads, loading=True)
+        saves = number_blocks(self.saves, plan.saves, loading=False)
+        lists = {group: bind(group, blocks) for group, blocks in loads.items()}
+        self.blocks = (lists, {group: bind(group, blocks) for group, blocks in saves.items()})
+        with self._condition:
+            self._numbered = loads
+            for position, part in enumerate(self.loads):
+                wanted = {number for piece in part.pieces for number in piece.blocks}
+                column = loads.get(part.group)
+                there = set() if column is None else set(column.numbers[column.part == position].tolist())
+                if wanted - there:
+                    self._fail(position, wanted - there, "no longer in the pool")
+            for layer, group in enumerate(self._groups):
+                if group not in loads and not self._sealed[layer]:
+                    self._sealed[layer] = True
+                    self._settle_layer(layer)
+            self._condition.notify_all()
+
+    def granted(self, batch: Batch) -> None:
+        """A load batch is on its way to the lane."""
+        with self._condition:
+            self._outstanding[batch.layer] += 1
+            self._sealed[batch.layer] |= batch.seals
+
+    def sealed(self, layer: int) -> None:
+        """No further load batch comes for the layer."""
+        with self._condition:
+            self._sealed[layer] = True
+            self._settle_layer(layer)
+            self._condition.notify_all()
+
+    def load_failed(self, group: int, lo: int, hi: int, reason: str) -> None:
+        """Blocks `lo` to `hi` of the group's numbering will not arrive."""
+        with self._condition:
+            self._fail_range(group, lo, hi, reason)
+            self._condition.notify_all()
+
+    def abort(self, request: str) -> None:
+        """The engine gave the request up."""
+        with self._condition:
+            self.aborted.add(request)
+            self._outcome = None
+
+    def fence(self, reason: str) -> None:
+        """Cut the loads off: no batch starts any more, the running one is waited for, the rest has failed."""
+        with self._condition:
+            if self._fenced or all(self._in_place(layer) for layer in range(len(self._groups))):
+                return
+            self._fenced = reason
+            while self._running:
+                self._condition.wait()
+            for event in itertools.chain.from_iterable(self._enqueued):
+                event.synchronize()
+            self._fail_unfinished(reason)
+            self._condition.notify_all()
+        self._on_fenced(self, reason)
+
+    def cancel_saves(self, reason: str) -> None:
+        """No save batch starts any more."""
+        self.saves_cancelled = self.saves_cancelled or reason
+
+    # -- lanes ------------------------------------------------------------------------------------
+
+    def begin(self, direction: int) -> bool:
+        """May a batch touch engine memory now? Pair with :meth:`end`."""
+        with self._condition:
+            if self._fenced if direction == LOAD else self.saves_cancelled:
+                return False
+            self._running += 1
+            return True
+
+    def end(self, batch: Batch, failure: str = "", event: DeviceEvent | None = None) -> None:
+        """The lane will not touch engine memory for this batch any more (or has enqueued the copy)."""
+        with self._condition:
+            self._running -= 1
+            if batch.direction == LOAD:
+                if failure:
+                    self._fail_range(self._groups[batch.layer], batch.lo, batch.hi, failure)
+                else:
+                    self._moved.setdefault(batch.layer, []).append(batch)
+                if event is not None:
+                    self._enqueued[batch.layer].append(event)
+                self._outstanding[batch.layer] -= 1
+                self._settle_layer(batch.layer)
+            self._condition.notify_all()
+
+    def group_of(self, layer: int) -> int:
+        """The layer's group."""
+        return self._groups[layer]
+
+    def computed(self, layer: int) -> Any:
+        """None until the layer's KV is written; then True, or the device event behind it."""
+        return self._done[layer]
+
+    @property
+    def computed_layers(self) -> int:
+        """How many layers, from the first on, are marked done."""
+        for layer, done in enumerate(self._done):
+            if done is None:
+                return layer
+        return len(self._done)
+
+    def quiet(self) -> None:
+        """Wait until no lane touches engine memory for this step; call after cutting it off."""
+        with self._condition:
+            while self._running:
+                self._condition.wait()
+
+    def finish_trace(self, session: int) -> StepTrace:
+        """Add the compute spans between waits and dones; the step is over."""
+        self.trace.session = session
+        for layer, (began, ended) in enumerate(zip(self._waited_at, self._done_at, strict=True)):
+            if 0.0 < began <= ended:
+                self.trace.spans.append(Span("compute", layer, began, ended))
+        return self.trace
+
+    # -- under the condition's lock -----------------------------------------------------------------
+
+    def _in_place(self, layer: int) -> bool:
+        return self._sealed[layer] and not self._outstanding[layer]
+
+    def _settle_layer(self, layer: int) -> None:
+        # Layers of a device keep taking the slow path: the caller's stream must wait for their events.
+        if (
+            self._in_place(layer)
+            and not self._failures
+            and not self._fenced
+            and (self._local or not self._enqueued[layer])
+        ):
+            self._ready[layer] = True
+
+    def _fail(self, position: int, numbers: set[int], reason: str) -> None:
+        part = self.loads[position]
+        if part.request in self.aborted:
+            return
+        known = self._failures.setdefault(position, (set(), reason))[0]
+        known |= numbers
+        self._outcome = None
+        loading = {part.group for part in self.loads}
+        for layer, group in enumerate(self._groups):
+            self._ready[layer] = group not in loading and self._ready[layer]
+
+    def _fail_range(self, group: int, lo: int, hi: int, reason: str) -> None:
+        column = self._numbered.get(group)
+        if column is None:
+            raise SessionError(f"step {self.number}: a failure in group {group}, which has no planned loads")
+        for position in set(column.part[lo:hi].tolist()):
+            inside = column.part[lo:hi] == position
+            self._fail(position, set(column.numbers[lo:hi][inside].tolist()), reason)
+
+    def _fail_unfinished(self, reason: str) -> None:
+        if not self.blocks[LOAD]:
+            for position, part in enumerate(self.loads):
+                self._fail(position, {number for piece in part.pieces for number in piece.blocks}, reason)
+            return
+        for layer, group in enumerate(self._groups):
+            if self._in_place(layer) or group not in self._numbered:
+                continue
+            size = len(self._numbered[group].numbers)
+            arrived = [0] * size
+            for batch in self._moved.get(layer, ()):
+                for number in range(batch.lo, batch.hi):
+                    arrived[number] += batch.byte_hi - batch.byte_lo if batch.byte_hi else self._whole_block(group)
+            for number in range(size):
+                if arrived[number] < self._whole_block(group):
+                    self._fail_range(group, number, number + 1, reason)
+
+    def _whole_block(self, group: int) -> int:
+        return self.blocks[LOAD][group].block_bytes
+
+    def _failed_now(self) -> tuple[FailedBlocks, ...]:
+        return tuple(
+            FailedBlocks(self.loads[position].request, self.loads[position].group, tuple(sorted(numbers)), reason)
+            for position, (numbers, reason) in sorted(self._failures.items())
+        )

@@ -1,0 +1,133 @@
+"""What an engine hands to the agent and gets back: small values without behaviour of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerflow.keys import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """How much of a prompt can be loaded.
+
+    :param tokens: leading tokens; 0 = none. At least one token of the prompt is left to compute.
+    :param tail_chunk: the chunk that a stored partial tail covers, -1 if the hit ends with a full chunk.
+    :param tail_tokens: tokens that the tail holds.
+    :param tail_digest: its digest.
+    """
+
+    tokens: int
+    tail_chunk: int = -1
+    tail_tokens: int = 0
+    tail_digest: bytes = b""
+
+
+MISS = Hit(0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """One request's part in a step.
+
+    :param request: the engine's id for it.
+    :param chain: its tokens' digests.
+    :param blocks: per group: int64 block table, engine block ids by block number; negative = no block.
+    :param load: tokens ``[start, stop)`` of the hit to load in this step; equal = none.
+    :param hit: the lookup's answer that `load` relies on.
+    :param save: tokens ``[start, stop)`` whose KV this step computes; every chunk that becomes complete is
+        saved.
+    :param last: the prompt ends with this step: its partial tail is saved too.
+    """
+
+    request: str
+    chain: Chain
+    blocks: Sequence[np.ndarray]
+    load: tuple[int, int] = (0, 0)
+    hit: Hit = MISS
+    save: tuple[int, int] = (0, 0)
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FailedBlocks:
+    """Blocks of a request that hold no valid bytes; nothing writes them any more.
+
+    :param blocks: block numbers: positions in the request's block table of `group`.
+    """
+
+    request: str
+    group: int
+    blocks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a wait ended; true if every byte is in place.
+
+    :param failed: what has failed in this step so far; everything else of the layer is in place.
+    :param aborted: every request that this step loads for was aborted.
+    """
+
+    failed: tuple[FailedBlocks, ...] = ()
+    aborted: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """Every byte of the layer, for every request of the step, is in place."""
+        return not self.failed and not self.aborted
+
+    def __bool__(self) -> bool:
+        return self.ready
+
+
+READY = Outcome()
+ABORTED = Outcome(aborted=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What ended since the last poll.
+
+    :param released: aborted requests that no transfer touches any more.
+    :param saved: requests of which some chunks were stored and published.
+    :param failed_saves: requests of which some chunks were given up, with the reason.
+    :param shed: those among them that were given up to keep out of the way.
+    """
+
+    released: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    failed_saves: tuple[tuple[str, str], ...] = ()
+    shed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStatistics:
+    """A snapshot. Counts since the agent was made; times in seconds."""
+
+    attached: bool
+    attachments: int
+    open_steps: int
+    loaded_bytes: int
+    saved_bytes: int
+    failed_batches: int
+    fenced_steps: int
+    lookups: int
+    hit_tokens: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """The counters behind :class:`AgentStatistics`."""
+
+    attachments: int = 0
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    failed_batches: int = 0
+    fenced_steps: int = 0
+    lookups: int = 0
+    hit_tokens: int = 0

@@ -1,0 +1,171 @@
+"""Drives the core: events in, commands out as messages, timers and pool operations."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from layerflow.flow import Flow
+from layerflow.flow.commands import (
+    Cancel,
+    Command,
+    Commit,
+    LoadFailed,
+    LoadsDone,
+    Release,
+    Revoke,
+    Seal,
+    StepDone,
+    Submit,
+    WakeAt,
+)
+from layerflow.flow.events import Event, Limits, Tick
+from layerflow.pool.base import Pool
+from layerflow.server.planner import StepBook
+from layerflow.wire.messages import BROKEN, Batch, Cancelled, Failed, Grant, LayerSealed, Message, Notice, Stored
+
+
+class Driver:
+    """The core, the pool, and the books of open steps.
+
+    :param send: queue a message for a session.
+    :param step_done: told of each finished step (session, loaded bytes, saved bytes).
+    """
+
+    def __init__(
+        self, pool: Pool, limits: Limits, send: Callable[[int, Message], None], step_done: Callable[[StepDone], None]
+    ) -> None:
+        self.flow = Flow(limits)
+        self._pool = pool
+        self._send = send
+        self._step_done = step_done
+        self._books: dict[tuple[int, int], StepBook] = {}
+        self._grants: dict[int, Grant] = {}
+        self._notices: dict[int, Notice] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._wake: float | None = None
+        self._log = structlog.get_logger("layerflow.server.driver")
+
+    @property
+    def open_steps(self) -> int:
+        """Steps that are not finished."""
+        return len(self._books)
+
+    def open(self, key: tuple[int, int], book: StepBook) -> None:
+        """Remember a step before the core is told of it."""
+        self._books[key] = book
+
+    def is_open(self, key: tuple[int, int]) -> bool:
+        """Is this step known and unfinished?"""
+        return key in self._books
+
+    def discard(self, key: tuple[int, int]) -> None:
+        """Forget a step that the core refused, and give back what was planned for it."""
+        self._pool.drop_owner(self._books.pop(key).owner)
+
+    def handle(self, *events: Event) -> None:
+        """Tell the core, then do what it wants; each session gets at most one Grant and one Notice.
+
+        :raises InvalidTransition: from the core, for an impossible event; the earlier ones were handled.
+        """
+        try:
+            for event in events:
+                for command in self.flow.handle(event, time.monotonic()):
+                    self._obey(command)
+        finally:
+            self._flush()
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._grant(command.session).batches.append(
+                    Batch(
+                        command.step,
+                        command.batch,
+                        int(command.direction),
+                        command.layer,
+                        command.lo,
+                        command.hi,
+                        command.byte_lo,
+                        command.byte_hi,
+                        command.nbytes,
+                        command.not_before,
+                        command.seals,
+                    )
+                )
+            case Seal():
+                sealed = LayerSealed(command.step, int(command.direction), command.layer)
+                self._grant(command.session).sealed.append(sealed)
+            case LoadFailed():
+                self._load_failed(command)
+            case Cancel():
+                cancelled = Cancelled(command.step, int(command.direction), command.reason)
+                self._grant(command.session).cancelled.append(cancelled)
+            case Commit():
+                self._stored(command, True, "")
+            case Revoke():
+                self._stored(command, False, command.reason)
+            case LoadsDone():
+                self._pool.release(self._books[command.session, command.step].owner)
+            case Release():
+                self._notice(command.session).released.append(command.request)
+            case StepDone():
+                del self._books[command.session, command.step]
+                self._notice(command.session).finished.append(command.step)
+                self._step_done(command)
+            case WakeAt():
+                self._wake = command.when
+
+    def _load_failed(self, command: LoadFailed) -> None:
+        book = self._books[command.session, command.step]
+        if command.reason.startswith(BROKEN):
+            hidden = self._pool.hide(book.keys_of(command.group, command.lo, command.hi))
+            self._log.warning(
+                "load_broken", session=command.session, step=command.step, request=command.request, hidden=hidden
+            )
+        self._grant(command.session).failed.append(
+            Failed(command.step, command.request, command.group, command.lo, command.hi, command.reason)
+        )
+
+    def _stored(self, command: Commit | Revoke, committed: bool, reason: str) -> None:
+        book = self._books[command.session, command.step]
+        for part in command.parts:
+            keys = book.save_keys[part]
+            if committed:
+                self._pool.commit(keys, book.owner)
+            else:
+                self._pool.revoke(keys, book.owner)
+        positions = [book.save_parts[part] for part in command.parts]
+        self._notice(command.session).stored.append(Stored(command.step, positions, committed, reason))
+
+    def _grant(self, session: int) -> Grant:
+        return self._grants.setdefault(session, Grant([], [], [], []))
+
+    def _notice(self, session: int) -> Notice:
+        return self._notices.setdefault(session, Notice([], [], []))
+
+    def _flush(self) -> None:
+        for session, grant in self._grants.items():
+            self._send(session, grant)
+        for session, notice in self._notices.items():
+            self._send(session, notice)
+        self._grants.clear()
+        self._notices.clear()
+        if self._wake is not None:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(self._wake, self._tick)
+            self._wake = None
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.handle(Tick())

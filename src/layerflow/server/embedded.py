@@ -1,0 +1,73 @@
+"""Embedded mode: the same server on a thread of the engine's process, the same messages over ``inproc://``."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import anyio
+import anyio.from_thread
+import zmq
+
+from layerflow.config import Settings
+from layerflow.errors import DeadlineExceeded
+from layerflow.server.server import Server
+
+START_TIMEOUT_S = 10.0
+
+
+class EmbeddedServer:
+    """A running server in this process. Agents take :attr:`endpoint` and :attr:`context`.
+
+    :param settings: its ``server.endpoint`` is replaced by an ``inproc://`` one; HTTP is not served.
+    :raises DeadlineExceeded: it did not start.
+    """
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        base = settings or Settings()
+        self.endpoint = f"inproc://layerflow-{id(self):x}"
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        server_settings = base.server.model_copy(update={"endpoint": self.endpoint})
+        self.server = Server(base.model_copy(update={"server": server_settings}), self.context)
+        self._shutdown: anyio.Event | None = None
+        self._token: anyio.lowlevel.EventLoopToken | None = None
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="layerflow-server", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(START_TIMEOUT_S):
+            raise DeadlineExceeded(f"the embedded server did not start within {START_TIMEOUT_S:.0f} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def __enter__(self) -> EmbeddedServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drain and stop. Close the agents first: what they have open is drained up to the timeout."""
+        if self._thread.is_alive() and self._shutdown is not None:
+            anyio.from_thread.run_sync(self._shutdown.set, token=self._token)
+        self._thread.join()
+        self.context.destroy(linger=0)
+
+    def call(self, function: object, *args: object) -> object:
+        """Run a function on the server's loop and return its result (statistics, new settings)."""
+        return anyio.from_thread.run_sync(function, *args, token=self._token)  # type: ignore[arg-type]
+
+    def _main(self) -> None:
+        try:
+            anyio.run(self._serve)
+        except BaseException as error:  # noqa: BLE001 - handed to the constructor's thread
+            self._failure = error
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._shutdown = anyio.Event()
+        self._token = anyio.lowlevel.current_token()
+        await self.server.run(self._shutdown, started=lambda _: self._ready.set())

@@ -1,0 +1,105 @@
+"""How many leading tokens of a prompt can be loaded: over all groups, all shards, complete objects only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerflow.keys import object_key
+from layerflow.kinds import Kind
+from layerflow.pool.base import Owner, Pool
+from layerflow.spec import ModelSpec
+
+MAX_TAILS = 16
+"""Stored tails offered per lookup: more would mean that many prompts differ within one chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A longer hit, valid if `digest` is that of the prompt's next `tokens` tokens after `chunk` chunks."""
+
+    chunk: int
+    tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HitLength:
+    """The answer: tokens over full chunks, and candidates for more, longest first."""
+
+    tokens: int
+    tails: tuple[Tail, ...]
+
+
+def find_hit(pool: Pool, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int) -> HitLength:
+    """The longest hit that every group and every shard satisfies, leaving one token to compute.
+
+    :param digests: of the prompt's full chunks, in order.
+    :param tokens: length of the prompt.
+    """
+    rules = [group.rules for group in spec.groups]
+    present = _presence(pool, spec, digests)
+    # A group that sees everything needs every chunk from the first on; it bounds the search for all.
+    bound = len(digests)
+    for kind, row in zip(rules, present, strict=True):
+        if not kind.windowed:
+            missing = np.flatnonzero(~row)
+            bound = min(bound, int(missing[0]) if missing.size else bound)
+    tails: list[Tail] = []
+    for chunk in range(bound, -1, -1):
+        parent = digests[chunk - 1] if chunk else root
+        room = tokens - chunk * spec.chunk_tokens
+        for tail in _tails(pool, spec, parent, room):
+            hit = min(chunk * spec.chunk_tokens + tail[0], tokens - 1)
+            if len(tails) < MAX_TAILS and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
+                tails.append(Tail(chunk, *tail))
+        hit = min(chunk * spec.chunk_tokens, tokens - 1)
+        if hit > 0 and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
+            return HitLength(hit, tuple(tails))
+    return HitLength(0, tuple(tails))
+
+
+def lease(pool: Pool, spec: ModelSpec, digests: list[bytes], hit: HitLength, owner: Owner, until: float) -> None:
+    """Pin everything that a load of this hit (or of one of its tails) would read."""
+    reach = max((tail.chunk * spec.chunk_tokens for tail in hit.tails), default=0)
+    chunks = digests[: -(-max(hit.tokens, reach) // spec.chunk_tokens)]
+    keys = [
+        object_key(digest, group, shard)
+        for digest in [*chunks, *(tail.digest for tail in hit.tails)]
+        for group in range(len(spec.groups))
+        for shard in spec.shard.peers()
+    ]
+    pool.acquire([key for key, there in zip(keys, pool.lookup(keys), strict=True) if there], owner, until)
+
+
+def _presence(pool: Pool, spec: ModelSpec, digests: list[bytes]) -> list[np.ndarray]:
+    """Per group: bool array over chunks, True where every shard has the object."""
+    shards = spec.shard.peers()
+    rows = []
+    for group in range(len(spec.groups)):
+        keys = [object_key(digest, group, shard) for digest in digests for shard in shards]
+        found = np.array(pool.lookup(keys), dtype=bool)
+        rows.append(found.reshape(len(digests), len(shards)).all(axis=1))
+    return rows
+
+
+def _tails(pool: Pool, spec: ModelSpec, parent: bytes, room: int) -> Iterator[tuple[int, bytes]]:
+    """Tails after `parent` of at most `room` tokens that every group and shard has, longest first."""
+    shards = spec.shard.peers()
+    for tail in pool.tails(object_key(parent, 0, shards[0])):
+        digest = tail.key[: len(parent)]
+        if tail.tokens <= room and all(
+            pool.lookup([object_key(digest, group, shard) for group in range(len(spec.groups)) for shard in shards])
+        ):
+            yield tail.tokens, digest
+
+
+def _satisfied(rules: list[Kind], present: list[np.ndarray], chunk_tokens: int, hit: int, upto: int) -> bool:
+    """Do the full chunks below `upto` that a hit of `hit` tokens needs exist in every group?"""
+    for kind, row in zip(rules, present, strict=True):
+        need = kind.need(hit, chunk_tokens)
+        if not row[need.start : min(need.stop, upto)].all():
+            return False
+    return True

@@ -1,0 +1,178 @@
+"""A step's objects: which lie where (loads), which get room (saves), and what the core is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from layerflow.errors import ProtocolError
+from layerflow.flow.events import Part, StepOpened
+from layerflow.keys import DIGEST_BYTES, object_key
+from layerflow.objects import object_bytes
+from layerflow.pool.base import NewObject, Outcome, Pool
+from layerflow.server.sessions import Session
+from layerflow.spec import GroupSpec, ModelSpec
+from layerflow.wire import codec
+from layerflow.wire.messages import NOWHERE, LoadPart, OpenStep, Plan, PlanPart, SavePart
+
+MAX_STEP_S = 86_400.0
+
+
+@dataclass(slots=True)
+class StepBook:
+    """What the server remembers of an open step.
+
+    :param save_parts: for each save part of the core: its position in the OpenStep message.
+    :param save_keys: for each save part of the core: the keys it has room for.
+    :param load_objects: per group: (first block number, key) of every object loaded, ascending.
+    """
+
+    owner: Hashable
+    save_parts: list[int] = field(default_factory=list)
+    save_keys: list[list[bytes]] = field(default_factory=list)
+    load_objects: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+
+    def keys_of(self, group: int, lo: int, hi: int) -> list[bytes]:
+        """Objects that hold any of the load blocks `lo` to `hi` of a group."""
+        objects = self.load_objects.get(group, [])
+        ends = [start for start, _ in objects[1:]] + [hi]
+        return [key for (start, key), end in zip(objects, ends, strict=True) if start < hi and end > lo]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The result of planning one step."""
+
+    event: StepOpened
+    plan: Plan
+    book: StepBook
+    full: int
+    missing: int
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A checked part of the message."""
+
+    request: str
+    group: int
+    keys: list[bytes]
+    counts: np.ndarray
+
+
+def plan_step(pool: Pool, session: Session, message: OpenStep, now: float) -> Opening:
+    """Pin the objects to load, reserve room for those to save, and number the blocks.
+
+    Nothing has changed when this raises.
+
+    :raises ProtocolError: the message contradicts itself or the session's spec.
+    """
+    spec = session.spec
+    assert spec is not None
+    if not now - MAX_STEP_S < message.deadline <= message.save_deadline < now + MAX_STEP_S:
+        raise ProtocolError(
+            f"step {message.step}: deadlines {message.deadline}, {message.save_deadline} must be ascending seconds "
+            "on CLOCK_MONOTONIC within a day of now"
+        )
+    loads = [_check(part, spec) for part in message.loads]
+    saves = [(_check(part, spec), _new_objects(part, spec)) for part in message.saves]
+    book = StepBook(("step", session.number, message.step))
+    load_plan, load_parts, bad = _plan_loads(pool, book, loads, message.deadline)
+    save_plan, save_parts, full = _plan_saves(pool, book, saves, bad)
+    event = StepOpened(
+        session.number, message.step, message.deadline, message.save_deadline, tuple(load_parts), tuple(save_parts)
+    )
+    return Opening(event, Plan(message.step, load_plan, save_plan), book, full, len(bad))
+
+
+def _plan_loads(
+    pool: Pool, book: StepBook, loads: list[_Wanted], deadline: float
+) -> tuple[list[PlanPart], list[Part], set[str]]:
+    plans, parts, bad = [], [], set()
+    numbered: dict[int, int] = {}
+    for wanted in loads:
+        # A pin outlives the deadline by far: it ends with the step, and only a lost server forgets it.
+        found = pool.acquire(wanted.keys, book.owner, deadline + MAX_STEP_S)
+        offsets, stored, blocks = [], [], 0
+        objects = book.load_objects.setdefault(wanted.group, [])
+        at = numbered.get(wanted.group, 0)
+        for key, place, count in zip(wanted.keys, found, wanted.counts.tolist(), strict=True):
+            if place is None or place.blocks < count:
+                bad.add(wanted.request)
+                offsets.append(NOWHERE)
+                stored.append(0)
+            else:
+                offsets.append(place.offset)
+                stored.append(place.blocks)
+                objects.append((at + blocks, key))
+                blocks += count
+        numbered[wanted.group] = at + blocks
+        plans.append(PlanPart(codec.pack_u64(offsets), codec.pack_u32(stored)))
+        if blocks:
+            parts.append(Part(wanted.request, wanted.group, blocks))
+    return plans, parts, bad
+
+
+def _plan_saves(
+    pool: Pool, book: StepBook, saves: list[tuple[_Wanted, list[NewObject]]], bad: set[str]
+) -> tuple[list[PlanPart], list[Part], int]:
+    plans, parts, full = [], [], 0
+    for position, (wanted, objects) in enumerate(saves):
+        # What a request computes on top of a hit that is not there would be wrong: it is not stored.
+        room = [] if wanted.request in bad else pool.reserve(objects, book.owner)
+        offsets = [place.offset if place.outcome is Outcome.RESERVED else NOWHERE for place in room]
+        full += sum(place.outcome in (Outcome.FULL, Outcome.TOO_LARGE) for place in room)
+        keys = [key for key, offset in zip(wanted.keys, offsets, strict=False) if offset != NOWHERE]
+        blocks = sum(count for count, offset in zip(wanted.counts.tolist(), offsets, strict=False) if offset != NOWHERE)
+        if keys:
+            book.save_parts.append(position)
+            book.save_keys.append(keys)
+            parts.append(Part(wanted.request, wanted.group, blocks))
+        plans.append(PlanPart(codec.pack_u64(offsets or [NOWHERE] * len(objects)), b""))
+    return plans, parts, full
+
+
+def _check(part: LoadPart | SavePart, spec: ModelSpec) -> _Wanted:
+    where = f"request {part.request!r}, group {part.group}"
+    if not 0 <= part.group < len(spec.groups):
+        raise ProtocolError(f"{where}: the session's spec has groups 0 to {len(spec.groups) - 1}")
+    digests = codec.split_digests(part.digests, where)
+    counts = codec.unpack_u32(part.counts, len(digests), f"{where}, counts")
+    most = spec.chunk_tokens // spec.groups[part.group].block_size
+    if not digests or counts.min() < 1 or counts.max() > most:
+        raise ProtocolError(f"{where}: a part has at least one object, and each 1 to {most} blocks")
+    return _Wanted(part.request, part.group, [object_key(d, part.group, spec.shard) for d in digests], counts)
+
+
+def _new_objects(part: SavePart, spec: ModelSpec) -> list[NewObject]:
+    """:raises ProtocolError: token counts that a chunk cannot have, or a tail without its parent."""
+    where = f"request {part.request!r}, group {part.group}"
+    if not 0 <= part.group < len(spec.groups):
+        raise ProtocolError(f"{where}: the session's spec has groups 0 to {len(spec.groups) - 1}")
+    group: GroupSpec = spec.groups[part.group]
+    digests = codec.split_digests(part.digests, where)
+    tokens = codec.unpack_u32(part.tokens, len(digests), f"{where}, tokens")
+    counts = codec.unpack_u32(part.counts, len(digests), f"{where}, counts")
+    if len(part.parent) not in (0, DIGEST_BYTES):
+        raise ProtocolError(f"{where}: parent must be empty or {DIGEST_BYTES} bytes")
+    objects = []
+    for position, (digest, held, blocks) in enumerate(zip(digests, tokens.tolist(), counts.tolist(), strict=True)):
+        partial = held != spec.chunk_tokens
+        last = position == len(digests) - 1
+        if held > spec.chunk_tokens or held < 1 or (partial and not (last and part.parent)):
+            raise ProtocolError(
+                f"{where}, object {position}: {held} tokens; every chunk but a last one with a parent holds "
+                f"{spec.chunk_tokens}"
+            )
+        if blocks != len(group.rules.keep(held)):
+            raise ProtocolError(
+                f"{where}, object {position}: {blocks} blocks for {held} tokens, a {group.kind} group keeps "
+                f"{len(group.rules.keep(held))}"
+            )
+        parent = object_key(part.parent, part.group, spec.shard) if partial else b""
+        objects.append(
+            NewObject(object_key(digest, part.group, spec.shard), object_bytes(group, blocks), blocks, held, parent)
+        )
+    return objects

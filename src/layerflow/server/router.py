@@ -1,0 +1,117 @@
+"""The control socket: a ZMQ ROUTER read from asyncio's own loop, without a task per message.
+
+ZMQ's file descriptor is edge-triggered and may fire for any state change, so after every wake-up and
+every send the socket's events are asked again until nothing is left to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from layerflow.errors import ConfigError
+
+MAX_FRAMES = 8
+"""A client's message is one frame; anything near this many is hostile."""
+
+_READS_PER_TURN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatistics:
+    """Counts since start."""
+
+    received: int
+    sent: int
+    unroutable: int
+
+
+class Router:
+    """Owns the ROUTER socket.
+
+    :param context: shared with in-process clients in embedded mode.
+    :param on_message: called on the loop with the client's identity and its frames.
+    :param max_bytes: larger messages are cut off by ZMQ itself, with the connection.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], on_message: Callable[[bytes, list[bytes]], None], max_bytes: int
+    ) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        self.socket.setsockopt(zmq.SNDHWM, 10_000)
+        self.socket.setsockopt(zmq.RCVHWM, 10_000)
+        self._on_message = on_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._again = False
+        self._received = self._sent = self._unroutable = 0
+
+    def bind(self, endpoint: str) -> str:
+        """Bind; the endpoint as bound, with the port where ``*`` was asked for.
+
+        :raises ConfigError: the address is in use or not usable.
+        """
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot listen on {endpoint}: {error.strerror}; is another server running there?"
+            ) from None
+        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def start(self) -> None:
+        """Begin reading on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.socket.getsockopt(zmq.FD), self._read)
+        self._schedule()
+
+    def close(self) -> None:
+        """Stop reading and close; unsent messages are dropped."""
+        if self._loop is not None:
+            self._loop.remove_reader(self.socket.getsockopt(zmq.FD))
+            self._loop = None
+        self.socket.close()
+
+    def send(self, identity: bytes, frame: bytes) -> bool:
+        """Queue one frame for a client; False if it is gone or does not read."""
+        try:
+            self.socket.send_multipart((identity, frame), zmq.NOBLOCK, copy=True)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._unroutable += 1
+            return False
+        finally:
+            self._schedule()
+        self._sent += 1
+        return True
+
+    def statistics(self) -> RouterStatistics:
+        """A snapshot."""
+        return RouterStatistics(self._received, self._sent, self._unroutable)
+
+    def _schedule(self) -> None:
+        if not self._again and self._loop is not None:
+            self._again = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._again = False
+        if self._loop is None:
+            return
+        for _ in range(_READS_PER_TURN):
+            if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                return
+            try:
+                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._received += 1
+            self._on_message(identity, frames)
+        self._schedule()

@@ -1,0 +1,305 @@
+"""The server: one process (or thread), one asyncio loop. It decides; agents move the bytes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import structlog
+import zmq
+
+import layerflow
+from layerflow.config import Settings, live_changes, make_private_directory
+from layerflow.errors import ProtocolError, VersionMismatch
+from layerflow.flow.commands import StepDone
+from layerflow.flow.events import Limits, LimitsChanged
+from layerflow.observe.metrics import Metrics
+from layerflow.pool.arena import Arena
+from layerflow.pool.memory import MemoryPool
+from layerflow.server.doorway import Doorway
+from layerflow.server.driver import Driver
+from layerflow.server.handlers import Handlers, House
+from layerflow.server.housekeeping import housekeep
+from layerflow.server.router import MAX_FRAMES, Router
+from layerflow.server.security import Curve, open_curve
+from layerflow.server.sessions import Address, Session, Sessions
+from layerflow.server.status import status_of
+from layerflow.wire import codec
+from layerflow.wire import messages as wire
+from layerflow.wire.messages import Message
+
+LOCAL, REMOTE = "local", "tcp"
+
+
+class Server:
+    """Runs once.
+
+    :param settings: see ``docs/configuration.md``.
+    :param context: the ZMQ context whose ``inproc://`` endpoints embedded agents use; None = its own.
+    """
+
+    def __init__(self, settings: Settings, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.started_at = time.time()
+        self._own_context = context is None
+        self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
+        self._arena = Arena(settings.pool.size, hugepages=settings.pool.hugepages)
+        self.pool = MemoryPool(self._arena)
+        self.sessions = Sessions()
+        self.driver = Driver(self.pool, limits_of(settings), self._send_number, self._step_done)
+        self._house = House(
+            pool=self.pool,
+            driver=self.driver,
+            sessions=self.sessions,
+            metrics=self.metrics,
+            send=self._send,
+            terms=self._terms,
+            status=self.status,
+            arena_bytes=self._arena.nbytes,
+            max_workers=settings.server.max_sessions,
+        )
+        self._handlers = Handlers(self._house)
+        self._routers: dict[str, Router] = {}
+        self._greeted: set[Address] = set()
+        self._doorway: Doorway | None = None
+        self._curve: Curve | None = None
+        self._idle: anyio.Event | None = None
+        self._log = structlog.get_logger("layerflow.server")
+
+    @property
+    def healthy(self) -> bool:
+        """Taking new work."""
+        return bool(self._routers) and not self._house.draining
+
+    @property
+    def doorway_path(self) -> Path:
+        """Where agents of this machine fetch the arena."""
+        endpoint = self.settings.server.endpoint
+        if endpoint.startswith("ipc://"):
+            return Path(endpoint.removeprefix("ipc://") + ".arena")
+        name = endpoint.removeprefix("inproc://").replace("/", "_")
+        return Path(f"/tmp/layerflow-{os.getuid()}") / f"{os.getpid()}-{name}.arena"  # noqa: S108
+
+    async def run(self, shutdown: anyio.Event, started: Callable[[list[str]], None] | None = None) -> None:
+        """Serve until `shutdown` is set, then drain: steps may finish within ``server.drain_timeout_s``.
+
+        :param started: told the endpoints once they accept clients.
+        :raises ConfigError: an endpoint cannot be used.
+        """
+        try:
+            endpoints = self._open()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(housekeep, self)
+                if self.settings.pool.warm:
+                    tasks.start_soon(self._warm)
+                if started is not None:
+                    started(endpoints)
+                self._log.info("server_started", endpoints=endpoints, arena_bytes=self._arena.nbytes)
+                await shutdown.wait()
+                await self._drain()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._close()
+
+    def apply(self, settings: Settings) -> None:
+        """Take new values of the live keys; steps in flight go on under the new limits.
+
+        :raises ConfigError: keys that need a restart differ; nothing has changed.
+        """
+        changes = live_changes(self.settings, settings)
+        self.settings = settings
+        if changes:
+            self.driver.handle(LimitsChanged(limits_of(settings)))
+            for session in self.sessions:
+                if session.spec is not None:
+                    self._send(session, self._terms())
+            self._log.info("settings_applied", changes=changes)
+
+    def status(self) -> dict[str, object]:
+        """Everything ``layerflow status`` shows, JSON-ready."""
+        return status_of(self)
+
+    def metrics_text(self) -> bytes:
+        """Prometheus exposition text."""
+        self.metrics.pool(self.pool.statistics())
+        return self.metrics.render()
+
+    def lose_silent(self, session: Session) -> None:
+        """Heartbeats stopped. Only a client that cannot write to the arena is given up for it."""
+        if session.memory or session.entered:
+            if not session.silent:
+                session.silent = True
+                self._log.warning("session_silent", session=session.number, engine=session.engine, pid=session.pid)
+        elif time.monotonic() - session.heard > IDLE_S:
+            self._handlers.lose(session, "idle")
+
+    def _open(self) -> list[str]:
+        server = self.settings.server
+        make_private_directory(server.endpoint)
+        self.doorway_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._doorway = Doorway(self.doorway_path, self._arena.fd, self._arena.nbytes, self._entered, self._gone)
+        self._doorway.start()
+        local = Router(self._context, functools.partial(self._hear, LOCAL), server.max_message_bytes)
+        self._routers[LOCAL] = local
+        local.bind(server.endpoint)
+        endpoints = [server.endpoint]
+        if server.tcp_endpoint:
+            remote = Router(self._context, functools.partial(self._hear, REMOTE), server.max_message_bytes)
+            self._routers[REMOTE] = remote
+            self._curve = open_curve(self._context, remote.socket, server)
+            endpoints.append(remote.bind(server.tcp_endpoint))
+        for router in self._routers.values():
+            router.start()
+        return endpoints
+
+    def _close(self) -> None:
+        if self._doorway is not None:
+            self._doorway.close()
+        self.driver.close()
+        for router in self._routers.values():
+            router.close()
+        self._routers.clear()
+        if self._curve is not None:
+            self._curve.close()
+        if self._own_context:
+            self._context.term()
+        self._arena.close()
+
+    async def _warm(self) -> None:
+        """Touch the arena's pages, so that no transfer pays for a first touch."""
+        for _ in range(0, self._arena.nbytes, WARM_STEP):
+            if not await anyio.to_thread.run_sync(self._arena.warm, WARM_STEP):
+                break
+        self._log.info("arena_warm", warm_bytes=self._arena.warm_bytes)
+
+    async def _drain(self) -> None:
+        self._house.draining = True
+        self._log.info("server_draining", open_steps=self.driver.open_steps)
+        self._idle = anyio.Event()
+        if self.driver.open_steps:
+            with anyio.move_on_after(self.settings.server.drain_timeout_s):
+                await self._idle.wait()
+        for session in self.sessions:
+            self._handlers.lose(session, "shutdown")
+
+    def _hear(self, door: str, identity: bytes, frames: list[bytes]) -> None:
+        address = (door, identity)
+        session = self.sessions.at(address)
+        if session is not None:
+            session.heard = time.monotonic()
+            session.silent = False
+        try:
+            if len(frames) != 1:
+                raise ProtocolError(
+                    f"a message is one frame, not {len(frames)}{' or more' if len(frames) > MAX_FRAMES else ''}"
+                )
+            if session is not None:
+                self._handlers.handle(session, codec.decode_request(frames[0]))
+            elif address in self._greeted:
+                self._hello(address, codec.decode_request(frames[0]))
+            else:
+                self._greet(address, frames[0])
+        except ProtocolError as error:
+            code = "version" if isinstance(error, VersionMismatch) else "malformed"
+            self.metrics.protocol_error(code)
+            self._log.warning("message_refused", code=code, error=str(error), door=door)
+            self._routers[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
+
+    def _greet(self, address: Address, frame: bytes) -> None:
+        door, identity = address
+        if frame[:4] == codec.MAGIC:
+            # Both ends compare: the client learns of a mismatch even where this end would not mind.
+            self._routers[door].send(identity, codec.greeting())
+        codec.check_greeting(frame)
+        if len(self._greeted) >= MAX_GREETED:
+            self._greeted.clear()
+        self._greeted.add(address)
+
+    def _hello(self, address: Address, message: wire.ToServer) -> None:
+        if not isinstance(message, wire.Hello):
+            raise ProtocolError(f"{type(message).__name__} before Hello; introduce yourself first")
+        self._greeted.discard(address)
+        session = self.sessions.open(address, message.engine, message.client, message.pid, time.monotonic())
+        server = self.settings.server
+        doorway = str(self.doorway_path) if address[0] == LOCAL else ""
+        self._send(
+            session,
+            wire.Welcome(
+                session.number,
+                layerflow.__version__,
+                doorway,
+                session.token,
+                server.heartbeat_ms,
+                server.liveness_ms,
+                self.settings.pool.lease_ms,
+            ),
+        )
+
+    def _entered(self, token: bytes) -> bool:
+        session = self.sessions.holding(token)
+        if session is None or session.entered or session.address[0] != LOCAL:
+            return False
+        session.entered = True
+        return True
+
+    def _gone(self, token: bytes) -> None:
+        session = self.sessions.holding(token)
+        if session is not None:
+            self._handlers.lose(session, "hung_up")
+
+    def _send(self, session: Session, message: Message) -> None:
+        door, identity = session.address
+        router = self._routers.get(door)
+        if router is not None and not router.send(identity, codec.encode(message)):
+            self._log.warning("message_undeliverable", session=session.number, kind=type(message).__name__)
+
+    def _send_number(self, number: int, message: Message) -> None:
+        session = self.sessions.get(number)
+        if session is not None:
+            self._send(session, message)
+
+    def _step_done(self, done: StepDone) -> None:
+        self.metrics.step_done(done.loaded_bytes, done.saved_bytes)
+        if self._idle is not None and not self.driver.open_steps:
+            self._idle.set()
+
+    def _terms(self) -> wire.Terms:
+        transfer, pool = self.settings.transfer, self.settings.pool
+        return wire.Terms(
+            transfer.step_timeout_ms,
+            transfer.save_timeout_ms,
+            transfer.prefetch_layers,
+            transfer.mode,
+            not transfer.discard_partial_chunks,
+            transfer.save_decode_cache,
+            pool.link_gbps,
+            pool.link_latency_us,
+        )
+
+
+WARM_STEP = 32 << 20
+"""Bytes populated at a time: some 15 ms, so that shutdown is not held up."""
+
+IDLE_S = 600.0
+"""A client without memory holds nothing but leases, which expire by themselves; it may be quiet for long."""
+
+MAX_GREETED = 1024
+"""Clients that greeted and never said hello; past this they are forgotten and must greet again."""
+
+
+def limits_of(settings: Settings) -> Limits:
+    """The core's limits out of the settings."""
+    transfer = settings.transfer
+    return Limits(
+        prefetch_layers=transfer.prefetch_layers,
+        max_transfer_blocks=transfer.max_transfer_blocks,
+        max_transfer_bytes=transfer.max_transfer_bytes,
+        max_inflight_bytes=transfer.max_inflight_bytes,
+        save_backlog_bytes=transfer.save_backlog_bytes,
+        stagger_us=transfer.h2d_stagger_us,
+    )

@@ -1,0 +1,85 @@
+"""Who is attached: clients by their address on the control socket, and what each may do."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from layerflow.server.doorway import TOKEN_BYTES
+from layerflow.spec import ModelSpec
+
+Address = tuple[str, bytes]
+"""Which socket ("local" or "tcp") and the client's identity on it."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One client: an engine worker (with `memory`) or one that only looks things up.
+
+    :param heard: when it last said anything, monotonic seconds.
+    :param entered: it holds the arena; its process's death is then seen on the doorway.
+    :param silent: it missed its heartbeats. An engine worker that is silent still owns what it may write
+        to; only the doorway says that it cannot write any more.
+    """
+
+    number: int
+    address: Address
+    token: bytes
+    engine: str
+    client: str
+    pid: int
+    heard: float
+    spec: ModelSpec | None = None
+    memory: bool = False
+    entered: bool = False
+    silent: bool = False
+    steps: set[int] = field(default_factory=set)
+
+
+class Sessions:
+    """All sessions, found by number, address or token."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._by_number: dict[int, Session] = {}
+        self._by_address: dict[Address, Session] = {}
+        self._by_token: dict[bytes, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_number.values()))
+
+    def open(self, address: Address, engine: str, client: str, pid: int, now: float) -> Session:
+        """A new session for a client that has none."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        session = Session(next(self._numbers), address, token, engine, client, pid, now)
+        self._by_number[session.number] = session
+        self._by_address[address] = session
+        self._by_token[token] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Forget it."""
+        del self._by_number[session.number]
+        del self._by_address[session.address]
+        del self._by_token[session.token]
+
+    def get(self, number: int) -> Session | None:
+        """By number."""
+        return self._by_number.get(number)
+
+    def at(self, address: Address) -> Session | None:
+        """By address."""
+        return self._by_address.get(address)
+
+    def holding(self, token: bytes) -> Session | None:
+        """By token."""
+        return self._by_token.get(token)
+
+    def workers(self) -> int:
+        """Attached engine workers."""
+        return sum(session.memory for session in self._by_number.values())

@@ -1,0 +1,45 @@
+"""What ``layerflow status`` shows: one JSON-ready picture of a running server."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import TYPE_CHECKING
+
+import layerflow
+
+if TYPE_CHECKING:
+    from layerflow.server.server import Server
+
+
+def status_of(server: Server) -> dict[str, object]:
+    """Sessions, limits, pool, core and figures. Sizes in bytes, times in seconds unless named otherwise."""
+    now = time.monotonic()
+    return {
+        "version": layerflow.__version__,
+        "pid": os.getpid(),
+        "uptime_s": round(time.time() - server.started_at, 3),
+        "healthy": server.healthy,
+        "endpoint": server.settings.server.endpoint,
+        "link_emulated": server.settings.pool.link_gbps > 0,
+        "sessions": [
+            {
+                "session": session.number,
+                "engine": session.engine,
+                "client": session.client,
+                "pid": session.pid,
+                "memory": session.memory,
+                "silent": session.silent,
+                "heard_s_ago": round(now - session.heard, 3),
+                "model": session.spec.name if session.spec else None,
+                "fingerprint": session.spec.fingerprint.hex() if session.spec else None,
+                "tp": f"{session.spec.shard.tp_rank}/{session.spec.shard.tp_size}" if session.spec else None,
+            }
+            for session in server.sessions
+        ],
+        "limits": server.settings.transfer.model_dump(),
+        "pool": dataclasses.asdict(server.pool.statistics()),
+        "flow": dataclasses.asdict(server.driver.flow.statistics()),
+        "figures": server.metrics.summary(),
+    }

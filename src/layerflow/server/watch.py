@@ -1,0 +1,120 @@
+"""Follows the configuration file while the server runs.
+
+Looks at the file's bytes, not at what the file system says has happened to it: an editor that
+writes a new file and renames it, a mounted ConfigMap whose symlink turns, and a plain write then
+look the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from watchfiles import awatch
+
+from layerflow.config import Settings, live_changes
+from layerflow.errors import ConfigError
+
+# How often to look where nothing was reported: network mounts and replaced directories report nothing.
+LOOK_MS = 2000
+_SETTLE_MS = 50
+_LONGEST_SETTLE_MS = 400
+
+
+class Log(Protocol):
+    """What is used of a structlog logger."""
+
+    def info(self, event: str, **fields: Any) -> Any: ...
+
+    def warning(self, event: str, **fields: Any) -> Any: ...
+
+
+async def watch_config(
+    path: Path,
+    overrides: Mapping[str, Any],
+    apply: Callable[[Settings], Awaitable[None] | None],
+    log: Log,
+    *,
+    current: Settings | None = None,
+) -> None:
+    """Load and apply the file after each change, until cancelled.
+
+    A bad edit, and one that changes keys which need a restart, is refused as a whole with one
+    ``config_refused`` event; the old values stay. A deleted file changes nothing.
+
+    :param overrides: the flags, which keep winning over the file.
+    :param apply: takes the new settings; a :class:`ConfigError` from it refuses them.
+    :param current: what the caller runs with; None = what the file says now.
+    """
+    follower = _Follower(path, overrides, apply, log)
+    if current is None:
+        follower.seen = _read(path)
+        current = Settings.load(path, overrides)
+    follower.current = current
+    await follower.look()
+    # Both directories: the file's own, and the one that it links to.
+    folders = {path.absolute().parent, path.resolve().parent}
+    async for _ in awatch(
+        *folders,
+        recursive=False,
+        watch_filter=None,
+        step=_SETTLE_MS,
+        debounce=_LONGEST_SETTLE_MS,
+        rust_timeout=LOOK_MS,
+        yield_on_timeout=True,
+    ):
+        await follower.look()
+
+
+class _Follower:
+    """The file as last seen, and the settings in force."""
+
+    current: Settings
+
+    def __init__(
+        self,
+        path: Path,
+        overrides: Mapping[str, Any],
+        apply: Callable[[Settings], Awaitable[None] | None],
+        log: Log,
+    ) -> None:
+        self.seen: bytes | None = b""
+        self._path = path
+        self._overrides = overrides
+        self._apply = apply
+        self._log = log
+
+    async def look(self) -> None:
+        """Take what the file says now, if its bytes differ from those seen last."""
+        found = _read(self._path)
+        if found == self.seen:
+            return
+        self.seen = found
+        if found is None:
+            self._log.warning("config_gone", path=str(self._path), effect="the old values stay")
+            return
+        try:
+            wanted = Settings.load(self._path, self._overrides)
+            changes = live_changes(self.current, wanted)
+            if not changes:
+                return
+            outcome = self._apply(wanted)
+            if inspect.isawaitable(outcome):
+                await outcome
+        except ConfigError as error:
+            self._log.warning(
+                "config_refused", path=str(self._path), problems=str(error).splitlines(), effect="the old values stay"
+            )
+            return
+        self.current = wanted
+        self._log.info("config_applied", path=str(self._path), changes=changes)
+
+
+def _read(path: Path) -> bytes | None:
+    """The file's bytes; None if there is no readable file."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
