@@ -1,0 +1,109 @@
+"""Moving one batch of extents between the arena and engine memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from layerflow.device.base import DeviceEvent
+from layerflow.errors import InvalidTransition
+from layerflow.ops.extents import Extents
+from layerflow.ops.paged import Int64, PagedMemory
+
+CopyCall = Callable[[int, int, Int64, Int64, Int64], None]
+
+
+def _load_native() -> CopyCall | None:
+    try:
+        from layerflow.ops._copy import copy  # noqa: PLC0415 - optional: no compiler where layerflow was installed
+    except ImportError:
+        return None
+    return copy
+
+
+copy_native = _load_native()
+
+
+class ArenaMemory(Protocol):
+    """The arena as this process maps it, e.g. :class:`layerflow.memfd.SharedMemory`."""
+
+    @property
+    def address(self) -> int:
+        """Its first byte."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        ...
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """uint8, shape ``(nbytes,)``, writable."""
+        ...
+
+
+class Copier(Protocol):
+    """Moves batches for one lane; not shared between threads. Destination and source never overlap."""
+
+    def load(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent | None:
+        """Copy from the arena to engine memory.
+
+        :param after: what the engine must have done first with the blocks that are written (record it when the
+            step opens); None = it is done with them.
+        :returns: None: every byte is in place. An event: the copy is enqueued on this copier's stream and the
+            event is recorded behind it; the extents' arena ranges stay pinned until it is done.
+        :raises InvalidTransition: on cpu, where nothing is enqueued, if `after` is not done yet.
+        """
+        ...
+
+    def save(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent | None:
+        """Copy from engine memory to the arena; as :meth:`load`, `after` being the event behind the bytes' writer."""
+        ...
+
+
+def copy_fallback(dst_base: int, src_base: int, dst: Int64, src: Int64, nbytes: Int64) -> None:
+    """What the C extension's ``copy`` does, one extent at a time: slower, and holding the GIL in between."""
+    for to, at, size in zip((dst + dst_base).tolist(), (src + src_base).tolist(), nbytes.tolist(), strict=True):
+        ctypes.memmove(to, at, size)
+
+
+class CpuCopier:
+    """Copies on the calling thread, without the GIL where the C extension is there.
+
+    :param native: use the C extension; False = the fallback. Default: whether it was built.
+    """
+
+    def __init__(self, arena: ArenaMemory, native: bool = copy_native is not None) -> None:
+        self._arena = arena  # keeps the mapping alive
+        self._base = arena.address
+        self._copy = copy_native if native and copy_native is not None else copy_fallback
+
+    def load(self, extents: Extents, after: DeviceEvent | None = None) -> None:
+        _must_be_done(after)
+        self._copy(0, self._base, extents.engine, extents.arena, extents.nbytes)
+
+    def save(self, extents: Extents, after: DeviceEvent | None = None) -> None:
+        _must_be_done(after)
+        self._copy(self._base, 0, extents.arena, extents.engine, extents.nbytes)
+
+
+def copier_for(memory: PagedMemory, arena: ArenaMemory) -> Copier:
+    """A copier for the device that `memory` is on. Each lane takes its own."""
+    if memory.device.type == "cpu":
+        return CpuCopier(arena)
+    from layerflow.ops.streamed import StreamCopier  # noqa: PLC0415 - only where there is a device
+
+    return StreamCopier(memory, arena)
+
+
+def _must_be_done(after: DeviceEvent | None) -> None:
+    if after is not None and not after.query():
+        raise InvalidTransition(
+            "a cpu copy was submitted before the event it comes after was set; let a poller submit it once the event "
+            "is done"
+        )

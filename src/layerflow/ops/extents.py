@@ -1,0 +1,185 @@
+"""From block numbers to byte ranges: the extents of a batch, vectorized and checked once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from layerflow.errors import ExtentError
+from layerflow.objects import HEADER_BYTES, plane_offsets
+from layerflow.ops.paged import Int64, PagedMemory, PagedPlane
+
+
+class Extents(NamedTuple):
+    """What one call moves: byte ranges in the arena and in engine memory, pairwise of equal length.
+
+    :param arena: int64, shape ``(n,)``: offsets from the arena's start.
+    :param engine: int64, shape ``(n,)``: absolute addresses in registered engine memory.
+    :param nbytes: int64, shape ``(n,)``: bytes of each.
+    :param total: their sum.
+    """
+
+    arena: Int64
+    engine: Int64
+    nbytes: Int64
+    total: int
+
+
+class BlockList:
+    """The blocks that one group moves in one direction of a step, in the flow's numbering.
+
+    Object and engine places are checked here, once; :meth:`extents` then cannot leave either memory.
+
+    :param group: number of the group.
+    :param arena_bytes: bytes of the arena.
+    :param engine_blocks: int64, shape ``(n,)``: the block's id in engine memory.
+    :param object_offsets: int64, shape ``(n,)``: arena offset of the header of the object that holds it.
+    :param object_blocks: int64, shape ``(n,)``: blocks per layer of that object.
+    :param index: int64, shape ``(n,)``: the block's position within that object.
+    :raises ExtentError: naming the first block that is outside.
+    """
+
+    def __init__(
+        self,
+        memory: PagedMemory,
+        group: int,
+        arena_bytes: int,
+        engine_blocks: Int64,
+        object_offsets: Int64,
+        object_blocks: Int64,
+        index: Int64,
+    ) -> None:
+        arrays = (engine_blocks, object_offsets, object_blocks, index)
+        if any(a.dtype != np.int64 or a.shape != engine_blocks.shape or a.ndim != 1 for a in arrays):
+            raise ExtentError(
+                f"group {group}: engine_blocks, object_offsets, object_blocks and index must be int64 vectors of one "
+                f"length, not {[f'{a.dtype}{list(a.shape)}' for a in arrays]}"
+            )
+        if not 0 <= group < len(memory.spec.groups):
+            raise ExtentError(f"group {group} does not exist; the model has {len(memory.spec.groups)}")
+        spec = memory.spec.groups[group]
+        self._memory = memory
+        self._group = group
+        self._check(arena_bytes, *arrays)
+        self._blocks = engine_blocks.copy()
+        self._layer_step = object_blocks * spec.bytes_per_block
+        self._plane_starts = plane_offsets(spec)
+        self._arena = tuple(
+            object_offsets + (HEADER_BYTES + object_blocks * start + index * plane.block_bytes)
+            for start, plane in zip(self._plane_starts, memory.planes(spec.layers[0]), strict=True)
+        )
+        joined = (np.diff(engine_blocks) == 1) & (np.diff(index) == 1) & (np.diff(object_offsets) == 0)
+        self._breaks: Int64 = np.flatnonzero(~joined) + 1  # blocks that do not continue the one before
+        self._steps: dict[int, Int64] = {}
+
+    def __len__(self) -> int:
+        return self._blocks.size
+
+    def extents(self, layer: int, lo: int, hi: int, byte_lo: int = 0, byte_hi: int = 0) -> Extents:
+        """Byte ranges of blocks `lo` to `hi` in one layer, all planes; neighbours in both memories are merged.
+
+        :param layer: the model's layer number, one of this group's.
+        :param byte_lo: with `byte_hi`: only these bytes of the single block `lo`, numbered over the block's
+            planes in storage order; 0 and 0 = whole blocks.
+        :raises ExtentError: for a layer of another group or a range outside the list or the block.
+        """
+        group, position = self._memory.place(layer)
+        if group != self._group:
+            raise ExtentError(f"layer {layer} is not in group {self._group}")
+        if not 0 <= lo <= hi <= self._blocks.size:
+            raise ExtentError(f"layer {layer}: blocks {lo} to {hi} are outside the list of {self._blocks.size}")
+        planes = self._memory.planes(layer)
+        if byte_hi:
+            return self._part(layer, position, lo, hi, byte_lo, byte_hi)
+        heads = self._heads(lo, hi)
+        merged = heads.size < hi - lo
+        counts = [heads.size if plane.dense else (hi - lo) * plane.pieces.size for plane in planes]
+        arena, engine, nbytes = (np.empty(sum(counts), np.int64) for _ in range(3))
+        offsets = self._layer_step[lo:hi] * position
+        at = 0
+        for number, (plane, count) in enumerate(zip(planes, counts, strict=True)):
+            here = slice(at, at + count)
+            at += count
+            arena_starts = self._arena[number][lo:hi] + offsets
+            engine_starts = self._engine_steps(plane)[lo:hi] + plane.base
+            if plane.pieces.size > 1:
+                inside = np.arange(plane.pieces.size, dtype=np.int64) * plane.piece_bytes
+                np.add(arena_starts[:, None], inside, out=arena[here].reshape(hi - lo, plane.pieces.size))
+                np.add(engine_starts[:, None], plane.pieces, out=engine[here].reshape(hi - lo, plane.pieces.size))
+                nbytes[here] = plane.piece_bytes
+            elif plane.dense and merged:
+                arena[here] = arena_starts[heads]
+                engine[here] = engine_starts[heads]
+                nbytes[here] = np.diff(heads, append=hi - lo) * plane.piece_bytes
+            else:
+                arena[here] = arena_starts
+                engine[here] = engine_starts
+                nbytes[here] = plane.piece_bytes
+        return Extents(arena, engine, nbytes, (hi - lo) * self._memory.block_bytes(layer))
+
+    def _heads(self, lo: int, hi: int) -> Int64:
+        """First blocks of the runs within ``lo:hi``, counted from `lo`."""
+        if hi == lo:
+            return np.empty(0, np.int64)
+        first, last = np.searchsorted(self._breaks, (lo + 1, hi))
+        heads = np.empty(1 + last - first, np.int64)
+        heads[0] = 0
+        np.subtract(self._breaks[first:last], lo, out=heads[1:])
+        return heads
+
+    def _engine_steps(self, plane: PagedPlane) -> Int64:
+        steps = self._steps.get(plane.stride)
+        if steps is None:
+            steps = self._steps[plane.stride] = self._blocks * plane.stride
+        return steps
+
+    def _part(self, layer: int, position: int, lo: int, hi: int, byte_lo: int, byte_hi: int) -> Extents:
+        block_bytes = self._memory.block_bytes(layer)
+        if hi != lo + 1 or not 0 <= byte_lo < byte_hi <= block_bytes:
+            raise ExtentError(
+                f"layer {layer}, blocks {lo} to {hi}: bytes {byte_lo} to {byte_hi} must be a range within one block "
+                f"of {block_bytes} bytes"
+            )
+        arena, engine, nbytes = [], [], []
+        for number, plane in enumerate(self._memory.planes(layer)):
+            starts = np.arange(plane.pieces.size, dtype=np.int64) * plane.piece_bytes
+            low = np.maximum(starts, byte_lo - self._plane_starts[number])
+            length = np.minimum(starts + plane.piece_bytes, byte_hi - self._plane_starts[number]) - low
+            kept = length > 0
+            arena.append(self._arena[number][lo] + self._layer_step[lo] * position + low[kept])
+            engine.append(plane.base + self._blocks[lo] * plane.stride + (plane.pieces + low - starts)[kept])
+            nbytes.append(length[kept])
+        return Extents(np.concatenate(arena), np.concatenate(engine), np.concatenate(nbytes), byte_hi - byte_lo)
+
+    def _check(
+        self, arena_bytes: int, engine_blocks: Int64, object_offsets: Int64, object_blocks: Int64, index: Int64
+    ) -> None:
+        spec = self._memory.spec.groups[self._group]
+        row_bytes = spec.bytes_per_block * len(spec.layers)  # one block of an object over all layers
+        most_blocks = (arena_bytes - HEADER_BYTES) // row_bytes
+        num_blocks = self._memory.num_blocks[self._group]
+        # The products below cannot overflow: object_blocks is clipped to what the arena holds.
+        room = arena_bytes - HEADER_BYTES - np.clip(object_blocks, 0, max(most_blocks, 0)) * row_bytes
+        self._refuse(
+            (engine_blocks < 0) | (engine_blocks >= num_blocks),
+            lambda b: f"engine block {engine_blocks[b]} is outside the {num_blocks} registered blocks",
+        )
+        self._refuse(
+            (object_blocks < 1) | (object_blocks > most_blocks) | (object_offsets < 0) | (object_offsets > room),
+            lambda b: (
+                f"its object of {object_blocks[b]} blocks at offset {object_offsets[b]} is outside the arena of "
+                f"{arena_bytes} bytes"
+            ),
+        )
+        self._refuse(
+            (index < 0) | (index >= object_blocks),
+            lambda b: f"position {index[b]} is outside its object of {object_blocks[b]} blocks",
+        )
+
+    def _refuse(self, outside: npt.NDArray[np.bool_], describe: Callable[[int], str]) -> None:
+        if outside.any():
+            block = int(outside.argmax())
+            raise ExtentError(f"group {self._group}, block {block} of the list: {describe(block)}")
