@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import structlog
@@ -18,7 +18,7 @@ from layerflow.agent.emulated import EmulatedLink
 from layerflow.agent.lanes import Job, LoadLane, SaveLane
 from layerflow.agent.link import Attachment, Link
 from layerflow.agent.outline import Numbered, outline_loads, outline_saves
-from layerflow.agent.step import LOAD, NO_STEP, SAVE, NoStep, Step
+from layerflow.agent.step import LOAD, NO_STEP, NoStep, Step
 from layerflow.agent.values import MISS, AgentStatistics, Ended, Hit, StepRequest, Tally
 from layerflow.device.base import DeviceEvent, device_for
 from layerflow.device.poller import Poller
@@ -83,6 +83,7 @@ class Agent:
         self.device = device_for(self.memory.device)
         self.traces: deque[StepTrace] = deque(maxlen=KEPT_TRACES)
         self._groups = [group for group, _ in spec.layer_places()]
+        self._block_bytes = [group.bytes_per_block for group in spec.groups]
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._steps: dict[int, Step] = {}
@@ -93,7 +94,8 @@ class Agent:
         self._copiers: tuple[Copier, Copier] | None = None
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self._poller = Poller(self.device.kind) if self.device.kind != "cpu" else None
-        self._lanes = (LoadLane(self._loaded), SaveLane(self._saved))
+        self._load_lane = LoadLane(self._ended_copy)
+        self._save_lane = SaveLane(self._ended_copy)
         context = context or zmq.Context.instance()
         self._control = Control(endpoint, engine_id, spec, context=context, lookup_timeout_s=lookup_timeout_s)
         self._link = Link(context, endpoint, engine_id, spec, self)
@@ -147,7 +149,7 @@ class Agent:
         deadline = now + timeout
         save_deadline = max(deadline, now + (terms.save_timeout_ms / 1e3 if terms is not None else 0.0))
         step = Step(
-            next(self._numbers), self._groups, loads, saves, deadline, save_deadline, self.device,
+            next(self._numbers), self._groups, self._block_bytes, loads, saves, deadline, save_deadline, self.device,
             self._fenced, self._closed,
         )  # fmt: skip
         with self._lock:
@@ -206,8 +208,8 @@ class Agent:
     def close(self) -> None:
         """Cut off what is open, stop the threads and hang up."""
         self._link.close()
-        for lane in self._lanes:
-            lane.close()
+        self._load_lane.close()
+        self._save_lane.close()
         if self._poller is not None:
             self._poller.close()
         self._control.close()
@@ -313,7 +315,7 @@ class Agent:
                 step.fence(cancel.reason)
             elif step is not None:
                 step.cancel_saves(cancel.reason)
-                self._lanes[SAVE].poke()
+                self._save_lane.poke()
 
     def _start(self, batch: Batch) -> None:
         step = self._steps.get(batch.step)
@@ -322,7 +324,11 @@ class Agent:
             return
         if batch.direction == LOAD:
             step.granted(batch)
-        self._lanes[batch.direction].put(Job(batch, step, self._copiers[batch.direction], self._links[batch.direction]))
+        job = Job(batch, step, self._copiers[batch.direction], self._links[batch.direction])
+        if batch.direction == LOAD:
+            self._load_lane.put(job)
+        else:
+            self._save_lane.put(job)
 
     def _noticed(self, notice: Notice) -> None:
         for stored in notice.stored:
@@ -353,7 +359,7 @@ class Agent:
         self._ended.extend(("failed", request, reason) for request in {part.request for part in step.saves})
         self._ended.extend(("released", request, "") for request in step.aborted)
         self._finish(step)
-        self._lanes[SAVE].poke()
+        self._save_lane.poke()
 
     def _finish(self, step: Step) -> None:
         with self._lock:
@@ -377,21 +383,16 @@ class Agent:
         self._link.news.closed.append(Closed(step.number, ok))
         self._link.ring()
         if step.saves:
-            self._lanes[SAVE].poke()
+            self._save_lane.poke()
 
     # -- lanes ------------------------------------------------------------------------------------
 
-    def _loaded(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
-        self._when(event, self._ended_batch, job, failure)
-
-    def _saved(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
-        self._when(event, self._ended_batch, job, failure)
-
-    def _when(self, event: DeviceEvent | None, call: Callable[[Job, str], None], job: Job, failure: str) -> None:
+    def _ended_copy(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
+        """A lane is done with a batch; on a device the poller says when its bytes are in place."""
         if event is None or self._poller is None:
-            call(job, failure)
+            self._ended_batch(job, failure)
         else:
-            self._poller.watch(event, call, job, failure)
+            self._poller.watch(event, self._ended_batch, job, failure)
 
     def _ended_batch(self, job: Job, failure: str) -> None:
         batch = job.batch

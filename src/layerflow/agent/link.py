@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections import deque
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -164,7 +163,7 @@ class Link:
         poller.register(self._bell, zmq.POLLIN)
         due = time.monotonic() + seconds
         while not self._closing and (left := due - time.monotonic()) > 0:
-            if poller.poll(max(1, left * 1e3)):
+            if poller.poll(max(1, round(left * 1e3))):
                 self._look()
 
     def _look(self) -> None:
@@ -219,7 +218,7 @@ class Link:
             self._flush(dealer)
             if self._closing:
                 return
-            patience = FRONTIER_SAMPLE_MS if self._owner.sampling() else max(1.0, (next_beat - now) * 1e3)
+            patience = FRONTIER_SAMPLE_MS if self._owner.sampling() else max(1, round((next_beat - now) * 1e3))
             ready = dict(poller.poll(patience))
             if guest in ready:
                 raise ServerLost("the server hung up")
@@ -242,7 +241,7 @@ class Link:
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
         report = self._report()
         if report is not None:
-            self._outbox.appendleft(report)
+            self._outbox.append(report)
         while self._outbox:
             frame = codec.encode(self._outbox[0])
             try:
@@ -253,12 +252,12 @@ class Link:
 
     def _report(self) -> Report | None:
         news = self.news
-        columns = [_drain(news.done), _drain(news.failed), _drain(news.fenced)]
+        done, failed, fenced = _drain(news.done), _drain(news.failed), _drain(news.fenced)
         progress = self._owner.progress()
-        rest = [_drain(news.closed), _drain(news.figures)]
-        if not any(columns) and not any(rest) and not progress:
+        closed, measured = _drain(news.closed), _drain(news.figures)
+        if not (done or failed or fenced or progress or closed or measured):
             return None
-        return Report(*columns, progress, *rest)  # type: ignore[arg-type]
+        return Report(done, failed, fenced, progress, closed, measured)
 
 
 def _drain(column: deque[T]) -> list[T]:

@@ -197,6 +197,6 @@ def _table(request: StepRequest, group: int, pieces: Sequence[Piece]) -> np.ndar
         if len(held) != len(piece.blocks) or (held < 0).any():
             raise SpecError(
                 f"request {request.request!r}, group {group}: the hit needs blocks {piece.blocks.start} to "
-                f"{piece.blocks.stop - 1}, the block table of {len(table)} entries does not have them all; allocate first"
+                f"{piece.blocks.stop - 1}, its block table of {len(table)} does not have them all; allocate first"
             )
     return table

@@ -59,6 +59,7 @@ class Step:
     """A forward pass with something to load or to save.
 
     :param groups: for every layer of the model: its group.
+    :param block_bytes: per group: bytes of one block in one layer, all planes.
     :param deadline: monotonic seconds; loads not in place by then have failed.
     :param device: of the engine's memory.
     :param on_fenced: told (step, reason) when the loads were cut off here.
@@ -69,6 +70,7 @@ class Step:
         self,
         number: int,
         groups: Sequence[int],
+        block_bytes: Sequence[int],
         loads: list[OutlinePart],
         saves: list[OutlinePart],
         deadline: float,
@@ -93,6 +95,7 @@ class Step:
         layers = len(groups)
         loading = {part.group for part in loads}
         self._groups = groups
+        self._block_bytes = block_bytes
         self._device = device
         self._on_fenced = on_fenced
         self._on_closed = on_closed
@@ -370,17 +373,14 @@ class Step:
         for layer, group in enumerate(self._groups):
             if self._in_place(layer) or group not in self._numbered:
                 continue
-            size = len(self._numbered[group].numbers)
+            whole, size = self._block_bytes[group], len(self._numbered[group].numbers)
             arrived = [0] * size
             for batch in self._moved.get(layer, ()):
                 for number in range(batch.lo, batch.hi):
-                    arrived[number] += batch.byte_hi - batch.byte_lo if batch.byte_hi else self._whole_block(group)
+                    arrived[number] += batch.byte_hi - batch.byte_lo if batch.byte_hi else whole
             for number in range(size):
-                if arrived[number] < self._whole_block(group):
+                if arrived[number] < whole:
                     self._fail_range(group, number, number + 1, reason)
-
-    def _whole_block(self, group: int) -> int:
-        return self.blocks[LOAD][group].block_bytes
 
     def _failed_now(self) -> tuple[FailedBlocks, ...]:
         return tuple(

@@ -23,6 +23,7 @@ from layerflow.flow.commands import (
     WakeAt,
 )
 from layerflow.flow.events import Event, Limits, Tick
+from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.planner import StepBook
 from layerflow.wire.messages import BROKEN, Batch, Cancelled, Failed, Grant, LayerSealed, Message, Notice, Stored
@@ -36,10 +37,16 @@ class Driver:
     """
 
     def __init__(
-        self, pool: Pool, limits: Limits, send: Callable[[int, Message], None], step_done: Callable[[StepDone], None]
+        self,
+        pool: Pool,
+        limits: Limits,
+        metrics: Metrics,
+        send: Callable[[int, Message], None],
+        step_done: Callable[[StepDone], None],
     ) -> None:
         self.flow = Flow(limits)
         self._pool = pool
+        self._metrics = metrics
         self._send = send
         self._step_done = step_done
         self._books: dict[tuple[int, int], StepBook] = {}
@@ -127,6 +134,7 @@ class Driver:
 
     def _load_failed(self, command: LoadFailed) -> None:
         book = self._books[command.session, command.step]
+        self._metrics.load_failed(_word(command.reason))
         if command.reason.startswith(BROKEN):
             hidden = self._pool.hide(book.keys_of(command.group, command.lo, command.hi))
             self._log.warning(
@@ -144,6 +152,10 @@ class Driver:
                 self._pool.commit(keys, book.owner)
             else:
                 self._pool.revoke(keys, book.owner)
+        if reason == SHED:
+            self._metrics.saves_shed(len(command.parts))
+        elif not committed:
+            self._metrics.save_failed(_word(reason), len(command.parts))
         positions = [book.save_parts[part] for part in command.parts]
         self._notice(command.session).stored.append(Stored(command.step, positions, committed, reason))
 
@@ -169,3 +181,11 @@ class Driver:
     def _tick(self) -> None:
         self._timer = None
         self.handle(Tick())
+
+
+SHED = "shed"
+
+
+def _word(reason: str) -> str:
+    """A reason's head, fit for a metric's label."""
+    return reason.split(":", 1)[0].split(" (", 1)[0]

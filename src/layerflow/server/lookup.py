@@ -77,11 +77,11 @@ def lease(pool: Pool, spec: ModelSpec, digests: list[bytes], hit: HitLength, own
 def _presence(pool: Pool, spec: ModelSpec, digests: list[bytes]) -> list[np.ndarray]:
     """Per group: bool array over chunks, True where every shard has the object."""
     shards = spec.shard.peers()
-    rows = []
+    rows: list[np.ndarray] = []
     for group in range(len(spec.groups)):
         keys = [object_key(digest, group, shard) for digest in digests for shard in shards]
         found = np.array(pool.lookup(keys), dtype=bool)
-        rows.append(found.reshape(len(digests), len(shards)).all(axis=1))
+        rows.append(np.asarray(found.reshape(len(digests), len(shards)).all(axis=1)))
     return rows
 
 

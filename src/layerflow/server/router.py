@@ -47,6 +47,7 @@ class Router:
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self.socket.setsockopt(zmq.SNDHWM, 10_000)
         self.socket.setsockopt(zmq.RCVHWM, 10_000)
+        self._fd = int(self.socket.getsockopt(zmq.FD))
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
         self._again = False
@@ -68,13 +69,13 @@ class Router:
     def start(self) -> None:
         """Begin reading on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self.socket.getsockopt(zmq.FD), self._read)
+        self._loop.add_reader(self._fd, self._read)
         self._schedule()
 
     def close(self) -> None:
         """Stop reading and close; unsent messages are dropped."""
         if self._loop is not None:
-            self._loop.remove_reader(self.socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._fd)
             self._loop = None
         self.socket.close()
 
@@ -106,7 +107,7 @@ class Router:
         if self._loop is None:
             return
         for _ in range(_READS_PER_TURN):
-            if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             try:
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)

@@ -18,7 +18,7 @@ from layerflow.errors import ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
-from layerflow.pool.arena import Arena
+from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.doorway import Doorway
 from layerflow.server.driver import Driver
@@ -49,9 +49,10 @@ class Server:
         self._own_context = context is None
         self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
         self._arena = Arena(settings.pool.size, hugepages=settings.pool.hugepages)
+        self._warmer = Warmer(self._arena)
         self.pool = MemoryPool(self._arena)
         self.sessions = Sessions()
-        self.driver = Driver(self.pool, limits_of(settings), self._send_number, self._step_done)
+        self.driver = Driver(self.pool, limits_of(settings), self.metrics, self._send_number, self._step_done)
         self._house = House(
             pool=self.pool,
             driver=self.driver,
@@ -64,6 +65,7 @@ class Server:
             max_workers=settings.server.max_sessions,
         )
         self._handlers = Handlers(self._house)
+        self.metrics.limits(limits_of(settings))
         self._routers: dict[str, Router] = {}
         self._greeted: set[Address] = set()
         self._doorway: Doorway | None = None
@@ -96,7 +98,7 @@ class Server:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(housekeep, self)
                 if self.settings.pool.warm:
-                    tasks.start_soon(self._warm)
+                    self._warmer.start()
                 if started is not None:
                     started(endpoints)
                 self._log.info("server_started", endpoints=endpoints, arena_bytes=self._arena.nbytes)
@@ -115,6 +117,7 @@ class Server:
         self.settings = settings
         if changes:
             self.driver.handle(LimitsChanged(limits_of(settings)))
+            self.metrics.limits(limits_of(settings))
             for session in self.sessions:
                 if session.spec is not None:
                     self._send(session, self._terms())
@@ -168,14 +171,8 @@ class Server:
             self._curve.close()
         if self._own_context:
             self._context.term()
+        self._warmer.stop()
         self._arena.close()
-
-    async def _warm(self) -> None:
-        """Touch the arena's pages, so that no transfer pays for a first touch."""
-        for _ in range(0, self._arena.nbytes, WARM_STEP):
-            if not await anyio.to_thread.run_sync(self._arena.warm, WARM_STEP):
-                break
-        self._log.info("arena_warm", warm_bytes=self._arena.warm_bytes)
 
     async def _drain(self) -> None:
         self._house.draining = True
@@ -281,9 +278,6 @@ class Server:
             pool.link_latency_us,
         )
 
-
-WARM_STEP = 32 << 20
-"""Bytes populated at a time: some 15 ms, so that shutdown is not held up."""
 
 IDLE_S = 600.0
 """A client without memory holds nothing but leases, which expire by themselves; it may be quiet for long."""
