@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import anyio.to_thread
 from watchfiles import awatch
 
 from layerflow.config import Settings, live_changes
@@ -50,14 +51,12 @@ async def watch_config(
     """
     follower = _Follower(path, overrides, apply, log)
     if current is None:
-        follower.seen = _read(path)
-        current = Settings.load(path, overrides)
+        follower.seen = await anyio.to_thread.run_sync(_read, path)
+        current = await anyio.to_thread.run_sync(Settings.load, path, overrides)
     follower.current = current
     await follower.look()
-    # Both directories: the file's own, and the one that it links to.
-    folders = {path.absolute().parent, path.resolve().parent}
     async for _ in awatch(
-        *folders,
+        *_folders(path),
         recursive=False,
         watch_filter=None,
         step=_SETTLE_MS,
@@ -88,7 +87,7 @@ class _Follower:
 
     async def look(self) -> None:
         """Take what the file says now, if its bytes differ from those seen last."""
-        found = _read(self._path)
+        found = await anyio.to_thread.run_sync(_read, self._path)
         if found == self.seen:
             return
         self.seen = found
@@ -96,7 +95,7 @@ class _Follower:
             self._log.warning("config_gone", path=str(self._path), effect="the old values stay")
             return
         try:
-            wanted = Settings.load(self._path, self._overrides)
+            wanted = await anyio.to_thread.run_sync(Settings.load, self._path, self._overrides)
             changes = live_changes(self.current, wanted)
             if not changes:
                 return
@@ -110,6 +109,11 @@ class _Follower:
             return
         self.current = wanted
         self._log.info("config_applied", path=str(self._path), changes=changes)
+
+
+def _folders(path: Path) -> set[Path]:
+    """The file's own directory, and the one that it links to."""
+    return {path.absolute().parent, path.resolve().parent}
 
 
 def _read(path: Path) -> bytes | None:

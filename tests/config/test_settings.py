@@ -1,0 +1,263 @@
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerflow.config import (
+    Settings,
+    default_endpoint,
+    format_size,
+    live_changes,
+    make_private_directory,
+    parse_size,
+    reference,
+)
+from layerflow.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LAYERFLOW_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def toml(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "layerflow.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(path: Path | None = None, overrides: dict | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(path, overrides or {})
+    return str(caught.value).splitlines()
+
+
+def test_precedence_flags_environment_file_defaults(toml, monkeypatch):
+    path = toml("[transfer]\nprefetch_layers = 1\nmax_transfer_blocks = 11\nh2d_stagger_us = 5\n")
+    monkeypatch.setenv("LAYERFLOW_TRANSFER__PREFETCH_LAYERS", "2")
+    monkeypatch.setenv("LAYERFLOW_TRANSFER__MAX_TRANSFER_BLOCKS", "22")
+    transfer = Settings.load(path, {"transfer.prefetch_layers": 3, "transfer.mode": None}).transfer
+    assert (transfer.prefetch_layers, transfer.max_transfer_blocks, transfer.h2d_stagger_us) == (3, 22, 5)
+    assert (transfer.mode, transfer.step_timeout_ms) == ("auto", 5000)
+
+
+def test_overrides_may_be_nested():
+    assert Settings.load(None, {"pool": {"size": "2GiB"}, "pool.warm": "false"}).pool.size == 2 << 30
+
+
+@pytest.mark.parametrize("table", ["", "[transfer]\n"])
+def test_names_of_the_source_systems(toml, table):
+    text = (
+        "layerwise_prefetch_layers = 3\nlayerwise_max_transfer_blocks = 64\nlayerwise_max_transfer_bytes = 1048576\n"
+        'h2d_stagger_us = 7\ndiscard_partial_chunks = true\nuse_layerwise = false\nbackend = "memory"\n'
+    )
+    settings = Settings.load(toml(table + text), {})
+    transfer = settings.transfer
+    assert (transfer.prefetch_layers, transfer.max_transfer_blocks, transfer.max_transfer_bytes) == (3, 64, 1 << 20)
+    assert (transfer.h2d_stagger_us, transfer.discard_partial_chunks, transfer.mode) == (7, True, "bulk")
+    assert not transfer.use_layerwise
+    assert settings.pool.backend == "memory"
+
+
+def test_a_flag_beats_an_alias_in_the_file(toml):
+    path = toml("layerwise_prefetch_layers = 3\nuse_layerwise = false\n")
+    transfer = Settings.load(path, {"transfer.prefetch_layers": 9, "use_layerwise": "true"}).transfer
+    assert (transfer.prefetch_layers, transfer.mode) == (9, "auto")
+
+
+def test_an_alias_beside_its_setting_is_refused(toml):
+    (line,) = refusal(toml("[transfer]\nprefetch_layers = 1\nlayerwise_prefetch_layers = 2\n"))
+    assert "transfer.layerwise_prefetch_layers and transfer.prefetch_layers are the same setting" in line
+
+
+@pytest.mark.parametrize(("switch", "mode"), [("true", "bulk"), ("false", "layerwise")])
+def test_use_layerwise_must_not_contradict_mode(toml, switch, mode):
+    (line,) = refusal(toml(f'[transfer]\nuse_layerwise = {switch}\nmode = "{mode}"\n'))
+    assert "contradicts transfer.mode" in line
+
+
+def test_use_layerwise_leaves_a_chosen_mode(toml):
+    path = toml('[transfer]\nuse_layerwise = true\nmode = "layerwise"\n')
+    assert Settings.load(path, {}).transfer.mode == "layerwise"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "hint"),
+    [
+        ("[transfer]\nprefetch_layer = 1\n", "transfer.prefetch_layer ", "transfer.prefetch_layers"),
+        ("[pool]\nprefetch_layers = 1\n", "pool.prefetch_layers ", "transfer.prefetch_layers"),
+        ("[server]\nlayerwise_prefetch_layers = 1\n", "server.layerwise", "transfer.prefetch_layers"),
+        ("http_prot = 1\n", "http_prot ", "server.http_port"),
+        ("[transfers]\nmode = 'auto'\n", "transfers ", "transfer"),
+        ("[pool]\nzzz = 1\n", "pool.zzz ", "`layerflow config`"),
+    ],
+)
+def test_an_unknown_key_names_the_closest(toml, text, place, hint):
+    path = toml(text)
+    (line,) = refusal(path)
+    assert line.startswith(f"{path}: {place}")
+    assert hint in line.split("; ")[1]
+
+
+def test_unknown_environment_variables(monkeypatch):
+    monkeypatch.setenv("LAYERFLOW_PORT", "tcp://10.0.0.1:9464")  # Kubernetes, for a service named layerflow
+    Settings.load()
+    monkeypatch.setenv("LAYERFLOW_POOL__SIZ", "1GiB")
+    assert "did you mean pool.size?" in refusal()[0]
+    monkeypatch.delenv("LAYERFLOW_POOL__SIZ")
+    monkeypatch.setenv("LAYERFLOW_POOOL__SIZE", "1GiB")
+    assert refusal()[0].startswith("LAYERFLOW_POOOL__SIZE: ")
+    monkeypatch.delenv("LAYERFLOW_POOOL__SIZE")
+    monkeypatch.setenv("LAYERFLOW_POOL", "1GiB")
+    assert "LAYERFLOW_POOL__KEY" in refusal()[0]
+
+
+def test_every_problem_is_one_line_with_its_origin(toml, monkeypatch):
+    monkeypatch.setenv("LAYERFLOW_TRANSFER__PREFETCH_LAYERS", "-4")
+    path = toml('[pool]\nsize = "3X"\nwarm = "perhaps"\n[transfer]\nmode = "fast"\nstep_timeout_ms = true\n')
+    lines = refusal(path, {"server.http_port": 70_000})
+    assert len(lines) == 6
+    problems = {line.split(" ", 1)[0]: line for line in lines}
+    assert f"set by {path}" in problems["pool.size"] and "not a size" in problems["pool.size"]
+    assert "true or false" in problems["pool.warm"]
+    assert "'layerwise'" in problems["transfer.mode"]
+    assert "not a number" in problems["transfer.step_timeout_ms"]
+    assert "set by LAYERFLOW_TRANSFER__PREFETCH_LAYERS" in problems["transfer.prefetch_layers"]
+    assert "set by a flag" in problems["server.http_port"] and "65535" in problems["server.http_port"]
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "memcache", "MemCache"])
+def test_backends_of_other_versions_are_refused_with_a_sentence(toml, backend):
+    (line,) = refusal(toml(f'backend = "{backend}"\n'))
+    assert f"cannot put objects into {backend.lower()}" in line and 'use backend = "memory"' in line
+
+
+def test_lookup_rpc_port_is_refused_with_a_sentence(toml):
+    (line,) = refusal(toml("[transfer]\nlookup_rpc_port = 5555\n"))
+    assert "every engine process uses server.endpoint" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"server.endpoint": "tcp://*:1"}, "server.tcp_endpoint"),
+        ({"server.endpoint": "ipc:///" + "x" * 101}, "at most 100 bytes"),
+        ({"server.tcp_endpoint": "tcp://*"}, "tcp://address:port"),
+        ({"server.tcp_endpoint": "tcp://*:5555"}, "curve_allowed_keys_file"),
+        ({"server.heartbeat_ms": 1500}, "at least twice"),
+        ({"transfer.max_inflight_bytes": "100MiB"}, "at least twice"),
+        ({"pool": 3}, "[pool]"),
+    ],
+)
+def test_contradictions_are_refused(overrides, words):
+    assert words in "\n".join(refusal(None, overrides))
+
+
+def test_files_that_cannot_be_used(toml, tmp_path):
+    assert "no such configuration file" in refusal(tmp_path / "absent.toml")[0]
+    assert "not valid TOML" in refusal(toml("[pool\n"))[0]
+
+
+def test_constructor_takes_only_what_it_is_given(monkeypatch):
+    monkeypatch.setenv("LAYERFLOW_POOL__SIZE", "3GiB")
+    assert Settings().pool.size == 1 << 30
+    assert Settings.load().pool.size == 3 << 30
+    with pytest.raises(ConfigError, match=r"did you mean pool\.size"):
+        Settings(pool={"sise": 1})
+
+
+def test_settings_are_frozen_and_mask_secrets():
+    settings = Settings(server={"curve_secret_key_file": "/keys/private"})
+    assert "/keys/private" not in repr(settings) and "***" in repr(settings)
+    with pytest.raises(ValueError, match="frozen"):
+        settings.pool.size = 5
+
+
+def test_live_changes_lists_new_values():
+    old, new = Settings(), Settings(transfer={"mode": "bulk", "prefetch_layers": 2}, log={"level": "debug"})
+    assert live_changes(old, new) == {"transfer.mode": "bulk", "transfer.prefetch_layers": 2, "log.level": "debug"}
+    assert live_changes(old, Settings()) == {}
+
+
+def test_changes_that_need_a_restart_are_named_without_secrets():
+    new = Settings(pool={"size": "2GiB"}, server={"curve_secret_key_file": "/keys/private"}, transfer={"mode": "bulk"})
+    with pytest.raises(ConfigError) as caught:
+        live_changes(Settings(), new)
+    assert "pool.size (1GiB -> 2GiB)" in str(caught.value)
+    assert "server.curve_secret_key_file (***" in str(caught.value) and "/keys/private" not in str(caught.value)
+    assert "transfer.mode" not in str(caught.value)
+
+
+def test_every_transfer_key_is_live_and_the_reference_is_complete():
+    rows = {row.key: row for row in reference()}
+    live = {key for key, row in rows.items() if row.live}
+    assert live == {key for key in rows if key.startswith("transfer.")} | {"log.level"}
+    assert all(row.description.endswith(".") and row.default for row in rows.values())
+    assert rows["pool.size"].default == '"1GiB"' and rows["pool.size"].type == "size"
+    assert rows["transfer.step_timeout_ms"].env == "LAYERFLOW_TRANSFER__STEP_TIMEOUT_MS"
+    numbers = [row for row in rows.values() if row.type in ("integer", "number", "size")]
+    assert all(row.unit or row.key == "server.http_port" for row in numbers)
+
+
+def test_every_environment_variable_of_the_reference_works(monkeypatch):
+    for row in reference():
+        with monkeypatch.context() as context:
+            context.setenv(row.env, "nonsense")
+            try:
+                loaded = Settings.load()
+            except ConfigError as error:
+                assert row.env in str(error)
+            else:
+                section, key = row.key.split(".")
+                assert str(getattr(getattr(loaded, section), key)) == "nonsense"
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (0, 0),
+        (7, 7),
+        ("7", 7),
+        ("512MiB", 512 << 20),
+        ("4 GiB", 4 << 30),
+        ("10GB", 10**10),
+        ("1.5kib", 1536),
+        ("3b", 3),
+    ],
+)
+def test_sizes(text, nbytes):
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "4G", "-1", -1, True, "1.5", "0.3KiB", "GiB", "1e9", "4 GiB x", 1.5, None])
+def test_what_is_not_a_size(text):
+    with pytest.raises(ConfigError):
+        parse_size(text)
+
+
+@given(st.integers(min_value=0, max_value=1 << 50))
+def test_sizes_survive_formatting(nbytes):
+    assert parse_size(format_size(nbytes)) == nbytes
+
+
+def test_private_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    endpoint = default_endpoint()
+    make_private_directory(endpoint)
+    folder = tmp_path / f"layerflow-{os.getuid()}"
+    assert endpoint == f"ipc://{folder}/control"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    make_private_directory(endpoint)
+    folder.chmod(0o770)
+    with pytest.raises(ConfigError, match="mode 0700"):
+        make_private_directory(endpoint)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot make"):
+        make_private_directory(f"ipc://{tmp_path}/file/below/control")

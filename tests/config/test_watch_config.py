@@ -1,0 +1,139 @@
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerflow.config import Settings
+from layerflow.errors import ConfigError
+from layerflow.server.watch import watch_config
+
+PATIENCE_S = 20
+
+
+class Events:
+    """A logger whose events can be awaited."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[str, str, dict[str, Any]]] = asyncio.Queue()
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._queue.put_nowait(("info", event, fields))
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._queue.put_nowait(("warning", event, fields))
+
+    async def next(self) -> tuple[str, str, dict[str, Any]]:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._queue.get()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "layerflow.toml"
+    path.write_text("[transfer]\nprefetch_layers = 1\n")
+    return path
+
+
+@contextlib.asynccontextmanager
+async def watching(path, events, applied, overrides=None, apply=None, current=None):
+    current = current or Settings.load(path, overrides or {})
+    task = asyncio.create_task(watch_config(path, overrides or {}, apply or applied.append, events, current=current))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_good_edits_apply_and_bad_ones_are_refused(path):
+    events, applied = Events(), []
+    async with watching(path, events, applied):
+        path.write_text("[transfer]\nprefetch_layers = 2\n")
+        assert await events.next() == (
+            "info",
+            "config_applied",
+            {"path": str(path), "changes": {"transfer.prefetch_layers": 2}},
+        )
+        path.write_text("[transfer]\nprefetch_layer = 3\n")
+        level, event, fields = await events.next()
+        assert (level, event) == ("warning", "config_refused")
+        assert "did you mean transfer.prefetch_layers?" in fields["problems"][0]
+        path.write_text("[transfer\n")
+        assert "not valid TOML" in (await events.next())[2]["problems"][0]
+        path.write_text("[transfer]\nprefetch_layers = 4\n")
+        assert (await events.next())[1] == "config_applied"
+    assert [settings.transfer.prefetch_layers for settings in applied] == [2, 4]
+
+
+async def test_a_change_that_needs_a_restart_changes_nothing(path):
+    events, applied = Events(), []
+    async with watching(path, events, applied):
+        path.write_text('[transfer]\nprefetch_layers = 2\n[pool]\nsize = "2GiB"\n')
+        level, event, fields = await events.next()
+        assert (level, event) == ("warning", "config_refused") and "pool.size" in fields["problems"][0]
+    assert applied == []
+
+
+async def test_a_replaced_and_a_deleted_file(path):
+    events, applied = Events(), []
+    async with watching(path, events, applied):
+        fresh = path.with_suffix(".new")
+        fresh.write_text("[transfer]\nprefetch_layers = 5\n")
+        fresh.rename(path)
+        assert (await events.next())[1] == "config_applied"
+        path.unlink()
+        assert (await events.next())[:2] == ("warning", "config_gone")
+        path.write_text("[transfer]\nprefetch_layers = 6\n")
+        assert (await events.next())[1] == "config_applied"
+    assert [settings.transfer.prefetch_layers for settings in applied] == [5, 6]
+
+
+async def test_a_symlink_that_turns(path):
+    """How a mounted ConfigMap changes."""
+    folder = path.parent
+    for version, layers in (("one", 1), ("two", 7)):
+        (folder / version).mkdir()
+        (folder / version / "layerflow.toml").write_text(f"[transfer]\nprefetch_layers = {layers}\n")
+    (folder / "data").symlink_to("one")
+    link = folder / "link.toml"
+    link.symlink_to("data/layerflow.toml")
+    events, applied = Events(), []
+    async with watching(link, events, applied):
+        (folder / "fresh").symlink_to("two")
+        (folder / "fresh").rename(folder / "data")
+        assert (await events.next())[2]["changes"] == {"transfer.prefetch_layers": 7}
+
+
+async def test_flags_keep_winning(path):
+    events, applied = Events(), []
+    async with watching(path, events, applied, {"transfer.prefetch_layers": 9}):
+        path.write_text("[transfer]\nprefetch_layers = 2\nh2d_stagger_us = 1\n")
+        assert (await events.next())[2]["changes"] == {"transfer.h2d_stagger_us": 1}
+    assert [settings.transfer.prefetch_layers for settings in applied] == [9]
+
+
+async def test_an_edit_before_the_watch_began_is_not_missed(path):
+    events, applied = Events(), []
+    before = Settings.load(path, {})
+    path.write_text("[transfer]\nprefetch_layers = 2\n")
+    async with watching(path, events, applied, current=before):
+        assert (await events.next())[2]["changes"] == {"transfer.prefetch_layers": 2}
+
+
+async def test_a_refusal_by_the_server_is_reported_and_asynchronous_apply_awaited(path):
+    events, applied = Events(), []
+
+    async def apply(settings: Settings) -> None:
+        if settings.transfer.prefetch_layers == 2:
+            raise ConfigError("not now")
+        applied.append(settings)
+
+    async with watching(path, events, applied, apply=apply):
+        path.write_text("[transfer]\nprefetch_layers = 2\n")
+        assert (await events.next())[2]["problems"] == ["not now"]
+        path.write_text("[transfer]\nprefetch_layers = 3\n")
+        assert (await events.next())[1] == "config_applied"
+    assert len(applied) == 1
