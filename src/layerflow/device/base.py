@@ -55,14 +55,16 @@ class Device(Protocol):
         ...
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Pin host memory for transfers; whether that was possible. Pinned memory is unpinned before it is unmapped.
+        """Pin host memory for transfers; whether that was possible.
+
+        Each pin is undone by one :meth:`unpin`, before the memory is unmapped.
 
         :raises Unsupported: the driver refused.
         """
         ...
 
     def unpin(self, address: int) -> None:
-        """Undo :meth:`pin`. An address that was not pinned is ignored."""
+        """Undo one :meth:`pin`. An address that was not pinned is ignored."""
         ...
 
     def capabilities(self) -> Capabilities:

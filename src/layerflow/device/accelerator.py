@@ -1,0 +1,111 @@
+"""cuda and npu: one code path, through torch's module of that name."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import Counter
+from typing import Any
+
+import structlog
+import torch
+
+from layerflow.device.base import Capabilities, DeviceEvent
+from layerflow.errors import Unsupported
+
+log = structlog.get_logger(__name__)
+
+# How often each range is pinned, by device kind, device and address: engines of one process share an arena, and
+# the driver refuses a second registration (cuda keeps that error for the next kernel launch to stumble over).
+_pins: Counter[tuple[str, int, int]] = Counter()
+_pins_lock = threading.Lock()
+
+_CUDA_HOST_REGISTER_PORTABLE = 0x1  # cudaHostRegisterPortable, driver_types.h
+_ACL_HOST_REG_MAPPED = 0x2  # ACL_HOST_REG_MAPPED, acl_rt.h; keeps full copy bandwidth, needs 4 KiB-aligned memory
+
+
+class Accelerator:
+    """One cuda or npu device.
+
+    :param device: e.g. ``torch.device("npu", 0)``; without an index, the calling thread's current device.
+    :raises Unsupported: no such device here, or torch_npu cannot be imported.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.kind = device.type
+        self._module = _module(device.type)
+        if not self._module.is_available():
+            raise Unsupported(f"device {device}: torch sees no {device.type} device on this machine")
+        index = self._module.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)
+
+    def record(self) -> DeviceEvent:
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        recorded: DeviceEvent = event
+        return recorded
+
+    def wait(self, event: DeviceEvent) -> None:
+        self._module.current_stream(self._device).wait_event(event)
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        key = self._pin_key(address)
+        with _pins_lock:
+            if not _pins[key]:
+                code = self._register(address, nbytes)
+                if code is None:
+                    log.warning("arena_not_pinned", device=str(self._device), reason="this torch_npu has no npurt()")
+                    return False
+                if code:
+                    raise Unsupported(
+                        f"device {self._device}: pinning {nbytes} bytes of host memory at {address:#x} failed with "
+                        f"code {code}; raise the process's locked-memory limit (ulimit -l) or make the arena smaller"
+                    )
+            _pins[key] += 1
+        return True
+
+    def unpin(self, address: int) -> None:
+        key = self._pin_key(address)
+        with _pins_lock:
+            if not _pins[key]:
+                return
+            _pins[key] -= 1
+            code = 0 if _pins[key] else self._unregister(address)
+        if code:
+            log.warning("arena_unpin_failed", device=str(self._device), code=code)
+
+    def capabilities(self) -> Capabilities:
+        pinned = self.kind == "cuda" or hasattr(self._module, "npurt")
+        return Capabilities(streams=True, events=True, pinned=pinned, count=self._module.device_count())
+
+    def _pin_key(self, address: int) -> tuple[str, int, int]:
+        """cuda pins for every device at once (portable), npu for one."""
+        return (self.kind, 0 if self.kind == "cuda" else self._device.index, address)
+
+    def _register(self, address: int, nbytes: int) -> int | None:
+        """The driver's return code; None where this build cannot register memory."""
+        if self.kind == "npu" and not hasattr(self._module, "npurt"):
+            return None
+        with self._module.device(self._device):
+            if self.kind == "cuda":
+                return int(self._module.cudart().cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE))
+            return int(self._module.npurt().npuHostRegister(address, nbytes, _ACL_HOST_REG_MAPPED))
+
+    def _unregister(self, address: int) -> int:
+        """The driver's return code."""
+        with self._module.device(self._device):
+            if self.kind == "cuda":
+                return int(self._module.cudart().cudaHostUnregister(address))
+            return int(self._module.npurt().npuHostUnregister(address))
+
+
+def _module(kind: str) -> Any:
+    if kind == "npu":
+        try:
+            importlib.import_module("torch_npu")
+        except (ImportError, RuntimeError) as error:  # without CANN it raises either
+            raise Unsupported(f"device kind 'npu': torch_npu cannot be imported here: {error}") from error
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError as error:
+        raise Unsupported(f"device kind {kind!r}: this torch has no such backend") from error
