@@ -92,7 +92,7 @@ class BlockList:
         if not 0 <= lo <= hi <= self._blocks.size:
             raise ExtentError(f"layer {layer}: blocks {lo} to {hi} are outside the list of {self._blocks.size}")
         planes = self._memory.planes(layer)
-        if byte_hi:
+        if byte_lo or byte_hi:
             return self._part(layer, position, lo, hi, byte_lo, byte_hi)
         heads = self._heads(lo, hi)
         merged = heads.size < hi - lo

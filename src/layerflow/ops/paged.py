@@ -121,7 +121,7 @@ class PagedMemory:
 
     def block_bytes(self, layer: int) -> int:
         """Bytes of one block of this layer, all planes."""
-        return self.spec.groups[self._places[layer][0]].bytes_per_block
+        return self.spec.groups[self.place(layer)[0]].bytes_per_block
 
     @property
     def packing(self) -> str:
