@@ -47,7 +47,11 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """Blocks `lo` to `hi` of the group's loads will not arrive in full; the engine recomputes them."""
+    """Blocks `lo` to `hi` of the group's loads will not arrive in full; the engine recomputes them.
+
+    A part that had layers left to be carved fails whole; one whose layers are all granted loses exactly
+    the blocks of the failed batch. No block of a step is reported twice.
+    """
 
     session: int
     step: int

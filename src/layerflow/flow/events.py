@@ -46,8 +46,9 @@ class Limits:
     :param prefetch_layers: loads run at most so many layers past the frontier; 0 = bounded by bytes only.
     :param max_transfer_blocks: blocks of one batch.
     :param max_transfer_bytes: bytes of one batch; a single larger block is split by bytes.
-    :param max_inflight_bytes: bytes granted and not yet reported, over all sessions, both directions.
-        Saves take at most half of it, so that granted saves which wait for compute never starve loads.
+    :param max_inflight_bytes: bytes granted and not yet reported, over all sessions, both directions; at
+        least 2. Saves take at most half of it and no load batch is larger than the other half, so that
+        granted saves which wait for compute never starve loads.
     :param save_backlog_bytes: a step whose saves would take a session's unsaved bytes past this has
         them shed.
     :param stagger_us: distance of neighbouring stagger slots; 0 = off.
@@ -63,7 +64,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """An engine worker attached."""
+    """An engine worker attached.
+
+    :param session: numbers ascend and are never reused, so that a late report is told from an impossible one.
+    """
 
     session: int
     layers: tuple[LayerShape, ...]
@@ -153,7 +157,11 @@ class LoadsFenced:
 
 @dataclass(frozen=True, slots=True)
 class StepClosed:
-    """The forward pass ended. Not `ok`: layers that have not been computed never will be."""
+    """The forward pass ended.
+
+    Not `ok`: layers that have not been computed never will be, and unfinished loads fail. A step lives
+    until it is closed or both its deadlines have passed.
+    """
 
     session: int
     step: int

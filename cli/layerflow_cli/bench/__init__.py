@@ -1,0 +1,1 @@
+"""What `layerflow bench` measures; one file per question."""

@@ -1,0 +1,336 @@
+"""The core: a sans-IO state machine over every session's steps.
+
+::
+
+    commands = flow.handle(event, now)
+
+An event is checked before it changes anything, then applied; then deadlines that passed are acted on,
+what has ended is told, and whatever may run is granted. An event costs O(batches it touches); only a
+step's opening, its commit and the death of its parts cost O(parts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow import deaths
+from layerflow.flow.commands import Command, LoadsDone, Revoke, WakeAt
+from layerflow.flow.events import (
+    BatchDone,
+    BatchFailed,
+    Direction,
+    Event,
+    FrontierReached,
+    LayersComputed,
+    Limits,
+    LimitsChanged,
+    LoadsFenced,
+    PartFetched,
+    RequestAborted,
+    SessionLost,
+    SessionOpened,
+    StepClosed,
+    StepOpened,
+    Tick,
+)
+from layerflow.flow.grant import grant
+from layerflow.flow.opening import open_step
+from layerflow.flow.sessions import open_session
+from layerflow.flow.settle import forget, quieted, settle
+from layerflow.flow.state import State
+from layerflow.flow.statistics import FlowStatistics
+from layerflow.flow.steps import Flight, Step
+from layerflow.flow.validate import validate
+
+
+class Flow:
+    """Events in, commands out.
+
+    :param limits: the caps to start with.
+    :raises ConfigError: for limits that no transfer could meet.
+    """
+
+    __slots__ = ("_handlers", "_state")
+
+    def __init__(self, limits: Limits) -> None:
+        self._state = State(limits)
+        self._handlers: dict[type, Callable[[Any, list[Command]], None]] = {
+            SessionOpened: self._session_opened,
+            SessionLost: self._session_lost,
+            StepOpened: self._step_opened,
+            PartFetched: self._part_fetched,
+            FrontierReached: self._frontier_reached,
+            LayersComputed: self._layers_computed,
+            BatchDone: self._batch_done,
+            BatchFailed: self._batch_failed,
+            LoadsFenced: self._loads_fenced,
+            StepClosed: self._step_closed,
+            RequestAborted: self._request_aborted,
+            LimitsChanged: self._limits_changed,
+            Tick: self._tick,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Apply one event.
+
+        :param now: seconds on the caller's monotonic clock; never smaller than in the call before.
+        :returns: what to do, in this order.
+        :raises InvalidTransition: for an impossible event; nothing has changed then.
+        :raises ConfigError: for impossible limits; the old ones stay.
+        """
+        state = self._state
+        out: list[Command] = []
+        self._handlers[type(event)](event, out)
+        while (step := state.deadlines.due(now)) is not None:
+            self._expire(step, now, out)
+        if state.unsettled:
+            for step in state.unsettled:
+                settle(state, step, out)
+            state.unsettled.clear()
+        grant(state, now, out)
+        earliest = state.deadlines.earliest()
+        if earliest not in (state.wake, math.inf):
+            state.wake = earliest
+            out.append(WakeAt(earliest))
+        return out
+
+    def validate(self) -> None:
+        """Check every invariant; for tests, after every event.
+
+        :raises InvalidTransition: naming the broken one, with the step's story.
+        """
+        validate(self._state)
+
+    def statistics(self) -> FlowStatistics:
+        """A snapshot."""
+        state = self._state
+        inflight, batches = state.budget.inflight, state.budget.batches
+        return FlowStatistics(
+            sessions=len(state.sessions),
+            steps=sum(len(session.steps) for session in state.sessions.values()),
+            load_inflight_bytes=inflight[Direction.LOAD],
+            save_inflight_bytes=inflight[Direction.SAVE],
+            load_inflight_batches=batches[Direction.LOAD],
+            save_inflight_batches=batches[Direction.SAVE],
+            unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
+            **asdict(state.counters),
+        )
+
+    def _session_opened(self, event: SessionOpened, _: list[Command]) -> None:
+        if event.session in self._state.sessions:
+            raise InvalidTransition(f"session {event.session} was opened twice; its number is in use")
+        self._state.sessions[event.session] = open_session(event)
+        self._state.newest_session = max(self._state.newest_session, event.session)
+
+    def _session_lost(self, event: SessionLost, out: list[Command]) -> None:
+        """Nobody is left who could write: what is unfinished is given back at once."""
+        state = self._state
+        session = state.session(event.session)
+        if session is None:
+            return
+        del state.sessions[event.session]
+        for ring in state.rings:
+            ring.leave(session)
+        state.counters.sessions_lost += 1
+        for step in list(session.steps.values()):
+            for leg in (step.loads, step.saves):
+                for strand in leg.strands.values() if leg is not None else ():
+                    for number, flight in strand.flights.items():
+                        del state.flights[number]
+                        state.budget.give(strand.leg.direction, flight.nbytes)
+            if step.saves is not None and step.saves.open:
+                unfinished = tuple(
+                    position
+                    for strand in step.saves.strands.values()
+                    if not strand.committed
+                    for position in strand.members
+                    if position not in step.saves.revoked
+                )
+                state.counters.revoked_parts += len(unfinished)
+                out.append(Revoke(session.number, step.number, tuple(sorted(unfinished)), "the session was lost"))
+            if step.loads is not None and not step.loads.done:
+                out.append(LoadsDone(session.number, step.number))
+            forget(state, step, out)
+
+    def _step_opened(self, event: StepOpened, out: list[Command]) -> None:
+        session = self._state.session(event.session)
+        if session is not None:
+            open_step(self._state, session, event, out)
+
+    def _part_fetched(self, event: PartFetched, out: list[Command]) -> None:
+        step = self._state.step(event, event.session, event.step)
+        if step is None:
+            return
+        leg = step.loads
+        if leg is None or not 0 <= event.part < len(leg.parts):
+            raise InvalidTransition(_of(step, f"fetched load part {event.part}, which it does not have"), step.told())
+        if event.part not in leg.unfetched:
+            if not event.ok and event.part not in leg.dead:
+                raise InvalidTransition(_of(step, f"lost load part {event.part} after it was fetched"), step.told())
+            self._state.counters.late_reports += 1
+        elif event.ok:
+            strand = leg.strand_of(event.part)
+            leg.unfetched.discard(event.part)
+            strand.unfetched -= 1
+            strand.add_cohort([strand.span(event.part)])
+            self._state.carve_later(leg)
+        else:
+            deaths.fail_loads(self._state, leg, [event.part], "its objects did not reach the arena", out)
+            self._state.unsettled.append(step)
+
+    def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
+        step = self._state.step(event, event.session, event.step)
+        if step is None:
+            return
+        if not 0 <= event.layer < step.session.num_layers:
+            raise InvalidTransition(_of(step, f"reached layer {event.layer}, which it does not have"), step.told())
+        self._advance(step, event.layer)
+
+    def _layers_computed(self, event: LayersComputed, _: list[Command]) -> None:
+        step = self._state.step(event, event.session, event.step)
+        if step is None:
+            return
+        if not 0 <= event.count <= step.session.num_layers:
+            raise InvalidTransition(_of(step, f"computed {event.count} layers, which it does not have"), step.told())
+        step.computed = max(step.computed, event.count)
+        self._advance(step, event.count - 1)
+
+    def _advance(self, step: Step, layer: int) -> None:
+        if layer <= step.frontier:
+            return
+        step.frontier = layer
+        if step.loads is not None and step.loads.cohorts:
+            self._state.rings[Direction.LOAD].join(step.session)
+
+    def _land(self, event: BatchDone | BatchFailed) -> Flight | None:
+        """Take a batch out of flight; None = it is long gone."""
+        state = self._state
+        flight = state.flights.get(event.batch)
+        if flight is None:
+            if state.session(event.session) is None:
+                return None
+            if not 0 < event.batch < state.next_batch:
+                raise InvalidTransition(
+                    f"session {event.session} reported batch {event.batch}, which was never granted"
+                )
+            state.counters.late_reports += 1
+            return None
+        strand = flight.strand
+        leg = strand.leg
+        step = leg.step
+        if step.session.number != event.session:
+            raise InvalidTransition(_of(step, f"has batch {event.batch}, not session {event.session}"), step.told())
+        step.story.append(event)
+        del state.flights[event.batch]
+        del strand.flights[event.batch]
+        leg.flying -= 1
+        state.budget.give(leg.direction, flight.nbytes)
+        if leg.direction is Direction.SAVE:
+            step.session.unsaved -= flight.nbytes
+        return flight
+
+    def _landed(self, flight: Flight, out: list[Command]) -> None:
+        strand = flight.strand
+        for quiet in flight.watch or ():
+            quiet.pending -= 1
+            if not quiet.pending:
+                quieted(self._state, strand.leg.step.session, quiet, out)
+        if not strand.flights and not strand.carving:
+            self._state.unsettled.append(strand.leg.step)
+
+    def _batch_done(self, event: BatchDone, out: list[Command]) -> None:
+        flight = self._land(event)
+        if flight is None:
+            return
+        leg = flight.strand.leg
+        leg.moved += flight.nbytes
+        if leg.direction is Direction.LOAD:
+            self._state.counters.loaded_bytes += flight.nbytes
+        else:
+            self._state.counters.saved_bytes += flight.nbytes
+        self._landed(flight, out)
+
+    def _batch_failed(self, event: BatchFailed, out: list[Command]) -> None:
+        flight = self._land(event)
+        if flight is None:
+            return
+        state, strand = self._state, flight.strand
+        state.counters.batches_failed += 1
+        if strand.leg.direction is Direction.LOAD:
+            deaths.fail_load_range(state, strand, (flight.lo, flight.hi), event.reason, out)
+        else:
+            hit = strand.overlapping(flight.lo, flight.hi)
+            deaths.kill_saves(state, strand.leg.step, hit, event.reason, out)
+        self._landed(flight, out)
+
+    def _loads_fenced(self, event: LoadsFenced, out: list[Command]) -> None:
+        step = self._state.step(event, event.session, event.step)
+        if step is None:
+            return
+        if step.loads is None or step.loads.done or step.loads.cancelled:
+            self._state.counters.late_reports += 1
+            return
+        deaths.fence_loads(self._state, step.loads, event.reason, out, cancel=False)
+
+    def _step_closed(self, event: StepClosed, out: list[Command]) -> None:
+        state = self._state
+        step = state.step(event, event.session, event.step)
+        if step is None:
+            return
+        if event.ok:
+            step.computed = step.session.num_layers
+            self._advance(step, step.session.num_layers - 1)
+        else:
+            reason = "the forward pass did not finish"
+            if step.loads is not None and not step.loads.done and not step.loads.cancelled:
+                deaths.fence_loads(state, step.loads, reason, out, cancel=True)
+            if step.saves is not None and step.saves.open and not step.saves.cancelled:
+                deaths.cut_uncomputed(state, step.saves, reason, out)
+        step.closed = True
+        state.unsettled.append(step)
+
+    def _request_aborted(self, event: RequestAborted, out: list[Command]) -> None:
+        session = self._state.session(event.session)
+        if session is None:
+            return
+        pending = session.aborting.get(event.request)
+        self._state.counters.aborted_requests += pending is None
+        quiet = deaths.abort(self._state, session.steps.values(), event.request, out)
+        if pending is not None:
+            pending.release = None  # said once, and only when what was opened since is quiet too
+        if quiet.pending:
+            session.aborting[event.request] = quiet
+        else:
+            quieted(self._state, session, quiet, out)
+
+    def _limits_changed(self, event: LimitsChanged, _: list[Command]) -> None:
+        state = self._state
+        state.budget.change(event.limits)
+        for session in state.sessions.values():
+            for ring, carving in zip(state.rings, session.carving, strict=True):
+                if carving:
+                    ring.join(session)
+
+    def _tick(self, _: Tick, __: list[Command]) -> None:
+        """Only time passed."""
+
+    def _expire(self, step: Step, now: float, out: list[Command]) -> None:
+        state, reason = self._state, "deadline"
+        loads, saves = step.loads, step.saves
+        if loads is not None and not loads.done and not loads.cancelled and now >= step.deadline:
+            state.counters.expired_legs += 1
+            deaths.fence_loads(state, loads, reason, out, cancel=True)
+        if saves is not None and saves.open and not saves.cancelled and now >= step.save_deadline:
+            state.counters.expired_legs += 1
+            deaths.cut_saves(state, saves, reason, out)
+        if now >= max(step.deadline, step.save_deadline):
+            step.closed = True
+        state.unsettled.append(step)
+
+
+def _of(step: Step, what: str) -> str:
+    return f"session {step.session.number} step {step.number} {what}"

@@ -1,0 +1,99 @@
+"""Handing out batches: loads before saves, nearest layer first, fair between sessions, within the budget.
+
+Work-conserving: it grants until no permitted batch is left or the next one does not fit. A batch that
+does not fit is not overtaken, neither by a smaller one (a session of large batches would starve) nor
+by saves (loads come first).
+"""
+
+from __future__ import annotations
+
+import math
+
+from layerflow.flow.carve import Cut
+from layerflow.flow.commands import Command, Submit
+from layerflow.flow.events import Direction
+from layerflow.flow.sessions import Session
+from layerflow.flow.state import State
+from layerflow.flow.steps import Flight, Leg
+
+
+def grant(state: State, now: float, out: list[Command]) -> None:
+    """Grant whatever may run now."""
+    if len(state.rings[Direction.LOAD]) and not _grant(state, Direction.LOAD, now, out):
+        return
+    if len(state.rings[Direction.SAVE]):
+        _grant(state, Direction.SAVE, now, out)
+
+
+def _grant(state: State, direction: Direction, now: float, out: list[Command]) -> bool:
+    """Grant in one direction; False when a batch is waiting for room."""
+    ring, budget = state.rings[direction], state.budget
+    limits, max_bytes = budget.limits, budget.max_batch[direction]
+    while (session := ring.first) is not None:
+        leg = session.next_leg(direction, limits.prefetch_layers)
+        if leg is None:
+            ring.leave(session)
+            continue
+        cut = leg.head().next_cut(limits.max_transfer_blocks, max_bytes)
+        if not ring.turn(session, cut.nbytes, max_bytes):
+            continue
+        if not budget.fits(direction, cut.nbytes):
+            return False
+        ring.charge(session, cut.nbytes)
+        out.append(_submit(state, session, leg, cut, now))
+    return True
+
+
+def _submit(state: State, session: Session, leg: Leg, cut: Cut, now: float) -> Submit:
+    cohort = leg.head()
+    strand, layer = cohort.strand, cohort.layer
+    direction, number = leg.direction, state.next_batch
+    state.next_batch = number + 1
+    seals = False
+    if cohort.advance(cut):
+        if cohort.exhausted:
+            strand.remove(cohort)
+            if not leg.cohorts:
+                state.carved_out(leg)
+        else:
+            strand.merge(cohort)
+        if strand.low() > strand.sealed:
+            strand.sealed += 1
+            seals = True
+    flight = Flight(number, strand, layer, cut.lo, cut.hi, cut.nbytes)
+    state.flights[number] = flight
+    strand.flights[number] = flight
+    leg.flying += 1
+    state.budget.take(direction, cut.nbytes)
+    state.counters.batches += 1
+    not_before = 0.0
+    if direction is Direction.LOAD and session.tp_size > 1 and state.budget.limits.stagger_us:
+        not_before = stagger_slot(now, session.tp_rank, session.tp_size, layer, state.budget.limits.stagger_us)
+    return Submit(
+        session.number,
+        leg.step.number,
+        number,
+        direction,
+        layer,
+        cut.lo,
+        cut.hi,
+        cut.byte_lo,
+        cut.byte_hi,
+        cut.nbytes,
+        not_before,
+        seals,
+    )
+
+
+def stagger_slot(now: float, tp_rank: int, tp_size: int, layer: int, stagger_us: int) -> float:
+    """When a rank may start this layer's copy: its slot on a grid that all ranks of a machine share.
+
+    Slot ``(tp_rank + layer) % tp_size`` of a period of ``tp_size`` slots, counted from the monotonic
+    clock's zero.
+
+    :returns: seconds, at least `now` and less than one period later.
+    """
+    stagger = stagger_us * 1e-6
+    period = stagger * tp_size
+    offset = stagger * ((tp_rank + layer) % tp_size)
+    return max(now, offset + math.ceil((now - offset) / period) * period)

@@ -1,0 +1,97 @@
+"""A step from its one message: checked before anything changes, then laid out group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow.commands import Command, Revoke
+from layerflow.flow.events import Direction, Part, StepOpened
+from layerflow.flow.sessions import Session
+from layerflow.flow.state import State
+from layerflow.flow.steps import Leg, Step, Strand
+
+
+def open_step(state: State, session: Session, event: StepOpened, out: list[Command]) -> None:
+    """Add the step; its saves are shed where the session has too much unsaved already.
+
+    :raises InvalidTransition: for a step that is open already, or parts that cannot be.
+    """
+    if event.step in session.steps:
+        raise InvalidTransition(
+            f"session {session.number} opened step {event.step} twice; step numbers are not reused while a step lives",
+            session.steps[event.step].told(),
+        )
+    if event.deadline != event.deadline or event.save_deadline != event.save_deadline:
+        raise InvalidTransition(f"session {session.number} step {event.step}: a deadline is not a number")
+    _check(session, event, event.loads, "load")
+    _check(session, event, event.saves, "save")
+
+    step = Step(session, event.step, event.deadline, event.save_deadline)
+    step.story.append(event)
+    session.steps[event.step] = step
+    if event.loads:
+        step.loads = _leg(step, Direction.LOAD, event.loads)
+        if step.loads.cohorts:
+            state.carve_later(step.loads)
+    if event.saves:
+        saves = _leg(step, Direction.SAVE, event.saves)
+        nbytes = sum(strand.starts[-1] * strand.shape.tail_bytes[0] for strand in saves.strands.values())
+        if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
+            state.counters.shed_parts += len(event.saves)
+            state.counters.revoked_parts += len(event.saves)
+            out.append(Revoke(session.number, step.number, tuple(range(len(event.saves))), "shed"))
+        else:
+            session.unsaved += nbytes
+            saves.open = len(event.saves)
+            step.saves = saves
+            state.carve_later(saves)
+    state.deadlines.set(step, step.next_alarm())
+
+
+def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str) -> None:
+    unknown = {part.group for part in parts} - session.groups.keys()
+    if not unknown and (not parts or min([part.blocks for part in parts]) > 0):
+        return
+    for position, part in enumerate(parts):
+        if part.blocks <= 0 or part.group in unknown:
+            raise InvalidTransition(
+                f"session {session.number} step {event.step}: {what} part {position} (request {part.request!r}) has "
+                f"{part.blocks} blocks of group {part.group}; it needs at least one block of one of the session's "
+                f"groups {sorted(session.groups)}"
+            )
+
+
+def _leg(step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
+    leg = Leg(step, direction, parts)
+    groups = {part.group for part in parts}
+    if direction is Direction.LOAD and False in [part.fetched for part in parts]:
+        leg.unfetched = {position for position, part in enumerate(parts) if not part.fetched}
+    for group in sorted(groups):
+        members: Sequence[int] = range(len(parts))
+        if len(groups) > 1:
+            members = [position for position, part in enumerate(parts) if part.group == group]
+        starts = list(accumulate([parts[position].blocks for position in members], initial=0))
+        strand = Strand(leg, step.session.groups[group], members, starts)
+        leg.strands[group] = strand
+        spans = [(0, starts[-1])]
+        if leg.unfetched:
+            strand.unfetched = sum(position in leg.unfetched for position in members)
+            spans = _fetched_spans(leg, strand)
+        if spans:
+            strand.add_cohort(spans)
+    return leg
+
+
+def _fetched_spans(leg: Leg, strand: Strand) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    for member, position in enumerate(strand.members):
+        if position in leg.unfetched:
+            continue
+        lo, hi = strand.starts[member], strand.starts[member + 1]
+        if spans and spans[-1][1] == lo:
+            spans[-1] = (spans[-1][0], hi)
+        else:
+            spans.append((lo, hi))
+    return spans

@@ -1,0 +1,102 @@
+"""What the core knows of an attached engine worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow.events import Direction, LayerShape, SessionOpened
+
+if TYPE_CHECKING:
+    from layerflow.flow.quiet import Quiet
+    from layerflow.flow.steps import Leg, Step
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """The layers of one group.
+
+    :param layers: the model's layer numbers, ascending.
+    :param block_bytes: bytes of one block in each of them.
+    :param tail_bytes: bytes of one block from each of them to the last, and 0 at the end.
+    """
+
+    group: int
+    layers: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    tail_bytes: tuple[int, ...]
+
+
+def group_shapes(layers: Sequence[LayerShape]) -> dict[int, GroupShape]:
+    """Layers by group, with the running sums that size a part without looking at its layers."""
+    shapes: dict[int, GroupShape] = {}
+    for group in sorted({layer.group for layer in layers}):
+        numbers = tuple(number for number, layer in enumerate(layers) if layer.group == group)
+        sizes = tuple(layers[number].block_bytes for number in numbers)
+        tails = [0]
+        for size in reversed(sizes):
+            tails.append(tails[-1] + size)
+        shapes[group] = GroupShape(group, numbers, sizes, tuple(reversed(tails)))
+    return shapes
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached engine worker.
+
+    :param carving: per direction, the legs that have something to be carved, in the order of their steps.
+    :param credit: per direction, bytes it may still take in this turn.
+    :param queued: per direction, whether it stands in the ring.
+    :param unsaved: bytes of its saves that are neither stored nor given up.
+    :param aborting: requests whose blocks a batch may still touch.
+    """
+
+    number: int
+    num_layers: int
+    groups: dict[int, GroupShape]
+    tp_rank: int
+    tp_size: int
+    steps: dict[int, Step] = field(default_factory=dict)
+    carving: tuple[dict[int, Leg], dict[int, Leg]] = field(default_factory=lambda: ({}, {}))
+    credit: list[int] = field(default_factory=lambda: [0, 0])
+    queued: list[bool] = field(default_factory=lambda: [False, False])
+    unsaved: int = 0
+    aborting: dict[str, Quiet] = field(default_factory=dict)
+
+    def next_leg(self, direction: Direction, prefetch_layers: int) -> Leg | None:
+        """Whose turn it is: loads by distance to the frontier, then by deadline; saves oldest step first.
+
+        :param prefetch_layers: loads further past the frontier must wait; 0 = none must.
+        """
+        legs = self.carving[direction]
+        if not legs:
+            return None
+        if direction is Direction.SAVE:
+            return next(iter(legs.values()))
+        best: Leg | None = None
+        order = (0, 0.0)
+        for leg in legs.values():
+            step = leg.step
+            distance = leg.head().layer - step.frontier
+            if prefetch_layers and distance > prefetch_layers:
+                continue
+            if best is None or (distance, step.deadline) < order:
+                best, order = leg, (distance, step.deadline)
+        return best
+
+
+def open_session(event: SessionOpened) -> Session:
+    """A session from its first message.
+
+    :raises InvalidTransition: for a shape that cannot be.
+    """
+    if not event.layers or any(layer.block_bytes <= 0 or layer.group < 0 for layer in event.layers):
+        raise InvalidTransition(
+            f"session {event.session} opened with layers {event.layers[:4]}...: it needs at least one layer, "
+            "and every layer a group and a positive block size"
+        )
+    if not 0 <= event.tp_rank < event.tp_size:
+        raise InvalidTransition(f"session {event.session} opened as rank {event.tp_rank} of {event.tp_size}")
+    return Session(event.session, len(event.layers), group_shapes(event.layers), event.tp_rank, event.tp_size)

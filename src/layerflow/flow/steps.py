@@ -1,0 +1,217 @@
+"""The state of a step: two legs (loads and saves), each with a strand per group.
+
+Nothing here grows with layers or blocks: a strand has a cursor per cohort (see
+:mod:`layerflow.flow.carve`), a seal mark that only rises, and its batches in flight. Per part there is
+the caller's own tuple and one running block number; everything else about parts (who is dead, which
+request has which) is built only once something goes wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from layerflow.flow.carve import Cohort
+from layerflow.flow.events import Direction, Event, Part, StepOpened
+from layerflow.flow.spans import Span, joined
+
+if TYPE_CHECKING:
+    from layerflow.flow.quiet import Quiet
+    from layerflow.flow.sessions import GroupShape, Session
+
+STORY_EVENTS = 24
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A batch in flight; `watch` names whoever waits for it to end, None in the normal case."""
+
+    number: int
+    strand: Strand
+    layer: int
+    lo: int
+    hi: int
+    nbytes: int
+    watch: list[Quiet] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Strand:
+    """The blocks of one group in one direction of a step.
+
+    :param members: positions in the leg's parts, ascending.
+    :param starts: first block of each member, and the number of blocks at the end.
+    :param carving: cohorts of this strand.
+    :param unfetched: live parts whose objects are still on their way into the arena.
+    :param sealed: so many of the group's layers are sealed.
+    :param committed: saves: every layer is stored, and said so.
+    """
+
+    leg: Leg
+    shape: GroupShape
+    members: Sequence[int]
+    starts: list[int]
+    carving: int = 0
+    unfetched: int = 0
+    sealed: int = 0
+    committed: bool = False
+    flights: dict[int, Flight] = field(default_factory=dict)
+
+    def low(self) -> int:
+        """So many layers of the group have nothing left to be carved."""
+        if self.unfetched:
+            return 0
+        if not self.carving:
+            return len(self.shape.layers)
+        if len(self.leg.cohorts) == 1:
+            return self.leg.cohorts[0].index
+        return min(cohort.index for cohort in self.cohorts())
+
+    def cohorts(self) -> list[Cohort]:
+        """What of this strand is still to be carved."""
+        return [cohort for cohort in self.leg.cohorts if cohort.strand is self]
+
+    def span(self, position: int) -> Span:
+        """The block numbers of the part at `position`."""
+        member = bisect_left(self.members, position)
+        return self.starts[member], self.starts[member + 1]
+
+    def overlapping(self, lo: int, hi: int) -> Sequence[int]:
+        """Positions of the parts that have blocks in `lo` to `hi`."""
+        return self.members[bisect_right(self.starts, lo) - 1 : bisect_left(self.starts, hi)]
+
+    def add_cohort(self, spans: list[Span]) -> None:
+        """Blocks that may be carved from the first layer on."""
+        cohort = Cohort(self, spans)
+        self.leg.cohorts.append(cohort)
+        self.carving += 1
+        self.merge(cohort)
+
+    def merge(self, cohort: Cohort) -> None:
+        """Make cohorts one that are about to start the same layer."""
+        if self.carving == 1:
+            return
+        for other in self.leg.cohorts:
+            if other is not cohort and other.strand is self and other.index == cohort.index and other.fresh:
+                cohort.absorb(other)
+                self.remove(other)
+                return
+
+    def remove(self, cohort: Cohort) -> None:
+        """A cohort ended."""
+        self.leg.cohorts.remove(cohort)
+        self.carving -= 1
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One direction of a step.
+
+    :param parts: as given in ``StepOpened``.
+    :param dead: positions of parts that will not be carved any more.
+    :param failed: loads: the block ranges already reported as failed, of parts that were wholly carved then.
+    :param flying: batches in flight.
+    :param moved: bytes that arrived.
+    :param cancelled: fenced, expired or cut: nothing more is carved and no layer is sealed any more.
+    :param done: loads: nothing left to do, and said so.
+    :param open: saves: parts neither committed nor revoked.
+    :param revoked: saves: positions given back.
+    """
+
+    step: Step
+    direction: Direction
+    parts: tuple[Part, ...]
+    strands: dict[int, Strand] = field(default_factory=dict)
+    cohorts: list[Cohort] = field(default_factory=list)
+    unfetched: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
+    failed: dict[int, list[Span]] = field(default_factory=dict)
+    revoked: set[int] = field(default_factory=set)
+    flying: int = 0
+    moved: int = 0
+    open: int = 0
+    cancelled: bool = False
+    done: bool = False
+    by_request: dict[str, list[int]] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to carve, nothing to wait for."""
+        return not (self.flying or self.cohorts or self.unfetched)
+
+    def head(self) -> Cohort:
+        """The cohort that is nearest to the first layer. There must be one."""
+        cohorts = self.cohorts
+        return cohorts[0] if len(cohorts) == 1 else min(cohorts, key=lambda cohort: (cohort.layer, cohort.at))
+
+    def strand_of(self, position: int) -> Strand:
+        """The strand that the part at `position` is in."""
+        return self.strands[self.parts[position].group]
+
+    def positions_of(self, requests: Iterable[str]) -> list[int]:
+        """The parts of these requests; the index behind it is built at the first question."""
+        if self.by_request is None:
+            self.by_request = {}
+            for position, part in enumerate(self.parts):
+                self.by_request.setdefault(part.request, []).append(position)
+        return sorted(position for request in requests for position in self.by_request.get(request, ()))
+
+    def spans_of(self, positions: Iterable[int]) -> list[tuple[Strand, list[Span]]]:
+        """The blocks of these parts, strand by strand."""
+        found: dict[int, list[Span]] = {}
+        for position in positions:
+            group = self.parts[position].group
+            found.setdefault(group, []).append(self.strands[group].span(position))
+        return [(self.strands[group], joined(ranges)) for group, ranges in found.items()]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One forward pass of one session.
+
+    :param frontier: highest layer whose attention has started; -1 before the first.
+    :param computed: so many layers have written their KV.
+    :param closed: the forward pass ended, or every deadline passed without it.
+    :param alarm: when this step next wants to be looked at; ``inf`` = never.
+    """
+
+    session: Session
+    number: int
+    deadline: float
+    save_deadline: float
+    loads: Leg | None = None
+    saves: Leg | None = None
+    frontier: int = -1
+    computed: int = 0
+    closed: bool = False
+    alarm: float = math.inf
+    story: deque[Event] = field(default_factory=lambda: deque(maxlen=STORY_EVENTS))
+
+    def leg(self, direction: Direction) -> Leg | None:
+        """Loads or saves; None where the step has none."""
+        return self.loads if direction is Direction.LOAD else self.saves
+
+    def next_alarm(self) -> float:
+        """The earliest deadline that still has a consequence."""
+        when = math.inf
+        if self.loads is not None and not self.loads.done and not self.loads.cancelled:
+            when = self.deadline
+        if self.saves is not None and self.saves.open and not self.saves.cancelled:
+            when = min(when, self.save_deadline)
+        if when == math.inf and not self.closed:
+            when = max(self.deadline, self.save_deadline)
+        return when
+
+    def told(self) -> tuple[str, ...]:
+        """The step's events so far, oldest first and short."""
+        return tuple(_brief(event) for event in self.story)
+
+
+def _brief(event: Event) -> str:
+    if isinstance(event, StepOpened):
+        return f"StepOpened({len(event.loads)} loads, {len(event.saves)} saves, deadline={event.deadline})"
+    return repr(event)

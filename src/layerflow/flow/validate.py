@@ -1,0 +1,179 @@
+"""The core's invariants. Costs O(everything); meant for tests, after every event."""
+
+from __future__ import annotations
+
+import itertools
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow.carve import Cohort
+from layerflow.flow.events import Direction
+from layerflow.flow.sessions import Session
+from layerflow.flow.spans import touches
+from layerflow.flow.state import State
+from layerflow.flow.steps import Flight, Leg, Step, Strand
+
+
+def validate(state: State) -> None:
+    """Raise for the first invariant that does not hold.
+
+    :raises InvalidTransition: with the step's story.
+    """
+    steps = [step for session in state.sessions.values() for step in session.steps.values()]
+    for step in steps:
+        _step(state, step)
+    _budget(state, steps)
+    for session in state.sessions.values():
+        _session(state, session)
+    _conserving(state)
+    if state.unsettled:
+        raise InvalidTransition(f"{len(state.unsettled)} steps are left unsettled")
+
+
+def _require(holds: bool, step: Step, what: str) -> None:
+    if not holds:
+        raise InvalidTransition(f"session {step.session.number} step {step.number}: {what}", step.told())
+
+
+def _step(state: State, step: Step) -> None:
+    _require(step.session.steps.get(step.number) is step, step, "is not where its session keeps it")
+    _require(step.alarm == step.next_alarm(), step, f"its alarm {step.alarm} is not {step.next_alarm()}")
+    loads, saves = step.loads, step.saves
+    for leg in (loads, saves):
+        if leg is not None:
+            _leg(state, leg)
+    if loads is not None:
+        _require(loads.done == loads.idle, step, "loads are said to be done exactly when nothing is left of them")
+    if saves is not None:
+        _saves(saves)
+        committed = any(strand.committed for strand in saves.strands.values())
+        _require(not committed or loads is None or loads.done, step, "committed before its loads were done")
+    over = (loads is None or loads.done) and (saves is None or not saves.open)
+    _require(not (step.closed and over), step, "has nothing left and was not forgotten")
+
+
+def _leg(state: State, leg: Leg) -> None:
+    step = leg.step
+    carving = step.session.carving[leg.direction].get(step.number)
+    _require((carving is leg) == bool(leg.cohorts), step, f"{leg.direction.name}: queued exactly while it is carved")
+    _require(
+        leg.flying == sum(len(strand.flights) for strand in leg.strands.values()),
+        step,
+        f"{leg.direction.name}: {leg.flying} batches in flight do not match the strands",
+    )
+    _require(not (leg.cancelled and leg.direction is Direction.LOAD and leg.cohorts), step, "carves fenced loads")
+    _require(not leg.unfetched & leg.dead, step, "waits for the objects of dead parts")
+    for strand in leg.strands.values():
+        _strand(state, strand)
+
+
+def _strand(state: State, strand: Strand) -> None:
+    leg, layers = strand.leg, len(strand.shape.layers)
+    step = leg.step
+    cohorts = strand.cohorts()
+    _require(strand.carving == len(cohorts), step, "miscounts its cohorts")
+    waiting = sum(position in leg.unfetched for position in strand.members)
+    _require(strand.unfetched == waiting, step, "miscounts what is not fetched")
+    if not leg.cancelled:
+        _require(strand.sealed == strand.low(), step, f"sealed {strand.sealed} layers of {strand.low()}")
+    _require(0 <= strand.sealed <= layers, step, f"sealed {strand.sealed} layers of {layers}")
+    covered: list[tuple[int, int]] = []
+    for cohort in cohorts:
+        _cohort(strand, cohort)
+        covered += cohort.spans
+    covered.sort()
+    _require(all(left[1] <= right[0] for left, right in itertools.pairwise(covered)), step, "cohorts overlap")
+    for position in leg.dead | leg.unfetched:
+        if leg.strand_of(position) is strand:
+            _require(not touches(covered, *strand.span(position)), step, f"part {position} may not be carved now")
+    for number, flight in strand.flights.items():
+        _require(flight.number == number and state.flights.get(number) is flight, step, f"lost batch {number}")
+        _flight(strand, flight)
+
+
+def _cohort(strand: Strand, cohort: Cohort) -> None:
+    step, at = strand.leg.step, cohort.at
+    _require(not cohort.exhausted and bool(cohort.spans), step, "keeps a cohort that has ended")
+    lo, hi = cohort.spans[cohort.cursor]
+    _require(lo <= at < hi == cohort.end, step, f"cursor {at} is not in {lo}..{hi}")
+    _require(0 <= cohort.byte_at < cohort.block_bytes, step, f"byte {cohort.byte_at} is not in a block")
+    _require(cohort.layer == strand.shape.layers[cohort.index], step, "cursor and layer disagree")
+    _require(cohort.spans[0][0] >= 0 and cohort.spans[-1][1] <= strand.starts[-1], step, "spans leave the strand")
+
+
+def _flight(strand: Strand, flight: Flight) -> None:
+    step = strand.leg.step
+    _require(0 <= flight.lo < flight.hi <= strand.starts[-1], step, f"batch {flight.number} leaves its strand")
+    size = strand.shape.block_bytes[strand.shape.layers.index(flight.layer)]
+    blocks = flight.hi - flight.lo
+    whole = flight.nbytes == blocks * size
+    _require(whole or (blocks == 1 and 0 < flight.nbytes < size), step, f"batch {flight.number} has the wrong size")
+    _require(all(quiet.pending > 0 for quiet in flight.watch or ()), step, "a quiet watcher is still told")
+
+
+def _saves(leg: Leg) -> None:
+    step = leg.step
+    committed = {
+        position
+        for strand in leg.strands.values()
+        if strand.committed
+        for position in strand.members
+        if position not in leg.dead
+    }
+    _require(not committed & leg.revoked, step, "committed and revoked the same part")
+    _require(leg.revoked <= leg.dead, step, "revoked a part that lives")
+    _require(leg.open == len(leg.parts) - len(committed) - len(leg.revoked), step, f"miscounts open saves {leg.open}")
+    for strand in leg.strands.values():
+        _require(not (strand.committed and (strand.flights or strand.carving)), step, "writes a committed object")
+    watched = any(flight.watch for strand in leg.strands.values() for flight in strand.flights.values())
+    _require(watched or leg.dead == leg.revoked, step, "a dead save part waits for nothing and is not revoked")
+
+
+def _budget(state: State, steps: list[Step]) -> None:
+    sums, counts = [0, 0], [0, 0]
+    for flight in state.flights.values():
+        sums[flight.strand.leg.direction] += flight.nbytes
+        counts[flight.strand.leg.direction] += 1
+    legs = [leg for step in steps for leg in (step.loads, step.saves) if leg is not None]
+    budget = state.budget
+    if sums != budget.inflight or counts != budget.batches or sum(leg.flying for leg in legs) != len(state.flights):
+        raise InvalidTransition(f"in flight: counted {sums} bytes in {counts} batches, booked {budget.inflight}")
+    if sum(sums) > budget.ceiling:
+        raise InvalidTransition(f"{sum(sums)} bytes in flight are more than {budget.ceiling}")
+
+
+def _session(state: State, session: Session) -> None:
+    unsaved = 0
+    for step in session.steps.values():
+        if step.saves is None:
+            continue
+        for cohort in step.saves.cohorts:
+            blocks = sum(hi - lo for lo, hi in cohort.spans)
+            carved = sum(max(0, min(hi, cohort.at) - lo) for lo, hi in cohort.spans) * cohort.block_bytes
+            unsaved += blocks * cohort.strand.shape.tail_bytes[cohort.index] - carved - cohort.byte_at
+        unsaved += sum(f.nbytes for strand in step.saves.strands.values() for f in strand.flights.values())
+    if unsaved != session.unsaved:
+        raise InvalidTransition(f"session {session.number} has {unsaved} unsaved bytes and booked {session.unsaved}")
+    for request, quiet in session.aborting.items():
+        if quiet.pending <= 0 or quiet.release != request:
+            raise InvalidTransition(f"session {session.number}: aborted request {request!r} waits for nothing")
+
+
+def _conserving(state: State) -> None:
+    """No permitted batch idles while there is room for it."""
+    limits, budget = state.budget.limits, state.budget
+    for direction in Direction:
+        first = None
+        for session in state.sessions.values():
+            leg = session.next_leg(direction, limits.prefetch_layers)
+            if leg is not None and not session.queued[direction]:
+                raise InvalidTransition(
+                    f"session {session.number}: permitted {direction.name} work is not queued", leg.step.told()
+                )
+        session_first = state.rings[direction].first
+        if session_first is not None:
+            first = session_first.next_leg(direction, limits.prefetch_layers)
+        if first is not None:
+            cut = first.head().next_cut(limits.max_transfer_blocks, budget.max_batch[direction])
+            if budget.fits(direction, cut.nbytes):
+                raise InvalidTransition(f"{direction.name} work idles although it fits", first.step.told())
+            return

@@ -1,0 +1,400 @@
+"""A model of everything around the core: agents, server and engine memory, tracked byte by byte.
+
+It carries out the core's commands and asserts, command by command, what the core promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from layerflow.flow import Flow
+from layerflow.flow.commands import (
+    Cancel,
+    Command,
+    Commit,
+    LoadFailed,
+    LoadsDone,
+    Release,
+    Revoke,
+    Seal,
+    StepDone,
+    Submit,
+    WakeAt,
+)
+from layerflow.flow.events import (
+    BatchDone,
+    BatchFailed,
+    Direction,
+    Event,
+    FrontierReached,
+    LayersComputed,
+    LayerShape,
+    Limits,
+    LimitsChanged,
+    LoadsFenced,
+    PartFetched,
+    RequestAborted,
+    SessionLost,
+    SessionOpened,
+    StepClosed,
+    StepOpened,
+)
+
+LOAD, SAVE = Direction.LOAD, Direction.SAVE
+
+
+def covered(ranges: list[tuple[int, int]], lo: int, hi: int) -> bool:
+    """Whether the ranges cover lo..hi without a gap."""
+    for start, end in sorted(ranges):
+        if start <= lo < end:
+            lo = end
+    return lo >= hi
+
+
+@dataclass
+class Side:
+    """One direction of a step, as the model sees it."""
+
+    parts: list
+    ranges: list[tuple[int, int]]
+    unfetched: set[int]
+    submitted: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    done: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    sealed: list[int] = field(default_factory=list)
+    failed: list[tuple[int, int, int]] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
+    committed: set[int] = field(default_factory=set)
+    revoked: set[int] = field(default_factory=set)
+    cut: bool = False
+
+
+@dataclass
+class Pass:
+    """A step, as the model sees it."""
+
+    event: StepOpened
+    sides: tuple[Side, Side]
+    frontier: int = -1
+    computed: int = 0
+    closed: bool = False
+    loads_done: int = 0
+    done: StepDone | None = None
+
+
+def _side(parts) -> Side:
+    ends: dict[int, int] = {}
+    ranges = []
+    for part in parts:
+        lo = ends.get(part.group, 0)
+        ends[part.group] = lo + part.blocks
+        ranges.append((lo, lo + part.blocks))
+    return Side(list(parts), ranges, {i for i, part in enumerate(parts) if not part.fetched})
+
+
+class World:
+    """Sends events to a flow, keeps the books, checks every command and the core's own invariants."""
+
+    def __init__(self, limits: Limits | None = None, *, validate: bool = True):
+        self.limits = limits or Limits()
+        self.flow = Flow(self.limits)
+        self.validate = validate
+        self.now = 100.0
+        self.layers: dict[int, tuple[LayerShape, ...]] = {}
+        self.steps: dict[tuple[int, int], Pass] = {}
+        self.live: dict[tuple[int, int], Pass] = {}
+        self.flying: dict[int, Submit] = {}
+        self.aborted: dict[tuple[int, str], set[int]] = {}
+        self.released: list[tuple[int, str]] = []
+        self.wake: float | None = None
+
+    # -- events
+
+    def open_session(self, session: int, layers, tp_rank: int = 0, tp_size: int = 1) -> list[Command]:
+        self.layers[session] = tuple(LayerShape(*shape) for shape in layers)
+        return self.send(SessionOpened(session, self.layers[session], tp_rank, tp_size))
+
+    def open(self, session, step, loads=(), saves=(), deadline=1e6, save_deadline=1e6) -> list[Command]:
+        return self.send(StepOpened(session, step, deadline, save_deadline, tuple(loads), tuple(saves)))
+
+    def done(self, batch: Submit) -> list[Command]:
+        return self.send(BatchDone(batch.session, batch.batch))
+
+    def fail(self, batch: Submit, reason: str = "checksum") -> list[Command]:
+        return self.send(BatchFailed(batch.session, batch.batch, reason))
+
+    def send(self, event: Event) -> list[Command]:
+        lost = self._before(event)
+        commands = self.flow.handle(event, self.now)
+        for command in commands:
+            self._obey(command, lost)
+        if lost is not None:
+            assert not [key for key in self.live if key[0] == lost]
+            del self.layers[lost]
+        self._ready()
+        if self.validate:
+            self.flow.validate()
+        return commands
+
+    def _before(self, event: Event) -> int | None:
+        match event:
+            case StepOpened(session=session, step=number):
+                one = Pass(event, (_side(event.loads), _side(event.saves)))
+                self.steps[session, number] = self.live[session, number] = one
+            case BatchDone(batch=batch) if batch in self.flying:
+                submit = self.flying.pop(batch)
+                self._book(submit, "done")
+            case BatchFailed(batch=batch) if batch in self.flying:
+                submit = self.flying.pop(batch)
+                side = self._side_of(submit)
+                if submit.direction is SAVE:
+                    side.dead |= self._overlapping(submit, side)
+            case FrontierReached(session=session, step=number, layer=layer) if (session, number) in self.live:
+                one = self.live[session, number]
+                one.frontier = max(one.frontier, layer)
+            case LayersComputed(session=session, step=number, count=count) if (session, number) in self.live:
+                one = self.live[session, number]
+                one.computed = max(one.computed, count)
+                one.frontier = max(one.frontier, count - 1)
+            case StepClosed(session=session, step=number, ok=ok) if (session, number) in self.live:
+                one = self.live[session, number]
+                one.closed = True
+                if ok:
+                    one.computed = len(self.layers[session])
+                    one.frontier = one.computed - 1
+            case LoadsFenced(session=session, step=number) if (session, number) in self.live:
+                self.live[session, number].sides[LOAD].cut = True
+            case PartFetched(session=session, step=number, part=part) if (session, number) in self.live:
+                self.live[session, number].sides[LOAD].unfetched.discard(part)
+            case RequestAborted(session=session, request=request):
+                watch = set()
+                for (owner, _), one in self.live.items():
+                    if owner == session:
+                        for side in one.sides:
+                            side.dead |= {i for i, part in enumerate(side.parts) if part.request == request}
+                for batch, submit in self.flying.items():
+                    if submit.session == session:
+                        side = self._side_of(submit)
+                        if any(side.parts[i].request == request for i in self._overlapping(submit, side)):
+                            watch.add(batch)
+                self.aborted[session, request] = self.aborted.get((session, request), set()) | watch
+            case SessionLost(session=session):
+                for batch in [number for number, submit in self.flying.items() if submit.session == session]:
+                    del self.flying[batch]
+                return session
+            case LimitsChanged(limits=limits):
+                self.limits = limits
+            case _:
+                pass
+        return None
+
+    # -- books
+
+    def _side_of(self, submit: Submit) -> Side:
+        return self.steps[submit.session, submit.step].sides[submit.direction]
+
+    def _overlapping(self, submit: Submit, side: Side) -> set[int]:
+        group = self.layers[submit.session][submit.layer].group
+        return {
+            i
+            for i, (lo, hi) in enumerate(side.ranges)
+            if side.parts[i].group == group and lo < submit.hi and submit.lo < hi
+        }
+
+    def _book(self, submit: Submit, book: str) -> None:
+        size = self.layers[submit.session][submit.layer].block_bytes
+        lo, hi = submit.lo * size, submit.hi * size
+        if submit.byte_hi:
+            lo, hi = submit.lo * size + submit.byte_lo, submit.lo * size + submit.byte_hi
+        assert submit.nbytes == hi - lo > 0
+        ranges = getattr(self._side_of(submit), book).setdefault(submit.layer, [])
+        assert all(hi <= start or end <= lo for start, end in ranges), f"{submit} moves bytes a second time"
+        ranges.append((lo, hi))
+
+    def inflight(self, direction: Direction) -> int:
+        return sum(submit.nbytes for submit in self.flying.values() if submit.direction is direction)
+
+    # -- commands
+
+    def _obey(self, command: Command, lost: int | None) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Seal(session=session, step=step, direction=direction, layer=layer):
+                self._seal(self.live[session, step], direction, layer)
+            case LoadFailed():
+                self._load_failed(command)
+            case Cancel(session=session, step=step, direction=direction):
+                self.live[session, step].sides[direction].cut = True
+            case Commit(session=session, step=step, parts=parts):
+                self._commit(session, self.live[session, step], parts)
+            case Revoke(session=session, step=step, parts=parts):
+                one = self.live[session, step]
+                side = one.sides[SAVE]
+                assert parts and not set(parts) & (side.committed | side.revoked)
+                for submit in self.flying.values():
+                    if (submit.session, submit.step, submit.direction) == (session, step, SAVE):
+                        assert not self._overlapping(submit, side) & set(parts), "revoked under a writer"
+                side.revoked |= set(parts)
+                side.dead |= set(parts)
+            case LoadsDone(session=session, step=step):
+                self._loads_done(session, self.live[session, step], lost == session)
+            case Release(session=session, request=request):
+                watch = self.aborted[session, request]
+                assert not watch & self.flying.keys(), "released while a batch touches it"
+                self.released.append((session, request))
+            case StepDone(session=session, step=step):
+                one = self.live.pop((session, step))
+                self._step_done(one, command, lost == session)
+            case WakeAt(when=when):
+                assert when != self.wake
+                self.wake = when
+            case _:
+                raise AssertionError(command)
+
+    def _submit(self, submit: Submit) -> None:
+        one = self.live[submit.session, submit.step]
+        side = one.sides[submit.direction]
+        limits = self.limits
+        shape = self.layers[submit.session][submit.layer]
+        assert submit.batch not in self.flying
+        assert submit.nbytes <= limits.max_transfer_bytes
+        assert submit.hi - submit.lo <= limits.max_transfer_blocks
+        loads, saves = self.inflight(LOAD), self.inflight(SAVE)
+        if submit.direction is SAVE:
+            assert saves + submit.nbytes <= limits.max_inflight_bytes // 2
+            assert loads + saves + submit.nbytes <= limits.max_inflight_bytes
+        else:
+            assert loads == 0 or loads + saves + submit.nbytes <= limits.max_inflight_bytes
+            if limits.prefetch_layers:
+                assert submit.layer <= one.frontier + limits.prefetch_layers
+            assert one.loads_done == 0
+        hit = self._overlapping(submit, side)
+        assert hit and submit.hi <= max(
+            hi for i, (_, hi) in enumerate(side.ranges) if side.parts[i].group == shape.group
+        )
+        assert not hit & side.unfetched, "carved before it was fetched"
+        assert not hit & side.dead, "carved a dead part"
+        assert not hit & (side.committed | side.revoked)
+        assert submit.layer not in side.sealed, "carved after the seal"
+        self._book(submit, "submitted")
+        if submit.seals:
+            self._seal(one, submit.direction, submit.layer)
+        self.flying[submit.batch] = submit
+
+    def _seal(self, one: Pass, direction: Direction, layer: int) -> None:
+        side = one.sides[direction]
+        assert layer not in side.sealed, "sealed twice"
+        group = self.layers[one.event.session][layer].group
+        assert any(part.group == group for part in side.parts)
+        side.sealed.append(layer)
+
+    def _load_failed(self, command: LoadFailed) -> None:
+        one = self.live[command.session, command.step]
+        side = one.sides[LOAD]
+        for group, lo, hi in side.failed:
+            assert group != command.group or hi <= command.lo or command.hi <= lo, "reported twice"
+        owners = [
+            i
+            for i, (lo, hi) in enumerate(side.ranges)
+            if side.parts[i].group == command.group and lo <= command.lo < command.hi <= hi
+        ]
+        assert len(owners) == 1 and side.parts[owners[0]].request == command.request
+        side.failed.append((command.group, command.lo, command.hi))
+        saves = one.sides[SAVE]
+        spoiled = {i for i, part in enumerate(saves.parts) if part.request == command.request}
+        assert not spoiled & saves.committed, "published what a failed load had spoiled"
+        saves.dead |= spoiled
+
+    def _commit(self, session: int, one: Pass, parts: tuple[int, ...]) -> None:
+        side = one.sides[SAVE]
+        assert parts and not set(parts) & (side.committed | side.revoked | side.dead), "commit of the dead"
+        for part in parts:
+            assert self._whole(session, side, part, "done"), "commit before every layer is stored"
+        side.committed |= set(parts)
+
+    def _whole(self, session: int, side: Side, part: int, book: str) -> bool:
+        lo, hi = side.ranges[part]
+        return all(
+            covered(getattr(side, book).get(layer, []), lo * shape.block_bytes, hi * shape.block_bytes)
+            for layer, shape in enumerate(self.layers[session])
+            if shape.group == side.parts[part].group
+        )
+
+    def _missing(self, one: Pass, layer: int) -> bool:
+        """Whether a load block of this layer is neither in place, nor reported as failed, nor aborted."""
+        session, side = one.event.session, one.sides[LOAD]
+        shape = self.layers[session][layer]
+        size = shape.block_bytes
+        known = [(lo * size, hi * size) for group, lo, hi in side.failed if group == shape.group]
+        return any(
+            part.group == shape.group
+            and (session, part.request) not in self.aborted
+            and not covered([*side.done.get(layer, []), *known], lo * size, hi * size)
+            for part, (lo, hi) in zip(side.parts, side.ranges, strict=True)
+        )
+
+    def _ready(self) -> None:
+        """No layer is ready without its bytes."""
+        for (session, step), one in self.live.items():
+            waiting = {
+                f.layer for f in self.flying.values() if (f.session, f.step, f.direction) == (session, step, LOAD)
+            }
+            for layer in one.sides[LOAD].sealed:
+                if layer not in waiting:
+                    assert not self._missing(one, layer), f"layer {layer} is ready without its bytes"
+
+    def _loads_done(self, session: int, one: Pass, lost: bool) -> None:
+        side = one.sides[LOAD]
+        assert side.parts and not one.loads_done
+        one.loads_done += 1
+        if lost:
+            return
+        number = one.event.step
+        assert not [f for f in self.flying.values() if (f.session, f.step, f.direction) == (session, number, LOAD)]
+        for layer, shape in enumerate(self.layers[session]):
+            if any(part.group == shape.group for part in side.parts):
+                assert side.cut or side.sealed.count(layer) == 1, f"layer {layer} was never sealed"
+                assert not self._missing(one, layer)
+
+    def _step_done(self, one: Pass, command: StepDone, lost: bool) -> None:
+        assert one.done is None
+        one.done = command
+        expired = self.now >= max(one.event.deadline, one.event.save_deadline)
+        assert lost or one.closed or expired
+        assert one.loads_done == (1 if one.event.loads else 0)
+        saves = one.sides[SAVE]
+        assert saves.committed | saves.revoked == set(range(len(saves.parts)))
+        assert not saves.committed & saves.revoked
+        for direction, moved in ((LOAD, command.loaded_bytes), (SAVE, command.saved_bytes)):
+            assert moved == sum(hi - lo for ranges in one.sides[direction].done.values() for lo, hi in ranges)
+
+    # -- driving
+
+    def drain(self) -> None:
+        """Let everything end well from here, and check that the core has forgotten all of it."""
+        for (session, step), one in list(self.live.items()):
+            for part in sorted(one.sides[LOAD].unfetched):
+                self.send(PartFetched(session, step, part, True))
+            self.send(LayersComputed(session, step, len(self.layers[session])))
+            self.send(StepClosed(session, step, True))
+        while self.flying:
+            self.done(next(iter(self.flying.values())))
+        assert not self.live, f"steps {list(self.live)} never end"
+        statistics = self.flow.statistics()
+        assert statistics.steps == statistics.load_inflight_bytes == statistics.save_inflight_bytes == 0
+        assert statistics.load_inflight_batches == statistics.save_inflight_batches == statistics.unsaved_bytes == 0
+        assert set(self.released) >= {key for key in self.aborted if key[0] in self.layers}
+        state = self.flow._state
+        assert not state.flights and not state.unsettled and not len(state.deadlines)
+        assert not any(len(ring) for ring in state.rings)
+        assert not any(s.steps or s.aborting or any(s.carving) for s in state.sessions.values())
+
+
+def submits(commands: list[Command], direction: Direction | None = None) -> list[Submit]:
+    """The batches among the commands."""
+    return [c for c in commands if isinstance(c, Submit) and direction in (None, c.direction)]
+
+
+def of(commands: list[Command], kind: type) -> list:
+    """The commands of one kind."""
+    return [command for command in commands if isinstance(command, kind)]

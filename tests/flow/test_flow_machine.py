@@ -1,0 +1,174 @@
+"""The core against a model agent, server and engine that do everything in any order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flow_world import LOAD, SAVE, World
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from layerflow.flow.events import (
+    BatchDone,
+    FrontierReached,
+    LayersComputed,
+    Limits,
+    LimitsChanged,
+    LoadsFenced,
+    Part,
+    PartFetched,
+    RequestAborted,
+    SessionLost,
+    StepClosed,
+    StepOpened,
+    Tick,
+)
+
+SHAPES = (
+    ((0, 4),) * 4,
+    ((0, 3), (1, 10), (0, 3), (1, 10), (0, 7)),
+    ((1, 1),),
+    ((0, 25), (2, 2), (2, 5)),
+)
+limits = st.builds(
+    Limits,
+    prefetch_layers=st.sampled_from([0, 0, 1, 2]),
+    max_transfer_blocks=st.sampled_from([1, 3, 100]),
+    max_transfer_bytes=st.sampled_from([6, 16, 1000]),
+    max_inflight_bytes=st.sampled_from([2, 20, 60, 10_000]),
+    save_backlog_bytes=st.sampled_from([150, 100_000, 100_000]),
+    stagger_us=st.sampled_from([0, 100]),
+)
+REQUESTS = st.sampled_from("abcde")
+
+
+class FlowMachine(RuleBasedStateMachine):
+    """Several sessions, random parts and groups, completions in any order, and everything that goes wrong."""
+
+    @initialize(limits=limits)
+    def start(self, limits):
+        self.world = World(limits)
+        self.sessions = 0
+        self.numbers = 0
+        self.stale = []
+
+    def _any_step(self, data):
+        return data.draw(st.sampled_from(sorted(self.world.live)))
+
+    @rule(shape=st.sampled_from(SHAPES), tp=st.sampled_from([(0, 1), (1, 2)]))
+    @precondition(lambda self: len(self.world.layers) < 3)
+    def session_opened(self, shape, tp):
+        self.world.open_session(self.sessions, shape, *tp)
+        self.sessions += 1
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.world.layers and len(self.world.live) < 6)
+    def step_opened(self, data):
+        session = data.draw(st.sampled_from(sorted(self.world.layers)))
+        groups = sorted({shape.group for shape in self.world.layers[session]})
+        part = st.builds(
+            Part, REQUESTS, st.sampled_from(groups), st.integers(1, 6), st.sampled_from([True, True, False])
+        )
+        loads = data.draw(st.lists(part, max_size=5))
+        saves = [replace(one, fetched=True) for one in data.draw(st.lists(part, max_size=4))]
+        deadline = self.world.now + data.draw(st.sampled_from([1.0, 8.0, 50.0]))
+        save_deadline = self.world.now + data.draw(st.sampled_from([1.0, 8.0, 50.0]))
+        self.numbers += 1
+        self.world.open(session, self.numbers, loads, saves, deadline, save_deadline)
+
+    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
+    @precondition(lambda self: any(one.sides[LOAD].unfetched for one in self.world.live.values()))
+    def part_fetched(self, data, ok):
+        waiting = sorted((key, part) for key, one in self.world.live.items() for part in one.sides[LOAD].unfetched)
+        (session, step), part = data.draw(st.sampled_from(waiting))
+        self.world.send(PartFetched(session, step, part, ok))
+
+    @rule(data=st.data(), count=st.integers(1, 8))
+    @precondition(lambda self: self._landable())
+    def batches_done(self, data, count):
+        for _ in range(count):
+            landable = self._landable()
+            if landable:
+                submit = data.draw(st.sampled_from(landable))
+                self.stale.append((submit.session, submit.batch))
+                self.world.done(submit)
+
+    def _landable(self):
+        """Batches whose lane can be at work: a save only once its layer is computed."""
+        return [
+            submit
+            for submit in self.world.flying.values()
+            if submit.direction is LOAD
+            or submit.layer < self.world.steps[submit.session, submit.step].computed
+            or self.world.steps[submit.session, submit.step].sides[SAVE].cut
+        ]
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.world.flying)
+    def batch_failed(self, data):
+        self.world.fail(data.draw(st.sampled_from(list(self.world.flying.values()))))
+
+    @rule(data=st.data(), more=st.integers(1, 3))
+    @precondition(lambda self: self.world.live)
+    def frontier_and_compute(self, data, more):
+        session, step = self._any_step(data)
+        one = self.world.live[session, step]
+        count = min(len(self.world.layers[session]), one.computed + more)
+        self.world.send(FrontierReached(session, step, count - 1))
+        self.world.send(LayersComputed(session, step, count))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.world.live)
+    def loads_fenced(self, data):
+        session, step = self._any_step(data)
+        self.world.send(LoadsFenced(session, step, "the engine's wait was cut"))
+
+    @rule(data=st.data(), ok=st.booleans())
+    @precondition(lambda self: self.world.live)
+    def step_closed(self, data, ok):
+        session, step = self._any_step(data)
+        self.world.send(StepClosed(session, step, ok))
+
+    @rule(data=st.data(), request=REQUESTS)
+    @precondition(lambda self: self.world.layers)
+    def request_aborted(self, data, request):
+        session = data.draw(st.sampled_from(sorted(self.world.layers)))
+        self.world.send(RequestAborted(session, request))
+
+    @rule(data=st.data(), sure=st.sampled_from([False, False, True]))
+    @precondition(lambda self: self.world.layers)
+    def session_lost(self, data, sure):
+        if sure:
+            self.world.send(SessionLost(data.draw(st.sampled_from(sorted(self.world.layers)))))
+
+    @rule(limits=limits)
+    def limits_changed(self, limits):
+        self.world.send(LimitsChanged(limits))
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, 10.0]))
+    def time_passes(self, seconds):
+        self.world.now += seconds
+        self.world.send(Tick())
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.stale)
+    def late_report(self, data):
+        before = self.world.flow.statistics().late_reports
+        self.world.send(BatchDone(*data.draw(st.sampled_from(self.stale))))
+        assert self.world.flow.statistics().late_reports == before + 1
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.drain()
+            assert all(one.done is not None for one in self.world.steps.values())
+            assert all(isinstance(one.event, StepOpened) for one in self.world.steps.values())
+
+
+TestFlowMachine = FlowMachine.TestCase
+TestFlowMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
