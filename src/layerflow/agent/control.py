@@ -65,6 +65,17 @@ class Control:
         self._lease_ms = 0
         self._away_until = 0.0
 
+    def connect(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+        """Connect anew, so that the first lookup does not pay for it; False if the server did not answer."""
+        with self._lock:
+            self._drop()
+            try:
+                self._connected(time.monotonic() + timeout_s)
+            except LayerflowError:
+                return False
+            self._away_until = 0.0
+            return True
+
     def lookup(self, request: str, chain: Chain) -> Hit:
         """The longest hit for a prompt, leased. A server that is away or slow is a miss.
 

@@ -35,6 +35,10 @@ class NoStep:
         """Ready."""
         return READY
 
+    def is_ready(self, layer: int) -> bool:
+        """Always."""
+        return True
+
     def wait_all(self) -> Outcome:
         """Ready."""
         return READY
@@ -130,6 +134,10 @@ class Step:
             self._waited_at[layer] = time.monotonic()
             return READY
         return self._wait(layer)
+
+    def is_ready(self, layer: int) -> bool:
+        """Would :meth:`wait_layer` return at once?"""
+        return self._ready[layer]
 
     def wait_all(self) -> Outcome:
         """All layers at once (bulk loading)."""

@@ -1,0 +1,161 @@
+"""How much of a transfer hides behind compute: layer-wise against bulk, load and save.
+
+The bound is this and nothing else, with t = T/L and c = measured compute per layer::
+
+    exposed_min = t + max(0, t - c) * (L - 1)        bound = 1 - exposed_min / T
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from layerflow.errors import LayerflowError
+from layerflow.observe.trace import overlap_bound
+from layerflow_cli.bench.harness import Worker, serving
+
+TOKENS = 2048
+LAYER_BYTES = 2 << 20
+WAIT_S = 60.0
+
+Compute = Callable[[], None]
+
+
+def measure(
+    layers: int = 60,
+    compute_ms: float = 838.0,
+    transfer_ms: float = 167.0,
+    compute: Literal["sleep", "matmul"] = "sleep",
+    runs: int = 5,
+) -> dict[str, Any]:
+    """Median of `runs`, everything interleaved in one run.
+
+    :param transfer_ms: T: what the emulated link needs for all bytes of one direction.
+    :returns: per direction: bulk and layer-wise wall time (ms), overlap, bound, slowdown of compute.
+    """
+    torch.set_num_threads(1)
+    work = sleeping(compute_ms / layers) if compute == "sleep" else multiplying(compute_ms / layers)
+    gbps = layers * LAYER_BYTES / (transfer_ms / 1e3) / 1e9
+    settings = {"pool__size": "1GiB", "pool__link_gbps": gbps, "transfer__step_timeout_ms": 60_000}
+    with serving(**settings) as server:
+        worker = Worker(server.endpoint, layers, TOKENS, LAYER_BYTES)
+        try:
+            walls = _interleaved(worker, work, runs)
+        finally:
+            worker.close()
+    alone = statistics.median(walls["alone"])
+    per_layer = alone / layers
+    transfer = transfer_ms / 1e3
+    result: dict[str, Any] = {
+        "layers": layers, "compute_ms": alone * 1e3, "transfer_ms": transfer_ms, "compute": compute,
+        "link": "emulated", "bytes": layers * worker.layer_bytes,
+    }  # fmt: skip
+    for direction in ("load", "save"):
+        wall = statistics.median(walls[f"{direction}-layerwise"])
+        inside = statistics.median(walls[f"{direction}-compute"])
+        bound = overlap_bound(transfer, layers, inside / layers)
+        overlap = 1 - (wall - inside) / transfer
+        result[direction] = {
+            "bulk_ms": statistics.median(walls[f"{direction}-bulk"]) * 1e3,
+            "layerwise_ms": wall * 1e3,
+            "exposed_ms": (wall - inside) * 1e3,
+            "overlap": overlap,
+            "bound": bound,
+            "of_bound": overlap / bound if bound > 0 else None,
+            "slowdown": inside / alone,
+            "of_transfer_bound": wall / (transfer + per_layer),
+        }
+    return result
+
+
+def _interleaved(worker: Worker, work: Compute, runs: int) -> dict[str, list[float]]:
+    known = worker.prompt()
+    worker.store(known)
+    walls: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        walls.setdefault(name, []).append(seconds)
+
+    for _ in range(runs):
+        note("alone", sum(_timed(work) for _ in range(worker.layers)))
+        for bulk in (True, False):
+            wall, inside = _load(worker, known, work, bulk)
+            note(f"load-{'bulk' if bulk else 'layerwise'}", wall)
+            wall_saved, inside_saved = _save(worker, work, bulk)
+            note(f"save-{'bulk' if bulk else 'layerwise'}", wall_saved)
+            if not bulk:
+                note("load-compute", inside)
+                note("save-compute", inside_saved)
+    return walls
+
+
+def _load(worker: Worker, chain: Any, work: Compute, bulk: bool) -> tuple[float, float]:
+    """Wall time of a forward pass that loads its prefix, and the compute inside it."""
+    hit = worker.agent.lookup("load", chain)
+    if hit.tokens < worker.tokens - 1:
+        raise LayerflowError(f"the stored prompt was not found again: hit of {hit.tokens} tokens")
+    request = worker.loading(chain, hit)
+    inside = 0.0
+    began = time.perf_counter()
+    with worker.agent.open_step([request]) as step:
+        if bulk and not step.wait_all():
+            raise LayerflowError(f"bulk load failed: {step.failed}")
+        for layer in range(worker.layers):
+            if not step.wait_layer(layer):
+                raise LayerflowError(f"layer-wise load failed at layer {layer}: {step.failed}")
+            inside += _timed(work)
+            step.layer_done(layer)
+    wall = time.perf_counter() - began
+    worker.agent.wait_idle(request.request, WAIT_S)
+    return wall, inside
+
+
+def _save(worker: Worker, work: Compute, bulk: bool) -> tuple[float, float]:
+    """Wall time of a forward pass until its last byte is stored, and the compute inside it."""
+    request = worker.saving(worker.prompt())
+    inside = 0.0
+    began = time.perf_counter()
+    with worker.agent.open_step([request]) as step:
+        for layer in range(worker.layers):
+            step.wait_layer(layer)
+            inside += _timed(work)
+            if not bulk:
+                step.layer_done(layer)
+        for layer in range(worker.layers if bulk else 0):
+            step.layer_done(layer)
+    if not worker.agent.wait_idle(request.request, WAIT_S):
+        raise LayerflowError("a save did not end")
+    wall = time.perf_counter() - began
+    if request.request not in worker.agent.poll().saved:
+        raise LayerflowError("a save was not stored; is the pool large enough?")
+    return wall, inside
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def sleeping(milliseconds: float) -> Compute:
+    return lambda: time.sleep(milliseconds / 1e3)
+
+
+def multiplying(milliseconds: float) -> Compute:
+    """Matrix products that take about so long alone; always the same work."""
+    side = 512
+    left, right = torch.randn(side, side), torch.randn(side, side)
+    out = torch.empty(side, side)
+    torch.mm(left, right, out=out)
+    one = statistics.median(_timed(lambda: torch.mm(left, right, out=out)) for _ in range(25))
+    count = max(1, round(milliseconds / 1e3 / one))
+
+    def work() -> None:
+        for _ in range(count):
+            torch.mm(left, right, out=out)
+
+    return work

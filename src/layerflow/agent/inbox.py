@@ -1,0 +1,265 @@
+"""What the agent does with the server's messages; all on the link's thread, but for the lanes' reports."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import structlog
+
+from layerflow.agent.emulated import EmulatedLink
+from layerflow.agent.lanes import Job, LoadLane, SaveLane
+from layerflow.agent.ledger import Ledger
+from layerflow.agent.link import Attachment, Link
+from layerflow.agent.outline import Numbered
+from layerflow.agent.step import LOAD, Step
+from layerflow.agent.values import Tally
+from layerflow.device.base import Device, DeviceEvent
+from layerflow.device.poller import Poller
+from layerflow.errors import LayerflowError
+from layerflow.observe.trace import StepTrace, figures
+from layerflow.ops.copier import Copier, copier_for
+from layerflow.ops.extents import BlockList
+from layerflow.ops.paged import PagedMemory
+from layerflow.wire.messages import (
+    Batch,
+    Closed,
+    Failure,
+    Fence,
+    Figures,
+    Grant,
+    Notice,
+    Plan,
+    Problem,
+    Progress,
+    Terms,
+    ToClient,
+)
+
+KEPT_TRACES = 64
+
+log = structlog.get_logger("layerflow.agent")
+
+
+class Inbox:
+    """Turns plans into block lists, grants into jobs for the lanes, notices into finished steps."""
+
+    def __init__(self, memory: PagedMemory, device: Device, ledger: Ledger, tally: Tally) -> None:
+        self.traces: deque[StepTrace] = deque(maxlen=KEPT_TRACES)
+        self.attachment: Attachment | None = None
+        self.link: Link | None = None
+        self._memory = memory
+        self._ledger = ledger
+        self._tally = tally
+        self._copiers: tuple[Copier, Copier] | None = None
+        self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
+        self._poller = Poller(device.kind) if device.kind != "cpu" else None
+        self._load_lane = LoadLane(self._ended_copy)
+        self._save_lane = SaveLane(self._ended_copy)
+
+    def close(self) -> None:
+        """Stop the lanes and the poller."""
+        self._load_lane.close()
+        self._save_lane.close()
+        if self._poller is not None:
+            self._poller.close()
+
+    # -- told by the link -------------------------------------------------------------------------
+
+    def attached_to(self, attachment: Attachment) -> None:
+        """A server has taken this agent: copy to and from its arena from now on."""
+        self._copiers = (copier_for(self._memory, attachment.arena), copier_for(self._memory, attachment.arena))
+        self._set_links(attachment.terms)
+        self._tally.attachments += 1
+        with self._ledger.lock:
+            self.attachment = attachment
+
+    def lost(self, reason: str) -> None:
+        """The server is gone: waits fail at once, nothing is saved."""
+        with self._ledger.lock:
+            self.attachment = None
+        steps = self._ledger.steps()
+        log.warning("agent_detached", reason=reason, open_steps=len(steps))
+        for step in steps:
+            self.cut(step, reason)
+
+    def heard(self, message: ToClient) -> None:
+        """A message."""
+        match message:
+            case Grant():
+                self._granted(message)
+            case Plan():
+                self._planned(message)
+            case Notice():
+                self._noticed(message)
+            case Terms():
+                if self.attachment is not None:
+                    self.attachment.terms = message
+                    self._set_links(message)
+            case Problem():
+                log.error("server_refused", code=message.code, error=message.message, step=message.id)
+                step = self._ledger.get(message.id)
+                if step is not None:
+                    self.cut(step, f"refused: {message.message}")
+            case _:
+                pass  # a heartbeat's answer: that it came is all it says
+
+    def progress(self) -> list[Progress]:
+        """Frontiers that moved, and computed layers."""
+        moved = []
+        for step in self._ledger.steps():
+            place = (step.frontier, step.computed_layers if step.saves else 0)
+            if place != step.reported:
+                step.reported = place
+                moved.append(Progress(step.number, *place))
+        return moved
+
+    def sampling(self) -> bool:
+        """Frontiers matter while a prefetch window is set and something loads."""
+        attachment = self.attachment
+        return (
+            attachment is not None
+            and attachment.terms.prefetch_layers > 0
+            and any(step.loading for step in self._ledger.steps())
+        )
+
+    # -- told by steps ----------------------------------------------------------------------------
+
+    def cut(self, step: Step, reason: str) -> None:
+        """Nothing more comes for this step: fail its loads, give its saves up, let go of its blocks."""
+        step.cancel_saves(reason)
+        step.fence(reason)
+        step.quiet()
+        for request in {part.request for part in step.saves}:
+            self._ledger.save_failed(request, reason)
+        self._finish(step)
+        self._save_lane.poke()
+
+    def fenced(self, step: Step, reason: str) -> None:
+        """The step's loads were cut off here."""
+        assert self.link is not None
+        self._tally.fenced_steps += 1
+        self.link.news.fenced.append(Fence(step.number, reason))
+        self.link.ring()
+
+    def closed(self, step: Step, ok: bool) -> None:
+        """The forward pass ended."""
+        assert self.link is not None
+        self.link.news.closed.append(Closed(step.number, ok))
+        self.link.ring()
+        if step.saves:
+            self._save_lane.poke()
+
+    # -- one message each -------------------------------------------------------------------------
+
+    def _planned(self, plan: Plan) -> None:
+        step, attachment = self._ledger.get(plan.step), self.attachment
+        if step is None or attachment is None:
+            return
+
+        def bind(group: int, blocks: Numbered) -> BlockList:
+            columns = (blocks.engine_blocks, blocks.object_offsets, blocks.object_blocks, blocks.index)
+            return BlockList(self._memory, group, attachment.arena.nbytes, *columns)
+
+        try:
+            step.planned(plan, bind)
+        except LayerflowError as error:
+            log.error("plan_unusable", step=plan.step, error=str(error))
+            self.cut(step, f"plan unusable: {error}")
+
+    def _granted(self, grant: Grant) -> None:
+        for failure in grant.failed:
+            step = self._ledger.get(failure.step)
+            if step is not None:
+                step.load_failed(failure.group, failure.lo, failure.hi, failure.reason)
+        for batch in grant.batches:
+            self._start(batch)
+        for seal in grant.sealed:
+            step = self._ledger.get(seal.step)
+            if step is not None and seal.direction == LOAD:
+                step.sealed(seal.layer)
+        for cancel in grant.cancelled:
+            step = self._ledger.get(cancel.step)
+            if step is not None and cancel.direction == LOAD:
+                step.fence(cancel.reason)
+            elif step is not None:
+                step.cancel_saves(cancel.reason)
+                self._save_lane.poke()
+
+    def _start(self, batch: Batch) -> None:
+        assert self.link is not None
+        step = self._ledger.get(batch.step)
+        if step is None or self._copiers is None:
+            self.link.news.failed.append(Failure(batch.batch, "cancelled: the step is over"))
+            return
+        job = Job(batch, step, self._copiers[batch.direction], self._links[batch.direction])
+        if batch.direction == LOAD:
+            step.granted(batch)
+            self._load_lane.put(job)
+        else:
+            self._save_lane.put(job)
+
+    def _noticed(self, notice: Notice) -> None:
+        for stored in notice.stored:
+            step = self._ledger.get(stored.step)
+            for request in {step.saves[position].request for position in stored.parts} if step is not None else ():
+                if stored.committed:
+                    self._ledger.saved(request)
+                else:
+                    self._ledger.save_failed(request, stored.reason)
+        for request in notice.released:
+            self._ledger.released(request)
+        for number in notice.finished:
+            step = self._ledger.get(number)
+            if step is not None:
+                self._finish(step)
+
+    def _set_links(self, terms: Terms) -> None:
+        self._links = (
+            EmulatedLink(terms.link_gbps, terms.link_latency_us),
+            EmulatedLink(terms.link_gbps, terms.link_latency_us),
+        )
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    def _finish(self, step: Step) -> None:
+        assert self.link is not None
+        attachment = self.attachment
+        trace = step.finish_trace(attachment.session if attachment is not None else 0)
+        self.traces.append(trace)
+        if self._ledger.finish(step):
+            self.link.news.figures.append(_measured(step, trace))
+            self.link.ring()
+
+    def _ended_copy(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
+        """A lane is done with a batch; on a device the poller says when its bytes are in place."""
+        if event is None or self._poller is None:
+            self._ended_batch(job, failure)
+        else:
+            self._poller.watch(event, self._ended_batch, job, failure)
+
+    def _ended_batch(self, job: Job, failure: str) -> None:
+        assert self.link is not None
+        batch = job.batch
+        if failure:
+            self._tally.failed_batches += 1
+            self.link.news.failed.append(Failure(batch.batch, failure))
+        else:
+            if batch.direction == LOAD:
+                self._tally.loaded_bytes += batch.nbytes
+            else:
+                self._tally.saved_bytes += batch.nbytes
+            self.link.news.done.append(batch.batch)
+        self.link.ring()
+
+
+def _measured(step: Step, trace: StepTrace) -> Figures:
+    load, save = figures(trace, "load"), figures(trace, "save")
+    return Figures(
+        step.number,
+        load.bytes,
+        load.transfer_ms / 1e3,
+        load.exposed_ms / 1e3,
+        save.bytes,
+        save.transfer_ms / 1e3,
+        save.exposed_ms / 1e3,
+    )
