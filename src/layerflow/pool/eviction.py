@@ -124,7 +124,8 @@ class S3Fifo(Generic[ItemT]):
 
     def _remember(self, key: bytes) -> None:
         self._ghosts[key] = None
-        while len(self._ghosts) > max(len(self), _MIN_GHOSTS):
+        most = max(len(self._small) + len(self._main), _MIN_GHOSTS)
+        while len(self._ghosts) > most:
             self._ghosts.popitem(last=False)
 
     def _uncount(self, item: ItemT) -> None:

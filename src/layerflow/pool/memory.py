@@ -101,8 +101,15 @@ class MemoryPool:
         wanted: dict[int, list[int]] = {}
         claimed: set[bytes] = set()
         for index, new in enumerate(objects):
-            _check(new)
             key = new.key
+            if (
+                len(key) != KEY_BYTES
+                or (new.parent and len(new.parent) != KEY_BYTES)
+                or new.nbytes < HEADER_BYTES
+                or not 0 < new.blocks < _UINT32
+                or not 0 < new.tokens < _UINT32
+            ):
+                raise _impossible(new)
             if key in ready:
                 results.append(_EXISTS)
             elif key in writing:
@@ -118,7 +125,8 @@ class MemoryPool:
             self._directory.reserve(Entry(objects[index], offset, room, owner))
             if offset < self._dirty:
                 self._wipe(offset)
-            self._dirty = max(self._dirty, offset + room)
+            if offset + room > self._dirty:
+                self._dirty = offset + room
             results[index] = Reservation(Outcome.RESERVED, offset)
         final = [
             result or (_BUSY if new.key in writing else _FULL) for result, new in zip(results, objects, strict=True)
@@ -270,9 +278,9 @@ class MemoryPool:
         return sorted(offsets)
 
     def _evict_in_order(self, nbytes: int) -> None:
-        freed = 0
-        while freed < nbytes and (entry := self._policy.victim()) is not None:
-            freed += entry.room
+        victim = self._policy.victim
+        while nbytes > 0 and (entry := victim()) is not None:
+            nbytes -= entry.room
             self._evicted(entry)
 
     def _evicted(self, entry: Entry) -> None:
@@ -306,11 +314,10 @@ class MemoryPool:
         self._view[offset : offset + HEADER_BYTES] = _NO_HEADER
 
 
-def _check(new: NewObject) -> None:
+def _impossible(new: NewObject) -> BadKey | PoolError:
     if len(new.key) != KEY_BYTES or (new.parent and len(new.parent) != KEY_BYTES):
-        raise BadKey(f"object key {new.key.hex()} after {new.parent.hex() or 'nothing'}: keys are {KEY_BYTES} bytes")
-    if new.nbytes < HEADER_BYTES or not 0 < new.blocks < _UINT32 or not 0 < new.tokens < _UINT32:
-        raise PoolError(
-            f"object {new.key.hex()} of {new.nbytes} bytes, {new.blocks} blocks, {new.tokens} tokens: it needs a "
-            f"{HEADER_BYTES}-byte header and at least one block and token"
-        )
+        return BadKey(f"object key {new.key.hex()} after {new.parent.hex() or 'nothing'}: keys are {KEY_BYTES} bytes")
+    return PoolError(
+        f"object {new.key.hex()} of {new.nbytes} bytes, {new.blocks} blocks, {new.tokens} tokens: it needs a "
+        f"{HEADER_BYTES}-byte header and at least one block and token"
+    )

@@ -21,12 +21,17 @@ class FreeRuns:
         self._no_longer_than = granules  # upper bound of every run: makes a search that must fail free
 
     def largest(self) -> int:
-        """Granules of the longest free run."""
-        return max(self._length.values(), default=0)
+        """Granules of the longest free run. O(runs)."""
+        self._no_longer_than = max(self._length.values(), default=0)
+        return self._no_longer_than
+
+    def may_hold(self, granules: int) -> bool:
+        """False only where no free run is that long. O(1)."""
+        return granules <= self._no_longer_than
 
     def take(self, granules: int) -> int | None:
         """The first granule of a run of `granules`, now taken; None where no run is that long."""
-        if granules > self._no_longer_than:
+        if not self.may_hold(granules):
             return None
         for index, start in enumerate(self._starts):
             length = self._length[start]

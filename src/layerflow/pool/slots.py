@@ -21,8 +21,8 @@ MAX_GRANULE_BYTES = 1 << 20
 _GRANULES_AIMED_AT = 1 << 16
 _EXTENT_BYTES = 8 << 20  # what an extent has at least, on a large arena
 _EXTENTS_AIMED_AT = 32  # on a small arena, so that one size does not own all of it
-_MAX_WASTE = 16  # an extent leaves at most 1/16 of itself unused, where a few more granules allow that
-_MORE_GRANULES = 64
+_MAX_WASTE = 1 / 16  # of an extent left unused, where a few more slots allow that
+_MORE_SLOTS = 16
 _LOOK_AT = 32  # partly used extents that one allocation searches for a long run
 
 
@@ -61,17 +61,20 @@ class Extent:
 
 
 class _SizeClass:
-    __slots__ = ("extents", "granules", "least_granules", "partial", "stride")
+    __slots__ = ("extents", "granules", "partial", "stride")
 
     def __init__(self, stride: int, granule: int, total: int) -> None:
         self.stride = stride
-        self.least_granules = -(-stride // granule)
-        self.granules = max(self.least_granules, min(_EXTENT_BYTES // granule, total // _EXTENTS_AIMED_AT))
-        for granules in range(self.granules, min(self.granules + _MORE_GRANULES, total) + 1):
-            waste = granules * granule % stride
-            if waste * _MAX_WASTE <= granules * granule:
-                self.granules = granules
+        aim = max(stride, min(_EXTENT_BYTES, total * granule // _EXTENTS_AIMED_AT))
+        usual, least_waste = -(-stride // granule), 1.0
+        for slots in range(-(-aim // stride), aim // stride + _MORE_SLOTS):
+            granules = -(-slots * stride // granule)
+            waste = 1 - slots * stride / (granules * granule)
+            if granules > total or least_waste <= _MAX_WASTE:
                 break
+            if waste < least_waste:
+                usual, least_waste = granules, waste
+        self.granules = usual
         self.extents = 0
         self.partial: dict[Extent, None] = {}  # extents with a free slot, longest known first
 
@@ -250,17 +253,25 @@ class Slots:
             self._use(size_class, extent, -start, min(length, count - len(offsets)), offsets)
 
     def _grow(self, size_class: _SizeClass) -> Extent | None:
-        """A new extent from the common stock: of the usual size, or as much smaller as there is room for."""
-        for granules in (size_class.granules, size_class.least_granules):
+        """A new extent from the common stock: of the usual size, or of as many slots as the longest run holds."""
+        stride, granules = size_class.stride, size_class.granules
+        first = self._stock.take(granules)
+        if first is None:
+            if not self._stock.may_hold(-(-stride // self.granule_bytes)):
+                return None
+            slots = self._stock.largest() * self.granule_bytes // stride
+            if not slots:
+                return None
+            granules = -(-slots * stride // self.granule_bytes)
             first = self._stock.take(granules)
-            if first is not None:
-                slots = granules * self.granule_bytes // size_class.stride
-                extent = Extent(first, granules, first * self.granule_bytes, size_class.stride, slots)
-                self._extents[extent] = None
-                size_class.extents += 1
-                size_class.partial[extent] = None
-                return extent
-        return None
+            if first is None:
+                raise PoolError(f"the longest free run does not hold the {granules} granules it should")
+        slots = granules * self.granule_bytes // stride
+        extent = Extent(first, granules, first * self.granule_bytes, stride, slots)
+        self._extents[extent] = None
+        size_class.extents += 1
+        size_class.partial[extent] = None
+        return extent
 
     def _use(self, size_class: _SizeClass, extent: Extent, start: int, count: int, offsets: list[int]) -> None:
         extent.free &= ~(((1 << count) - 1) << start)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from pool_contract import OBJECT, READER, WRITER, key_of, new
+
+from layerflow.pool.arena import Arena
+from layerflow.pool.base import Outcome
+from layerflow.pool.eviction import Item, S3Fifo
+from layerflow.pool.memory import MemoryPool
+
+
+def filled(count: int, room: int = 10) -> tuple[S3Fifo[Item], list[Item]]:
+    policy: S3Fifo[Item] = S3Fifo()
+    items = [Item(key_of(i), room) for i in range(count)]
+    for item in items:
+        policy.admit(item)
+    return policy, items
+
+
+def test_unused_objects_leave_in_the_order_they_came():
+    policy, items = filled(5)
+    assert [policy.victim() for _ in range(6)] == [*items, None]
+    policy.validate()
+
+
+def test_twice_used_objects_survive_a_scan_and_once_used_ones_do_not():
+    policy, items = filled(20)
+    for item in items[:3]:
+        policy.use(item)
+        policy.use(item)
+    policy.use(items[3])
+    gone = []
+    for i in range(200):
+        policy.admit(Item(key_of(("scan", i)), 10))
+        gone.append(policy.victim())
+    assert set(items[:3]).isdisjoint(gone)
+    assert set(items[3:]) <= set(gone)
+    policy.validate()
+
+
+def test_parked_objects_are_never_victims_and_cost_no_search():
+    policy, items = filled(1000)
+    for item in items[:-1]:
+        policy.park(item)
+    assert len(policy) == 1
+    assert policy.victim() is items[-1]
+    assert policy.victim() is None
+    policy.unpark(items[7])
+    assert policy.victim() is items[7]
+    policy.validate()
+
+
+def test_an_object_that_returns_soon_after_it_left_is_proven():
+    policy, _ = filled(100)
+    gone = policy.victim()
+    back = Item(gone.key, 10)
+    policy.admit(back)
+    assert back.proven
+    for _ in range(99):
+        assert policy.victim() is not back
+
+
+def test_sizes_are_counted():
+    policy, items = filled(3)
+    policy.admit(Item(key_of("wide"), 70))
+    assert (policy.of_size(10), policy.of_size(70), policy.of_size(5)) == (3, 1, 0)
+    policy.park(items[0])
+    policy.victim()
+    assert (policy.of_size(10), policy.of_size(70)) == (1, 1)
+
+
+def pool_hit_rate(slots: int, requests: list[int]) -> float:
+    pool = MemoryPool(Arena(slots * OBJECT))
+    for name in requests:
+        if pool.acquire([key_of(name)], READER, 9.0)[0] is None:
+            assert pool.reserve([new(name)], WRITER)[0].outcome is Outcome.RESERVED
+            pool.commit([key_of(name)], WRITER)
+        pool.release(READER)
+    pool.validate()
+    now = pool.statistics()
+    return now.hits / (now.hits + now.misses)
+
+
+def lru_hit_rate(slots: int, requests: list[int]) -> float:
+    cached: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for name in requests:
+        hits += name in cached
+        cached[name] = None
+        cached.move_to_end(name)
+        if len(cached) > slots:
+            cached.popitem(last=False)
+    return hits / len(requests)
+
+
+def test_a_scan_beside_a_hot_set_hurts_less_than_under_lru():
+    """32 slots, 20 hot objects read round-robin, two never-again objects between any two of them."""
+    requests = []
+    for turn in range(2000):
+        requests += [turn % 20, 10_000 + 2 * turn, 10_001 + 2 * turn]
+    ours, lru = pool_hit_rate(32, requests), lru_hit_rate(32, requests)
+    assert lru < 0.01
+    assert ours > 0.30  # of 1/3, which is every hot read
+
+
+def test_without_a_scan_it_is_no_worse_than_lru():
+    requests = [(turn * turn + 3 * turn) % 40 if turn % 3 else turn % 8 for turn in range(3000)]
+    assert pool_hit_rate(24, requests) > lru_hit_rate(24, requests) - 0.02

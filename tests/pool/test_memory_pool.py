@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pool_contract import OBJECT, READER, WRITER, PoolContract, key_of, new, outcomes
+
+from layerflow.pool.arena import Arena
+from layerflow.pool.base import Outcome, Pool
+from layerflow.pool.memory import MemoryPool
+
+
+class MemoryBench:
+    """A small pool, and its arena as another process would map it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.arena = Arena(nbytes)
+        self.pool = MemoryPool(self.arena)
+        self.second = Arena.attach(self.arena.fd, self.arena.nbytes)
+
+    @property
+    def memory(self) -> np.ndarray:
+        return self.second.array
+
+
+class TestMemoryPool(PoolContract):
+    @pytest.fixture
+    def bench(self):
+        bench = MemoryBench(16 * OBJECT)
+        yield bench
+        bench.pool.validate()
+
+
+def test_is_a_pool():
+    pool: Pool = MemoryPool(Arena(OBJECT))
+    assert pool.statistics().capacity_bytes == OBJECT
+
+
+def test_warmth_is_reported():
+    arena = Arena(64 << 10)
+    pool = MemoryPool(arena)
+    assert pool.statistics().warm_bytes == 0
+    arena.populate()
+    assert pool.statistics().warm_bytes == arena.nbytes
+
+
+def test_low_memory_goes_first_because_it_is_warm_first():
+    pool = MemoryPool(Arena(1 << 20))
+    offsets = [reserved.offset for reserved in pool.reserve([new(i) for i in range(64)], WRITER)]
+    assert offsets == [i * OBJECT for i in range(64)]
+
+
+def test_a_new_size_takes_the_cheapest_neighbourhood_when_the_old_ones_are_all_mixed():
+    """Victims in order would leave holes everywhere; a neighbourhood without pins is emptied instead."""
+    pool = MemoryPool(Arena(256 * OBJECT))
+    pool.reserve([new(i) for i in range(256)], WRITER)
+    pool.commit([key_of(i) for i in range(256)], WRITER)
+    pool.acquire([key_of(i) for i in range(0, 256) if i // 8 % 2 or i < 8], READER, 9.0)
+    [wide] = pool.reserve([new("wide", 8 * OBJECT)], WRITER)
+    pool.validate()
+    assert wide.outcome is Outcome.RESERVED
+    assert pool.statistics().evictions < 60
+
+
+def test_a_mixed_batch_that_needs_eviction_of_several_sizes_never_takes_its_own_room():
+    pool = MemoryPool(Arena(64 * OBJECT))
+    for turn in range(12):
+        sizes = [OBJECT * (1 + (turn + i) % 5) for i in range(10)]
+        batch = [new((turn, i), size) for i, size in enumerate(sizes)]
+        reserved = pool.reserve(batch, WRITER)
+        pool.validate()
+        assert outcomes(reserved) == [Outcome.RESERVED] * 10
+        assert pool.commit([each.key for each in batch], WRITER) == 10
+
+
+def test_released_pins_do_not_pile_up():
+    pool = MemoryPool(Arena(16 * OBJECT))
+    pool.reserve([new(i) for i in range(16)], WRITER)
+    pool.commit([key_of(i) for i in range(16)], WRITER)
+    for turn in range(2000):
+        pool.acquire([key_of(i) for i in range(16)], (READER, turn), 1e6 + turn)
+        pool.release((READER, turn))
+    assert len(pool._directory._due) < 400
+    pool.acquire([key_of(0)], READER, 5.0)
+    assert pool.expire(1e7) == 1
+    pool.validate()
