@@ -35,7 +35,7 @@ class _WithoutCreated(Collector):
 class Metrics:
     """The counters of one server, in a registry of their own.
 
-    Methods are named by what happened and are meant for the server's loop: a microsecond or so each.
+    Methods are named by what happened and are meant for the server's loop: 1 to 10 microseconds each.
     Two servers in one process do not share figures, and nothing enters the engine's own registry.
     """
 

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import prometheus_client
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import layerflow
+from layerflow.flow.events import Limits
+from layerflow.observe.metrics import MAX_REASON_CHARS, MAX_REASONS, Metrics
+from layerflow.pool.base import PoolStatistics
+from layerflow.wire.messages import Figures
+
+POOL = PoolStatistics(
+    capacity_bytes=1000,
+    warm_bytes=600,
+    used_bytes=400,
+    objects=4,
+    half_written=1,
+    pinned=2,
+    hits=9,
+    misses=1,
+    commits=5,
+    evictions=1,
+    evicted_bytes=100,
+    full=0,
+    revoked=2,
+    hidden=0,
+)
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """The exposition, parsed: (name, label values) -> value."""
+    return {
+        (sample.name, ",".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def test_names_carry_the_prefix_and_a_unit() -> None:
+    metrics = Metrics()
+    metrics.load_failed("deadline")
+    metrics.save_failed("session_lost")
+    metrics.protocol_error("bad_message")
+    names = {name for name, _ in samples(metrics)}
+    assert all(name.startswith("layerflow_") for name in names)
+    assert not [name for name in names if name.endswith("_created")]
+    plain = r"_(total|bytes|seconds|seconds_(bucket|sum|count)|objects|layers|blocks|info|sessions)$"
+    assert not [name for name in names if not re.search(plain, name)]
+
+
+def test_a_fresh_server_shows_zeros_and_its_version() -> None:
+    seen = samples(Metrics())
+    assert seen["layerflow_build_info", layerflow.__version__] == 1
+    assert seen["layerflow_steps_total", ""] == 0
+    assert seen["layerflow_transfer_seconds_total", "load"] == 0
+
+
+def test_steps_and_sessions() -> None:
+    metrics = Metrics()
+    metrics.sessions(3)
+    metrics.sessions(2)
+    metrics.step_opened(full=4, missing=2)
+    metrics.step_opened()
+    metrics.step_done(1000, 50)
+    metrics.saves_shed(3)
+    seen = samples(metrics)
+    assert seen["layerflow_sessions", ""] == 2
+    assert seen["layerflow_steps_opened_total", ""] == 2
+    assert seen["layerflow_full_saves_total", ""] == 4
+    assert seen["layerflow_failed_loads_total", "missing"] == 2
+    assert seen["layerflow_steps_total", ""] == 1
+    assert (seen["layerflow_loaded_bytes_total", ""], seen["layerflow_saved_bytes_total", ""]) == (1000, 50)
+    assert seen["layerflow_shed_saves_total", ""] == 3
+
+
+def test_measured_steps_split_into_hidden_and_exposed() -> None:
+    metrics = Metrics()
+    metrics.step_measured(Figures(1, 10, 0.2, 0.05, 0, 0.0, 0.0))
+    metrics.step_measured(Figures(2, 10, 0.1, 0.4, 5, 0.3, 0.1))
+    seen = samples(metrics)
+    assert seen["layerflow_transfer_seconds_total", "load"] == pytest.approx(0.3)
+    assert seen["layerflow_exposed_seconds_total", "load"] == pytest.approx(0.45)
+    assert seen["layerflow_hidden_seconds_total", "load"] == pytest.approx(0.15)
+    assert seen["layerflow_hidden_seconds_total", "save"] == pytest.approx(0.2)
+    assert seen["layerflow_step_exposed_load_seconds_count", ""] == 2
+    assert metrics.summary()["overlap"] == pytest.approx({"load": 0.5, "save": 2 / 3})
+
+
+def test_a_step_without_loads_does_not_flatter_the_exposure_histogram() -> None:
+    metrics = Metrics()
+    metrics.step_measured(Figures(1, 0, 0.0, 0.0, 5, 0.3, 0.1))
+    assert samples(metrics)["layerflow_step_exposed_load_seconds_count", ""] == 0
+
+
+def test_lookups() -> None:
+    metrics = Metrics()
+    metrics.lookup(768, 256)
+    metrics.lookup(0, 1024)
+    seen = samples(metrics)
+    assert seen["layerflow_lookups_total", ""] == 2
+    assert seen["layerflow_lookup_hit_tokens_total", ""] == 768
+    assert seen["layerflow_lookup_miss_tokens_total", ""] == 1280
+    assert metrics.summary()["lookup_hit_ratio"] == pytest.approx(0.375)
+
+
+def test_pool_counts_become_counters_and_survive_a_new_pool() -> None:
+    metrics = Metrics()
+    metrics.pool(POOL)
+    metrics.pool(replace(POOL, commits=8, used_bytes=300))
+    metrics.pool(replace(POOL, commits=1, evictions=0, evicted_bytes=0, revoked=0))
+    seen = samples(metrics)
+    assert seen["layerflow_commits_total", ""] == 9
+    assert seen["layerflow_evictions_total", ""] == 1
+    assert seen["layerflow_revokes_total", ""] == 2
+    assert seen["layerflow_pool_used_bytes", ""] == 400
+    assert seen["layerflow_pool_capacity_bytes", ""] == 1000
+    assert seen["layerflow_pool_warm_bytes", ""] == 600
+    assert seen["layerflow_pool_objects", ""] == 4
+
+
+def test_loop_lag_keeps_its_maximum() -> None:
+    metrics = Metrics()
+    for lag in (0.001, 0.2, 0.003, -0.1):
+        metrics.loop_lag(lag)
+    seen = samples(metrics)
+    assert seen["layerflow_loop_lag_max_seconds", ""] == 0.2
+    assert seen["layerflow_loop_lag_seconds_count", ""] == 4
+
+
+def test_limits_are_shown_in_base_units() -> None:
+    metrics = Metrics()
+    metrics.limits(Limits(prefetch_layers=3, max_transfer_bytes=1 << 20, stagger_us=250))
+    seen = samples(metrics)
+    assert seen["layerflow_limit_prefetch_layers", ""] == 3
+    assert seen["layerflow_limit_batch_bytes", ""] == 1 << 20
+    assert seen["layerflow_limit_stagger_seconds", ""] == pytest.approx(250e-6)
+
+
+def test_reasons_from_outside_are_bounded_and_escaped() -> None:
+    metrics = Metrics()
+    metrics.load_failed('a"b\\c\nd')
+    metrics.load_failed("x" * 1000)
+    for number in range(MAX_REASONS * 2):
+        metrics.load_failed(f"reason {number}")
+    metrics.load_failed("reason 0", parts=4)
+    reasons = {
+        label: value for (name, label), value in samples(metrics).items() if name == "layerflow_failed_loads_total"
+    }
+    assert len(reasons) == MAX_REASONS + 1
+    assert reasons['a"b\\c\nd'] == 1
+    assert reasons["x" * MAX_REASON_CHARS] == 1
+    assert reasons["reason 0"] == 5
+    assert sum(reasons.values()) == 2 + MAX_REASONS * 2 + 4
+
+
+def test_two_servers_and_the_global_registry_stay_apart() -> None:
+    one, other = Metrics(), Metrics()
+    one.step_done(1, 1)
+    assert samples(other)["layerflow_steps_total", ""] == 0
+    assert b"layerflow_" not in prometheus_client.generate_latest(prometheus_client.REGISTRY)
+
+
+def test_summary_is_plain_numbers() -> None:
+    metrics = Metrics()
+    metrics.protocol_error("too_large")
+    metrics.sessions(1)
+    summary = metrics.summary()
+    assert summary["protocol_errors_total"] == {"too_large": 1.0}
+    assert summary["sessions"] == 1.0
+    assert summary["overlap"] == {}
+    for value in summary.values():
+        assert isinstance(value, (float, dict))
