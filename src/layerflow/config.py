@@ -15,11 +15,22 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from layerflow.config_reference import ReferenceRow, live_only, reference_rows
-from layerflow.config_sources import env_name, explain, merge, read_environment, read_overrides, read_toml
+from layerflow.config_sources import (
+    ALIASES,
+    REFUSED,
+    env_name,
+    explain,
+    merge,
+    read_environment,
+    read_overrides,
+    read_toml,
+)
 from layerflow.config_values import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
 from layerflow.errors import ConfigError
 
 __all__ = [
+    "ALIASES",
+    "REFUSED",
     "LogSettings",
     "PoolSettings",
     "ReferenceRow",

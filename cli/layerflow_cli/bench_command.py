@@ -1,0 +1,143 @@
+"""``layerflow bench NAME``: runs a measurement and shows it with units. Each is loaded when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import typer
+
+from layerflow.errors import ConfigError, LayerflowError
+from layerflow_cli.errors import LayerflowGroup
+from layerflow_cli.options import JsonFile, assignments
+
+MEASUREMENTS = {
+    "overlap": "How much of a transfer hides behind compute.",
+    "engine-cost": "What a step costs the engine's own thread.",
+    "copy": "How fast scattered blocks move, against one contiguous copy.",
+    "flow": "Events per second of the core, and commands per layer.",
+    "miss": "What a lookup that finds nothing costs.",
+    "stagger": "How well ranks keep their slots on a shared link.",
+    "auto": "Whether mode = auto picks the cheaper way.",
+}
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="An argument of the measurement; may be repeated."),
+]
+
+bench = typer.Typer(
+    name="bench",
+    cls=LayerflowGroup,
+    help="Measure this machine.\n\n\b\nExample:\n  layerflow bench overlap --json overlap.json",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+
+
+@bench.callback()
+def _bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@bench.command(
+    help=f"{MEASUREMENTS['overlap']}\n\n\b\nExample:\n  layerflow bench overlap --layers 60 --compute-ms 838 "
+    "--transfer-ms 167 --json overlap.json"
+)
+def overlap(
+    layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the model.")] = 60,
+    compute_ms: Annotated[float, typer.Option(min=0, metavar="MS", help="Compute of one forward pass.")] = 838.0,
+    transfer_ms: Annotated[
+        float, typer.Option(min=0, metavar="MS", help="What the link needs for all layers.")
+    ] = 167.0,
+    compute: Annotated[Literal["sleep", "matmul"], typer.Option(help="What stands in for attention.")] = "sleep",
+    options: Options = None,
+    json_file: JsonFile = None,
+) -> None:
+    given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute}
+    _run("overlap", given, options or [], json_file)
+
+
+def _add(name: str) -> None:
+    """The command of a measurement without options of its own."""
+
+    @bench.command(name, help=f"{MEASUREMENTS[name]}\n\n\b\nExample:\n  layerflow bench {name} --json {name}.json")
+    def _(options: Options = None, json_file: JsonFile = None) -> None:
+        _run(name, {}, options or [], json_file)
+
+
+for _name in MEASUREMENTS:
+    if _name != "overlap":
+        _add(_name)
+
+
+@bench.command("all", help="Run every measurement.\n\n\b\nExample:\n  layerflow bench all --json bench.json")
+def every(json_file: JsonFile = None) -> None:
+    from layerflow_cli.output import write_json  # noqa: PLC0415 - `--help` stays quick
+
+    results: dict[str, Any] = {}
+    failed = []
+    for name in MEASUREMENTS:
+        try:
+            results[name] = _measure(name, {})
+        except LayerflowError as error:
+            typer.echo(f"layerflow: bench {name}: {error}", err=True)
+            failed.append(name)
+        else:
+            _show(name, results[name])
+    if json_file is not None:
+        write_json(json_file, results)
+    if failed:
+        raise LayerflowError(f"measurements failed: {', '.join(failed)}; the others are complete")
+
+
+def arguments(measure: Callable[..., Any], given: Mapping[str, Any], sets: Sequence[str]) -> dict[str, Any]:
+    """The keyword arguments of `measure`: `given`, and ``--set`` items converted to the type of their default.
+
+    :raises ConfigError: `measure` has no such argument, or the value does not fit.
+    """
+    known = inspect.signature(measure).parameters
+    values = dict(given)
+    for name, text in assignments(sets).items():
+        if name not in known:
+            raise ConfigError(f"--set {name}: no such argument; there are: {', '.join(known) or 'none'}")
+        try:
+            values[name] = _like(known[name].default, text)
+        except ValueError:
+            raise ConfigError(f"--set {name}={text}: should be like {known[name].default!r}") from None
+    return values
+
+
+def _like(default: Any, text: str) -> Any:
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    if isinstance(default, tuple | list):
+        return tuple(_like(default[0] if default else "", item.strip()) for item in text.split(","))
+    return type(default)(text) if isinstance(default, int | float) else text
+
+
+def _measure(name: str, given: Mapping[str, Any], sets: Sequence[str] = ()) -> Mapping[str, Any]:
+    module = importlib.import_module(f"layerflow_cli.bench.{name.replace('-', '_')}")
+    result: Mapping[str, Any] = module.measure(**arguments(module.measure, given, sets))
+    return result
+
+
+def _run(name: str, given: Mapping[str, Any], sets: Sequence[str], json_file: Any) -> None:
+    from layerflow_cli.output import write_json  # noqa: PLC0415
+
+    result = _measure(name, given, sets)
+    _show(name, result)
+    if json_file is not None:
+        write_json(json_file, result)
+
+
+def _show(name: str, result: Mapping[str, Any]) -> None:
+    from layerflow_cli.output import console, tables  # noqa: PLC0415
+
+    out = console()
+    for table in tables(name, result):
+        out.print(table)

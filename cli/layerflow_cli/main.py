@@ -1,0 +1,59 @@
+"""The ``layerflow`` command. Imports little: each command loads what it needs when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import layerflow
+from layerflow_cli.bench_command import bench
+from layerflow_cli.config_command import config
+from layerflow_cli.errors import LayerflowGroup
+from layerflow_cli.run_command import run
+from layerflow_cli.status_command import status
+
+app = typer.Typer(
+    name="layerflow",
+    cls=LayerflowGroup,
+    help="Moves the KV cache of LLM serving engines layer by layer, hidden behind attention compute.\n\n"
+    "\b\nExample:\n  layerflow run --pool-size 4GiB",
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command(short_help="Run the server.")(run)
+app.command(short_help="Show a running server's state.")(status)
+app.command(short_help="Print every setting, or check a file.")(config)
+app.add_typer(bench)
+
+
+@app.callback()
+def _layerflow(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"layerflow {layerflow.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command(short_help="Show layer-wise beside bulk loading.")
+def demo() -> None:
+    """Show layer-wise loading beside bulk loading on this machine, in about a minute.
+
+    \b
+    Example:
+      layerflow demo
+    """
+    from layerflow_cli.demo import run_demo  # noqa: PLC0415 - pulls torch in
+
+    run_demo()
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,175 @@
+"""Results as tables with units, and as JSON.
+
+A name carries its unit as a suffix (``wall_ms``, ``used_bytes``, ``events_per_s``) or a prefix
+(``us_per_event``); this file is where names become what people read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from layerflow.errors import ConfigError
+
+PLAIN_WIDTH = 160
+_SUFFIXES = (
+    ("_per_s", "/s"),
+    ("_gbps", "GB/s"),
+    ("_bytes", "bytes"),
+    ("_seconds", "s"),
+    ("_percent", "%"),
+    ("_ms", "ms"),
+    ("_us", "us"),
+    ("_ns", "ns"),
+    ("_s", "s"),
+)
+_PREFIXES = (("us_per_", "us"), ("ms_per_", "ms"), ("ns_per_", "ns"), ("bytes_per_", "bytes"))
+_SHARES = ("overlap", "ratio", "share", "bound", "of_bound", "fill")
+_BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """For people on a terminal; wide, uncoloured lines where a program reads along."""
+    made = Console(stderr=stderr)
+    if not made.is_terminal:
+        made = Console(stderr=stderr, width=PLAIN_WIDTH)
+    return made
+
+
+def unit_of(name: str) -> str:
+    """The unit that a name announces: ``"ms"``, ``"bytes"``, ``"%"``; ``""`` for a plain count."""
+    bare = name.removesuffix("_total").removesuffix("_sum").removesuffix("_max")
+    for suffix, unit in _SUFFIXES:
+        if bare.endswith(suffix):
+            return unit
+    for prefix, unit in _PREFIXES:
+        if bare.startswith(prefix):
+            return unit
+    return "%" if bare.endswith(_SHARES) else ""
+
+
+def quantity(name: str, value: Any, inherited: str = "") -> tuple[str, str]:
+    """A value as text and its unit: sizes in the largest fitting binary unit, shares in percent.
+
+    :param inherited: the unit of the table, where the name announces none.
+    """
+    unit = unit_of(name) or inherited
+    if value is None:
+        return "-", ""
+    if isinstance(value, bool):
+        return ("yes" if value else "no"), ""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(quantity("", item)[0] for item in value), unit
+    if not isinstance(value, int | float):
+        return str(value), ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value), unit
+    if unit == "bytes":
+        return _binary(value)
+    if unit == "%":
+        return f"{value if name.endswith('_percent') else value * 100:.1f}", unit
+    return _number(value), unit
+
+
+def tables(title: str, result: Mapping[str, Any], inherited: str = "") -> Iterator[Table]:
+    """A result as tables: plain values first, then one table per nested mapping or list of records.
+
+    Nested mappings with the same keys become the columns of one table.
+    """
+    nested = {name: value for name, value in result.items() if isinstance(value, Mapping) and value}
+    records = {name: value for name, value in result.items() if _is_records(value)}
+    plain = {name: value for name, value in result.items() if name not in nested and name not in records}
+    if plain:
+        yield _list(title, plain, inherited)
+    if len(nested) > 1 and _comparable(list(nested.values())):
+        yield _matrix(title, nested)
+    else:
+        for name, value in nested.items():
+            yield from tables(f"{title}: {name}", value, unit_of(name))
+    for name, value in records.items():
+        yield records_table(f"{title}: {name}", value)
+
+
+def records_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One line per record; columns are the first record's keys."""
+    names = list(rows[0])
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        numeric = isinstance(rows[0][name], int | float) and not isinstance(rows[0][name], bool)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(" ".join(quantity(name, row.get(name))).strip() for name in names))
+    return table
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write `result`; values that JSON lacks (paths, numpy numbers) as text or plain numbers, NaN as null.
+
+    :raises ConfigError: the file cannot be written.
+    """
+    try:
+        path.write_text(to_json(result) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written: {error.strerror}") from None
+
+
+def to_json(result: Any) -> str:
+    """`result` as indented JSON; NaN and infinities as null."""
+    return json.dumps(_jsonable(result), indent=2, allow_nan=False)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if hasattr(value, "item") and not isinstance(value, str):
+        return _jsonable(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _is_records(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _comparable(values: list[Mapping[str, Any]]) -> bool:
+    flat = all(not isinstance(item, Mapping) and not _is_records(item) for value in values for item in value.values())
+    return flat and len({tuple(value) for value in values}) == 1
+
+
+def _list(title: str, values: Mapping[str, Any], inherited: str) -> Table:
+    table = Table("", "value", "unit", title=title, title_justify="left")
+    table.columns[1].justify = "right"
+    for name, value in values.items():
+        table.add_row(name, *quantity(name, value, inherited))
+    return table
+
+
+def _matrix(title: str, columns: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table("", *columns, title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in next(iter(columns.values())):
+        table.add_row(name, *(" ".join(quantity(name, values[name])).strip() for values in columns.values()))
+    return table
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int) or value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _binary(nbytes: float) -> tuple[str, str]:
+    power = 0
+    while abs(nbytes) >= 1024 and power < len(_BINARY) - 1:
+        nbytes, power = nbytes / 1024, power + 1
+    return _number(round(nbytes, 1) if power else nbytes), _BINARY[power]

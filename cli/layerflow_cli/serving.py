@@ -1,0 +1,97 @@
+"""What ``layerflow run`` runs: the server, HTTP beside it, the configuration file's watch, the signals."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import structlog
+
+from layerflow.config import Settings
+from layerflow.errors import LayerflowError
+from layerflow.observe import logs
+from layerflow.server import Server
+from layerflow.server.http import serve_http
+from layerflow.server.watch import watch_config
+
+
+async def serve(
+    settings: Settings, path: Path | None, overrides: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once.
+
+    :param path: the configuration file to follow; None = none.
+    :param overrides: the flags, which keep winning over the file.
+    :param say: told one line per endpoint once everything accepts clients.
+    :raises LayerflowError: an endpoint or the HTTP port cannot be used.
+    """
+    log = structlog.get_logger("layerflow.run")
+    server = Server(settings)
+    shutdown, served, http_open = anyio.Event(), anyio.Event(), anyio.Event()
+    urls: list[str] = []
+
+    def http_started(url: str) -> None:
+        urls.append(url)
+        http_open.set()
+
+    def started(endpoints: list[str]) -> None:
+        for endpoint in [*endpoints, *urls]:
+            say(f"layerflow listening on {endpoint}")
+
+    def apply(wanted: Settings) -> None:
+        server.apply(wanted)
+        logs.configure(wanted.log.level, wanted.log.format)
+
+    with _plain_errors():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_on_signals, shutdown, tasks.cancel_scope)
+            if settings.server.http_port >= 0:
+                tasks.start_soon(
+                    serve_http,
+                    settings.server.http_host,
+                    settings.server.http_port,
+                    server.status,
+                    server.metrics_text,
+                    lambda: server.healthy,
+                    http_started,
+                    served,
+                )
+                await http_open.wait()
+            if path is not None:
+
+                async def follow(file: Path) -> None:
+                    await watch_config(file, overrides, apply, log, current=settings)
+
+                tasks.start_soon(follow, path)
+            await server.run(shutdown, started)
+            # HTTP goes last: /healthz says "draining" until everything is drained.
+            served.set()
+            tasks.cancel_scope.cancel()
+
+
+async def _on_signals(shutdown: anyio.Event, scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+        async for _ in received:
+            if shutdown.is_set():
+                scope.cancel()
+                return
+            shutdown.set()
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """A task group's group of refusals as the first of them; anything unexpected stays a group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        refusals, unexpected = group.split(LayerflowError)
+        if refusals is None or unexpected is not None:
+            raise
+        first: BaseException = refusals
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None

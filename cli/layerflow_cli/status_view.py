@@ -1,0 +1,81 @@
+"""The tables of ``layerflow status``. Reads what is there: a newer or older server may say more or less."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from layerflow_cli.output import records_table, tables
+
+
+def view(found: Mapping[str, Any], everything: bool = False) -> RenderableType:
+    """A status as tables.
+
+    :param found: what the server said.
+    :param everything: also the core's statistics and all metrics.
+    """
+    parts: list[RenderableType] = [_headline(found)]
+    sessions = found.get("sessions") or []
+    parts.append(records_table("sessions", sessions) if sessions else Text("no engine worker is attached\n"))
+    parts += tables("transfer", _transfer(found))
+    parts += tables("pool", _pool(found.get("pool") or {}))
+    parts += tables("limits", found.get("limits") or {})
+    if everything:
+        parts += tables("core", found.get("flow") or {})
+        parts += tables("figures", found.get("figures") or {})
+    return Group(*parts)
+
+
+def _headline(found: Mapping[str, Any]) -> Text:
+    words = [
+        f"layerflow {found.get('version', '?')}",
+        f"pid {found.get('pid', '?')}",
+        f"up {duration(float(found.get('uptime_s') or 0))}",
+        "healthy" if found.get("healthy") else "draining",
+        str(found.get("endpoint", "")),
+    ]
+    if found.get("link_emulated"):
+        words.append("emulated link")
+    return Text(", ".join(word for word in words if word) + "\n")
+
+
+def duration(seconds: float) -> str:
+    """``"2 d 3 h"``, ``"4 min 5 s"``: the two largest units."""
+    total = int(seconds)
+    parts = [(total // 86400, "d"), (total // 3600 % 24, "h"), (total // 60 % 60, "min"), (total % 60, "s")]
+    first = next((index for index, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
+
+
+def _transfer(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures people look at first."""
+    figures = found.get("figures") or {}
+    flow = found.get("flow") or {}
+    shown: dict[str, Any] = {}
+    for direction, value in (figures.get("overlap") or {}).items():
+        shown[f"{direction} overlap"] = value
+    if "lookup_hit_ratio" in figures:
+        shown["lookup hit ratio"] = figures["lookup_hit_ratio"]
+    for key in ("loaded_bytes", "saved_bytes", "load_inflight_bytes", "save_inflight_bytes", "shed_parts"):
+        if key in flow:
+            shown[key] = flow[key]
+    beats, lag = figures.get("loop_lag_seconds_count"), figures.get("loop_lag_seconds_sum")
+    if beats:
+        shown["loop lag, mean_us"] = lag / beats * 1e6
+    if "loop_lag_max_seconds" in figures:
+        shown["loop lag, largest_us"] = figures["loop_lag_max_seconds"] * 1e6
+    return shown
+
+
+def _pool(pool: Mapping[str, Any]) -> dict[str, Any]:
+    capacity = pool.get("capacity_bytes")
+    if not capacity:
+        return dict(pool)
+    asked = pool.get("hits", 0) + pool.get("misses", 0)
+    shown: dict[str, Any] = {"fill": pool.get("used_bytes", 0) / capacity}
+    if asked:
+        shown["object hit ratio"] = pool.get("hits", 0) / asked
+    return {**shown, **pool}

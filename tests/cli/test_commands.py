@@ -1,0 +1,249 @@
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import layerflow
+from layerflow_cli.bench_command import MEASUREMENTS
+from layerflow_cli.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LAYERFLOW_")]:
+        monkeypatch.delenv(name)
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(app, list(args))
+
+
+def refused(*args: str) -> list[str]:
+    result = invoke(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert all(line.startswith("layerflow: ") for line in lines), lines
+    return lines
+
+
+COMMANDS = [[], ["run"], ["status"], ["config"], ["demo"], ["bench"], ["bench", "all"]]
+COMMANDS += [["bench", name] for name in MEASUREMENTS]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_help_has_an_example(command):
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.stdout and "\n    layerflow " in result.stdout
+
+
+def test_every_command_is_covered_above():
+    top = typer.main.get_command(app)
+    assert {name for name in top.commands if name not in {command[0] for command in COMMANDS if command}} == set()
+
+
+def test_version_and_bare_command():
+    assert invoke("--version").stdout == f"layerflow {layerflow.__version__}\n"
+    assert "Commands:" in invoke().stdout and "overlap" in invoke("bench").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["stauts"], "Did you mean 'status'?"),
+        (["run", "--zz"], "--zz"),
+        (["run", "--set", "pool.siz=1GiB"], "did you mean pool.size?"),
+        (["run", "--set", "pool.size"], "write it as key=value"),
+        (["run", "--set", "a=1", "--set", "a=2"], "given twice"),
+        (["run", "--pool-size", "4G"], "pool.size = '4G' (set by a flag)"),
+        (["run", "--config", "/nonexistent.toml"], "no such configuration file"),
+        (["status", "--http", "ftp://x"], "http://host:port"),
+        (["status", "--http", "http://127.0.0.1:1"], "is `layerflow run` up"),
+        (["status", "--http", "http://x", "--endpoint", "ipc:///x"], "give one"),
+    ],
+)
+def test_refusals_are_one_line_and_exit_code_2(args, words):
+    (line,) = refused(*args)
+    assert words in line
+
+
+def test_several_problems_are_a_line_each():
+    assert len(refused("run", "--pool-size", "4G", "--http-port", "99999", "--link-gbps", "-1")) == 3
+
+
+def test_config_check(tmp_path):
+    path = tmp_path / "layerflow.toml"
+    path.write_text('[pool]\nsize = "2GiB"\n')
+    assert invoke("config", "--check", str(path)).stdout == f"{path}: good\n"
+    path.write_text("[pool]\nsise = 2\nwarn = true\n")
+    assert len(refused("config", "--check", str(path))) == 2
+
+
+def test_config_listings_agree():
+    rows = json.loads(invoke("config", "--json").stdout)
+    table = invoke("config").stdout
+    assert {"transfer.prefetch_layers", "server.http_port", "log.level"} <= {row["key"] for row in rows}
+    assert all(row["key"] in table for row in rows)
+
+
+def test_the_configuration_document_is_up_to_date():
+    written = (ROOT / "docs" / "configuration.md").read_text()
+    assert written == invoke("config", "--markdown").stdout, "run: layerflow config --markdown > docs/configuration.md"
+
+
+STATUS = {
+    "version": "9.9",
+    "pid": 4,
+    "uptime_s": 3700.0,
+    "healthy": True,
+    "endpoint": "ipc:///x/control",
+    "link_emulated": True,
+    "sessions": [{"session": 1, "engine": "decoder", "pid": 77, "heard_s_ago": 0.25}],
+    "limits": {"max_transfer_bytes": 64 << 20, "prefetch_layers": 3},
+    "pool": {"capacity_bytes": 1 << 30, "used_bytes": 1 << 28, "hits": 3, "misses": 1},
+    "flow": {"loaded_bytes": 5 << 20, "late_reports": 12},
+    "figures": {
+        "overlap": {"load": 0.955},
+        "lookup_hit_ratio": 0.5,
+        "loop_lag_seconds_sum": 0.002,
+        "loop_lag_seconds_count": 10.0,
+    },
+}
+
+
+@pytest.fixture
+def fake_server():
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/status" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(STATUS).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def rows_of(output: str) -> dict[str, list[str]]:
+    """The cells of each table row, by its first cell."""
+    lines = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in output.splitlines() if "│" in line]
+    return {cells[0]: cells[1:] for cells in lines}
+
+
+def test_status_over_http(fake_server):
+    result = invoke("status", "--http", fake_server)
+    assert result.exit_code == 0, result.output
+    assert "layerflow 9.9, pid 4, up 1 h 1 min, healthy, ipc:///x/control, emulated link" in result.stdout
+    rows = rows_of(result.stdout)
+    assert rows["1"] == ["decoder", "77", "0.25"]
+    assert rows["load overlap"] == ["95.5", "%"]
+    assert rows["lookup hit ratio"] == ["50.0", "%"]
+    assert rows["fill"] == ["25.0", "%"]
+    assert rows["object hit ratio"] == ["75.0", "%"]
+    assert rows["max_transfer_bytes"] == ["64", "MiB"]
+    assert rows["loop lag, mean_us"] == ["200", "us"]
+    assert "late_reports" not in rows
+    assert rows_of(invoke("status", "--http", fake_server, "--all").stdout)["late_reports"][0] == "12"
+
+
+def test_status_as_json(fake_server):
+    assert json.loads(invoke("status", "--http", fake_server + "/status", "--json").stdout) == STATUS
+
+
+def test_status_over_the_control_socket(monkeypatch):
+    asked = []
+    control = types.ModuleType("layerflow.agent.control")
+    control.fetch_status = lambda endpoint, timeout_s: asked.append(endpoint) or STATUS
+    monkeypatch.setitem(sys.modules, "layerflow.agent", types.ModuleType("layerflow.agent"))
+    monkeypatch.setitem(sys.modules, "layerflow.agent.control", control)
+    monkeypatch.setenv("LAYERFLOW_SERVER__ENDPOINT", "ipc:///run/one/control")
+    assert json.loads(invoke("status", "--json").stdout) == STATUS
+    assert json.loads(invoke("status", "--endpoint", "ipc:///run/two/control", "--json").stdout) == STATUS
+    assert asked == ["ipc:///run/one/control", "ipc:///run/two/control"]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Every measurement replaced by one that notes its arguments."""
+    calls: list[tuple[str, dict]] = []
+
+    def fake(name: str) -> types.ModuleType:
+        def measure(layers=60, compute_ms=838.0, transfer_ms=167.0, compute="sleep", runs=5, sizes=(1, 2), warm=True):
+            given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute}
+            calls.append((name, {**given, "runs": runs, "sizes": sizes, "warm": warm}))
+            return {"wall_ms": 12.5, "load": {"overlap": 0.5, "moved_bytes": 2048}}
+
+        module = types.ModuleType(name)
+        module.measure = measure
+        return module
+
+    for name in MEASUREMENTS:
+        full = f"layerflow_cli.bench.{name.replace('-', '_')}"
+        monkeypatch.setitem(sys.modules, full, fake(name))
+    return calls
+
+
+def test_bench_overlap_passes_its_options(measured, tmp_path):
+    target = tmp_path / "overlap.json"
+    result = invoke(
+        *["bench", "overlap", "--layers", "4", "--compute-ms", "8", "--transfer-ms", "2", "--compute", "matmul"],
+        *["--set", "runs=2", "--json", str(target)],
+    )
+    assert result.exit_code == 0, result.output
+    ((name, given),) = measured
+    assert name == "overlap"
+    assert given["runs"] == 2 and given["compute"] == "matmul" and given["transfer_ms"] == 2.0
+    assert rows_of(result.stdout)["overlap"] == ["50.0", "%"]
+    assert rows_of(result.stdout)["moved_bytes"] == ["2", "KiB"]
+    assert json.loads(target.read_text()) == {"wall_ms": 12.5, "load": {"overlap": 0.5, "moved_bytes": 2048}}
+
+
+def test_bench_arguments_take_the_type_of_their_default(measured):
+    assert invoke("bench", "engine-cost", "--set", "sizes=3, 4", "--set", "warm=false").exit_code == 0
+    assert measured[0][1]["sizes"] == (3, 4) and measured[0][1]["warm"] is False
+    assert "there are: layers, compute_ms" in refused("bench", "copy", "--set", "laiers=3")[0]
+    assert "should be like 60" in refused("bench", "copy", "--set", "layers=x")[0]
+
+
+def test_bench_all_goes_on_after_a_failure(measured, monkeypatch, tmp_path):
+    def fail() -> dict:
+        raise layerflow.errors.Unsupported("no device")
+
+    monkeypatch.setattr(sys.modules["layerflow_cli.bench.copy"], "measure", fail)
+    target = tmp_path / "bench.json"
+    result = invoke("bench", "all", "--json", str(target))
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "layerflow: bench copy: no device",
+        "layerflow: measurements failed: copy; the others are complete",
+    ]
+    assert list(json.loads(target.read_text())) == [name for name in MEASUREMENTS if name != "copy"]
+
+
+def test_help_and_config_load_no_torch():
+    code = (
+        "import sys\nfrom layerflow_cli.main import app\n"
+        "for line in ('--help', 'run --help', 'config', 'config --markdown', 'bench copy --help'):\n"
+        "    try: app(line.split())\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
+        "sys.exit(','.join({'torch', 'zmq', 'numpy'} & set(sys.modules)) or None)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

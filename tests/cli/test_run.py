@@ -1,0 +1,85 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from layerflow.config import Settings
+from layerflow.errors import ConfigError
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    path = tmp_path / "layerflow.toml"
+    path.write_text('[pool]\nsize = "16MiB"\n[transfer]\nprefetch_layers = 1\n[log]\nformat = "json"\n')
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERFLOW_")}
+    process = subprocess.Popen(
+        [
+            *[sys.executable, "-c", "from layerflow_cli.main import main; main()", "run", "--config", str(path)],
+            *["--http-port", "0", "--endpoint", f"ipc://{tmp_path}/room/control", "--set", "h2d_stagger_us=3"],
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def event(process: subprocess.Popen[str], name: str) -> dict:
+    """The next log event called `name`."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("{") and (found := json.loads(line))["event"] == name:
+            return found
+    raise AssertionError(f"the server ended without {name}")
+
+
+def test_run_listens_follows_its_file_and_drains(command, tmp_path):
+    assert command.stdout is not None
+    assert command.stdout.readline() == f"layerflow listening on ipc://{tmp_path}/room/control\n"
+    url = command.stdout.readline().removeprefix("layerflow listening on ").strip()
+
+    def status() -> dict:
+        with urllib.request.urlopen(f"{url}/status", timeout=10) as answer:
+            return json.load(answer)
+
+    limits = status()["limits"]
+    assert (limits["prefetch_layers"], limits["h2d_stagger_us"]) == (1, 3)
+    path = tmp_path / "layerflow.toml"
+    good = path.read_text()
+    path.write_text(good.replace("prefetch_layers = 1", "prefetch_layers = 2\nh2d_stagger_us = 9"))
+    assert event(command, "config_applied")["changes"] == {"transfer.prefetch_layers": 2}
+    limits = status()["limits"]
+    assert (limits["prefetch_layers"], limits["h2d_stagger_us"]) == (2, 3)
+    path.write_text(good.replace("16MiB", "32MiB"))
+    assert "pool.size (16MiB -> 32MiB)" in event(command, "config_refused")["problems"][0]
+    assert status()["limits"]["prefetch_layers"] == 2
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        assert b"layerflow_" in answer.read()
+    command.send_signal(signal.SIGTERM)
+    assert command.wait(timeout=30) == 0
+
+
+async def test_a_taken_http_port_ends_the_run_with_one_plain_error(tmp_path):
+    from layerflow_cli.serving import serve
+
+    lines: list[str] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings = Settings(
+            server={"endpoint": f"ipc://{tmp_path}/control", "http_port": taken.getsockname()[1]},
+            pool={"size": "1MiB", "warm": False},
+        )
+        with pytest.raises(ConfigError, match="Address already in use"):
+            await serve(settings, None, {}, lines.append)
+    assert lines == []
