@@ -79,7 +79,7 @@ class CpuCopier:
     """
 
     def __init__(self, arena: ArenaMemory, native: bool = copy_native is not None) -> None:
-        self._arena = arena  # keeps the mapping alive
+        self._array = arena.array  # a view: whoever closes the arena, the mapping outlives this copier
         self._base = arena.address
         self._copy = copy_native if native and copy_native is not None else copy_fallback
 
