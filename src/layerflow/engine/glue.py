@@ -1,0 +1,194 @@
+"""The engine's whole connection to layerflow, and the example for authors of other engines.
+
+An engine owes the agent five things:
+
+1. a :class:`~layerflow.spec.ModelSpec` that names whatever changes cached bytes (:func:`model_spec`);
+2. a lookup before it allocates, and block tables that hold the hit's blocks (:meth:`LayerflowConnection.lookup`);
+3. one open step per forward pass: what to load, what is being computed (:meth:`LayerflowConnection.open_step`);
+4. ``wait_layer(i)`` before anything touches layer i's cache, ``layer_done(i)`` once its new KV is written;
+5. patience: blocks are reused only when the agent is no longer busy with their request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import structlog
+import torch
+
+from layerflow.agent import Agent, Hit, StepRequest
+from layerflow.agent import NoStep as NothingToMove
+from layerflow.agent import Step as AgentStep
+from layerflow.content import content_of_tensors
+from layerflow.engine.config import EngineConfig
+from layerflow.engine.connection import NoStep, StepHooks
+from layerflow.engine.engine import Engine
+from layerflow.engine.request import Request, Span
+from layerflow.keys import Chain
+from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane
+
+Mode = Literal["layerwise", "bulk"]
+# Settings that change neither the weights' meaning nor the cached bytes.
+_BESIDE_THE_CONTENT = ("name", "num_blocks", "max_positions", "step_tokens")
+
+log = structlog.get_logger("layerflow.engine")
+
+
+def model_spec(
+    config: EngineConfig, weights: Mapping[str, torch.Tensor], chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+) -> ModelSpec:
+    """What this engine caches, so that any engine with the same bytes computes the same keys."""
+    facts = {name: value for name, value in dataclasses.asdict(config).items() if name not in _BESIDE_THE_CONTENT}
+    groups = tuple(
+        GroupSpec(
+            kind=group.kind,
+            block_size=config.block_size,
+            layers=group.layers,
+            planes=tuple(Plane(*plane) for plane in group.planes),
+            window=group.window,
+        )
+        for group in config.groups
+    )
+    return ModelSpec(
+        name=config.name,
+        content=content_of_tensors(facts, weights),
+        groups=groups,
+        attention="layerflow-reference/1",
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def attach(
+    engine: Engine,
+    endpoint: str,
+    engine_id: str,
+    *,
+    mode: Mode = "layerwise",
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    **settings: Any,
+) -> LayerflowConnection:
+    """Register the engine's paged tensors with the server at `endpoint` and let the engine use it.
+
+    :param settings: further arguments of :class:`~layerflow.agent.Agent`.
+    """
+    spec = model_spec(engine.config, engine.model.weights, chunk_tokens)
+    connection = LayerflowConnection(Agent(endpoint, spec, engine.cache.tensors, engine_id, **settings), mode)
+    engine.connect(connection)
+    return connection
+
+
+class _Live(NamedTuple):
+    """What the agent needs again about a request: its digests (hashed once) and its last lookup."""
+
+    chain: Chain
+    hit: Hit
+
+
+class LayerflowConnection:
+    """Translates between the engine's requests and the agent's steps.
+
+    :param agent: anything with :class:`~layerflow.agent.Agent`'s public methods.
+    :param mode: ``"layerwise"``: wait for each layer when its turn comes; ``"bulk"``: wait for all of
+        them before the first, as engines without layer-wise loading do.
+    """
+
+    def __init__(self, agent: Agent, mode: Mode = "layerwise") -> None:
+        self.agent = agent
+        self.mode: Mode = mode
+        self._live: dict[str, _Live] = {}
+
+    def lookup(self, request: Request) -> int:
+        """Ask what can be loaded; a miss too while the server is away."""
+        known = self._live.get(request.id)
+        chain = known.chain if known else self.agent.chain(request.prompt.tolist())
+        hit = self.agent.lookup(request.transfer_id, chain)
+        self._live[request.id] = _Live(chain, hit)
+        return hit.tokens
+
+    def open_step(self, spans: Sequence[Span]) -> StepHooks:
+        """Start the loads of the step's new requests, and announce the saves of every prompt's new tokens."""
+        asked = [self._ask(span) for span in spans if span.start < len(span.request.prompt)]
+        if not asked:
+            return NoStep()
+        names = {span.request.transfer_id: span.request.id for span in spans}
+        return _LayerflowStep(self.agent, self.agent.open_step(asked), self.mode, names)
+
+    def _ask(self, span: Span) -> StepRequest:
+        request = span.request
+        live = self._live.get(request.id)
+        if live is None:  # never looked up: it had too many failed loads and is only saved
+            live = self._live[request.id] = _Live(self.agent.chain(request.prompt.tolist()), Hit(0))
+        return StepRequest(
+            request=request.transfer_id,
+            chain=live.chain,
+            # A copy: the engine recycles entries of its own table while saves may still be under way.
+            blocks=tuple(table.copy() for table in request.tables),
+            load=(0, span.load),
+            hit=live.hit,
+            save=(span.start, span.stop),
+            last=span.stop == len(request.prompt),
+        )
+
+    def poll(self) -> None:
+        """Hear what ended. Saves that were given up cost nothing but a later miss."""
+        ended = self.agent.poll()
+        for request, reason in ended.failed_saves:
+            log.info("save_given_up", request=request, reason=reason)
+
+    def busy(self, request: Request) -> bool:
+        """May a transfer still touch this request's blocks?"""
+        return self.agent.busy(request.transfer_id)
+
+    def abort(self, request: Request) -> None:
+        """Stop its transfers; until they have stopped it is busy."""
+        self.agent.abort(request.transfer_id)
+
+    def forget(self, request: Request) -> None:
+        """It is over."""
+        self._live.pop(request.id, None)
+
+    def close(self) -> None:
+        """Detach from the server."""
+        self.agent.close()
+
+
+class _LayerflowStep:
+    """The model's two hooks, on an agent's step."""
+
+    def __init__(self, agent: Agent, step: AgentStep | NothingToMove, mode: Mode, names: Mapping[str, str]) -> None:
+        self._agent, self._step, self._names = agent, step, names
+        self._bulk = mode == "bulk"
+        self._failed: set[str] = set()
+
+    def wait_layer(self, layer: int) -> Collection[str]:
+        """Ids of the requests that have lost KV so far; they are aborted, wait until quiet, and start over."""
+        at_once = self._bulk and layer == 0
+        outcome = self._step.wait_all() if at_once else self._step.wait_layer(layer)
+        if outcome.ready:
+            return ()
+        for failed in outcome.failed:
+            if failed.request not in self._failed:
+                self._failed.add(failed.request)
+                # Its new KV would be computed from bytes that never came: no chunk of it may be published.
+                # Aborting now, before the last layer is done, makes sure of that. What is left of its
+                # other loads stops too; the next lookup no longer offers the objects that failed.
+                self._agent.abort(failed.request)
+                log.warning(
+                    "load_failed", request=failed.request, layer=layer, group=failed.group, reason=failed.reason
+                )
+        return {self._names[request] for request in self._failed}
+
+    def layer_done(self, layer: int) -> None:
+        """The saves of `layer` may leave."""
+        self._step.layer_done(layer)
+
+    def __enter__(self) -> _LayerflowStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._step.close(False if kind is not None else None)
