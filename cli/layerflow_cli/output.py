@@ -31,6 +31,7 @@ _SUFFIXES = (
 )
 _PREFIXES = (("us_per_", "us"), ("ms_per_", "ms"), ("ns_per_", "ns"), ("bytes_per_", "bytes"))
 _SHARES = ("overlap", "ratio", "share", "bound", "of_bound", "fill")
+_IDENTITIES = ("pid", "session", "port")
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -66,7 +67,7 @@ def quantity(name: str, value: Any, inherited: str = "") -> tuple[str, str]:
         return ("yes" if value else "no"), ""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(quantity("", item)[0] for item in value), unit
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or name in _IDENTITIES:
         return str(value), ""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value), unit

@@ -21,6 +21,7 @@ from layerflow_cli.status_view import duration
         ("overlap", 0.9876, ("98.8", "%")),
         ("cpu_percent", 3.25, ("3.2", "%")),
         ("objects", 12345, ("12,345", "")),
+        ("pid", 20782, ("20782", "")),
         ("ok", True, ("yes", "")),
         ("of_bound", None, ("-", "")),
         ("slowdown", float("inf"), ("inf", "")),
