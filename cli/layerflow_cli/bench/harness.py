@@ -23,6 +23,7 @@ from layerflow.spec import GroupSpec, ModelSpec, Plane
 
 START_LINE = "layerflow listening on"
 STOP_TIMEOUT_S = 15.0
+WARM_TIMEOUT_S = 60.0
 
 
 class ServerProcess:
@@ -111,6 +112,8 @@ class Worker:
         self.agent = Agent(endpoint, self.spec, self.tensors, "bench")
         if not self.agent.attached:
             raise LayerflowError(f"{endpoint}: the benchmark's worker could not attach")
+        if not self.agent.wait_warm(WARM_TIMEOUT_S):
+            raise LayerflowError("the arena was not mapped in time; is the machine out of memory?")
         self._random = np.random.default_rng(7)
         self._names = itertools.count()
 

@@ -19,7 +19,7 @@ from layerflow.observe.trace import overlap_bound
 from layerflow_cli.bench.harness import Worker, serving
 
 TOKENS = 2048
-LAYER_BYTES = 2 << 20
+LAYER_BYTES = 1 << 20
 WAIT_S = 60.0
 
 Compute = Callable[[], None]

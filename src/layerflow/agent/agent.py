@@ -70,6 +70,7 @@ class Agent:
         self._inbox = Inbox(self.memory, self.device, self._ledger, self._tally)
         context = context or zmq.Context.instance()
         self._control = Control(endpoint, engine_id, spec, context=context, lookup_timeout_s=lookup_timeout_s)
+        self._populating: threading.Thread | None = None
         self._link = self._inbox.link = Link(context, endpoint, engine_id, spec, self)
         self._link.start()
         if wait_s > 0 and not self._link.ready.wait(wait_s):
@@ -96,6 +97,13 @@ class Agent:
     def wait_attached(self, timeout_s: float) -> bool:
         """Wait for a server; False after `timeout_s`."""
         return self._link.ready.wait(timeout_s)
+
+    def wait_warm(self, timeout_s: float) -> bool:
+        """Wait until the arena's pages are mapped here, so that no copy pays for it; False after `timeout_s`."""
+        if self._populating is None:
+            return False
+        self._populating.join(timeout_s)
+        return not self._populating.is_alive()
 
     def chain(
         self, tokens: Sequence[int] | np.ndarray, *, adapter: str = "", salt: str = "", media: Sequence[Media] = ()
@@ -203,7 +211,10 @@ class Agent:
         """See :meth:`layerflow.agent.link.Owner.attached_to`."""
         self._control.connect()
         self._inbox.attached_to(attachment)
-        threading.Thread(target=_populate, args=(attachment,), name="layerflow-populate", daemon=True).start()
+        self._populating = threading.Thread(
+            target=_populate, args=(attachment,), name="layerflow-populate", daemon=True
+        )
+        self._populating.start()
         log.info("agent_attached", session=attachment.session, arena_bytes=attachment.arena.nbytes)
 
     def lost(self, reason: str) -> None:

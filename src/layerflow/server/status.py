@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def status_of(server: Server) -> dict[str, object]:
     """Sessions, limits, pool, core and figures. Sizes in bytes, times in seconds unless named otherwise."""
     now = time.monotonic()
+    server.metrics.pool(server.pool.statistics())
     return {
         "version": layerflow.__version__,
         "pid": os.getpid(),
