@@ -386,7 +386,7 @@ class World:
         assert set(self.released) >= {key for key in self.aborted if key[0] in self.layers}
         state = self.flow._state
         assert not state.flights and not state.unsettled and not len(state.deadlines)
-        assert not any(len(ring) for ring in state.rings)
+        assert not any(ring.queue for ring in state.rings)
         assert not any(s.steps or s.aborting or any(s.carving) for s in state.sessions.values())
 
 

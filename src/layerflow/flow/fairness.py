@@ -13,44 +13,36 @@ from layerflow.flow.sessions import Session
 
 
 class Ring:
-    """The sessions that may have permitted work in one direction."""
+    """The sessions that may have permitted work in one direction; whose turn it is comes first in `queue`."""
 
-    __slots__ = ("_direction", "_queue")
+    __slots__ = ("_direction", "queue")
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
-        self._queue: deque[Session] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    @property
-    def first(self) -> Session | None:
-        """Whose turn it is."""
-        return self._queue[0] if self._queue else None
+        self.queue: deque[Session] = deque()
 
     def join(self, session: Session) -> None:
         """The session may have permitted work; it queues behind the others, once."""
         if not session.queued[self._direction]:
             session.queued[self._direction] = True
             session.credit[self._direction] = 0
-            self._queue.append(session)
+            self.queue.append(session)
 
     def leave(self, session: Session) -> None:
         """The session has no permitted work; unused credit is lost."""
         if session.queued[self._direction]:
             session.queued[self._direction] = False
-            self._queue.remove(session)
+            self.queue.remove(session)
 
     def turn(self, session: Session, nbytes: int, quantum: int) -> bool:
         """Whether the first session's credit covers `nbytes` (at most `quantum`); if not, its turn is over."""
-        if len(self._queue) == 1 or session.credit[self._direction] >= nbytes:
+        if len(self.queue) == 1 or session.credit[self._direction] >= nbytes:
             return True
         session.credit[self._direction] += quantum
-        self._queue.rotate(-1)
+        self.queue.rotate(-1)
         return False
 
     def charge(self, session: Session, nbytes: int) -> None:
         """The session took `nbytes`; alone in the ring it takes them for nothing."""
-        if len(self._queue) > 1:
+        if len(self.queue) > 1:
             session.credit[self._direction] -= nbytes

@@ -18,7 +18,7 @@ from typing import Any
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow import deaths
-from layerflow.flow.commands import Command, LoadsDone, Revoke, WakeAt
+from layerflow.flow.commands import Command, WakeAt
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
@@ -38,12 +38,13 @@ from layerflow.flow.events import (
     Tick,
 )
 from layerflow.flow.grant import grant
+from layerflow.flow.landing import batch_done, batch_failed, lose_session
 from layerflow.flow.opening import open_step
 from layerflow.flow.sessions import open_session
-from layerflow.flow.settle import forget, quieted, settle
+from layerflow.flow.settle import quieted, settle
 from layerflow.flow.state import State
 from layerflow.flow.statistics import FlowStatistics
-from layerflow.flow.steps import Flight, Step
+from layerflow.flow.steps import Step
 from layerflow.flow.validate import validate
 
 
@@ -127,34 +128,9 @@ class Flow:
         self._state.newest_session = max(self._state.newest_session, event.session)
 
     def _session_lost(self, event: SessionLost, out: list[Command]) -> None:
-        """Nobody is left who could write: what is unfinished is given back at once."""
-        state = self._state
-        session = state.session(event.session)
-        if session is None:
-            return
-        del state.sessions[event.session]
-        for ring in state.rings:
-            ring.leave(session)
-        state.counters.sessions_lost += 1
-        for step in list(session.steps.values()):
-            for leg in (step.loads, step.saves):
-                for strand in leg.strands.values() if leg is not None else ():
-                    for number, flight in strand.flights.items():
-                        del state.flights[number]
-                        state.budget.give(strand.leg.direction, flight.nbytes)
-            if step.saves is not None and step.saves.open:
-                unfinished = tuple(
-                    position
-                    for strand in step.saves.strands.values()
-                    if not strand.committed
-                    for position in strand.members
-                    if position not in step.saves.revoked
-                )
-                state.counters.revoked_parts += len(unfinished)
-                out.append(Revoke(session.number, step.number, tuple(sorted(unfinished)), "the session was lost"))
-            if step.loads is not None and not step.loads.done:
-                out.append(LoadsDone(session.number, step.number))
-            forget(state, step, out)
+        session = self._state.session(event.session)
+        if session is not None:
+            lose_session(self._state, session, out)
 
     def _step_opened(self, event: StepOpened, out: list[Command]) -> None:
         session = self._state.session(event.session)
@@ -206,66 +182,11 @@ class Flow:
         if step.loads is not None and step.loads.cohorts:
             self._state.rings[Direction.LOAD].join(step.session)
 
-    def _land(self, event: BatchDone | BatchFailed) -> Flight | None:
-        """Take a batch out of flight; None = it is long gone."""
-        state = self._state
-        flight = state.flights.get(event.batch)
-        if flight is None:
-            if state.session(event.session) is None:
-                return None
-            if not 0 < event.batch < state.next_batch:
-                raise InvalidTransition(
-                    f"session {event.session} reported batch {event.batch}, which was never granted"
-                )
-            state.counters.late_reports += 1
-            return None
-        strand = flight.strand
-        leg = strand.leg
-        step = leg.step
-        if step.session.number != event.session:
-            raise InvalidTransition(_of(step, f"has batch {event.batch}, not session {event.session}"), step.told())
-        step.story.append(event)
-        del state.flights[event.batch]
-        del strand.flights[event.batch]
-        leg.flying -= 1
-        state.budget.give(leg.direction, flight.nbytes)
-        if leg.direction is Direction.SAVE:
-            step.session.unsaved -= flight.nbytes
-        return flight
-
-    def _landed(self, flight: Flight, out: list[Command]) -> None:
-        strand = flight.strand
-        for quiet in flight.watch or ():
-            quiet.pending -= 1
-            if not quiet.pending:
-                quieted(self._state, strand.leg.step.session, quiet, out)
-        if not strand.flights and not strand.carving:
-            self._state.unsettled.append(strand.leg.step)
-
     def _batch_done(self, event: BatchDone, out: list[Command]) -> None:
-        flight = self._land(event)
-        if flight is None:
-            return
-        leg = flight.strand.leg
-        leg.moved += flight.nbytes
-        if leg.direction is Direction.LOAD:
-            self._state.counters.loaded_bytes += flight.nbytes
-        else:
-            self._state.counters.saved_bytes += flight.nbytes
-        self._landed(flight, out)
+        batch_done(self._state, event, out)
 
     def _batch_failed(self, event: BatchFailed, out: list[Command]) -> None:
-        flight = self._land(event)
-        if flight is None:
-            return
-        state, strand = self._state, flight.strand
-        state.counters.batches_failed += 1
-        if strand.leg.direction is Direction.LOAD:
-            deaths.fail_load_range(state, strand, (flight.lo, flight.hi), event.reason, out)
-        else:
-            hit = strand.overlapping(flight.lo, flight.hi)
-            deaths.kill_saves(state, strand.leg.step, hit, event.reason, out)
-        self._landed(flight, out)
+        batch_failed(self._state, event, out)
 
     def _loads_fenced(self, event: LoadsFenced, out: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import math
 
-from layerflow.flow.carve import Cut
+from layerflow.flow.carve import Cohort, Cut
 from layerflow.flow.commands import Command, Submit
 from layerflow.flow.events import Direction
 from layerflow.flow.sessions import Session
 from layerflow.flow.state import State
-from layerflow.flow.steps import Flight, Leg
+from layerflow.flow.steps import Flight
 
 
 def grant(state: State, now: float, out: list[Command]) -> None:
     """Grant whatever may run now."""
-    if len(state.rings[Direction.LOAD]) and not _grant(state, Direction.LOAD, now, out):
+    loads, saves = state.rings
+    if loads.queue and not _grant(state, Direction.LOAD, now, out):
         return
-    if len(state.rings[Direction.SAVE]):
+    if saves.queue:
         _grant(state, Direction.SAVE, now, out)
 
 
@@ -29,24 +30,25 @@ def _grant(state: State, direction: Direction, now: float, out: list[Command]) -
     """Grant in one direction; False when a batch is waiting for room."""
     ring, budget = state.rings[direction], state.budget
     limits, max_bytes = budget.limits, budget.max_batch[direction]
-    while (session := ring.first) is not None:
-        leg = session.next_leg(direction, limits.prefetch_layers)
-        if leg is None:
+    while ring.queue:
+        session = ring.queue[0]
+        cohort = session.next_cohort(direction, limits.prefetch_layers)
+        if cohort is None:
             ring.leave(session)
             continue
-        cut = leg.head().next_cut(limits.max_transfer_blocks, max_bytes)
+        cut = cohort.next_cut(limits.max_transfer_blocks, max_bytes)
         if not ring.turn(session, cut.nbytes, max_bytes):
             continue
         if not budget.fits(direction, cut.nbytes):
             return False
         ring.charge(session, cut.nbytes)
-        out.append(_submit(state, session, leg, cut, now))
+        out.append(_submit(state, session, cohort, cut, now))
     return True
 
 
-def _submit(state: State, session: Session, leg: Leg, cut: Cut, now: float) -> Submit:
-    cohort = leg.head()
+def _submit(state: State, session: Session, cohort: Cohort, cut: Cut, now: float) -> Submit:
     strand, layer = cohort.strand, cohort.layer
+    leg = strand.leg
     direction, number = leg.direction, state.next_batch
     state.next_batch = number + 1
     seals = False

@@ -10,6 +10,7 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.events import Direction, LayerShape, SessionOpened
 
 if TYPE_CHECKING:
+    from layerflow.flow.carve import Cohort
     from layerflow.flow.quiet import Quiet
     from layerflow.flow.steps import Leg, Step
 
@@ -65,25 +66,25 @@ class Session:
     unsaved: int = 0
     aborting: dict[str, Quiet] = field(default_factory=dict)
 
-    def next_leg(self, direction: Direction, prefetch_layers: int) -> Leg | None:
-        """Whose turn it is: loads by distance to the frontier, then by deadline; saves oldest step first.
+    def next_cohort(self, direction: Direction, prefetch_layers: int) -> Cohort | None:
+        """What it moves next: loads by distance to the frontier, then by deadline; saves oldest step first.
 
         :param prefetch_layers: loads further past the frontier must wait; 0 = none must.
         """
         legs = self.carving[direction]
-        if not legs:
-            return None
         if direction is Direction.SAVE:
-            return next(iter(legs.values()))
-        best: Leg | None = None
+            for leg in legs.values():
+                return leg.head()
+            return None
+        best: Cohort | None = None
         order = (0, 0.0)
         for leg in legs.values():
-            step = leg.step
-            distance = leg.head().layer - step.frontier
+            head, step = leg.head(), leg.step
+            distance = head.layer - step.frontier
             if prefetch_layers and distance > prefetch_layers:
                 continue
             if best is None or (distance, step.deadline) < order:
-                best, order = leg, (distance, step.deadline)
+                best, order = head, (distance, step.deadline)
         return best
 
 

@@ -162,18 +162,17 @@ def _conserving(state: State) -> None:
     """No permitted batch idles while there is room for it."""
     limits, budget = state.budget.limits, state.budget
     for direction in Direction:
-        first = None
         for session in state.sessions.values():
-            leg = session.next_leg(direction, limits.prefetch_layers)
-            if leg is not None and not session.queued[direction]:
+            cohort = session.next_cohort(direction, limits.prefetch_layers)
+            if cohort is not None and not session.queued[direction]:
                 raise InvalidTransition(
-                    f"session {session.number}: permitted {direction.name} work is not queued", leg.step.told()
+                    f"session {session.number}: permitted {direction.name} work is not queued",
+                    cohort.strand.leg.step.told(),
                 )
-        session_first = state.rings[direction].first
-        if session_first is not None:
-            first = session_first.next_leg(direction, limits.prefetch_layers)
+        queue = state.rings[direction].queue
+        first = queue[0].next_cohort(direction, limits.prefetch_layers) if queue else None
         if first is not None:
-            cut = first.head().next_cut(limits.max_transfer_blocks, budget.max_batch[direction])
+            cut = first.next_cut(limits.max_transfer_blocks, budget.max_batch[direction])
             if budget.fits(direction, cut.nbytes):
-                raise InvalidTransition(f"{direction.name} work idles although it fits", first.step.told())
+                raise InvalidTransition(f"{direction.name} work idles although it fits", first.strand.leg.step.told())
             return

@@ -1,0 +1,168 @@
+"""Who goes first, how much at once, and when."""
+
+from __future__ import annotations
+
+import pytest
+from flow_world import LOAD, SAVE, World, of, submits
+
+from layerflow.errors import ConfigError
+from layerflow.flow import Flow
+from layerflow.flow.commands import WakeAt
+from layerflow.flow.events import FrontierReached, LayersComputed, Limits, LimitsChanged, Part, StepClosed
+from layerflow.flow.grant import stagger_slot
+
+
+def test_prefetch_window_follows_the_frontier():
+    world = World(Limits(prefetch_layers=2))
+    world.open_session(0, [(0, 10)] * 6)
+    assert [s.layer for s in submits(world.open(0, 1, [Part("a", 0, 1)]))] == [0, 1]
+    assert [s.layer for s in submits(world.send(FrontierReached(0, 1, 0)))] == [2]
+    assert [s.layer for s in submits(world.send(LayersComputed(0, 1, 3)))] == [3, 4]
+    assert [s.layer for s in submits(world.send(StepClosed(0, 1, True)))] == [5]
+
+
+def test_a_closed_prefetch_window_opens_with_the_limits():
+    world = World(Limits(prefetch_layers=1))
+    world.open_session(0, [(0, 10)] * 4)
+    world.open(0, 1, [Part("a", 0, 1)])
+    assert [s.layer for s in submits(world.send(LimitsChanged(Limits())))] == [1, 2, 3]
+
+
+def test_loads_before_saves_when_contended():
+    world = World(Limits(max_inflight_bytes=40, max_transfer_bytes=10))
+    world.open_session(0, [(0, 10)] * 8)
+    out = submits(world.open(0, 1, [Part("a", 0, 1)], [Part("a", 0, 1)]))
+    assert [s.direction for s in out] == [LOAD] * 4
+    order = []
+    while world.flying:
+        load = next((s for s in world.flying.values() if s.direction is LOAD), None)
+        order += [s.direction for s in submits(world.done(load or next(iter(world.flying.values()))))]
+    assert order == [LOAD] * 4 + [SAVE] * 8
+
+
+def test_saves_take_at_most_half_and_a_load_always_finds_room():
+    world = World(Limits(max_inflight_bytes=40, max_transfer_bytes=40))
+    world.open_session(0, [(0, 5)] * 8)
+    world.open(0, 1, (), [Part("a", 0, 2)])
+    assert world.inflight(SAVE) == 20
+    world.open(0, 2, [Part("b", 0, 8)])
+    assert world.inflight(LOAD) == 20
+    world.drain()
+
+
+def test_a_lowered_budget_lets_one_load_pass_saves_that_wait_for_compute():
+    world = World(Limits(max_inflight_bytes=400))
+    world.open_session(0, [(0, 10)] * 10)
+    world.open(0, 1, (), [Part("a", 0, 2)])
+    assert world.inflight(SAVE) == 200
+    world.send(LimitsChanged(Limits(max_inflight_bytes=20)))
+    world.open(0, 2, [Part("b", 0, 1)])
+    assert world.inflight(LOAD) == 10
+    world.drain()
+
+
+def test_limits_never_revoke_what_is_granted():
+    world = World()
+    world.open_session(0, [(0, 10)] * 4)
+    world.open(0, 1, [Part("a", 0, 4)])
+    assert world.send(LimitsChanged(Limits(max_inflight_bytes=2, max_transfer_blocks=1))) == []
+    assert len(world.flying) == 4
+
+
+def test_nearest_to_its_frontier_first_then_the_earlier_deadline():
+    world = World(Limits(max_inflight_bytes=20, max_transfer_bytes=10))
+    world.open_session(0, [(0, 10)] * 3)
+    world.open(0, 1, [Part("a", 0, 2)], deadline=900.0)
+    world.open(0, 2, [Part("b", 0, 1)], deadline=800.0)
+    world.open(0, 3, [Part("c", 0, 1)], deadline=700.0)
+    world.send(FrontierReached(0, 1, 1))  # step 1 has carved layer 0: layer 1 is at distance 0, the others at 1
+    order = []
+    while world.flying:
+        order += [(s.step, s.layer) for s in submits(world.done(next(iter(world.flying.values()))))]
+    assert order == [(1, 1), (1, 1), (3, 0), (2, 0), (1, 2), (1, 2), (3, 1), (2, 1), (3, 2), (2, 2)]
+
+
+def test_one_long_prompt_starves_nobody():
+    world = World(Limits(max_inflight_bytes=80, max_transfer_bytes=20))
+    world.open_session(0, [(0, 10)] * 20)
+    world.open_session(1, [(0, 4)] * 4)
+    world.open(0, 1, [Part("long", 0, 100)])
+    world.open(1, 1, [Part("short", 0, 5)])
+    taken = [0, 0]
+    while any(key[0] == 1 and not one.loads_done for key, one in world.live.items()):
+        for s in submits(world.done(next(iter(world.flying.values())))):
+            taken[s.session] += s.nbytes
+    assert taken[1] == 80
+    assert taken[0] <= 80 + 100  # an even share, what was in flight, and a quantum
+    world.drain()
+
+
+def test_even_shares_whatever_the_batch_sizes():
+    world = World(Limits(max_inflight_bytes=120, max_transfer_bytes=30), validate=False)
+    world.open_session(0, [(0, 30)] * 2)
+    world.open_session(1, [(0, 7)] * 2)
+    world.open(0, 1, [Part("a", 0, 300)])
+    world.open(1, 1, [Part("b", 0, 1000)])
+    taken = [0, 0]
+    for _ in range(200):
+        for s in submits(world.done(next(iter(world.flying.values())))):
+            taken[s.session] += s.nbytes
+    assert 0.9 < taken[0] / taken[1] < 1.1
+
+
+def test_the_budget_is_over_all_sessions_and_refilled_at_once():
+    world = World(Limits(max_inflight_bytes=50, max_transfer_bytes=10))
+    for session in range(3):
+        world.open_session(session, [(0, 10)] * 10)
+        world.open(session, 1, [Part("a", 0, 1)])
+    while len(world.flying) == 5:
+        world.done(next(iter(world.flying.values())))
+    assert not any(leg for s in world.flow._state.sessions.values() for leg in s.carving)
+    world.drain()
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 8])
+def test_ranks_of_a_machine_take_different_slots_of_one_grid(tp_size):
+    stagger_us = 200
+    for layer in (0, 5):
+        times = [stagger_slot(7.0, rank, tp_size, layer, stagger_us) for rank in range(tp_size)]
+        grid = sorted(round(when / (stagger_us * 1e-6)) % tp_size for when in times)
+        assert grid == list(range(tp_size))
+        assert all(7.0 <= when < 7.0 + tp_size * stagger_us * 1e-6 + 1e-9 for when in times)
+        assert round(times[1] / (stagger_us * 1e-6)) % tp_size == (1 + layer) % tp_size
+
+
+def test_stagger_applies_to_loads_of_tensor_parallel_sessions_only():
+    world = World(Limits(stagger_us=100))
+    world.open_session(0, [(0, 10)] * 3, 1, 4)
+    world.open_session(1, [(0, 10)] * 3)
+    out = submits(world.open(0, 1, [Part("a", 0, 1)], [Part("a", 0, 1)]))
+    assert all(s.not_before >= world.now for s in out if s.direction is LOAD)
+    assert {s.not_before for s in out if s.direction is SAVE} == {0.0}
+    assert {s.not_before for s in submits(world.open(1, 1, [Part("a", 0, 1)]))} == {0.0}
+
+
+def test_wake_at_only_when_the_earliest_deadline_changes():
+    world = World()
+    world.open_session(0, [(0, 10)])
+    assert [c.when for c in of(world.open(0, 1, [Part("a", 0, 1)], deadline=500.0, save_deadline=600.0), WakeAt)] == [
+        500.0
+    ]
+    assert of(world.open(0, 2, [Part("a", 0, 1)], deadline=700.0, save_deadline=700.0), WakeAt) == []
+    assert [c.when for c in of(world.open(0, 3, [Part("a", 0, 1)], deadline=400.0), WakeAt)] == [400.0]
+    (third,) = [s for s in world.flying.values() if s.step == 3]
+    assert [c.when for c in of(world.done(third), WakeAt)] == [500.0]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(max_transfer_blocks=0), Limits(max_transfer_bytes=0), Limits(max_inflight_bytes=1), Limits(stagger_us=-1)],
+)
+def test_impossible_limits_are_refused_and_change_nothing(limits):
+    with pytest.raises(ConfigError):
+        Flow(limits)
+    world = World()
+    world.open_session(0, [(0, 10)])
+    with pytest.raises(ConfigError):
+        world.flow.handle(LimitsChanged(limits), 1.0)
+    assert len(submits(world.open(0, 1, [Part("a", 0, 9)]))) == 1
