@@ -4,7 +4,7 @@
  * A batch goes from engine memory to the arena or back and is larger than any cache, so on x86-64 the
  * bytes are written with non-temporal stores: the destination's lines are not read first and the
  * engine's working set stays in its caches. Each extent starts somewhere else, where the hardware's
- * prefetcher knows nothing yet; the head of the next extent is therefore asked for while this one is
+ * prefetcher knows nothing yet; the next extent's lines are therefore asked for while this one is
  * copied. Elsewhere (aarch64) this is memcpy.
  */
 #define PY_SSIZE_T_CLEAN
@@ -24,24 +24,22 @@
 /* Shorter extents gain nothing from streaming and pay its alignment and fence. */
 #define STREAM_MIN_BYTES 2048
 #define LINE 64
-#define AHEAD 512     /* bytes that the source prefetch runs ahead of the copy */
-#define NEXT_HEAD 512 /* bytes of the next extent's source that are asked for early */
+#define PARTS 4   /* stretches of one extent that advance together: more pages and DRAM rows in flight */
+#define AHEAD 256 /* bytes that each stretch's prefetch runs ahead of its copy, into the next extent at the end */
 
 #if STREAMING
-static void stream_lines(char *dst, const char *src, size_t lines) {
-    for (; lines; lines--, dst += LINE, src += LINE) {
-        _mm_prefetch(src + AHEAD, _MM_HINT_NTA);
-        __m128i a = _mm_loadu_si128((const __m128i *)src);
-        __m128i b = _mm_loadu_si128((const __m128i *)(src + 16));
-        __m128i c = _mm_loadu_si128((const __m128i *)(src + 32));
-        __m128i d = _mm_loadu_si128((const __m128i *)(src + 48));
-        _mm_stream_si128((__m128i *)dst, a);
-        _mm_stream_si128((__m128i *)(dst + 16), b);
-        _mm_stream_si128((__m128i *)(dst + 32), c);
-        _mm_stream_si128((__m128i *)(dst + 48), d);
-    }
+static void stream_line(char *dst, const char *src) {
+    __m128i a = _mm_loadu_si128((const __m128i *)src);
+    __m128i b = _mm_loadu_si128((const __m128i *)(src + 16));
+    __m128i c = _mm_loadu_si128((const __m128i *)(src + 32));
+    __m128i d = _mm_loadu_si128((const __m128i *)(src + 48));
+    _mm_stream_si128((__m128i *)dst, a);
+    _mm_stream_si128((__m128i *)(dst + 16), b);
+    _mm_stream_si128((__m128i *)(dst + 32), c);
+    _mm_stream_si128((__m128i *)(dst + 48), d);
 }
 
+/* Copies `n` bytes; `next` is where the next extent's source starts. */
 static void move(char *dst, const char *src, size_t n, const char *next) {
     if (n < STREAM_MIN_BYTES) {
         memcpy(dst, src, n);
@@ -50,14 +48,15 @@ static void move(char *dst, const char *src, size_t n, const char *next) {
     size_t head = (size_t)(-(uintptr_t)dst) & (LINE - 1);
     memcpy(dst, src, head);
     dst += head, src += head, n -= head;
-    size_t lines = n / LINE, last = next ? NEXT_HEAD / LINE : 0;
-    stream_lines(dst, src, lines - last);
-    dst += (lines - last) * LINE, src += (lines - last) * LINE;
-    for (size_t i = 0; i < last; i++, dst += LINE, src += LINE) {
-        _mm_prefetch(next + i * LINE, _MM_HINT_NTA);
-        stream_lines(dst, src, 1);
+    size_t part = n / LINE / PARTS * LINE, last = part - AHEAD;
+    for (size_t at = 0; at < part; at += LINE) {
+        const char *ahead = at < last ? src + at + AHEAD : next + (at - last);
+        for (size_t p = 0; p < PARTS; p++) {
+            _mm_prefetch(ahead + p * part, _MM_HINT_NTA);
+            stream_line(dst + p * part + at, src + p * part + at);
+        }
     }
-    memcpy(dst, src, n % LINE);
+    memcpy(dst + PARTS * part, src + PARTS * part, n - PARTS * part);
 }
 #else
 static void move(char *dst, const char *src, size_t n, const char *next) {
@@ -69,7 +68,7 @@ static void move(char *dst, const char *src, size_t n, const char *next) {
 static void move_all(uintptr_t dst_base, uintptr_t src_base, const int64_t *dst, const int64_t *src,
                      const int64_t *nbytes, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
-        const char *next = i + 1 < count && nbytes[i + 1] >= STREAM_MIN_BYTES ? (const char *)(src_base + src[i + 1]) : NULL;
+        const char *next = (const char *)(src_base + src[i + 1 < count ? i + 1 : i]); /* a wrong guess is harmless */
         move((char *)(dst_base + dst[i]), (const char *)(src_base + src[i]), (size_t)nbytes[i], next);
     }
 #if STREAMING
