@@ -59,6 +59,16 @@ def test_a_cap_raised_within_a_block_finishes_the_block_first():
     assert [(s.lo, s.hi, s.byte_lo, s.byte_hi) for s in rest] == [(0, 1, 80, 100), (1, 3, 0, 0)]
 
 
+def test_a_block_that_dies_half_carved_leaves_the_next_one_whole():
+    world = World(Limits(max_transfer_bytes=40, max_inflight_bytes=80))
+    world.open_session(0, [(0, 100)])
+    first = submits(world.open(0, 1, [Part("a", 0, 1), Part("b", 0, 1)]))
+    assert [(s.lo, s.byte_lo, s.byte_hi) for s in first] == [(0, 0, 40), (0, 40, 80)]
+    world.send(RequestAborted(0, "a"))
+    assert [(s.lo, s.byte_lo, s.byte_hi) for s in submits(world.done(first[0]))] == [(1, 0, 40)]
+    world.drain()
+
+
 def test_groups_have_their_own_numbers_and_layers():
     world = World()
     world.open_session(0, [(0, 10), (1, 4), (0, 10)])

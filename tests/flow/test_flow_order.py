@@ -40,6 +40,16 @@ def test_loads_before_saves_when_contended():
     assert order == [LOAD] * 4 + [SAVE] * 8
 
 
+def test_saves_do_not_take_the_room_that_a_load_waits_for():
+    world = World(Limits(max_inflight_bytes=40, max_transfer_bytes=20))
+    world.open_session(0, [(0, 15)] * 4)
+    world.open_session(1, [(0, 5)] * 2)
+    world.open(0, 1, [Part("a", 0, 1)])
+    assert world.inflight(LOAD) == 30
+    assert not submits(world.open(1, 1, (), [Part("b", 0, 1)]))
+    world.drain()
+
+
 def test_saves_take_at_most_half_and_a_load_always_finds_room():
     world = World(Limits(max_inflight_bytes=40, max_transfer_bytes=40))
     world.open_session(0, [(0, 5)] * 8)
