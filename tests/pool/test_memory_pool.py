@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from pool_contract import OBJECT, READER, WRITER, PoolContract, key_of, new, outcomes
@@ -53,12 +55,12 @@ def test_a_new_size_takes_the_cheapest_neighbourhood_when_the_old_ones_are_all_m
     """Victims in order would leave holes everywhere; a neighbourhood without pins is emptied instead."""
     pool = MemoryPool(Arena(256 * OBJECT))
     pool.reserve([new(i) for i in range(256)], WRITER)
-    pool.commit([key_of(i) for i in range(256)], WRITER)
-    pool.acquire([key_of(i) for i in range(0, 256) if i // 8 % 2 or i < 8], READER, 9.0)
+    pool.commit([key_of(i) for i in random.Random(0).sample(range(256), 256)], WRITER)
+    pool.acquire([key_of(i) for i in range(256) if i // 8 % 2 or i < 8], READER, 9.0)
     [wide] = pool.reserve([new("wide", 8 * OBJECT)], WRITER)
     pool.validate()
     assert wide.outcome is Outcome.RESERVED
-    assert pool.statistics().evictions < 60
+    assert pool.statistics().evictions <= 24
 
 
 def test_a_mixed_batch_that_needs_eviction_of_several_sizes_never_takes_its_own_room():
@@ -70,6 +72,23 @@ def test_a_mixed_batch_that_needs_eviction_of_several_sizes_never_takes_its_own_
         pool.validate()
         assert outcomes(reserved) == [Outcome.RESERVED] * 10
         assert pool.commit([each.key for each in batch], WRITER) == 10
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_changing_mixes_of_sizes_under_random_pins(seed):
+    """Rooms of one call are on no books yet while the next is made: emptying a neighbourhood must spare them."""
+    rng = random.Random(seed)
+    pool = MemoryPool(Arena(96 * OBJECT))
+    for turn in range(120):
+        if turn % 10 == 0:
+            sizes = rng.sample(range(1, 12), 3)
+        batch = [new((turn, i), rng.choice(sizes) * OBJECT - rng.choice((0, 0, 500))) for i in range(rng.randint(1, 9))]
+        reserved = pool.reserve(batch, WRITER)
+        pool.validate()
+        written = [each for each, (outcome, _) in zip(batch, reserved, strict=True) if outcome is Outcome.RESERVED]
+        assert pool.commit([each.key for each in rng.sample(written, len(written))], WRITER) == len(written)
+        pool.acquire([each.key for each in written if rng.random() < 0.3], READER, turn + rng.randint(1, 12))
+        pool.expire(turn)
 
 
 def test_released_pins_do_not_pile_up():

@@ -125,8 +125,7 @@ class MemoryPool:
             self._directory.reserve(Entry(objects[index], offset, room, owner))
             if offset < self._dirty:
                 self._wipe(offset)
-            if offset + room > self._dirty:
-                self._dirty = offset + room
+            self._dirty = max(self._dirty, offset + room)
             results[index] = Reservation(Outcome.RESERVED, offset)
         final = [
             result or (_BUSY if new.key in writing else _FULL) for result, new in zip(results, objects, strict=True)

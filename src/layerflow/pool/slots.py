@@ -81,7 +81,11 @@ class _SizeClass:
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """A snapshot. `used_bytes` counts whole slots; `largest_free_bytes` is the largest new object without eviction."""
+    """A snapshot. `used_bytes` counts whole slots, `unassigned_bytes` what no size owns.
+
+    `largest_free_bytes` is the largest object that finds room without eviction: in what no size owns, or, for
+    an object of just that size, in a free slot.
+    """
 
     capacity_bytes: int
     used_bytes: int
