@@ -1,3 +1,83 @@
-"""layerflow moves the KV cache of LLM serving engines layer by layer."""
+"""layerflow moves the KV cache of LLM serving engines layer by layer, hidden behind attention compute.
+
+The public surface. Names are imported when first asked for: what needs torch costs only those who use it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from layerflow.agent import (
+        Agent,
+        ClientKeys,
+        Control,
+        Ended,
+        FailedBlocks,
+        Hit,
+        Mode,
+        NoStep,
+        Outcome,
+        Step,
+        StepRequest,
+    )
+    from layerflow.config import Settings
+    from layerflow.errors import LayerflowError
+    from layerflow.keys import Chain, Media
+    from layerflow.server import EmbeddedServer, Server
+    from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "layerflow.agent": (
+        "Agent",
+        "ClientKeys",
+        "Control",
+        "Ended",
+        "FailedBlocks",
+        "Hit",
+        "Mode",
+        "NoStep",
+        "Outcome",
+        "Step",
+        "StepRequest",
+    ),
+    "layerflow.config": ("Settings",),
+    "layerflow.errors": ("LayerflowError",),
+    "layerflow.keys": ("Chain", "Media"),
+    "layerflow.server": ("EmbeddedServer", "Server"),
+    "layerflow.spec": ("GroupSpec", "ModelSpec", "Plane", "Shard"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Agent",
+    "Chain",
+    "ClientKeys",
+    "Control",
+    "EmbeddedServer",
+    "Ended",
+    "FailedBlocks",
+    "GroupSpec",
+    "Hit",
+    "LayerflowError",
+    "Media",
+    "Mode",
+    "ModelSpec",
+    "NoStep",
+    "Outcome",
+    "Plane",
+    "Server",
+    "Settings",
+    "Shard",
+    "Step",
+    "StepRequest",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,21 @@
-"""Inside the engine's process: the agent, its steps and lanes, and the control client for schedulers."""
+"""Inside the engine's process: the agent, its steps and lanes, and the control client for schedulers.
 
-from layerflow.agent.agent import Agent
+:class:`Agent` and the steps need torch; they are imported when first asked for, so that a tool which
+only looks at a server does not pay for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from layerflow.agent.control import Control
 from layerflow.agent.handshake import ClientKeys
-from layerflow.agent.step import NoStep, Step
 from layerflow.agent.values import MISS, READY, Ended, FailedBlocks, Hit, Outcome, StepRequest
+from layerflow.flow.policy import Mode
+
+if TYPE_CHECKING:
+    from layerflow.agent.agent import Agent
+    from layerflow.agent.step import NoStep, Step
 
 __all__ = [
     "MISS",
@@ -15,8 +26,21 @@ __all__ = [
     "Ended",
     "FailedBlocks",
     "Hit",
+    "Mode",
     "NoStep",
     "Outcome",
     "Step",
     "StepRequest",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Agent":
+        from layerflow.agent.agent import Agent  # noqa: PLC0415 - torch
+
+        return Agent
+    if name in ("NoStep", "Step"):
+        from layerflow.agent import step  # noqa: PLC0415 - torch
+
+        return getattr(step, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,7 @@ import structlog
 import torch
 import zmq
 
+from layerflow.agent.advisor import Advisor, work_of
 from layerflow.agent.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.inbox import Inbox
 from layerflow.agent.ledger import Ledger
@@ -23,6 +24,7 @@ from layerflow.agent.step import NO_STEP, NoStep, Step
 from layerflow.agent.values import MISS, AgentStatistics, Ended, Hit, StepRequest, Tally
 from layerflow.device import device_for
 from layerflow.errors import Unsupported
+from layerflow.flow.policy import Mode
 from layerflow.keys import Chain, Media, root_digest
 from layerflow.observe.trace import StepTrace
 from layerflow.ops.paged import PagedMemory
@@ -67,7 +69,7 @@ class Agent:
         self._numbers = itertools.count(1)
         self._tally = Tally()
         self._ledger = Ledger()
-        self._inbox = Inbox(self.memory, self.device, self._ledger, self._tally)
+        self._inbox = Inbox(self.memory, self.device, self._ledger, self._tally, Advisor(spec))
         context = context or zmq.Context.instance()
         self._control = Control(endpoint, engine_id, spec, context=context, lookup_timeout_s=lookup_timeout_s)
         self._populating: threading.Thread | None = None
@@ -121,6 +123,14 @@ class Agent:
         self._tally.hit_tokens += hit.tokens
         return hit
 
+    def advise(self, hit: Hit, prompt_tokens: int) -> Mode:
+        """Layer by layer, in bulk, or not at all: how to use a hit under ``transfer.mode``.
+
+        :param prompt_tokens: of the whole prompt.
+        """
+        terms = self.terms
+        return self._inbox.advisor.advise(terms.mode if terms is not None else "auto", hit, prompt_tokens)
+
     def open_step(self, requests: Sequence[StepRequest], timeout_s: float | None = None) -> Step | NoStep:
         """A forward pass begins, or is about to: loads start now, saves get their places.
 
@@ -141,6 +151,7 @@ class Agent:
             next(self._numbers), self._groups, self._block_bytes, loads, saves,
             now + loading_s, now + max(loading_s, saving_s), self.device, self._inbox.fenced, self._inbox.closed,
         )  # fmt: skip
+        step.work = work_of(requests)
         with self._ledger.lock:
             self._ledger.add(step)
             # Decided under the lock that losing the server takes: the step is told of it one way or the other.

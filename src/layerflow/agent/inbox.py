@@ -6,6 +6,7 @@ from collections import deque
 
 import structlog
 
+from layerflow.agent.advisor import Advisor
 from layerflow.agent.emulated import EmulatedLink
 from layerflow.agent.lanes import Job, LoadLane, SaveLane
 from layerflow.agent.ledger import Ledger
@@ -43,7 +44,8 @@ log = structlog.get_logger("layerflow.agent")
 class Inbox:
     """Turns plans into block lists, grants into jobs for the lanes, notices into finished steps."""
 
-    def __init__(self, memory: PagedMemory, device: Device, ledger: Ledger, tally: Tally) -> None:
+    def __init__(self, memory: PagedMemory, device: Device, ledger: Ledger, tally: Tally, advisor: Advisor) -> None:
+        self.advisor = advisor
         self.traces: deque[StepTrace] = deque(maxlen=KEPT_TRACES)
         self.attachment: Attachment | None = None
         self.link: Link | None = None
@@ -226,6 +228,7 @@ class Inbox:
         attachment = self.attachment
         trace = step.finish_trace(attachment.session if attachment is not None else 0)
         self.traces.append(trace)
+        self.advisor.observe(trace, step.work)
         if self._ledger.finish(step):
             self.link.news.figures.append(_measured(step, trace))
             self.link.ring()

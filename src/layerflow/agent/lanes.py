@@ -55,6 +55,7 @@ class LoadLane:
 
     def __init__(self, report: Report) -> None:
         self._report = report
+        self._seconds_per_byte = 0.0
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="layerflow-load", daemon=True)
         self._thread.start()
@@ -73,7 +74,8 @@ class LoadLane:
         while (job := self._jobs.get()) is not None:
             batch, step = job.batch, job.step
             if job.link.emulated:
-                sleep_until(job.arrives, LINK_SPIN_US)
+                # A link writes bytes as they pass: the copy is timed to end when the last one arrives.
+                sleep_until(job.arrives - batch.nbytes * self._seconds_per_byte - LINK_LEAD_S, LINK_SPIN_US)
             if batch.not_before:
                 # The slot is kept to the last moment: it is what keeps ranks off each other's link.
                 sleep_until(batch.not_before)
@@ -87,7 +89,13 @@ class LoadLane:
                     extents = step.blocks[LOAD][step.group_of(batch.layer)].extents(
                         batch.layer, batch.lo, batch.hi, batch.byte_lo, batch.byte_hi
                     )
+                    copying = time.monotonic()
                     event = job.copier.load(extents, step.after)
+                    if job.link.emulated:
+                        self._seconds_per_byte += (
+                            (time.monotonic() - copying) / batch.nbytes - self._seconds_per_byte
+                        ) / 8
+                        sleep_until(job.arrives, LINK_SPIN_US)
                 failure = explained.failure
             finally:
                 ended = time.monotonic()
@@ -218,6 +226,9 @@ class SaveLane:
 
 
 LINK_SPIN_US = 50
+LINK_LEAD_S = 100e-6
+"""What a batch costs besides its copy: building extents, waking up."""
+
 SAMPLE_MIN_S = 100e-6
 SAMPLE_MAX_S = 1e-3
 """Sampling costs some 5 % of a core at 1 ms and 17 % at 200 us; it happens only while saves wait."""

@@ -96,6 +96,7 @@ class Step:
         self.blocks: tuple[dict[int, BlockList], dict[int, BlockList]] = ({}, {})
         self.aborted: set[str] = set()
         self.reported = (-1, 0)
+        self.work: tuple[int, int] | None = None
         layers = len(groups)
         loading = {part.group for part in loads}
         self._groups = groups
