@@ -118,6 +118,7 @@ class Step:
         self._condition = threading.Condition()
         self._running = 0
         self._fenced = ""
+        self._cut_off = False
         self._numbered: dict[int, Numbered] = {}
         self._failures: dict[int, tuple[set[int], str]] = {}
         self._outcome: Outcome | None = None
@@ -192,7 +193,8 @@ class Step:
         began = time.monotonic()
         expired = False
         with self._condition:
-            while not (self._in_place(layer) or self._fenced):
+            # Not `_fenced`: until a running batch has ended it is not known what has failed.
+            while not (self._in_place(layer) or self._cut_off):
                 left = self.deadline - time.monotonic()
                 if left <= 0:
                     expired = True
@@ -270,14 +272,15 @@ class Step:
     def fence(self, reason: str) -> None:
         """Cut the loads off: no batch starts any more, the running one is waited for, the rest has failed."""
         with self._condition:
+            self._condition.wait_for(lambda: self._cut_off or not self._fenced)  # another thread may be at it
             if self._fenced or all(self._in_place(layer) for layer in range(len(self._groups))):
                 return
             self._fenced = reason
-            while self._running:
-                self._condition.wait()
+            self._condition.wait_for(lambda: not self._running)
             for event in itertools.chain.from_iterable(self._enqueued):
                 event.synchronize()
             self._fail_unfinished(reason)
+            self._cut_off = True
             self._condition.notify_all()
         self._on_fenced(self, reason)
 
@@ -329,8 +332,7 @@ class Step:
     def quiet(self) -> None:
         """Wait until no lane touches engine memory for this step; call after cutting it off."""
         with self._condition:
-            while self._running:
-                self._condition.wait()
+            self._condition.wait_for(lambda: not self._running)
 
     def finish_trace(self, session: int) -> StepTrace:
         """Add the compute spans between waits and dones; the step is over."""
