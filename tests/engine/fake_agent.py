@@ -55,6 +55,7 @@ class FakeAgent:
         self.pending: list[FakeStep] = []
         self.aborted: set[str] = set()
         self.opened: list[StepRequest] = []
+        self.calls: list[tuple[str, int]] = []
         self.lookups: list[tuple[str, int]] = []
 
     def chain(self, tokens: Sequence[int]) -> Chain:
@@ -141,6 +142,7 @@ class FakeStep:
         self.agent, self.requests = agent, requests
         self.polls, self.closed, self.ok, self.done = 0, False, False, 0
         self.failed: list[FailedBlocks] = []
+        self.calls = agent.calls
         self.loads = [
             (asked, piece, agent.pool.objects[piece.key])
             for asked in requests
@@ -161,6 +163,7 @@ class FakeStep:
 
     def wait_layer(self, layer: int) -> Outcome:
         assert not self.closed
+        self.calls.append(("wait", layer))
         for asked, piece, (numbers, stored) in self.loads:
             if asked.request in self.agent.aborted or layer not in self.agent.spec.groups[piece.key[1]].layers:
                 continue
@@ -185,6 +188,7 @@ class FakeStep:
 
     def layer_done(self, layer: int, event: object = None) -> None:
         assert layer == self.done
+        self.calls.append(("done", layer))
         self.done += 1
 
     def close(self, ok: bool | None = None) -> None:

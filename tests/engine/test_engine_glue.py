@@ -130,7 +130,7 @@ def test_blocks_are_not_reused_while_saves_still_read_them(config):
     # Saves read engine memory only after several more steps; a block given away early would be stored wrong.
     tight = dataclasses.replace(config, num_blocks=75)
     prompts = [passage(260, 900 * index) for index in range(5)]
-    engine, agent = connected(tight, delay=4)
+    engine, agent = connected(tight, delay=12)
     answer(engine, *prompts)
     warm, _ = connected(config, agent.pool)
     results = answer(warm, *prompts)
@@ -159,6 +159,18 @@ def test_answers_are_neither_loaded_nor_saved():
     answer(engine, passage(100))
     assert [asked.save for asked in agent.opened] == [(0, 100)]
     assert agent.opened[0].last
+
+
+def test_bulk_waits_for_every_layer_before_the_first_and_layerwise_for_each_in_turn():
+    prompt, layers = passage(100), range(TINY_GQA.num_layers)
+    pool = FakePool()
+    answer(connected(TINY_GQA, pool)[0], prompt)
+    for mode in ("layerwise", "bulk"):
+        engine, agent = connected(TINY_GQA, pool, mode)
+        answer(engine, prompt)
+        before = agent.calls[: agent.calls.index(("done", 0))]
+        assert [layer for _, layer in before] == (list(layers) if mode == "bulk" else [0])
+        assert [layer for call, layer in agent.calls if call == "done"] == list(layers)
 
 
 def test_prompts_are_saved_step_by_step():

@@ -116,7 +116,7 @@ class EngineConfig:
         return tuple(PlaneSize(name, self.dtype, (self.kv_heads, self.head_dim)) for name in ("k", "v"))
 
 
-# Sized for one torch thread: a prompt of 1,500 tokens takes about a second, and its KV is 40 to 70 MiB.
+# Sized for one torch thread: a prompt of 1,500 tokens takes one to two seconds, and its KV is 40 to 70 MiB.
 GQA = EngineConfig(name="gqa", kinds=("full",) * 12, hidden=256, heads=8, kv_heads=4, head_dim=128, mlp=512)
 MLA = EngineConfig(
     name="mla",

@@ -141,7 +141,7 @@ class Engine:
         """Answer all prompts in shared steps; results in the prompts' order."""
         names = [self.submit(prompt, max_tokens) for prompt in prompts]
         self.run()
-        return [self.results[name] for name in names]
+        return [self.results.pop(name) for name in names]
 
     def _append(self, request: Request, token: int) -> None:
         request.output.append(token)

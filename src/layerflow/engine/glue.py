@@ -124,8 +124,7 @@ class LayerflowConnection:
         return StepRequest(
             request=request.transfer_id,
             chain=live.chain,
-            # A copy: the engine recycles entries of its own table while saves may still be under way.
-            blocks=tuple(table.copy() for table in request.tables),
+            blocks=tuple(request.tables),
             load=(0, span.load),
             hit=live.hit,
             save=(span.start, span.stop),

@@ -1,0 +1,58 @@
+"""The glue against the real agent and a real server in this process."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from layerflow.config import PoolSettings, Settings
+from layerflow.engine import Engine
+from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA
+from layerflow.engine.glue import LayerflowConnection, attach
+from layerflow.engine.texts import passage
+from layerflow.server.embedded import EmbeddedServer
+
+TINY = pytest.mark.parametrize("config", [TINY_GQA, TINY_MLA, TINY_HYBRID], ids=lambda config: config.name)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(Settings(pool=PoolSettings(size=32 << 20, warm=False))) as running:
+        yield running
+
+
+def served(server: EmbeddedServer, config, engine_id: str, mode="layerwise") -> tuple[Engine, LayerflowConnection]:
+    engine = Engine(config)
+    return engine, attach(engine, server.endpoint, engine_id, mode=mode, chunk_tokens=64, context=server.context)
+
+
+@TINY
+@pytest.mark.parametrize("mode", ["layerwise", "bulk"])
+def test_what_one_engine_saved_another_loads(server, config, mode):
+    prompts = [passage(229, 300 if mode == "bulk" else 0), passage(130, 6000 if mode == "bulk" else 8000)]
+    writer, first = served(server, config, f"writer-{config.name}-{mode}", mode)
+    cold = writer.generate(prompts, 8)
+    writer.drain()
+    first.close()
+
+    reader, second = served(server, config, f"reader-{config.name}-{mode}", mode)
+    for planes in reader.cache.tensors.values():
+        for plane in planes.values():
+            plane[1:] = float("nan") if plane.is_floating_point() else 99
+    longer = [prompts[0], prompts[1] + " And then?"]
+    hits = reader.generate(longer, 8)
+    reader.drain()
+    second.close()
+    assert [result.cached_tokens for result in cold] == [0, 0]
+    assert [result.cached_tokens for result in hits] == [228, 130]
+    assert [result.tokens for result in hits] == [r.tokens for r in Engine(config).generate(longer, 8)]
+
+
+def test_an_engine_whose_server_is_away_computes_everything(tmp_path):
+    prompt = passage(200)
+    engine = Engine(TINY_HYBRID)
+    connection = attach(engine, f"ipc://{tmp_path}/nobody.sock", "early", wait_s=0)
+    result = engine.generate([prompt, prompt], 6)[1]
+    engine.drain()
+    connection.close()
+    assert result.cached_tokens == 0
+    assert result.tokens == Engine(TINY_HYBRID).generate([prompt], 6)[0].tokens
