@@ -206,6 +206,7 @@ class Agent:
         """Cut off what is open, stop the threads and hang up."""
         self._link.close()
         self._inbox.close()
+        self._link.release()
         self._control.close()
 
     def __enter__(self) -> Agent:

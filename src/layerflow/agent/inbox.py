@@ -193,7 +193,7 @@ class Inbox:
         if step is None or self._copiers is None:
             self.link.news.failed.append(Failure(batch.batch, "cancelled: the step is over"))
             return
-        job = Job(batch, step, self._copiers[batch.direction], self._links[batch.direction])
+        job = Job(batch, step, self._copiers[batch.direction], self._links[batch.direction], self.link.news)
         if batch.direction == LOAD:
             step.granted(batch)
             self._load_lane.put(job)
@@ -245,13 +245,13 @@ class Inbox:
         batch = job.batch
         if failure:
             self._tally.failed_batches += 1
-            self.link.news.failed.append(Failure(batch.batch, failure))
+            job.news.failed.append(Failure(batch.batch, failure))
         else:
             if batch.direction == LOAD:
                 self._tally.loaded_bytes += batch.nbytes
             else:
                 self._tally.saved_bytes += batch.nbytes
-            self.link.news.done.append(batch.batch)
+            job.news.done.append(batch.batch)
         self.link.ring()
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import structlog
 
 from layerflow.agent.emulated import EmulatedLink
+from layerflow.agent.link import News
 from layerflow.agent.step import CANCELLED, LOAD, SAVE, Step
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import sleep_until, use_precise_timers
@@ -31,6 +32,7 @@ log = structlog.get_logger("layerflow.agent.lanes")
 class Job:
     """A batch on its way through a lane.
 
+    :param news: where its end is reported: to the server that granted it, and no other.
     :param sent: when its bytes began to pass the emulated link (loads: reserved when granted).
     :param arrives: when the last of them has passed.
     """
@@ -39,6 +41,7 @@ class Job:
     step: Step
     copier: Copier
     link: EmulatedLink
+    news: News
     sent: float = 0.0
     arrives: float = 0.0
 

@@ -82,18 +82,14 @@ class Owner(Protocol):
 
 
 @dataclass(slots=True)
-class _News:
-    """What the next report will carry."""
+class News:
+    """What the next report will carry. Each attachment has its own: another server's batches bear the same numbers."""
 
     done: deque[int] = field(default_factory=deque)
     failed: deque[Failure] = field(default_factory=deque)
     fenced: deque[Fence] = field(default_factory=deque)
     closed: deque[Closed] = field(default_factory=deque)
     figures: deque[Figures] = field(default_factory=deque)
-
-    def clear(self) -> None:
-        for column in (self.done, self.failed, self.fenced, self.closed, self.figures):
-            column.clear()
 
 
 class Link:
@@ -112,7 +108,7 @@ class Link:
         self._engine = engine
         self._spec = spec
         self._owner = owner
-        self.news = _News()
+        self.news = News()
         self._outbox: deque[Message] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._rung = False
@@ -130,18 +126,23 @@ class Link:
         self.ring()
 
     def ring(self) -> None:
-        """Wake the thread, at most once until it has looked."""
-        if not self._rung:
+        """Wake the thread, at most once until it has looked; nobody is woken after :meth:`close`."""
+        if not self._rung and not self._closing:
             self._rung = True
             os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         """Send what is queued and hang up."""
         self._closing = True
-        self._rung = False
-        self.ring()
+        if self._bell >= 0:
+            os.eventfd_write(self._bell, 1)
         self._thread.join()
-        os.close(self._bell)
+
+    def release(self) -> None:
+        """Give the bell's descriptor back, once no lane can ring it any more."""
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
 
     def _run(self) -> None:
         tries = 0
@@ -191,7 +192,7 @@ class Link:
                 os.close(fd)
             terms = conversation.attach(Attach(self._spec, memory=True), deadline).terms
             self._outbox.clear()
-            self.news.clear()
+            self.news = News()
             attached = True
             self._owner.attached_to(Attachment(welcome.session, arena, terms, welcome))
             self.ready.set()
