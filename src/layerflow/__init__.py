@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from layerflow.agent import (
         Agent,
+        AsyncAgent,
+        AsyncStep,
         ClientKeys,
         Control,
         Ended,
@@ -33,6 +35,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "layerflow.agent": (
         "Agent",
+        "AsyncAgent",
+        "AsyncStep",
         "ClientKeys",
         "Control",
         "Ended",
@@ -54,6 +58,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Agent",
+    "AsyncAgent",
+    "AsyncStep",
     "Chain",
     "ClientKeys",
     "Control",

@@ -6,6 +6,7 @@ only looks at a server does not pay for it.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from layerflow.agent.control import Control
@@ -15,12 +16,15 @@ from layerflow.flow.policy import Mode
 
 if TYPE_CHECKING:
     from layerflow.agent.agent import Agent
+    from layerflow.agent.aio import AsyncAgent, AsyncStep
     from layerflow.agent.step import NoStep, Step
 
 __all__ = [
     "MISS",
     "READY",
     "Agent",
+    "AsyncAgent",
+    "AsyncStep",
     "ClientKeys",
     "Control",
     "Ended",
@@ -34,13 +38,10 @@ __all__ = [
 ]
 
 
+_HOME_OF = {"Agent": "agent", "AsyncAgent": "aio", "AsyncStep": "aio", "NoStep": "step", "Step": "step"}
+
+
 def __getattr__(name: str) -> object:
-    if name == "Agent":
-        from layerflow.agent.agent import Agent  # noqa: PLC0415 - torch
-
-        return Agent
-    if name in ("NoStep", "Step"):
-        from layerflow.agent import step  # noqa: PLC0415 - torch
-
-        return getattr(step, name)
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

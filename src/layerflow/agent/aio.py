@@ -1,0 +1,76 @@
+"""The agent for asyncio engines: the same agent, its waits off the event loop.
+
+What is ready returns without leaving the loop; what is not waits on a worker thread, under the step's
+own deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import anyio.to_thread
+
+from layerflow.agent.agent import Agent
+from layerflow.agent.step import NoStep, Step
+from layerflow.agent.values import Hit, Outcome, StepRequest
+from layerflow.keys import Chain
+
+
+class AsyncStep:
+    """An open step; ``async with`` closes it."""
+
+    def __init__(self, step: Step | NoStep) -> None:
+        self.step = step
+
+    async def wait_layer(self, layer: int) -> Outcome:
+        """As :meth:`layerflow.agent.step.Step.wait_layer`.
+
+        Cancelling the caller does not cancel the loads; abort their requests for that.
+        """
+        if self.step.is_ready(layer):
+            return self.step.wait_layer(layer)
+        return await anyio.to_thread.run_sync(self.step.wait_layer, layer, abandon_on_cancel=True)
+
+    async def wait_all(self) -> Outcome:
+        """All layers at once (bulk loading)."""
+        return await anyio.to_thread.run_sync(self.step.wait_all, abandon_on_cancel=True)
+
+    def layer_done(self, layer: int, event: object = None) -> None:
+        """As :meth:`layerflow.agent.step.Step.layer_done`: a few plain stores."""
+        self.step.layer_done(layer, event)
+
+    def close(self, ok: bool | None = None) -> None:
+        """The forward pass ended."""
+        self.step.close(ok)
+
+    async def __aenter__(self) -> AsyncStep:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.step.close(None if kind is None else False)
+
+
+class AsyncAgent:
+    """Wraps an :class:`~layerflow.agent.Agent`; its other methods never wait and are used as they are."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    async def lookup(self, request: str, chain: Chain) -> Hit:
+        """As :meth:`Agent.lookup`."""
+        return await anyio.to_thread.run_sync(self.agent.lookup, request, chain, abandon_on_cancel=True)
+
+    def open_step(self, requests: Sequence[StepRequest], timeout_s: float | None = None) -> AsyncStep:
+        """As :meth:`Agent.open_step`, which returns at once."""
+        return AsyncStep(self.agent.open_step(requests, timeout_s))
+
+    async def wait_idle(self, request: str, timeout_s: float) -> bool:
+        """As :meth:`Agent.wait_idle`."""
+        return await anyio.to_thread.run_sync(self.agent.wait_idle, request, timeout_s, abandon_on_cancel=True)
+
+    async def close(self) -> None:
+        """Detach."""
+        await anyio.to_thread.run_sync(self.agent.close)
