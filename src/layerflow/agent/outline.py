@@ -109,7 +109,7 @@ def outline_saves(spec: ModelSpec, requests: Sequence[StepRequest], partial: boo
             continue
         for number, group in enumerate(spec.groups):
             pieces, parent = _save_pieces(spec, group, request, partial)
-            table = np.asarray(request.blocks[number], dtype=np.int64)
+            table = np.array(request.blocks[number], dtype=np.int64)
             kept = tuple(
                 piece
                 for piece in pieces
@@ -191,7 +191,8 @@ def _whole(spec: ModelSpec, group: GroupSpec, number: int, tokens: int, digest: 
 
 
 def _table(request: StepRequest, group: int, pieces: Sequence[Piece]) -> np.ndarray:
-    table = np.asarray(request.blocks[group], dtype=np.int64)
+    # A copy: the engine goes on writing its table while the server plans.
+    table = np.array(request.blocks[group], dtype=np.int64)
     for piece in pieces:
         held = table[piece.blocks.start : piece.blocks.stop]
         if len(held) != len(piece.blocks) or (held < 0).any():
