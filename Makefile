@@ -4,10 +4,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint campaign test-npu bench clean
 
 setup: $(STAMP)
 
+# torch first and by itself: its pinned CPU build, not the newest one with gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt src/layerflow/ops/_copy.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch numpy
@@ -21,13 +22,21 @@ test: lint
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)
-	$(BIN)/ruff check src cli tests bench
-	$(BIN)/ruff format --check src cli tests bench
+	$(BIN)/ruff check src cli tests
+	$(BIN)/ruff format --check src cli tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The long forms of the fault tests: dozens of kills each.
+campaign: $(STAMP)
+	$(BIN)/python -m pytest -m campaign --timeout 1800
+
+# The npu path with the real torch_npu under an emulated CANN, in an environment of its own.
+test-npu:
+	tests/npu/run.sh
 
 bench: $(STAMP)
 	$(BIN)/layerflow bench all --json bench.json
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-npu build out bench.json
