@@ -103,7 +103,7 @@ def _module(kind: str) -> Any:
     if kind == "npu":
         try:
             importlib.import_module("torch_npu")
-        except (ImportError, RuntimeError) as error:  # without CANN it raises either
+        except Exception as error:  # without CANN: ImportError, RuntimeError or bare Exception, by what is missing
             raise Unsupported(f"device kind 'npu': torch_npu cannot be imported here: {error}") from error
     try:
         return torch.get_device_module(kind)

@@ -1,0 +1,239 @@
+"""The stream path of accelerators, one body of tests for cuda and npu.
+
+On npu this is the real torch_npu over the CANN emulator ("CANN emulated"): the API, the order of calls and the
+data; nothing here says anything about a real NPU. ``tests/npu/run.sh`` sets that up, in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from layerflow.device import DeviceEvent, device_for
+from layerflow.device.poller import Poller
+from layerflow.errors import Unsupported
+from layerflow.memfd import SharedMemory
+from layerflow.objects import object_bytes
+from layerflow.ops.copier import copier_for
+from layerflow.ops.extents import BlockList
+from layerflow.ops.paged import PagedMemory
+from layerflow.ops.streamed import StreamCopier
+from layerflow.spec import GroupSpec, ModelSpec, Plane
+
+EMULATED_NPU = bool(os.environ.get("LAYERFLOW_TEST_NPU"))
+if EMULATED_NPU:
+    importlib.import_module("torch_npu")
+elif not torch.cuda.is_available():
+    pytest.skip("no cuda device here, and npu tests run by tests/npu/run.sh only", allow_module_level=True)
+
+DEVICE = torch.device("npu" if EMULATED_NPU else "cuda", 0)
+PATIENCE = 20.0  # seconds until a test gives up
+BLOCKS, BLOCK_SIZE, HEADS, DIM = 12, 4, 2, 8
+KV = GroupSpec("full", BLOCK_SIZE, (0, 2), (Plane("k", "bfloat16", (HEADS, DIM)), Plane("v", "bfloat16", (HEADS, DIM))))
+LATENT = GroupSpec("mla", BLOCK_SIZE, (1,), (Plane("latent", "float16", (32,)), Plane("scale", "int8", (3,))))
+SPEC = ModelSpec("m", "c", (KV, LATENT), chunk_tokens=8)
+PER_OBJECT = 2  # blocks
+SHAPE = (BLOCKS, BLOCK_SIZE, HEADS, DIM)
+
+Tensors = dict[int, dict[str, torch.Tensor]]
+
+
+def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8))
+
+
+class Engine:
+    """Paged tensors on the device, with the strides that engines use: one blob for k and v, head-major, plain."""
+
+    def __init__(self) -> None:
+        elements = 2 * int(np.prod(SHAPE))
+        self.blobs = [
+            torch.empty(elements, dtype=torch.bfloat16, device=DEVICE),
+            torch.empty(elements, dtype=torch.bfloat16, device=DEVICE),
+            torch.empty(BLOCKS * BLOCK_SIZE * 32, dtype=torch.float16, device=DEVICE),
+            torch.empty(BLOCKS * BLOCK_SIZE * 3, dtype=torch.int8, device=DEVICE),
+        ]
+        blob = self.blobs[0].view(BLOCKS, 2, *SHAPE[1:])
+        head_major = self.blobs[1].view(2, BLOCKS, HEADS, BLOCK_SIZE, DIM).permute(0, 1, 3, 2, 4)
+        self.tensors: Tensors = {
+            0: {"k": blob[:, 0], "v": blob[:, 1]},
+            1: {
+                "latent": self.blobs[2].view(BLOCKS, BLOCK_SIZE, 32),
+                "scale": self.blobs[3].view(BLOCKS, BLOCK_SIZE, 3),
+            },
+            2: {"k": head_major[0], "v": head_major[1]},
+        }
+
+    def _raw(self) -> list[torch.Tensor]:
+        return [
+            torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(
+                blob.untyped_storage(), 0, (blob.numel() * blob.element_size(),), (1,)
+            )
+            for blob in self.blobs
+        ]
+
+    def fill(self, seed: int) -> None:
+        for number, raw in enumerate(self._raw()):
+            raw.copy_(random_bytes(raw.numel(), seed * 10 + number))
+
+    def bytes(self) -> list[np.ndarray]:
+        return [raw.cpu().numpy() for raw in self._raw()]
+
+
+@pytest.fixture
+def poller() -> Iterator[Poller]:
+    poller = Poller("test-poller")
+    yield poller
+    assert poller.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[SharedMemory]:
+    arena = SharedMemory.create(1 << 16)
+    yield arena
+    arena.close()
+
+
+def lists(memory: PagedMemory, arena: SharedMemory, ids: list[int]) -> list[BlockList]:
+    """The same engine blocks in every group, in objects one behind the other."""
+    at, result = 0, []
+    for number, group in enumerate(SPEC.groups):
+        n = np.arange(len(ids), dtype=np.int64)
+        size = object_bytes(group, PER_OBJECT)
+        held = np.full(n.size, PER_OBJECT, np.int64)
+        offsets = at + n // PER_OBJECT * size
+        result.append(BlockList(memory, number, arena.nbytes, np.array(ids, np.int64), offsets, held, n % PER_OBJECT))
+        at += -(-len(ids) // PER_OBJECT) * size
+    return result
+
+
+def still_running(event: DeviceEvent) -> None:
+    """The emulator completes an event 3 ms after it was recorded; a real device may be done at once."""
+    assert not (EMULATED_NPU and event.query())
+
+
+def done(poller: Poller, event: DeviceEvent) -> threading.Event:
+    fired = threading.Event()
+    poller.watch(event, fired.set)
+    return fired
+
+
+def test_what_the_device_says_of_itself() -> None:
+    device = device_for(DEVICE)
+    assert device.kind == DEVICE.type
+    capabilities = device.capabilities()
+    assert capabilities.streams
+    assert capabilities.events
+    assert capabilities.pinned
+    assert capabilities.count >= 1
+
+
+def test_an_event_is_seen_done_by_the_poller_and_not_before(poller: Poller) -> None:
+    device = device_for(DEVICE)
+    event = device.record()
+    still_running(event)
+    fired = done(poller, event)
+    assert fired.wait(PATIENCE)
+    assert event.query()
+    assert poller.statistics().sweeps > EMULATED_NPU
+    device.wait(event)
+
+
+def test_saved_blocks_come_back_byte_for_byte(poller: Poller, arena: SharedMemory) -> None:
+    engine = Engine()
+    memory = PagedMemory(SPEC, engine.tensors)
+    assert memory.packing == "k=NHD,v=NHD@0|k=HND,v=HND@2;latent=ND,scale=ND"
+    device = device_for(DEVICE)
+    assert device.pin(arena.address, arena.nbytes)
+    copier = copier_for(memory, arena)
+    assert isinstance(copier, StreamCopier)
+    ids = [7, 8, 3, 11, 0]
+    blocks = lists(memory, arena, ids)
+    layers = [(layer, blocks[group]) for layer, (group, _) in enumerate(SPEC.layer_places())]
+
+    engine.fill(1)
+    saved = engine.bytes()
+    computed = device.record()
+    for layer, listed in layers:
+        event = copier.save(listed.extents(layer, 0, len(ids)), after=computed)
+        still_running(event)
+        assert done(poller, event).wait(PATIENCE)
+    assert arena.array.any()
+
+    engine.fill(2)
+    noise = engine.bytes()
+    free = device.record()
+    for layer, listed in layers:
+        event = copier.load(listed.extents(layer, 0, len(ids)), after=free)
+        device.wait(event)
+        assert done(poller, event).wait(PATIENCE)
+    device.unpin(arena.address)
+
+    moved = [np.zeros(raw.size, bool) for raw in saved]
+    for group, layer, blob in ((0, 0, 0), (0, 2, 1), (1, 1, 2), (1, 1, 3)):
+        base = engine.blobs[blob].data_ptr()
+        listed = blocks[group].extents(layer, 0, len(ids))
+        for address, nbytes in zip(listed.engine - base, listed.nbytes, strict=True):
+            if 0 <= address < moved[blob].size:
+                moved[blob][address : address + nbytes] = True
+    for before, after, scrambled, mine in zip(saved, engine.bytes(), noise, moved, strict=True):
+        assert mine.sum() == len(ids) * mine.size // BLOCKS
+        np.testing.assert_array_equal(after, np.where(mine, before, scrambled))
+
+
+def test_runs_are_one_copy_each_and_parts_of_a_block_too(poller: Poller, arena: SharedMemory) -> None:
+    engine = Engine()
+    memory = PagedMemory(SPEC, engine.tensors)
+    blocks = lists(memory, arena, [4, 5])[1]
+    whole = blocks.extents(1, 0, 2)
+    assert whole.nbytes.size == 2  # a run per plane
+    engine.fill(3)
+    copier = copier_for(memory, arena)
+    assert done(poller, copier.save(whole)).wait(PATIENCE)
+    expected = arena.array.copy()
+    arena.array[:] = 0
+    for lo, hi in ((0, 100), (100, 257), (257, memory.block_bytes(1))):
+        for block in (0, 1):
+            assert done(poller, copier.save(blocks.extents(1, block, block + 1, lo, hi))).wait(PATIENCE)
+    np.testing.assert_array_equal(arena.array, expected)
+
+
+def test_nothing_to_move_still_gives_an_event(poller: Poller, arena: SharedMemory) -> None:
+    memory = PagedMemory(SPEC, Engine().tensors)
+    copier = copier_for(memory, arena)
+    assert done(poller, copier.load(lists(memory, arena, [4])[0].extents(0, 1, 1))).wait(PATIENCE)
+
+
+def is_pinned(address: int) -> bool:
+    """What the runtime knows of the address."""
+    if not EMULATED_NPU:
+        return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * 1).from_address(address))).is_pinned()
+    # aclrtPtrAttributes: device, location type, page size, four reserved words
+    attributes = (ctypes.c_uint32 * 7)()
+    assert ctypes.CDLL("libascendcl.so").aclrtPointerGetAttributes(ctypes.c_void_p(address), attributes) == 0
+    return attributes[1] == 0  # ACL_MEM_LOCATION_TYPE_HOST
+
+
+def test_pins_are_counted(arena: SharedMemory) -> None:
+    device, again = device_for(DEVICE), device_for(DEVICE.type)
+    assert not is_pinned(arena.address)
+    assert device.pin(arena.address, arena.nbytes)
+    assert again.pin(arena.address, arena.nbytes)
+    device.unpin(arena.address)
+    assert is_pinned(arena.address + arena.nbytes - 1)
+    again.unpin(arena.address)
+    again.unpin(arena.address)
+    assert not is_pinned(arena.address)
+
+
+@pytest.mark.skipif(not EMULATED_NPU, reason="cuda rounds addresses to pages and refuses nothing here")
+def test_a_refused_pin_says_what_to_do(arena: SharedMemory) -> None:
+    with pytest.raises(Unsupported, match=r"failed with code 107000; .*ulimit"):
+        device_for(DEVICE).pin(arena.address + 1, 4096)

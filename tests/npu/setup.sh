@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Makes .venv-npu: torch and torch_npu of one version, and what layerflow's device path needs. Does nothing where
+# it is there already. Exits 3 where the wheels cannot be installed.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+venv=$root/.venv-npu
+[ "$venv/.ready" -nt "$here/setup.sh" ] && exit 0
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+echo '*' >"$venv/.gitignore"
+if ! "$venv/bin/python" -m pip install --disable-pip-version-check -q -c "$root/constraints.txt" \
+    torch==2.13.0 torch_npu==2.13.0 numpy pyyaml msgspec structlog pytest pytest-asyncio pytest-timeout; then
+    echo "the torch_npu wheels cannot be installed here" >&2
+    exit 3
+fi
+touch "$venv/.ready"
