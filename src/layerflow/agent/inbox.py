@@ -79,6 +79,7 @@ class Inbox:
         """The server is gone: waits fail at once, nothing is saved."""
         with self._ledger.lock:
             self.attachment = None
+        self._copiers = None  # they hold the lost server's arena
         steps = self._ledger.steps()
         log.warning("agent_detached", reason=reason, open_steps=len(steps))
         for step in steps:
