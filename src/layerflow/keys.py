@@ -72,21 +72,29 @@ class Chain:
     def __init__(self, root: bytes, tokens: Sequence[int] | np.ndarray, chunk_tokens: int, media: Sequence[Media] = ()):
         if chunk_tokens < 1:
             raise BadKey(f"chunk_tokens {chunk_tokens} must be at least 1")
-        array = np.asarray(tokens)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise BadKey(f"token ids must be one list of integers, not {array.dtype} of shape {array.shape}")
-        self.tokens = array.astype(np.int64)
+        self.tokens = _token_array(tokens)
         self.chunk_tokens = chunk_tokens
         self._media = tuple(media)
         self.digests: list[bytes] = []
         self._parents = [root]
-        for index in range(len(self.tokens) // chunk_tokens):
-            digest = self.partial(index, chunk_tokens)
-            self.digests.append(digest)
-            self._parents.append(digest)
+        self._digest_full_chunks()
+
+    def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Append what was generated, so that chunks which fill up while decoding can be saved too.
+
+        :raises BadKey: as the constructor.
+        """
+        self.tokens = np.concatenate([self.tokens, _token_array(tokens)])
+        self._digest_full_chunks()
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def _digest_full_chunks(self) -> None:
+        for index in range(len(self.digests), len(self.tokens) // self.chunk_tokens):
+            digest = self.partial(index, self.chunk_tokens)
+            self.digests.append(digest)
+            self._parents.append(digest)
 
     def parent(self, chunk: int) -> bytes:
         """Digest of what comes before chunk `chunk`."""
@@ -101,6 +109,13 @@ class Chain:
             if item.start < start + tokens and item.start + item.length > start
         ]
         return chunk_digest(self._parents[chunk], self.tokens[start : start + tokens], media)
+
+
+def _token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise BadKey(f"token ids must be one list of integers, not {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64)
 
 
 def object_key(digest: bytes, group: int, shard: Shard) -> bytes:

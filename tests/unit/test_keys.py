@@ -1,0 +1,109 @@
+"""Chained keys: every byte-changing fact changes them, nothing else does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerflow.errors import BadKey
+from layerflow.keys import KEY_BYTES, Chain, Media, describe_key, object_key, root_digest
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
+
+FINGERPRINT = bytes(range(16))
+ROOT = root_digest(FINGERPRINT)
+TOKENS = st.lists(st.integers(0, 300), max_size=200)
+
+
+@given(TOKENS, TOKENS, st.integers(1, 32))
+def test_two_prompts_share_exactly_their_common_chunks(one: list[int], other: list[int], chunk: int) -> None:
+    first, second = Chain(ROOT, one, chunk), Chain(ROOT, other, chunk)
+    common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    for index, (a, b) in enumerate(zip(first.digests, second.digests, strict=False)):
+        assert (a == b) == ((index + 1) * chunk <= common)
+
+
+@given(TOKENS, TOKENS, st.integers(1, 32))
+def test_extending_a_chain_is_hashing_it_whole(prompt: list[int], generated: list[int], chunk: int) -> None:
+    chain = Chain(ROOT, prompt, chunk)
+    chain.extend(generated)
+    whole = Chain(ROOT, prompt + generated, chunk)
+    assert chain.digests == whole.digests
+    assert len(chain) == len(whole)
+    assert chain.parent(len(chain.digests)) == whole.parent(len(whole.digests))
+
+
+def test_a_partial_tail_is_found_by_a_prompt_that_continues_it() -> None:
+    short, long = Chain(ROOT, list(range(40)), 16), Chain(ROOT, list(range(60)), 16)
+    assert short.partial(2, 8) == long.partial(2, 8)
+    assert short.partial(2, 8) != long.partial(2, 7)
+    assert short.partial(1, 8) != short.partial(2, 8)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        root_digest(FINGERPRINT, adapter="lora-a"),
+        root_digest(FINGERPRINT, salt="tenant"),
+        root_digest(FINGERPRINT[::-1]),
+        root_digest(FINGERPRINT, adapter="a", salt="bc"),
+        root_digest(FINGERPRINT, adapter="ab", salt="c"),
+    ],
+)
+def test_what_changes_the_bytes_changes_every_key(other: bytes) -> None:
+    tokens = list(range(64))
+    assert not set(Chain(ROOT, tokens, 16).digests) & set(Chain(other, tokens, 16).digests)
+
+
+def test_an_adapter_and_a_salt_are_not_confused() -> None:
+    assert root_digest(FINGERPRINT, adapter="a", salt="bc") != root_digest(FINGERPRINT, adapter="ab", salt="c")
+
+
+def test_media_change_the_chunks_they_touch_and_what_follows() -> None:
+    tokens = [7] * 64
+    plain = Chain(ROOT, tokens, 16)
+    cat, dog = (Chain(ROOT, tokens, 16, [Media(20, 4, content)]) for content in (b"cat", b"dog"))
+    assert plain.digests[0] == cat.digests[0] == dog.digests[0]
+    for later in range(1, 4):
+        assert len({plain.digests[later], cat.digests[later], dog.digests[later]}) == 3
+
+
+def test_media_across_a_chunk_border_belong_to_both_chunks() -> None:
+    one, other = (Chain(ROOT, [7] * 32, 16, [Media(12, 8, content)]) for content in (b"1", b"2"))
+    assert one.partial(0, 12) == other.partial(0, 12)
+    assert one.partial(0, 13) != other.partial(0, 13)
+
+
+@pytest.mark.parametrize("bad", [[1.5], [[1, 2]], ["a"], np.zeros(3, dtype=bool)])
+def test_what_is_no_token_list_is_refused(bad: object) -> None:
+    with pytest.raises(BadKey, match="token ids"):
+        Chain(ROOT, bad, 16)  # type: ignore[arg-type]
+
+
+def test_object_keys_differ_by_group_and_rank() -> None:
+    digest = Chain(ROOT, [1] * 16, 16).digests[0]
+    keys = {object_key(digest, group, shard) for group in range(3) for shard in Shard(tp_size=2, pp_size=2).peers()}
+    assert len(keys) == 12
+    assert {len(key) for key in keys} == {KEY_BYTES}
+    assert describe_key(object_key(digest, 2, Shard(1, 2))).endswith("/g2/tp1/pp0")
+
+
+def test_keys_do_not_depend_on_the_process() -> None:
+    program = (
+        "from layerflow.keys import *; from layerflow.spec import *;"
+        "s = ModelSpec('m', 'c', (GroupSpec('full', 16, (0, 1), (Plane('k', 'float16', (2, 8)),)),));"
+        "print(Chain(root_digest(s.fingerprint), list(range(600)), s.chunk_tokens).digests[-1].hex())"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("0", "12345")
+    }
+    spec = ModelSpec("another name", "c", (GroupSpec("full", 16, (0, 1), (Plane("k", "float16", (2, 8)),)),))
+    here = Chain(root_digest(spec.fingerprint), list(range(600)), spec.chunk_tokens).digests[-1].hex()
+    assert seen == {here + "\n"}

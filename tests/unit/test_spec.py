@@ -1,0 +1,129 @@
+"""The vocabulary refuses contradictions and fingerprints what changes bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from layerflow.errors import SpecError
+from layerflow.kinds import KINDS, Sliding
+from layerflow.objects import check_header, object_bytes, pack_header, plane_offsets
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
+
+K, V = Plane("k", "bfloat16", (2, 64)), Plane("v", "bfloat16", (2, 64))
+
+
+def group(**changes: Any) -> GroupSpec:
+    facts: dict[str, Any] = {"kind": "full", "block_size": 16, "layers": (0, 1), "planes": (K, V)}
+    return GroupSpec(**(facts | changes))
+
+
+def model(**changes: Any) -> ModelSpec:
+    return ModelSpec(**({"name": "m", "content": "c", "groups": (group(),)} | changes))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Plane("k", "float12", (1,)), "unknown dtype"),
+        (lambda: Plane("k", "int8", ()), "positive"),
+        (lambda: Plane("k", "int8", (2, 0)), "positive"),
+        (lambda: group(kind="ring"), "unknown"),
+        (lambda: group(block_size=0), "positive"),
+        (lambda: group(layers=(1, 0)), "ascending"),
+        (lambda: group(layers=()), "ascending"),
+        (lambda: group(planes=(K, K)), "unique"),
+        (lambda: group(window=64), "window"),
+        (lambda: group(kind="sliding"), "window"),
+        (lambda: group(block_bytes=4096), "add up to 8192"),
+        (lambda: Shard(2, 2), "below its size"),
+        (lambda: model(groups=()), "no cache group"),
+        (lambda: model(groups=(group(), group(layers=(1, 2)))), "layer 1 is in groups 0 and 1"),
+        (lambda: model(groups=(group(layers=(0, 2)),)), "without a gap"),
+        (lambda: model(chunk_tokens=100), "multiple"),
+    ],
+)
+def test_contradictions_are_refused(make: Any, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        make()
+
+
+def test_a_refused_spec_is_a_decoding_error_on_the_wire() -> None:
+    raw = msgspec.msgpack.encode(model()).replace(b"bfloat16", b"bfloat99")
+    with pytest.raises(msgspec.ValidationError, match="unknown dtype"):
+        msgspec.msgpack.decode(raw, type=ModelSpec)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        model(content="d"),
+        model(groups=(group(block_size=32),)),
+        model(groups=(group(planes=(K,)),)),
+        model(groups=(group(layers=(0, 1, 2)),)),
+        model(groups=(group(kind="sliding", window=64),)),
+        model(shard=Shard(0, 2)),
+        model(attention="flash/HND"),
+        model(quantization="fp8"),
+        model(chunk_tokens=512),
+    ],
+)
+def test_what_changes_the_bytes_changes_the_fingerprint(other: ModelSpec) -> None:
+    assert other.fingerprint != model().fingerprint
+
+
+def test_names_and_ranks_do_not() -> None:
+    assert model(name="other").fingerprint == model().fingerprint
+    assert model(shard=Shard(0, 2)).fingerprint == model(shard=Shard(1, 2)).fingerprint
+
+
+def test_layers_know_their_places() -> None:
+    spec = model(groups=(group(layers=(0, 2)), group(kind="sliding", window=64, layers=(1,))))
+    assert spec.num_layers == 3
+    assert spec.layer_places() == ((0, 0), (1, 0), (0, 1))
+
+
+def test_an_object_is_layer_major_with_planes_apart() -> None:
+    spec = group(planes=(K, Plane("scale", "float16", (1,))))
+    assert plane_offsets(spec) == (0, K.token_bytes * 16)
+    assert object_bytes(spec, 3) == 64 + 2 * 3 * (K.token_bytes + 2) * 16
+
+
+def test_a_header_vouches_for_one_object() -> None:
+    key = bytes(range(24))
+    raw = pack_header(key, blocks=4, tokens=50, payload=1000)
+    check_header(raw, key, 4)
+    for bad in (raw[:3] + b"?" + raw[4:], bytes(64)):
+        with pytest.raises(Exception, match="no valid header"):
+            check_header(bad, key, 4)
+    for wrong in ((key[::-1], 4), (key, 5)):
+        with pytest.raises(Exception, match="treated as a miss"):
+            check_header(raw, *wrong)
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_every_kind_needs_and_keeps_whole_ranges(name: str) -> None:
+    kind = KINDS[name](16, 40 if name == "sliding" else 0)
+    for tokens in range(1, 600):
+        need, keep = kind.need(tokens, 256), kind.keep(min(tokens, 256))
+        assert need.stop == -(-tokens // 256)
+        assert keep.stop == -(-min(tokens, 256) // 16)
+        assert 0 <= kind.first_token(tokens) <= tokens
+
+
+def test_a_window_needs_what_the_next_query_sees() -> None:
+    kind = Sliding(16, window=40)
+    # The query at position 300 sees 261..300, so 261..299 come from the cache: chunk 1 alone, with 256-token chunks.
+    assert kind.first_token(300) == 261
+    assert kind.need(300, 256) == range(1, 2)
+    assert kind.need(260, 256) == range(0, 2)
+
+
+@pytest.mark.parametrize("tokens", range(1, 257))
+def test_a_window_keeps_what_a_hit_at_its_end_or_one_before_reads(tokens: int) -> None:
+    kind = Sliding(16, window=40)
+    kept = range(kind.keep(tokens).start * 16, tokens)
+    for hit in (tokens, tokens - 1):
+        assert all(position in kept for position in range(kind.first_token(hit), hit))
