@@ -62,6 +62,7 @@ class LoadLane:
         self._report = report
         self._seconds_per_byte = 0.0
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="layerflow-load", daemon=True)
         self._thread.start()
 
@@ -71,7 +72,8 @@ class LoadLane:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Finish what is queued and stop."""
+        """Finish what is queued, emulated links notwithstanding, and stop."""
+        self._closing.set()
         self._jobs.put(None)
         self._thread.join()
 
@@ -82,12 +84,15 @@ class LoadLane:
                 self._copy(job)
             else:
                 self._report(job, CANCELLED, None)
+            del job  # it holds the arena: a dead server's memory would stay until the next batch
 
     def _pass(self, job: Job) -> None:
         """Wait for the batch's bytes on an emulated link, and for its stagger slot."""
         if job.link.emulated:
             # A link writes bytes as they pass: the copy is timed to end when the last one arrives.
-            sleep_until(job.arrives - job.batch.nbytes * self._seconds_per_byte - LINK_LEAD_S, LINK_SPIN_US)
+            begin = job.arrives - job.batch.nbytes * self._seconds_per_byte - LINK_LEAD_S
+            if not self._closing.wait(max(0.0, begin - time.monotonic() - CLOSE_LEAD_S)):
+                sleep_until(begin, LINK_SPIN_US)
         if job.batch.not_before:
             # The slot is kept to the last moment: it is what keeps ranks off each other's link.
             sleep_until(job.batch.not_before)
@@ -136,15 +141,15 @@ class SaveLane:
         self._jobs.put(True)
 
     def close(self) -> None:
-        """Drop what waits for layers and stop."""
+        """Drop what waits for layers or passes an emulated link, and stop."""
         self._jobs.put(False)
         self._thread.join()
 
     def _run(self) -> None:
         use_precise_timers()
         open_ = True
-        while open_ or self._passing:
-            open_ &= self._take()
+        while open_:
+            open_ = self._take()
             if not open_:
                 for job in self._gated:
                     job.step.cancel_saves("agent closed")
@@ -215,6 +220,8 @@ class SaveLane:
 
 LINK_SPIN_US = 50
 LINK_LEAD_S = 100e-6
+CLOSE_LEAD_S = 5e-3
+"""Until so long before a batch has passed an emulated link, closing the lane interrupts the wait for it."""
 """What a batch costs besides its copy: building extents, waking up."""
 
 SAMPLE_MIN_S = 100e-6

@@ -80,8 +80,12 @@ class Handlers:
             self._refuse(session, message, error.code, error)
         except InvalidTransition as error:
             self._refuse(session, message, "impossible", error)
-        except ProtocolError as error:
+        except LayerflowError as error:
             self._refuse(session, message, "invalid", error)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # No message may take the loop, nor its sender's patience: a bug here costs this one request.
+            self._log.exception("message_failed", session=session.number, kind=type(message).__name__)
+            self._refuse(session, message, "internal", LayerflowError(f"{type(error).__name__}: {error}"))
 
     def lose(self, session: Session, why: str) -> None:
         """The client is gone: nothing of it can touch memory any more."""
@@ -136,6 +140,10 @@ class Handlers:
         house = self._house
         if session.spec is not None:
             raise Refused("twice", f"session {session.number} is already attached; a new spec needs a new session")
+        if message.spec.chunk_tokens < 1:
+            raise ProtocolError(
+                f"model {message.spec.name!r}: chunk_tokens {message.spec.chunk_tokens} must be positive"
+            )
         if message.memory:
             if not session.entered:
                 raise Refused(

@@ -114,5 +114,6 @@ class Router:
             except zmq.Again:
                 return
             self._received += 1
+            # Before the message is handled: whatever it raises, those behind it are read.
+            self._schedule()
             self._on_message(identity, frames)
-        self._schedule()

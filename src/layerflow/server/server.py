@@ -196,9 +196,9 @@ class Server:
                     f"a message is one frame, not {len(frames)}{' or more' if len(frames) > MAX_FRAMES else ''}"
                 )
             if session is not None:
-                self._handlers.handle(session, codec.decode_request(frames[0]))
+                self._handlers.handle(session, codec.decode_request(frames[0], self.settings.server.max_message_bytes))
             elif address in self._greeted:
-                self._hello(address, codec.decode_request(frames[0]))
+                self._hello(address, codec.decode_request(frames[0], self.settings.server.max_message_bytes))
             else:
                 self._greet(address, frames[0])
         except ProtocolError as error:
