@@ -6,6 +6,7 @@ other. The two kinds of copies take turns, so that a noisy machine is noisy for 
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import threading
 import time
@@ -26,6 +27,8 @@ BLOCK_KIB = (16, 64, 256)
 TOKENS = 16  # of one block
 SPREAD = 3  # both memories are so many times larger than what one turn moves
 LANES = 2
+REPEATS = 3  # of one copy, where threads are compared
+HASHED = bytes(4 << 20)  # a few milliseconds of work that runs without the GIL
 
 Call = Callable[[], object]
 
@@ -42,7 +45,9 @@ def measure(
         ``memcpy_gbps`` (one contiguous ``torch.Tensor.copy_`` of the same bytes on one thread, the faster
         direction), their ratios ``save_ratio`` and ``load_ratio``, and ``extents_us`` (of one batch).
         ``two_lanes``: throughput of two lanes saving at once ÷ of one, 64 KiB blocks; ``two_contiguous``: the
-        same for two contiguous copies, i.e. what the machine's memory has left; ``native``: the C extension is used.
+        same for two contiguous copies, i.e. what the machine's memory has left; ``two_cores``: the same for work
+        that touches no memory (hashing), i.e. what other processes leave of two cores; ``native``: the C extension
+        is used.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -113,27 +118,31 @@ class _Field:
         }
 
     def two_lanes(self, turns: int) -> dict[str, float]:
-        seconds = _take_turns(
-            {
-                "one": self.save,
-                "two": lambda: _together(self.save),
-                "one_contiguous": self.contiguous,
-                "two_contiguous": lambda: _together(self.contiguous),
-            },
-            turns,
-        )
-        return {
-            "two_lanes": LANES * seconds["one"] / seconds["two"],
-            "two_contiguous": LANES * seconds["one_contiguous"] / seconds["two_contiguous"],
-        }
+        work = {"two_lanes": self.save, "two_contiguous": self.contiguous, "two_cores": _hash}
+        calls = {f"{name}, {lanes}": _lanes(call, lanes) for name, call in work.items() for lanes in (1, LANES)}
+        seconds = _take_turns(calls, turns)
+        return {name: LANES * seconds[f"{name}, 1"] / seconds[f"{name}, {LANES}"] for name in work}
 
 
-def _together(work: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(LANES)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def _hash(lane: int) -> None:
+    hashlib.sha256(HASHED).digest()
+
+
+def _lanes(work: Callable[[int], None], lanes: int) -> Call:
+    """`work` some times over on so many threads, long enough that starting them does not count."""
+
+    def repeat(lane: int) -> None:
+        for _ in range(REPEATS):
+            work(lane)
+
+    def call() -> None:
+        threads = [threading.Thread(target=repeat, args=(lane,)) for lane in range(lanes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return call
 
 
 def _take_turns(calls: dict[str, Call], turns: int) -> dict[str, float]:
