@@ -1,4 +1,4 @@
-"""The copy and stagger benchmarks run and answer in the shape that `layerflow bench` prints; no figure is judged here."""
+"""The copy and stagger benchmarks run and answer in the shape that is printed; no figure is judged here."""
 
 from __future__ import annotations
 
