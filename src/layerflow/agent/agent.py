@@ -19,7 +19,7 @@ from layerflow.agent.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.inbox import Inbox
 from layerflow.agent.ledger import Ledger
 from layerflow.agent.link import Attachment, Link
-from layerflow.agent.outline import outline_loads, outline_saves
+from layerflow.agent.outline import check_blocks, outline_loads, outline_saves
 from layerflow.agent.step import NO_STEP, NoStep, Step
 from layerflow.agent.values import MISS, AgentStatistics, Ended, Hit, StepRequest, Tally
 from layerflow.device import device_for
@@ -144,6 +144,7 @@ class Agent:
         saves = outline_saves(self.spec, requests, terms.save_partial) if terms is not None else []
         if not loads and not saves:
             return NO_STEP
+        check_blocks([*loads, *saves], self.memory.num_blocks)
         now = time.monotonic()
         loading_s = timeout_s if timeout_s is not None else terms.step_timeout_ms / 1e3 if terms is not None else 0.0
         saving_s = terms.save_timeout_ms / 1e3 if terms is not None else 0.0

@@ -88,8 +88,11 @@ def outline_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Outl
         start, stop = request.load
         if start >= stop:
             continue
-        if stop > request.hit.tokens:
-            raise SpecError(f"request {request.request!r}: loads up to token {stop}, its hit has {request.hit.tokens}")
+        if start < 0 or stop > min(request.hit.tokens, len(request.chain)):
+            raise SpecError(
+                f"request {request.request!r}: loads tokens {start} to {stop}, its hit has {request.hit.tokens} of "
+                f"{len(request.chain)} tokens"
+            )
         for number, group in enumerate(spec.groups):
             pieces = tuple(_load_pieces(spec, group, request, start, stop))
             if pieces:
@@ -107,19 +110,42 @@ def outline_saves(spec: ModelSpec, requests: Sequence[StepRequest], partial: boo
         start, stop = request.save
         if start >= stop:
             continue
+        if start < 0:
+            raise SpecError(f"request {request.request!r}: saves from token {start}; tokens count from 0")
         for number, group in enumerate(spec.groups):
             pieces, parent = _save_pieces(spec, group, request, partial)
-            table = np.array(request.blocks[number], dtype=np.int64)
+            table = _column(request, number)
+            if pieces and pieces[-1].blocks.stop > len(table):
+                raise SpecError(
+                    f"request {request.request!r}, group {number}: it saves up to token {stop}, its block table has "
+                    f"{len(table)} blocks of {group.block_size} tokens; allocate first"
+                )
             kept = tuple(
                 piece
                 for piece in pieces
                 # A windowed group may have recycled blocks of an earlier chunk: then there is nothing to keep.
-                if piece.blocks.stop <= len(table) and (table[piece.blocks.start : piece.blocks.stop] >= 0).all()
+                if (table[piece.blocks.start : piece.blocks.stop] >= 0).all()
             )
             if kept:
                 ends_partial = kept[-1].tokens != spec.chunk_tokens
                 parts.append(OutlinePart(request.request, number, table, kept, parent if ends_partial else b""))
     return parts
+
+
+def check_blocks(parts: Sequence[OutlinePart], num_blocks: Sequence[int]) -> None:
+    """Refuse block ids that registered memory does not have.
+
+    :param num_blocks: blocks of each group.
+    :raises SpecError: naming the request.
+    """
+    for part in parts:
+        # From the first to the last block in one go: what a windowed group skips in between is negative.
+        span = part.table[part.pieces[0].blocks.start : part.pieces[-1].blocks.stop]
+        if span.max(initial=-1) >= num_blocks[part.group]:
+            raise SpecError(
+                f"request {part.request!r}, group {part.group}: block {span.max()} in its block table, but registered "
+                f"memory has {num_blocks[part.group]} blocks"
+            )
 
 
 def number_blocks(parts: Sequence[OutlinePart], plans: Sequence[PlanPart], loading: bool) -> dict[int, Numbered]:
@@ -192,7 +218,7 @@ def _whole(spec: ModelSpec, group: GroupSpec, number: int, tokens: int, digest: 
 
 def _table(request: StepRequest, group: int, pieces: Sequence[Piece]) -> np.ndarray:
     # A copy: the engine goes on writing its table while the server plans.
-    table = np.array(request.blocks[group], dtype=np.int64)
+    table = _column(request, group)
     for piece in pieces:
         held = table[piece.blocks.start : piece.blocks.stop]
         if len(held) != len(piece.blocks) or (held < 0).any():
@@ -201,3 +227,17 @@ def _table(request: StepRequest, group: int, pieces: Sequence[Piece]) -> np.ndar
                 f"{piece.blocks.stop - 1}, its block table of {len(table)} does not have them all; allocate first"
             )
     return table
+
+
+def _column(request: StepRequest, group: int) -> np.ndarray:
+    """The request's block table of one group, copied: the engine may recycle entries while blocks still move."""
+    try:
+        table = np.array(request.blocks[group])
+    except (LookupError, ValueError) as error:
+        raise SpecError(f"request {request.request!r}: no block table for group {group}: {error}") from None
+    if table.ndim != 1 or (table.size and table.dtype.kind not in "iu"):
+        raise SpecError(
+            f"request {request.request!r}, group {group}: a block table is one list of integers, not "
+            f"{table.dtype} of shape {table.shape}"
+        )
+    return table.astype(np.int64, copy=False)
