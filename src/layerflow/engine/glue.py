@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import structlog
 import torch
 
-from layerflow.agent import Agent, Hit, StepRequest
+from layerflow.agent import MISS, Agent, Hit, Mode, StepRequest
 from layerflow.agent import NoStep as NothingToMove
 from layerflow.agent import Step as AgentStep
 from layerflow.content import content_of_tensors
@@ -30,7 +29,7 @@ from layerflow.engine.request import Request, Span
 from layerflow.keys import Chain
 from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane
 
-Mode = Literal["layerwise", "bulk"]
+ModeSetting = Literal["auto", "layerwise", "bulk"]
 # Settings that change neither the weights' meaning nor the cached bytes.
 _BESIDE_THE_CONTENT = ("name", "num_blocks", "max_positions", "step_tokens")
 
@@ -44,11 +43,7 @@ def model_spec(
     facts = {name: value for name, value in dataclasses.asdict(config).items() if name not in _BESIDE_THE_CONTENT}
     groups = tuple(
         GroupSpec(
-            kind=group.kind,
-            block_size=config.block_size,
-            layers=group.layers,
-            planes=tuple(Plane(*plane) for plane in group.planes),
-            window=group.window,
+            group.kind, config.block_size, group.layers, tuple(Plane(*plane) for plane in group.planes), group.window
         )
         for group in config.groups
     )
@@ -66,7 +61,7 @@ def attach(
     endpoint: str,
     engine_id: str,
     *,
-    mode: Mode = "layerwise",
+    mode: ModeSetting = "auto",
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     **settings: Any,
 ) -> LayerflowConnection:
@@ -81,10 +76,11 @@ def attach(
 
 
 class _Live(NamedTuple):
-    """What the agent needs again about a request: its digests (hashed once) and its last lookup."""
+    """What is needed again about a request: its digests (hashed once), its last lookup, and how to use it."""
 
     chain: Chain
-    hit: Hit
+    hit: Hit = MISS
+    mode: Mode = Mode.RECOMPUTE
 
 
 class LayerflowConnection:
@@ -92,12 +88,13 @@ class LayerflowConnection:
 
     :param agent: anything with :class:`~layerflow.agent.Agent`'s public methods.
     :param mode: ``"layerwise"``: wait for each layer when its turn comes; ``"bulk"``: wait for all of
-        them before the first, as engines without layer-wise loading do.
+        them before the first, as engines without layer-wise loading do; ``"auto"``: as the server's
+        ``transfer.mode`` says, which may leave it to the agent to choose for each hit, or to recompute it.
     """
 
-    def __init__(self, agent: Agent, mode: Mode = "layerwise") -> None:
+    def __init__(self, agent: Agent, mode: ModeSetting = "auto") -> None:
         self.agent = agent
-        self.mode: Mode = mode
+        self.mode: ModeSetting = mode
         self._live: dict[str, _Live] = {}
 
     def lookup(self, request: Request) -> int:
@@ -105,8 +102,16 @@ class LayerflowConnection:
         known = self._live.get(request.id)
         chain = known.chain if known else self.agent.chain(request.prompt.tolist())
         hit = self.agent.lookup(request.transfer_id, chain)
-        self._live[request.id] = _Live(chain, hit)
+        mode = self.choose(hit, len(request.prompt))
+        if hit.tokens and mode is Mode.RECOMPUTE:
+            self.agent.drop_lease(request.transfer_id)
+            hit = MISS
+        self._live[request.id] = _Live(chain, hit, mode)
         return hit.tokens
+
+    def choose(self, hit: Hit, prompt_tokens: int) -> Mode:
+        """How to use a hit."""
+        return self.agent.advise(hit, prompt_tokens) if self.mode == "auto" else Mode(self.mode)
 
     def open_step(self, spans: Sequence[Span]) -> StepHooks:
         """Start the loads of the step's new requests, and announce the saves of every prompt's new tokens."""
@@ -114,13 +119,14 @@ class LayerflowConnection:
         if not asked:
             return NoStep()
         names = {span.request.transfer_id: span.request.id for span in spans}
-        return _LayerflowStep(self.agent, self.agent.open_step(asked), self.mode, names)
+        bulk = any(span.load and self._live[span.request.id].mode is Mode.BULK for span in spans)
+        return _LayerflowStep(self.agent, self.agent.open_step(asked), bulk, names)
 
     def _ask(self, span: Span) -> StepRequest:
         request = span.request
         live = self._live.get(request.id)
         if live is None:  # never looked up: it had too many failed loads and is only saved
-            live = self._live[request.id] = _Live(self.agent.chain(request.prompt.tolist()), Hit(0))
+            live = self._live[request.id] = _Live(self.agent.chain(request.prompt.tolist()))
         return StepRequest(
             request=request.transfer_id,
             chain=live.chain,
@@ -157,9 +163,8 @@ class LayerflowConnection:
 class _LayerflowStep:
     """The model's two hooks, on an agent's step."""
 
-    def __init__(self, agent: Agent, step: AgentStep | NothingToMove, mode: Mode, names: Mapping[str, str]) -> None:
-        self._agent, self._step, self._names = agent, step, names
-        self._bulk = mode == "bulk"
+    def __init__(self, agent: Agent, step: AgentStep | NothingToMove, bulk: bool, names: Mapping[str, str]) -> None:
+        self._agent, self._step, self._bulk, self._names = agent, step, bulk, names
         self._failed: set[str] = set()
 
     def wait_layer(self, layer: int) -> Collection[str]:
@@ -187,7 +192,5 @@ class _LayerflowStep:
     def __enter__(self) -> _LayerflowStep:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._step.close(False if kind is not None else None)
