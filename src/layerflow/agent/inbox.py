@@ -50,6 +50,7 @@ class Inbox:
         self.attachment: Attachment | None = None
         self.link: Link | None = None
         self._memory = memory
+        self._device = device
         self._ledger = ledger
         self._tally = tally
         self._copiers: tuple[Copier, Copier] | None = None
@@ -69,6 +70,10 @@ class Inbox:
 
     def attached_to(self, attachment: Attachment) -> None:
         """A server has taken this agent: copy to and from its arena from now on."""
+        if self._device.capabilities().pinned and not self._device.pin(
+            attachment.arena.address, attachment.arena.nbytes
+        ):
+            log.warning("arena_not_pinned", device=self._device.kind, arena_bytes=attachment.arena.nbytes)
         self._copiers = (copier_for(self._memory, attachment.arena), copier_for(self._memory, attachment.arena))
         self._set_links(attachment.terms)
         self._tally.attachments += 1
@@ -78,12 +83,16 @@ class Inbox:
     def lost(self, reason: str) -> None:
         """The server is gone: waits fail at once, nothing is saved."""
         with self._ledger.lock:
-            self.attachment = None
-        self._copiers = None  # they hold the lost server's arena
+            lost, self.attachment = self.attachment, None
+        copiers, self._copiers = self._copiers, None  # they hold the lost server's arena
         steps = self._ledger.steps()
         log.warning("agent_detached", reason=reason, open_steps=len(steps))
         for step in steps:
             self.cut(step, reason)
+        if lost is not None:
+            for copier in copiers or ():
+                copier.drain()
+            self._device.unpin(lost.arena.address)
 
     def heard(self, message: ToClient) -> None:
         """A message."""

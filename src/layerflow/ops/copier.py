@@ -65,6 +65,10 @@ class Copier(Protocol):
         """Copy from engine memory to the arena; as :meth:`load`, `after` being the event behind the bytes' writer."""
         ...
 
+    def drain(self) -> None:
+        """Return once nothing that was enqueued here touches either memory any more."""
+        ...
+
 
 def copy_fallback(dst_base: int, src_base: int, dst: Int64, src: Int64, nbytes: Int64) -> None:
     """What the C extension's ``copy`` does, one extent at a time: slower, and holding the GIL in between."""
@@ -90,6 +94,9 @@ class CpuCopier:
     def save(self, extents: Extents, after: DeviceEvent | None = None) -> None:
         _must_be_done(after)
         self._copy(self._base, 0, extents.arena, extents.engine, extents.nbytes)
+
+    def drain(self) -> None:
+        """Nothing is ever enqueued."""
 
 
 def copier_for(memory: PagedMemory, arena: ArenaMemory) -> Copier:

@@ -40,6 +40,10 @@ class StreamCopier:
         arena, engine = self._views(extents)
         return self._enqueue(arena, engine, after)
 
+    def drain(self) -> None:
+        """Return once nothing that was enqueued here touches either memory any more."""
+        self._stream.synchronize()
+
     def _enqueue(self, dst: list[torch.Tensor], src: list[torch.Tensor], after: DeviceEvent | None) -> DeviceEvent:
         with self._module.stream(self._stream):
             if after is not None:
