@@ -113,6 +113,7 @@ class Link:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._rung = False
         self._closing = False
+        self._tries = 0
         self.ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="layerflow-link", daemon=True)
 
@@ -145,18 +146,16 @@ class Link:
             self._bell = -1
 
     def _run(self) -> None:
-        tries = 0
         while not self._closing:
             try:
                 self._live()
-                tries = 0
-            except LayerflowError as error:
-                level = log.info if tries else log.warning
-                level("server_away", endpoint=self._endpoint, error=str(error), tries=tries)
-                if isinstance(error, ConfigError):
+            except (LayerflowError, zmq.ZMQError, OSError) as error:
+                level = log.info if self._tries else log.warning
+                level("server_away", endpoint=self._endpoint, error=str(error), tries=self._tries)
+                if isinstance(error, (ConfigError, zmq.ContextTerminated)):
                     break
-            delay = RETRY_S[min(tries, len(RETRY_S) - 1)]
-            tries += 1
+            delay = RETRY_S[min(self._tries, len(RETRY_S) - 1)]
+            self._tries += 1
             self._sleep(delay)
 
     def _sleep(self, seconds: float) -> None:
@@ -193,7 +192,7 @@ class Link:
             terms = conversation.attach(Attach(self._spec, memory=True), deadline).terms
             self._outbox.clear()
             self.news = News()
-            attached = True
+            attached, self._tries = True, 0
             self._owner.attached_to(Attachment(welcome.session, arena, terms, welcome))
             self.ready.set()
             self._converse(dealer, guest.fileno(), welcome)
