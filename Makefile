@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test lint campaign test-npu bench clean
+.PHONY: setup demo test lint campaign bench clean
 
 setup: $(STAMP)
 
@@ -18,8 +18,10 @@ $(STAMP): pyproject.toml constraints.txt src/layerflow/ops/_copy.c
 demo: $(STAMP)
 	$(BIN)/layerflow demo
 
+# Ends with the npu path: the real torch_npu under an emulated CANN, in an environment of its own.
 test: lint
 	$(BIN)/python -m pytest
+	tests/npu/run.sh
 
 lint: $(STAMP)
 	$(BIN)/ruff check src cli tests
@@ -30,10 +32,6 @@ lint: $(STAMP)
 # The long forms of the fault tests: dozens of kills each.
 campaign: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout 1800
-
-# The npu path with the real torch_npu under an emulated CANN, in an environment of its own.
-test-npu:
-	tests/npu/run.sh
 
 bench: $(STAMP)
 	$(BIN)/layerflow bench all --json bench.json

@@ -12,4 +12,4 @@ environment=$("$here/emulator/build.sh" "$root/.venv-npu/cann") || exit 1
 eval "$environment"
 export CANN_EMU_EVENT_DELAY_US=3000 LAYERFLOW_TEST_NPU=1 PYTHONPATH=$root/src
 echo "npu tests (CANN emulated)"
-cd "$root" && exec .venv-npu/bin/python -m pytest tests/device/test_accelerators.py -p no:cacheprovider "$@"
+cd "$root" && exec .venv-npu/bin/python -m pytest tests/device/test_accelerators.py tests/agent/test_agent_on_accelerator.py -p no:cacheprovider "$@"

@@ -9,7 +9,8 @@ venv=$root/.venv-npu
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 echo '*' >"$venv/.gitignore"
 if ! "$venv/bin/python" -m pip install --disable-pip-version-check -q -c "$root/constraints.txt" \
-    torch==2.13.0 torch_npu==2.13.0 numpy pyyaml msgspec structlog pytest pytest-asyncio pytest-timeout; then
+    torch==2.13.0 torch_npu==2.13.0 numpy pyyaml pytest pytest-asyncio pytest-timeout \
+    anyio msgspec prometheus-client pydantic pydantic-settings pyzmq starlette structlog uvicorn watchfiles; then
     echo "the torch_npu wheels cannot be installed here" >&2
     exit 3
 fi
