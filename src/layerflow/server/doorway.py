@@ -17,6 +17,8 @@ from pathlib import Path
 
 import structlog
 
+from layerflow.errors import ConfigError
+
 TOKEN_BYTES = 16
 ARENA = struct.Struct("<Q")
 _BACKLOG = 64
@@ -51,7 +53,12 @@ class Doorway:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Bind with owner-only permissions and begin accepting."""
+        """Bind with owner-only permissions and begin accepting.
+
+        :raises ConfigError: another server answers there. (ZMQ would take its control socket over silently.)
+        """
+        if _answers(self._path):
+            raise ConfigError(f"{self._path}: another server is running at this endpoint; stop it or choose another")
         self._loop = asyncio.get_running_loop()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
@@ -123,3 +130,13 @@ class Doorway:
             self._loop.remove_reader(guest)
         self._guests.pop(guest, None)
         guest.close()
+
+
+def _answers(path: Path) -> bool:
+    """Does a process listen there? A file that a killed server left behind does not."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as visitor:
+        try:
+            visitor.connect(str(path))
+        except OSError:
+            return False
+    return True

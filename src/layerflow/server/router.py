@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
@@ -52,6 +53,7 @@ class Router:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._again = False
         self._received = self._sent = self._unroutable = 0
+        self._path: Path | None = None
 
     def bind(self, endpoint: str) -> str:
         """Bind; the endpoint as bound, with the port where ``*`` was asked for.
@@ -64,7 +66,10 @@ class Router:
             raise ConfigError(
                 f"cannot listen on {endpoint}: {error.strerror}; is another server running there?"
             ) from None
-        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        if bound.startswith("ipc:///"):
+            self._path = Path(bound.removeprefix("ipc://"))
+        return bound
 
     def start(self) -> None:
         """Begin reading on the running loop."""
@@ -77,6 +82,8 @@ class Router:
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
             self._loop = None
+        if self._path is not None:  # libzmq leaves it behind
+            self._path.unlink(missing_ok=True)
         self.socket.close()
 
     def send(self, identity: bytes, frame: bytes) -> bool:

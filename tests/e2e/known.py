@@ -1,0 +1,264 @@
+"""An engine worker with paged memory and no model: the KV of every token is known from the prompt alone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from layerflow.agent import MISS, Agent, Hit, Outcome, Step, StepRequest
+from layerflow.keys import Chain
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
+
+POISON = 0xEE  #: what lies in a block before anything is loaded into it
+AFTER = 0x5A  #: what the engine writes into a block whose load has failed
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def small_spec(
+    layers: int = 4,
+    block_size: int = 4,
+    chunk_tokens: int = 16,
+    row: int = 32,
+    window: int = 0,
+    content: str = "known",
+    shard: Shard | None = None,
+) -> ModelSpec:
+    """K and V rows of `row` bytes; with a window, every other layer belongs to a sliding group."""
+    planes = (Plane("k", "uint8", (row,)), Plane("v", "uint8", (row,)))
+    if window:
+        groups = (
+            GroupSpec("full", block_size, tuple(range(0, layers, 2)), planes),
+            GroupSpec("sliding", block_size, tuple(range(1, layers, 2)), planes, window=window),
+        )
+    else:
+        groups = (GroupSpec("full", block_size, tuple(range(layers)), planes),)
+    return ModelSpec("known", content, groups, shard=shard or Shard(), chunk_tokens=chunk_tokens)
+
+
+def kv_bytes(tokens: np.ndarray, layer: int, plane: int, row: int) -> np.ndarray:
+    """uint8 ``(n, row)``: depends on every token up to each position, as a causal model's KV does."""
+    odd = np.arange(len(tokens), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    with np.errstate(over="ignore"):
+        prefix = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * odd * _GOLDEN, dtype=np.uint64)
+        x = prefix[:, None] + np.uint64(layer * 1009 + plane * 31 + 7) * _GOLDEN
+        x = x + np.arange(row // 8, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))).view(np.uint8).reshape(len(tokens), row)
+
+
+@dataclass
+class Run:
+    """One request: its prompt, its hit and its block tables (one per group)."""
+
+    name: str
+    chain: Chain
+    hit: Hit
+    tables: tuple[np.ndarray, ...]
+    failed: dict[int, set[int]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.chain.tokens
+
+    def request(self, *, save: bool = True, load: bool = True) -> StepRequest:
+        """This request's part in a step that computes all of it."""
+        start = self.hit.tokens if load else 0
+        saving = (start, len(self.chain)) if save else (0, 0)
+        return StepRequest(self.name, self.chain, self.tables, (0, start), self.hit, saving, last=save)
+
+
+class KnownWorker:
+    """See the module. `blocks` are the blocks of every group."""
+
+    _names = itertools.count()
+
+    def __init__(
+        self, endpoint: str, spec: ModelSpec | None = None, blocks: int = 256, engine: str = "e2e", **more: Any
+    ) -> None:
+        self.spec = spec or small_spec()
+        self.row = self.spec.groups[0].planes[0].shape[0]
+        self.block_size = self.spec.groups[0].block_size
+        self.blocks = blocks
+        self.tensors = {
+            layer: {name: torch.full((blocks, self.block_size, self.row), POISON, dtype=torch.uint8) for name in "kv"}
+            for layer in range(self.spec.num_layers)
+        }
+        self._arrays = {
+            (layer, plane): tensors[name].numpy()
+            for layer, tensors in self.tensors.items()
+            for plane, name in enumerate("kv")
+        }
+        self._places = self.spec.layer_places()
+        self._random = np.random.default_rng(11)
+        self._free = [list(self._random.permutation(blocks)) for _ in self.spec.groups]
+        self.agent = Agent(endpoint, self.spec, self.tensors, engine, **more)
+
+    def __enter__(self) -> KnownWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.agent.close()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def prompt(self, tokens: int, like: Chain | None = None, shared: int = 0) -> Chain:
+        """Random tokens; the first `shared` of them are those of `like`."""
+        ids = self._random.integers(0, 1 << 40, tokens)
+        if like is not None:
+            ids[:shared] = like.tokens[:shared]
+        return self.agent.chain(ids)
+
+    def admit(self, chain: Chain, *, look: bool = True) -> Run:
+        """Look the prompt up, give it blocks, and poison them."""
+        name = f"request-{next(self._names)}"
+        hit = self.agent.lookup(name, chain) if look else MISS
+        count = -(-len(chain) // self.block_size)
+        tables = tuple(np.array([free.pop() for _ in range(count)], dtype=np.int64) for free in self._free)
+        run = Run(name, chain, hit, tables)
+        for layer in range(self.spec.num_layers):
+            self.fill(run, layer, range(count), POISON)
+        return run
+
+    def retire(self, run: Run) -> None:
+        """Its blocks may be used again; call once it is idle."""
+        for free, table in zip(self._free, run.tables, strict=True):
+            free.extend(int(block) for block in table if block >= 0)
+
+    # -- bytes ------------------------------------------------------------------------------------
+
+    def fill(self, run: Run, layer: int, numbers: Sequence[int] | range, value: int) -> None:
+        """Write a pattern into some of the request's blocks."""
+        table = run.tables[self._places[layer][0]][list(numbers)]
+        for plane in range(2):
+            self._arrays[layer, plane][table[table >= 0]] = value
+
+    def compute(self, run: Run, layer: int, start: int, stop: int) -> None:
+        """Write the right KV of tokens ``start:stop``; blocks that the table no longer has are left out."""
+        positions, place = self._where(run, layer, start, stop)
+        for plane in range(2):
+            known = kv_bytes(run.tokens[:stop], layer, plane, self.row)
+            self._arrays[layer, plane][place, positions % self.block_size] = known[positions]
+
+    def wrong_bytes(
+        self, run: Run, layer: int, start: int, stop: int, but: set[int] | frozenset[int] = frozenset()
+    ) -> int:
+        """Bytes of tokens ``start:stop`` that are not the right KV, blocks in `but` left out."""
+        positions, place = self._where(run, layer, start, stop)
+        kept = ~np.isin(positions // self.block_size, sorted(but))
+        positions, place = positions[kept], place[kept]
+        wrong = 0
+        for plane in range(2):
+            known = kv_bytes(run.tokens[:stop], layer, plane, self.row)[positions]
+            wrong += int((self._arrays[layer, plane][place, positions % self.block_size] != known).sum())
+        return wrong
+
+    def changed_bytes(self, run: Run, layer: int, numbers: Sequence[int] | set[int], value: int) -> int:
+        """Bytes of these blocks that are not `value`."""
+        table = run.tables[self._places[layer][0]][sorted(numbers)]
+        return sum(int((self._arrays[layer, plane][table] != value).sum()) for plane in range(2))
+
+    def readable(self, run: Run, layer: int) -> int:
+        """First token whose KV this layer's attention reads for a request with the run's hit."""
+        return self.spec.groups[self._places[layer][0]].rules.first_token(run.hit.tokens)
+
+    def group_of(self, layer: int) -> int:
+        return self._places[layer][0]
+
+    def _where(self, run: Run, layer: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.arange(start, stop)
+        place = run.tables[self._places[layer][0]][positions // self.block_size]
+        return positions[place >= 0], place[place >= 0]
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def forward(self, step: Any, runs: Sequence[Run], on_layer: Callable[[int, Outcome], None] | None = None) -> int:
+        """Run an open step over `runs`: wait, verify, compute, layer by layer. Wrong bytes among the loaded ones.
+
+        A run of which blocks fail is noted in its `failed`, and computed no further.
+        """
+        wrong = 0
+        for layer in range(self.spec.num_layers):
+            outcome = step.wait_layer(layer)
+            self.note(runs, outcome)
+            if on_layer is not None:
+                on_layer(layer, outcome)
+            for run in runs:
+                if not run.failed:
+                    wrong += self.wrong_bytes(run, layer, self.readable(run, layer), run.hit.tokens)
+                    self.compute(run, layer, run.hit.tokens, len(run.chain))
+            step.layer_done(layer)
+        return wrong
+
+    @staticmethod
+    def note(runs: Sequence[Run], outcome: Outcome) -> None:
+        """Remember which blocks the outcome names as failed."""
+        names = {run.name: run for run in runs}
+        for failed in outcome.failed:
+            names[failed.request].failed.setdefault(failed.group, set()).update(failed.blocks)
+
+    def serve(self, chain: Chain, *, look: bool = True, timeout_s: float | None = None) -> Run:
+        """A whole request: load what there is, compute and save the rest, wait until it is stored, free it.
+
+        :raises AssertionError: a wrong byte, a failed load, or saves that do not end.
+        """
+        run = self.admit(chain, look=look)
+        with self.agent.open_step([run.request()], timeout_s) as step:
+            wrong = self.forward(step, [run])
+        assert wrong == 0, f"{wrong} wrong bytes in a hit of {run.hit.tokens} tokens"
+        assert not run.failed, run.failed
+        assert self.agent.wait_idle(run.name, 20), "the step never ended"
+        self.retire(run)
+        return run
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 10.0, every_s: float = 0.002) -> bool:
+    """Look until it holds; False after `timeout_s`."""
+    until = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        pause.wait(every_s)
+    return True
+
+
+def open_fds() -> Counter[str]:
+    """What this process's descriptors refer to, numbers left out."""
+    found: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{fd}"))] += 1
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def layerflow_threads() -> list[str]:
+    """Names of layerflow's threads in this process."""
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("layerflow"))
+
+
+def shared_memory() -> set[str]:
+    """Everything in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def step_of(opened: Any) -> Step:
+    """The step, where something is to be moved.
+
+    :raises AssertionError: nothing is.
+    """
+    assert isinstance(opened, Step), "the step had nothing to move"
+    return opened

@@ -1,0 +1,105 @@
+"""kill -9 of the server in the middle of steps: waits fail at once, no wrong byte, nothing leaks, and it comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from e2e.known import AFTER, KnownWorker, eventually, layerflow_threads, open_fds, shared_memory, small_spec, step_of
+from e2e.rounds import record, rounds
+from layerflow_cli.bench.harness import ServerProcess
+
+STEP_TIMEOUT_S = 30.0
+PROMPT = 512
+LAYERS = 8
+
+
+class Killer:
+    """Kills the server some time after it was told to go."""
+
+    def __init__(self, server: ServerProcess, delay_s: float) -> None:
+        self._server, self._delay_s = server, delay_s
+        self._go, self._never = threading.Event(), threading.Event()
+        self.killed_at = 0.0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def go(self) -> None:
+        self._go.set()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._go.wait()
+        self._never.wait(self._delay_s)
+        self.killed_at = time.monotonic()
+        self._server.kill()
+
+
+@rounds(6, 50)
+def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., ServerProcess], rounds: int) -> None:
+    # 8 layers of 32 KiB over a link of 4 MB/s: a step's loads take 66 ms, and every moment of it can be hit.
+    server = serve(pool__link_gbps=0.004, transfer__max_transfer_bytes="8KiB", transfer__max_inflight_bytes="64KiB")
+    random = np.random.default_rng(5)
+    before_shm = shared_memory()
+    noticed_ms: list[float] = []
+    failed_in_flight = wrong = changed = 0
+    with KnownWorker(server.endpoint, small_spec(LAYERS, row=32)) as worker:
+        baseline = None
+        for number in range(rounds):
+            assert worker.agent.wait_attached(20), "the engine's agent did not attach again"
+            chain = worker.prompt(PROMPT)
+            worker.serve(chain)
+            killer = Killer(server, random.uniform(0, 0.09))
+            run = worker.admit(chain)
+            assert run.hit.tokens == PROMPT - 1
+            ends: list[float] = []
+            step = step_of(worker.agent.open_step([run.request()], STEP_TIMEOUT_S))
+            killer.go()
+            for layer in range(LAYERS):
+                outcome = step.wait_layer(layer)
+                if outcome.failed:
+                    ends.append(time.monotonic())
+                    worker.note([run], outcome)
+                    # Not the deadline: the wait ended because the server is gone.
+                    assert {failed.reason for failed in outcome.failed} == {"the server is gone"}
+                    break
+                wrong += worker.wrong_bytes(run, layer, 0, run.hit.tokens)
+                worker.compute(run, layer, run.hit.tokens, PROMPT)
+                step.layer_done(layer)
+            for group, blocks in run.failed.items():
+                for layer in worker.spec.groups[group].layers:
+                    worker.fill(run, layer, sorted(blocks), AFTER)
+            step.close(False)
+            killer.join()
+            if ends:
+                failed_in_flight += 1
+                noticed_ms.append((ends[0] - killer.killed_at) * 1e3)
+            assert eventually(lambda: not worker.agent.attached)
+            # While nobody is there: a miss at once, and a step that only says that its loads have failed.
+            assert worker.agent.lookup("nobody", chain).tokens == 0
+            assert worker.agent.wait_idle(run.name, 10)
+            server.restart()
+            assert worker.agent.wait_attached(20)
+            for group, blocks in run.failed.items():
+                for layer in worker.spec.groups[group].layers:
+                    changed += worker.changed_bytes(run, layer, blocks, AFTER)
+            worker.retire(run)
+            if number == 0:
+                worker.serve(worker.prompt(PROMPT))
+                baseline = (layerflow_threads(), open_fds())
+        worker.serve(worker.prompt(PROMPT))
+        leaks = lambda: (layerflow_threads(), open_fds())  # noqa: E731
+        assert eventually(lambda: leaks() == baseline), f"{leaks()} where there were {baseline}"
+        assert worker.agent.statistics().attachments == rounds + 1
+    record(
+        "server_killed", rounds=rounds, failed_in_flight=failed_in_flight, noticed_ms=sorted(noticed_ms), wrong=wrong
+    )
+    assert wrong == 0
+    assert changed == 0, "a block was written after its load was reported failed"
+    assert failed_in_flight, "no kill hit a step: the test has tested nothing"
+    assert shared_memory() == before_shm

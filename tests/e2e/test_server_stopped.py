@@ -1,0 +1,74 @@
+"""A server that is stopped (SIGSTOP) in mid-load and goes on later: nobody writes behind the engine's back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from e2e.known import AFTER, KnownWorker, eventually, small_spec, step_of
+from layerflow_cli.bench.harness import ServerProcess
+
+LAYERS = 8
+
+
+@pytest.fixture
+def stopped() -> Iterator[Callable[[ServerProcess], None]]:
+    servers: list[ServerProcess] = []
+
+    def stop(server: ServerProcess) -> None:
+        servers.append(server)
+        os.kill(server.process.pid, signal.SIGSTOP)
+
+    yield stop
+    for server in servers:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("stopped_s", [1.2, pytest.param(10.0, marks=[pytest.mark.campaign, pytest.mark.timeout(300)])])
+def test_no_block_changes_after_its_wait_has_failed(
+    serve: Callable[..., ServerProcess], stopped: Callable[[ServerProcess], None], stopped_s: float
+) -> None:
+    server = serve(
+        pool__link_gbps=0.004,
+        transfer__step_timeout_ms=300,
+        transfer__max_transfer_bytes="8KiB",
+        transfer__max_inflight_bytes="32KiB",
+    )
+    with KnownWorker(server.endpoint, small_spec(LAYERS)) as worker:
+        chain = worker.prompt(512)
+        worker.serve(chain)
+        run = worker.admit(chain)
+        assert run.hit.tokens == 511
+        step = step_of(worker.agent.open_step([run.request()]))
+        for layer in range(2):
+            assert step.wait_layer(layer).ready
+            assert worker.wrong_bytes(run, layer, 0, run.hit.tokens) == 0
+        stopped(server)
+        outcome = step.wait_layer(LAYERS - 1)
+        assert not outcome.ready
+        assert all("deadline" in failed.reason for failed in outcome.failed), outcome
+        assert worker.agent.attached, "a stopped server is not a lost one"
+        assert worker.agent.statistics().fenced_steps == 1
+        worker.note([run], outcome)
+        blocks = run.failed[0]
+        for layer in range(LAYERS):
+            worker.fill(run, layer, sorted(blocks), AFTER)
+        step.close(False)
+
+        def changed() -> int:
+            return sum(worker.changed_bytes(run, layer, blocks, AFTER) for layer in range(LAYERS))
+
+        assert not eventually(changed, stopped_s, 0.01), "a block changed while the server was stopped"
+        # Work that begins while it is stopped fails by its own deadline and touches nothing either.
+        assert worker.agent.lookup("while-stopped", chain).tokens == 0
+        os.kill(server.process.pid, signal.SIGCONT)
+        assert worker.agent.wait_idle(run.name, 20), "the step did not end once the server went on"
+        assert not eventually(changed, 0.3, 0.01), "a block changed after the server went on"
+        worker.retire(run)
+        assert eventually(lambda: worker.agent.lookup("again", chain).tokens == 511, 10, 0.05)
+        again = worker.serve(chain, timeout_s=10)
+        assert again.hit.tokens == 511
+        assert worker.agent.statistics().attachments == 1
