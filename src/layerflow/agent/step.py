@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from layerflow.agent.failures import LoadFailures
 from layerflow.agent.outline import Numbered, OutlinePart, number_blocks
 from layerflow.agent.values import ABORTED, READY, FailedBlocks, Outcome
 from layerflow.device.base import Device, DeviceEvent
-from layerflow.errors import SessionError
 from layerflow.observe.trace import Span, StepTrace
 from layerflow.ops.extents import BlockList
 from layerflow.wire.messages import Batch, Plan
@@ -119,8 +119,7 @@ class Step:
         self._running = 0
         self._fenced = ""
         self._cut_off = False
-        self._numbered: dict[int, Numbered] = {}
-        self._failures: dict[int, tuple[set[int], str]] = {}
+        self._failures = LoadFailures(loads)
         self._outcome: Outcome | None = None
 
     # -- the engine's thread ----------------------------------------------------------------------
@@ -179,7 +178,7 @@ class Step:
     def failed(self) -> tuple[FailedBlocks, ...]:
         """Everything of this step that has failed so far."""
         with self._condition:
-            return self._failed_now()
+            return self._failures.blocks(but=self.aborted)
 
     def __enter__(self) -> Step:
         return self
@@ -212,7 +211,7 @@ class Step:
         return outcome
 
     def _conclude(self) -> Outcome:
-        failed = self._failed_now()
+        failed = self._failures.blocks(but=self.aborted)
         if failed:
             return Outcome(failed)
         if self.aborted and self.aborted.issuperset(part.request for part in self.loads):
@@ -231,13 +230,8 @@ class Step:
         lists = {group: bind(group, blocks) for group, blocks in loads.items()}
         self.blocks = (lists, {group: bind(group, blocks) for group, blocks in saves.items()})
         with self._condition:
-            self._numbered = loads
-            for position, part in enumerate(self.loads):
-                wanted = {number for piece in part.pieces for number in piece.blocks}
-                column = loads.get(part.group)
-                there = set() if column is None else set(column.numbers[column.part == position].tolist())
-                if wanted - there:
-                    self._fail(position, wanted - there, "no longer in the pool")
+            self._failures.number(loads)
+            self._failed_more()
             for layer, group in enumerate(self._groups):
                 if group not in loads and not self._sealed[layer]:
                     self._sealed[layer] = True
@@ -260,7 +254,8 @@ class Step:
     def load_failed(self, group: int, lo: int, hi: int, reason: str) -> None:
         """Blocks `lo` to `hi` of the group's numbering will not arrive."""
         with self._condition:
-            self._fail_range(group, lo, hi, reason)
+            self._failures.fail_range(group, lo, hi, reason)
+            self._failed_more()
             self._condition.notify_all()
 
     def abort(self, request: str) -> None:
@@ -304,7 +299,8 @@ class Step:
             self._running -= 1
             if batch.direction == LOAD:
                 if failure:
-                    self._fail_range(self._groups[batch.layer], batch.lo, batch.hi, failure)
+                    self._failures.fail_range(self._groups[batch.layer], batch.lo, batch.hi, failure)
+                    self._failed_more()
                 else:
                     self._moved.setdefault(batch.layer, []).append(batch)
                 if event is not None:
@@ -357,44 +353,20 @@ class Step:
         ):
             self._ready[layer] = True
 
-    def _fail(self, position: int, numbers: set[int], reason: str) -> None:
-        part = self.loads[position]
-        if part.request in self.aborted:
-            return
-        known = self._failures.setdefault(position, (set(), reason))[0]
-        known |= numbers
-        self._outcome = None
-        loading = {part.group for part in self.loads}
-        for layer, group in enumerate(self._groups):
-            self._ready[layer] = group not in loading and self._ready[layer]
-
-    def _fail_range(self, group: int, lo: int, hi: int, reason: str) -> None:
-        column = self._numbered.get(group)
-        if column is None:
-            raise SessionError(f"step {self.number}: a failure in group {group}, which has no planned loads")
-        for position in set(column.part[lo:hi].tolist()):
-            inside = column.part[lo:hi] == position
-            self._fail(position, set(column.numbers[lo:hi][inside].tolist()), reason)
-
     def _fail_unfinished(self, reason: str) -> None:
-        if not self.blocks[LOAD]:
-            for position, part in enumerate(self.loads):
-                self._fail(position, {number for piece in part.pieces for number in piece.blocks}, reason)
-            return
-        for layer, group in enumerate(self._groups):
-            if self._in_place(layer) or group not in self._numbered:
-                continue
-            whole, size = self._block_bytes[group], len(self._numbered[group].numbers)
-            arrived = [0] * size
-            for batch in self._moved.get(layer, ()):
-                for number in range(batch.lo, batch.hi):
-                    arrived[number] += batch.byte_hi - batch.byte_lo if batch.byte_hi else whole
-            for number in range(size):
-                if arrived[number] < whole:
-                    self._fail_range(group, number, number + 1, reason)
+        if self.blocks[LOAD]:
+            for group, whole in enumerate(self._block_bytes):
+                layers = [at for at, own in enumerate(self._groups) if own == group and not self._in_place(at)]
+                self._failures.fail_missing(group, [self._moved.get(at, ()) for at in layers], whole, reason)
+        else:
+            self._failures.fail_all(reason)
+        self._failed_more()
 
-    def _failed_now(self) -> tuple[FailedBlocks, ...]:
-        return tuple(
-            FailedBlocks(self.loads[position].request, self.loads[position].group, tuple(sorted(numbers)), reason)
-            for position, (numbers, reason) in sorted(self._failures.items())
-        )
+    def _failed_more(self) -> None:
+        """From now on every wait has something to tell."""
+        self._outcome = None
+        if self._failures:
+            loading = {part.group for part in self.loads}
+            self._ready = [
+                ready and group not in loading for ready, group in zip(self._ready, self._groups, strict=True)
+            ]
