@@ -152,6 +152,16 @@ class SharedMemory:
         for at in range(begin, end, POPULATE_PIECE_BYTES):
             _populate_piece(array[at : min(at + POPULATE_PIECE_BYTES, end)])
 
+    def unmap_pages(self, start: int, stop: int) -> None:
+        """Take whole pages within ``start:stop`` out of this process's page tables; their bytes stay as they are.
+
+        A process with millions of mapped pages takes long to die, and its sockets hang up only after that.
+        """
+        begin, end = _round_up(start, self.page_bytes), stop // self.page_bytes * self.page_bytes
+        if begin < end:
+            piece = self.array[begin:end]
+            _libc.madvise(piece.ctypes.data, piece.nbytes, mmap.MADV_DONTNEED)
+
     def close(self) -> bool:
         """Close the descriptor and unmap; calling it again does nothing.
 

@@ -232,3 +232,18 @@ def test_closing_under_a_warmer_is_safe():
 def test_stopping_a_warmer_that_never_started():
     with Arena(PAGE) as arena:
         Warmer(arena).stop()
+
+
+def test_pages_taken_out_of_the_page_tables_keep_their_bytes() -> None:
+    with SharedMemory.create(1 << 20) as memory:
+        memory.array[:] = 7
+        memory.unmap_pages(100, (1 << 20) - 100)
+        memory.unmap_pages(10, 20)
+        assert (memory.array == 7).all()
+
+
+def test_warming_keeps_what_was_written_meanwhile() -> None:
+    with Arena(1 << 20) as arena:
+        arena.array[:] = 9
+        assert list(arena.warm(300_000))[-1] == arena.nbytes
+        assert (arena.array == 9).all()

@@ -71,7 +71,7 @@ class Arena:
 
     @property
     def warm_bytes(self) -> int:
-        """How far, from its start, this mapping is known to be populated."""
+        """How far, from its start, the arena is known to have its pages."""
         return self._warm
 
     def populate(self, start: int = 0, stop: int | None = None) -> None:
@@ -82,9 +82,14 @@ class Arena:
             self._warm = max(self._warm, stop)
 
     def warm(self, step: int = POPULATE_PIECE_BYTES) -> Iterator[int]:
-        """Populate the arena from its start, `step` bytes per item; yields :attr:`warm_bytes`."""
+        """Take the arena's pages from the machine, from its start, `step` bytes per item; yields :attr:`warm_bytes`.
+
+        The pages do not stay mapped here: the server touches headers only, and its death must show at once.
+        """
         while self._warm < self.nbytes:
-            self.populate(self._warm, min(self._warm + step, self.nbytes))
+            begin, end = self._warm, min(self._warm + step, self.nbytes)
+            self.populate(begin, end)
+            self.memory.unmap_pages(begin, end)
             yield self._warm
 
     def close(self) -> bool:
