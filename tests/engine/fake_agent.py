@@ -43,6 +43,8 @@ class FakeAgent:
     :param delay: polls until a step's saves are read and published.
     """
 
+    terms = None  # no server, no terms
+
     def __init__(
         self,
         spec: ModelSpec,

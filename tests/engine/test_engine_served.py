@@ -56,3 +56,23 @@ def test_an_engine_whose_server_is_away_computes_everything(tmp_path):
     connection.close()
     assert result.cached_tokens == 0
     assert result.tokens == Engine(TINY_HYBRID).generate([prompt], 6)[0].tokens
+
+
+@TINY
+@pytest.mark.parametrize("decoded", [False, True])
+def test_the_answer_is_part_of_the_next_hit_only_if_the_operator_wants_it(config, decoded):
+    settings = Settings(pool=PoolSettings(size=16 << 20), transfer={"save_decode_cache": decoded})
+    prompt, answer = passage(100), 100
+    with EmbeddedServer(settings) as server:
+        writer, first = served(server, config, "writer")
+        said = bytes(writer.generate([prompt], answer)[0].tokens)
+        writer.drain()
+        first.close()
+        follow_up = prompt.encode() + said + b" Really?"
+        reader, second = served(server, config, "reader")
+        result = reader.generate([follow_up], 6)[0]
+        reader.drain()
+        second.close()
+    # 199 positions are computed: three chunks of 64 tokens fill up, or one and the prompt's tail of 36.
+    assert result.cached_tokens == (192 if decoded else 100)
+    assert result.tokens == Engine(config).generate([follow_up], 6)[0].tokens

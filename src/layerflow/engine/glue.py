@@ -114,8 +114,9 @@ class LayerflowConnection:
         return self.agent.advise(hit, prompt_tokens) if self.mode == "auto" else Mode(self.mode)
 
     def open_step(self, spans: Sequence[Span]) -> StepHooks:
-        """Start the loads of the step's new requests, and announce the saves of every prompt's new tokens."""
-        asked = [self._ask(span) for span in spans if span.start < len(span.request.prompt)]
+        """Start the loads of the step's new requests, and announce the saves of the tokens that are computed."""
+        decoded = self.agent.terms is not None and self.agent.terms.save_decode
+        asked = [self._ask(span) for span in spans if decoded or span.start < len(span.request.prompt)]
         if not asked:
             return NoStep()
         names = {span.request.transfer_id: span.request.id for span in spans}
@@ -127,6 +128,8 @@ class LayerflowConnection:
         live = self._live.get(request.id)
         if live is None:  # never looked up: it had too many failed loads and is only saved
             live = self._live[request.id] = _Live(self.agent.chain(request.prompt.tolist()))
+        if span.stop > len(live.chain):
+            live.chain.extend(request.tokens(len(live.chain), span.stop))
         return StepRequest(
             request=request.transfer_id,
             chain=live.chain,
