@@ -88,7 +88,7 @@ def nonsense(rng: random.Random, spec: ModelSpec) -> Iterator[bytes]:
         lambda: _cut(rng, codec.encode(rng.choice(valid_messages(spec, step)))),
         lambda: _flip(rng, codec.encode(rng.choice(valid_messages(spec, step)))),
         lambda: _retag(rng, codec.encode(rng.choice(valid_messages(spec, step)))),
-        lambda: codec.greeting(),
+        codec.greeting,
         lambda: codec.encode(rng.choice(contradictions(spec, step))),
         lambda: codec.encode(rng.choice(contradictions(spec, step))),
     ]

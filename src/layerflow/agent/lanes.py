@@ -62,7 +62,6 @@ class LoadLane:
         self._report = report
         self._seconds_per_byte = 0.0
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="layerflow-load", daemon=True)
         self._thread.start()
 
@@ -72,8 +71,7 @@ class LoadLane:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Finish what is queued, emulated links notwithstanding, and stop."""
-        self._closing.set()
+        """Finish what is queued and stop; call once every step is cut off."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -91,7 +89,7 @@ class LoadLane:
         if job.link.emulated:
             # A link writes bytes as they pass: the copy is timed to end when the last one arrives.
             begin = job.arrives - job.batch.nbytes * self._seconds_per_byte - LINK_LEAD_S
-            if not self._closing.wait(max(0.0, begin - time.monotonic() - CLOSE_LEAD_S)):
+            if not job.step.cut_off.wait(max(0.0, begin - time.monotonic() - CUT_LEAD_S)):
                 sleep_until(begin, LINK_SPIN_US)
         if job.batch.not_before:
             # The slot is kept to the last moment: it is what keeps ranks off each other's link.
@@ -220,8 +218,8 @@ class SaveLane:
 
 LINK_SPIN_US = 50
 LINK_LEAD_S = 100e-6
-CLOSE_LEAD_S = 5e-3
-"""Until so long before a batch has passed an emulated link, closing the lane interrupts the wait for it."""
+CUT_LEAD_S = 5e-3
+"""Until so long before a batch has passed an emulated link, cutting its step off ends the wait for it."""
 """What a batch costs besides its copy: building extents, waking up."""
 
 SAMPLE_MIN_S = 100e-6

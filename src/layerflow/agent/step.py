@@ -118,7 +118,7 @@ class Step:
         self._condition = threading.Condition()
         self._running = 0
         self._fenced = ""
-        self._cut_off = False
+        self.cut_off = threading.Event()
         self._failures = LoadFailures(loads)
         self._outcome: Outcome | None = None
 
@@ -193,7 +193,7 @@ class Step:
         expired = False
         with self._condition:
             # Not `_fenced`: until a running batch has ended it is not known what has failed.
-            while not (self._in_place(layer) or self._cut_off):
+            while not (self._in_place(layer) or self.cut_off.is_set()):
                 left = self.deadline - time.monotonic()
                 if left <= 0:
                     expired = True
@@ -267,7 +267,7 @@ class Step:
     def fence(self, reason: str) -> None:
         """Cut the loads off: no batch starts any more, the running one is waited for, the rest has failed."""
         with self._condition:
-            self._condition.wait_for(lambda: self._cut_off or not self._fenced)  # another thread may be at it
+            self._condition.wait_for(lambda: self.cut_off.is_set() or not self._fenced)  # another thread may be at it
             if self._fenced or all(self._in_place(layer) for layer in range(len(self._groups))):
                 return
             self._fenced = reason
@@ -275,7 +275,7 @@ class Step:
             for event in itertools.chain.from_iterable(self._enqueued):
                 event.synchronize()
             self._fail_unfinished(reason)
-            self._cut_off = True
+            self.cut_off.set()
             self._condition.notify_all()
         self._on_fenced(self, reason)
 

@@ -65,7 +65,9 @@ def open_curve(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes
 
 
 def read_keys(path: Path) -> list[bytes]:
-    """One Z85 key per line; empty lines and ``#`` comments are skipped.
+    """One Z85 key per line, with a comment behind it or not; empty lines and ``# comment`` lines are skipped.
+
+    Z85 has ``#`` itself: a word of 40 characters is a key, whatever it begins with.
 
     :raises ConfigError: the file cannot be read or a line is no key.
     """
@@ -75,9 +77,9 @@ def read_keys(path: Path) -> list[bytes]:
         raise ConfigError(f"{path}: cannot read CURVE keys: {error}") from None
     keys = []
     for number, line in enumerate(lines, 1):
-        text = line.split("#", 1)[0].strip()
-        if text:
-            if len(text) != Z85_KEY:
-                raise ConfigError(f"{path}, line {number}: a CURVE key has {Z85_KEY} Z85 characters, not {len(text)}")
-            keys.append(text.encode("ascii"))
+        word, _, rest = line.strip().partition(" ")
+        if len(word) == Z85_KEY and (not rest.strip() or rest.strip().startswith("#")):
+            keys.append(word.encode("ascii"))
+        elif word and not word.startswith("#"):
+            raise ConfigError(f"{path}, line {number}: a CURVE key has {Z85_KEY} Z85 characters, and no blank")
     return keys

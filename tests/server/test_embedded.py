@@ -1,0 +1,109 @@
+"""Embedded mode: the same server on a thread of the engine's process."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from e2e.known import KnownWorker, eventually, layerflow_threads, open_fds, small_spec
+
+from layerflow.agent import Control
+from layerflow.config import Settings
+from layerflow.server import EmbeddedServer
+from layerflow.spec import Shard
+from server.support import Embed, worker_on
+
+
+def test_saves_and_loads(embed: Embed) -> None:
+    with worker_on(embed()) as worker:
+        chain = worker.prompt(100)
+        assert worker.serve(chain).hit.tokens == 0
+        assert worker.serve(chain).hit.tokens == 99
+        longer = worker.prompt(160, like=chain, shared=100)
+        assert worker.serve(longer).hit.tokens == 100
+        other = worker.prompt(160, like=chain, shared=50)
+        assert worker.serve(other).hit.tokens == 48
+
+
+def test_twenty_lives_leave_nothing_behind() -> None:
+    def live() -> None:
+        with EmbeddedServer(Settings(pool={"size": "4MiB"})) as server, worker_on(server, blocks=64) as worker:
+            chain = worker.prompt(60)
+            worker.serve(chain)
+            assert worker.serve(chain).hit.tokens == 59
+
+    live()
+    gc.collect()
+    before = (layerflow_threads(), open_fds())
+    for _ in range(20):
+        live()
+    gc.collect()
+    now = lambda: (layerflow_threads(), open_fds())  # noqa: E731
+    assert eventually(lambda: now() == before), f"{now()} where there was {before}"
+
+
+def test_an_agent_may_come_before_its_server(embed: Embed) -> None:
+    server = embed()
+    endpoint, context = server.endpoint, server.context
+    # No server yet at this name: the agent works, every lookup misses, nothing is saved.
+    with KnownWorker(endpoint + "-later", context=context, wait_s=0) as worker:
+        chain = worker.prompt(60)
+        assert not worker.agent.attached
+        assert worker.serve(chain).hit.tokens == 0
+        assert worker.agent.lookup("nobody", chain).tokens == 0
+
+
+@pytest.mark.parametrize("agent_first", [True, False])
+def test_the_server_ends_before_its_agent(agent_first: bool) -> None:
+    server = EmbeddedServer(Settings(pool={"size": "4MiB"}, server={"drain_timeout_s": 0.1}))
+    worker = worker_on(server)
+    chain = worker.prompt(60)
+    worker.serve(chain)
+    if agent_first:
+        worker.agent.close()
+        server.close()
+        return
+    server.close()
+    assert eventually(lambda: not worker.agent.attached)
+    assert worker.agent.lookup("late", chain).tokens == 0
+    run = worker.admit(chain)
+    with worker.agent.open_step([run.request()]) as step:
+        assert worker.forward(step, [run]) == 0
+    assert not worker.agent.busy(run.name)
+    worker.agent.close()
+
+
+def test_closing_an_agent_cuts_its_steps_off(embed: Embed) -> None:
+    """Slow links, open steps: closing waits for neither, and the server takes everything back."""
+    server = embed(pool__link_gbps=0.00005)
+    control = Control(server.endpoint, "observer", context=server.context)
+    worker = worker_on(server)
+    run = worker.admit(worker.prompt(200))
+    step = worker.agent.open_step([run.request()], 600)
+    assert worker.forward(step, [run]) == 0
+    assert worker.agent.busy(run.name)
+    worker.agent.close()
+    assert not worker.agent.busy(run.name)
+    step.close()
+    worker.agent.close()
+
+    def back() -> bool:
+        status = control.status()
+        return status["pool"]["half_written"] == 0 and status["flow"]["steps"] == 0
+
+    assert eventually(back), control.status()
+    control.close()
+
+
+def test_two_ranks_make_one_hit(embed: Embed) -> None:
+    """A lookup counts a chunk only when every tensor-parallel rank has stored its shard of it."""
+    server = embed()
+    ranks = [worker_on(server, spec=small_spec(shard=Shard(rank, 2))) for rank in range(2)]
+    chain = ranks[0].prompt(60)
+    assert ranks[0].serve(chain).hit.tokens == 0
+    assert ranks[0].serve(chain).hit.tokens == 0, "a hit although rank 1 has stored nothing"
+    assert ranks[1].agent.lookup("look", chain).tokens == 0
+    assert ranks[1].serve(chain).hit.tokens == 0
+    for rank in ranks:
+        assert rank.serve(chain).hit.tokens == 59
+        rank.agent.close()
