@@ -9,6 +9,7 @@ from layerflow.agent.step import Step
 from layerflow.agent.values import Ended
 
 SHED = "shed"
+NOTHING = Ended()
 
 
 class Ledger:
@@ -54,7 +55,7 @@ class Ledger:
 
     def busy(self, request: str) -> bool:
         """Does an open step touch this request's blocks?"""
-        return self._busy[request] > 0
+        return request in self._busy
 
     def wait_idle(self, request: str, timeout_s: float) -> bool:
         """Wait until none does; False after `timeout_s`."""
@@ -92,6 +93,8 @@ class Ledger:
 
     def poll(self) -> Ended:
         """What ended since the last call."""
+        if not self._ended:  # nearly always: engines ask in every step
+            return NOTHING
         columns: dict[str, list[tuple[str, str]]] = {"released": [], "saved": [], "failed": []}
         while self._ended:
             kind, request, reason = self._ended.popleft()
