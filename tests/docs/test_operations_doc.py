@@ -1,0 +1,48 @@
+"""docs/operations.md lists every metric and every log event."""
+
+import re
+
+from pages import ROOT, code, page, rows, sections
+
+from layerflow.observe.metrics import Metrics
+
+TEXT = page("operations.md")
+
+
+def exported() -> dict[str, str]:
+    """Every metric's name, as Prometheus has it, and its type."""
+    found = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics().render().decode(), re.M)
+    return dict(found)
+
+
+def test_every_metric_is_there_with_its_type_and_unit():
+    table = rows(sections(TEXT)["Metrics"])
+    assert table[0] == ["metric", "type", "unit", "meaning"]
+    assert {code(cells[0]): cells[1] for cells in table[1:]} == exported()
+    for name, _, unit, _ in table[1:]:
+        for suffix, expected in (("bytes", "bytes"), ("seconds", "s"), ("objects", "objects"), ("tokens", "tokens")):
+            if code(name).removesuffix("_total").endswith(f"_{suffix}"):
+                assert unit == expected, name
+
+
+def test_metrics_named_elsewhere_exist():
+    known = {name.removesuffix("_total") for name in exported()}
+    for path in (ROOT / "docs").glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"\blayerflow_(?!cli)\w+", re.sub(r"/\S*layerflow_\S*", "", text)):
+            assert name.removesuffix("_total") in known, f"{path.name}: {name}"
+
+
+def test_every_log_event_is_explained():
+    told = {name for cells in rows(sections(TEXT)["Log events"]) for name in re.findall(r"`(\w+)`", cells[0])}
+    said = set()
+    for room in ("server", "agent", "pool", "device"):
+        for path in (ROOT / "src/layerflow" / room).glob("*.py"):
+            said |= set(
+                re.findall(
+                    r'\b_?(?:log|level)\.?(?:info|warning|error|exception)?\(\s*"([a-z_]+)"',
+                    path.read_text(encoding="utf-8"),
+                )
+            )
+    assert said - told == set()
+    assert told - said == set()

@@ -1,0 +1,55 @@
+"""Pages that list things list all of them."""
+
+import re
+import tomllib
+
+from pages import ROOT, page, rows, sections
+
+from layerflow.config import reference
+from layerflow_cli.bench_command import MEASUREMENTS
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def name_of(requirement: str) -> str:
+    return re.match(r"[\w-]+", requirement)[0]
+
+
+def told(section: str) -> set[str]:
+    cells = rows(sections(page("dependencies.md"))[section])[1:]
+    return {name for row in cells for name in re.findall(r"`([\w-]+)`", " ".join(row[:-1]))}
+
+
+def test_every_dependency_is_justified():
+    extras = dict(PROJECT["optional-dependencies"])
+    tests = {name_of(item) for item in [*extras.pop("test"), *extras.pop("dev")]} - {"layerflow"}
+    assert told("Run time") == {name_of(item) for item in PROJECT["dependencies"]}
+    assert told("Extras") == {*extras, *(name_of(item) for items in extras.values() for item in items)}
+    assert told("Tests and development") == tests
+
+
+def test_every_measurement_is_described():
+    assert set(MEASUREMENTS) <= set(sections(page("benchmarks.md")))
+
+
+def test_every_file_has_its_line_in_the_architecture():
+    lines = [cells[0] for cells in rows(sections(page("architecture.md"))["Files"])[1:] if cells[1]]
+    files = [re.escape(word).replace(r"\*", ".*") for word in re.findall(r"[\w*]+\.(?:py|c)\b", " ".join(lines))]
+    rooms = set(re.findall(r"(\w+)/", " ".join(lines)))
+    named = re.compile("|".join(files))
+    paths = [*(ROOT / "src/layerflow").rglob("*.py"), *(ROOT / "src/layerflow").rglob("*.c")]
+    assert [
+        str(path)
+        for path in paths
+        if path.name != "__init__.py" and path.parent.name not in rooms and not named.fullmatch(path.name)
+    ] == []
+    for pattern in files:
+        assert any(re.fullmatch(pattern, path.name) for path in paths), f"{pattern}: no such file"
+
+
+def test_every_setting_named_exists():
+    keys = {row.key for row in reference()}
+    sections_of = {key.partition(".")[0] for key in keys} - {"log"}
+    for path in (ROOT / "docs").glob("*.md"):
+        for name in re.findall(r"`((?:" + "|".join(sections_of) + r")\.[a-z_0-9]+)`", path.read_text(encoding="utf-8")):
+            assert name in keys or name.endswith((".py", ".md")) or name == "server.call", f"{path.name}: {name}"
