@@ -181,7 +181,9 @@ def number_blocks(parts: Sequence[OutlinePart], plans: Sequence[PlanPart], loadi
 def _load_pieces(spec: ModelSpec, group: GroupSpec, request: StepRequest, start: int, stop: int) -> list[Piece]:
     rules, size, chunk = group.rules, group.block_size, spec.chunk_tokens
     first = max(start, rules.first_token(stop))
-    pieces = []
+    pieces: list[Piece] = []
+    if first >= stop:
+        return pieces
     for number in range(first // chunk, -(-stop // chunk)):
         base = number * chunk
         tail = number == request.hit.tail_chunk

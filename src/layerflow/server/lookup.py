@@ -52,8 +52,10 @@ def find_hit(pool: Pool, spec: ModelSpec, root: bytes, digests: list[bytes], tok
         parent = digests[chunk - 1] if chunk else root
         room = tokens - chunk * spec.chunk_tokens
         for tail in _tails(pool, spec, parent, room):
+            if len(tails) == MAX_TAILS:
+                break
             hit = min(chunk * spec.chunk_tokens + tail[0], tokens - 1)
-            if len(tails) < MAX_TAILS and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
+            if _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
                 tails.append(Tail(chunk, *tail))
         hit = min(chunk * spec.chunk_tokens, tokens - 1)
         if hit > 0 and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):

@@ -1,0 +1,33 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from layerflow.config import Settings
+from layerflow.server import EmbeddedServer
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def embed() -> Iterator[Callable[..., EmbeddedServer]]:
+    """Embedded servers; all are stopped at the end. ``pool__size=...`` is ``pool.size``, ``pool={...}`` several."""
+    servers: list[EmbeddedServer] = []
+
+    def start(**settings: object) -> EmbeddedServer:
+        sections: dict[str, dict[str, object]] = {"pool": {"size": "16MiB"}, "server": {"drain_timeout_s": 0.2}}
+        for name, value in settings.items():
+            section, _, key = name.partition("__")
+            sections.setdefault(section, {}).update({key: value} if key else value)  # type: ignore[call-overload]
+        servers.append(EmbeddedServer(Settings(**sections)))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()

@@ -1,0 +1,187 @@
+"""One step, driven by hand: what a wait says when failures, fences and aborts meet it half-way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from e2e.known import eventually, small_spec
+
+from layerflow.agent import Hit, StepRequest
+from layerflow.agent.outline import Numbered, outline_loads
+from layerflow.agent.step import LOAD, SAVE, Step
+from layerflow.device import device_for
+from layerflow.keys import Chain
+from layerflow.wire import codec
+from layerflow.wire.messages import NOWHERE, Batch, Plan, PlanPart
+
+SPEC = small_spec(2)
+BLOCKS = 8
+
+
+class Scene:
+    """A step of two requests that load 8 blocks each in 2 layers, planned and with every batch granted."""
+
+    def __init__(self, timeout_s: float = 60.0, missing: bool = False) -> None:
+        requests = [self._request(name) for name in ("a", "b")]
+        loads = outline_loads(SPEC, requests)
+        self.fenced: list[str] = []
+        self.closed: list[bool] = []
+        deadline = time.monotonic() + timeout_s
+        self.step = Step(
+            1,
+            [0, 0],
+            [SPEC.groups[0].bytes_per_block],
+            loads,
+            [],
+            deadline,
+            deadline,
+            device_for("cpu"),
+            lambda _, reason: self.fenced.append(reason),
+            lambda _, ok: self.closed.append(ok),
+        )
+        self.bound: list[Numbered] = []
+        offsets = [[0, NOWHERE if missing else 4096], [8192, 12288]]
+        plans = [PlanPart(codec.pack_u64(places), codec.pack_u32([4, 4])) for places in offsets]
+        self.step.planned(Plan(1, plans, []), self._bind)
+        self.batches = [self._batch(number, layer) for number, layer in enumerate(range(2), 1)]
+        for batch in self.batches:
+            self.step.granted(batch)
+
+    @staticmethod
+    def _request(name: str) -> StepRequest:
+        chain = Chain(b"r" * 16, np.arange(40) + ord(name), SPEC.chunk_tokens)
+        return StepRequest(name, chain, (np.arange(10),), load=(0, 32), hit=Hit(32))
+
+    def _bind(self, group: int, blocks: Numbered) -> Any:
+        self.bound.append(blocks)
+        return blocks
+
+    def _batch(self, number: int, layer: int) -> Batch:
+        return Batch(1, number, LOAD, layer, 0, len(self.bound[0].numbers), 0, 0, 1, 0.0, True)
+
+    def copy(self, *layers: int) -> None:
+        """The lane copies these layers."""
+        for layer in layers:
+            assert self.step.begin(LOAD)
+            self.step.end(self.batches[layer])
+
+
+def waiting(step: Step, layer: int) -> tuple[threading.Thread, list[Any]]:
+    """An engine thread in ``wait_layer``, and where its outcome will be."""
+    outcomes: list[Any] = []
+    thread = threading.Thread(target=lambda: outcomes.append(step.wait_layer(layer)))
+    thread.start()
+    return thread, outcomes
+
+
+def test_ready_once_every_batch_has_landed() -> None:
+    scene = Scene()
+    assert not scene.step.is_ready(0)
+    thread, outcomes = waiting(scene.step, 0)
+    scene.copy(0)
+    thread.join(10)
+    assert outcomes[0].ready
+    assert scene.step.is_ready(0) and not scene.step.is_ready(1)
+    scene.copy(1)
+    assert scene.step.wait_all().ready
+    assert not scene.step.loading
+
+
+def test_a_wait_during_a_fence_hears_what_failed() -> None:
+    """A batch is being copied when the server is lost: until it has ended nobody may conclude anything."""
+    scene = Scene()
+    scene.copy(0)
+    assert scene.step.begin(LOAD)
+    fence = threading.Thread(target=scene.step.fence, args=("the server is gone",))
+    fence.start()
+    assert eventually(lambda: not scene.step.begin(LOAD))  # the fence has begun, and waits for the copy
+    thread, outcomes = waiting(scene.step, 1)
+    thread.join(0.1)
+    assert not outcomes, "a wait has ended while a copy into its blocks was under way"
+    scene.step.end(scene.batches[1], "broken: half of it")
+    thread.join(10)
+    fence.join(10)
+    assert not outcomes[0].ready
+    assert {failed.request: set(failed.blocks) for failed in outcomes[0].failed} == {
+        "a": set(range(BLOCKS)),
+        "b": set(range(BLOCKS)),
+    }
+
+
+def test_two_fences_are_one() -> None:
+    scene = Scene()
+    assert scene.step.begin(LOAD)
+    fences = [threading.Thread(target=scene.step.fence, args=(f"reason {n}",)) for n in range(2)]
+    for fence in fences:
+        fence.start()
+    assert eventually(lambda: not scene.step.begin(LOAD))
+    scene.step.end(scene.batches[0])
+    for fence in fences:
+        fence.join(10)
+    assert len(scene.fenced) == 1
+    assert {failed.reason for failed in scene.step.failed} == set(scene.fenced)
+
+
+def test_a_deadline_is_one_fence_and_touches_no_other_step() -> None:
+    scene = Scene(timeout_s=0.0)
+    assert [scene.step.wait_layer(layer).ready for layer in (0, 1, 0, 1)] == [False] * 4
+    assert len(scene.fenced) == 1
+    assert not scene.step.begin(LOAD)
+    assert scene.step.begin(SAVE), "a fence of the loads has cut the saves off"
+
+
+def test_what_has_arrived_before_the_fence_is_not_reported() -> None:
+    """Blocks whose every layer is in place have not failed."""
+    scene = Scene()
+    scene.copy(0, 1)
+    scene.step.fence("the server is gone")
+    assert scene.step.wait_all().ready
+    assert scene.fenced == []
+
+
+def test_a_failed_batch_names_its_blocks_in_every_wait_to_come() -> None:
+    scene = Scene()
+    assert scene.step.begin(LOAD)
+    scene.step.end(scene.batches[0], "broken: no")
+    assert {failed.request for failed in scene.step.wait_layer(0).failed} == {"a", "b"}
+    scene.copy(1)
+    assert not scene.step.wait_layer(1).ready
+
+
+def test_an_object_that_is_gone_fails_its_own_request_only() -> None:
+    scene = Scene(missing=True)
+    scene.copy(0, 1)
+    outcome = scene.step.wait_layer(0)
+    assert [(failed.request, failed.blocks) for failed in outcome.failed] == [("a", (4, 5, 6, 7))]
+
+
+def test_an_aborted_request_fails_nobody() -> None:
+    scene = Scene()
+    scene.step.abort("a")
+    scene.step.load_failed(0, 0, BLOCKS, "deadline")
+    scene.copy(0, 1)
+    assert scene.step.wait_layer(0).ready
+    scene.step.abort("b")
+    assert not scene.step.failed
+
+
+@pytest.mark.parametrize("how", ["close", "exception", "all done"])
+def test_closing(how: str) -> None:
+    scene = Scene()
+    if how == "exception":
+        with pytest.raises(RuntimeError), scene.step:
+            raise RuntimeError("the model failed")
+    elif how == "all done":
+        with scene.step:
+            scene.step.layer_done(0)
+            scene.step.layer_done(1)
+    else:
+        scene.step.close(False)
+    assert scene.closed == [how == "all done"]
+    scene.step.close()
+    assert len(scene.closed) == 1, "closed twice"
+    assert bool(scene.step.saves_cancelled) == (how != "all done")

@@ -1,0 +1,170 @@
+"""Hit lengths against a model that tries every length, and leases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerflow.keys import Chain, object_key
+from layerflow.objects import object_bytes
+from layerflow.pool.base import NewObject
+from layerflow.pool.memory import MemoryPool
+from layerflow.server.lookup import MAX_TAILS, HitLength, find_hit, lease
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
+
+ROOT = b"r" * 16
+BLOCK, CHUNK = 2, 4
+
+
+class Memory:
+    """An arena of ordinary memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = self.warm_bytes = nbytes
+        self.view = memoryview(bytearray(nbytes))
+
+
+def spec_of(windows: list[int], shards: int = 1) -> ModelSpec:
+    """One group per window, 0 = full attention."""
+    plane = (Plane("kv", "uint8", (1,)),)
+    groups = tuple(
+        GroupSpec("sliding" if window else "full", BLOCK, (layer,), plane, window=window)
+        for layer, window in enumerate(windows)
+    )
+    return ModelSpec("m", "c", groups, Shard(0, shards), chunk_tokens=CHUNK)
+
+
+def store(pool: MemoryPool, spec: ModelSpec, group: int, shard: Shard, chain: Chain, chunk: int, tokens: int) -> None:
+    """Publish one object: the first `tokens` tokens of a chunk."""
+    blocks = len(spec.groups[group].rules.keep(tokens))
+    key = object_key(chain.partial(chunk, tokens), group, shard)
+    parent = object_key(chain.parent(chunk), group, shard) if tokens < CHUNK else b""
+    pool.reserve([NewObject(key, object_bytes(spec.groups[group], blocks), blocks, tokens, parent)], "writer")
+    pool.commit([key], "writer")
+
+
+@dataclass
+class World:
+    spec: ModelSpec
+    pool: MemoryPool
+    chain: Chain
+    present: set[tuple[int, int, int, int]]  #: group, tp rank, chunk, tokens
+
+    def complete(self, group: int, chunk: int, tokens: int) -> bool:
+        return all((group, rank, chunk, tokens) in self.present for rank in range(self.spec.shard.tp_size))
+
+    def loadable(self, hit: int, chunk: int, tail: int) -> bool:
+        """Token by token: has every group what a hit of `hit` tokens reads, if chunk `chunk` holds `tail` of them?"""
+        for number, group in enumerate(self.spec.groups):
+            first = max(0, hit - group.window + 1) if group.window else 0
+            for token in range(first, hit):
+                holder = token // CHUNK
+                if not self.complete(number, holder, tail if holder == chunk else CHUNK):
+                    return False
+        return True
+
+
+@st.composite
+def worlds(draw: st.DrawFn, nbytes: int = 1 << 16) -> World:
+    windows = draw(st.lists(st.sampled_from([0, 2, 3, 4, 6, 9]), min_size=1, max_size=3))
+    spec = spec_of(windows, draw(st.integers(1, 2)))
+    length = draw(st.integers(1, 5 * CHUNK))
+    chain = Chain(ROOT, np.arange(length), CHUNK)
+    pool = MemoryPool(Memory(nbytes))
+    sizes = [(chunk, CHUNK) for chunk in range(length // CHUNK)]
+    sizes += [
+        (chunk, tail)
+        for chunk in range(-(-length // CHUNK))
+        for tail in range(1, min(CHUNK, length - chunk * CHUNK + 1))
+    ]
+    everything = [
+        (group, rank, chunk, tokens)
+        for group in range(len(windows))
+        for rank in range(spec.shard.tp_size)
+        for chunk, tokens in sizes
+    ]
+    # Mostly present: with coin flips nothing would ever be found.
+    absent = draw(st.sets(st.sampled_from(everything), max_size=max(1, len(everything) // 3)))
+    present = set(everything) - absent
+    for group, rank, chunk, tokens in sorted(present):
+        store(pool, spec, group, Shard(rank, spec.shard.tp_size), chain, chunk, tokens)
+    return World(spec, pool, chain, present)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds())
+def test_the_longest_hit_and_no_longer(world: World) -> None:
+    tokens = len(world.chain)
+    hit = find_hit(world.pool, world.spec, ROOT, world.chain.digests, tokens)
+    whole = [min(chunk * CHUNK, tokens - 1) for chunk in range(tokens // CHUNK + 1)]
+    best_whole = max(n for chunk, n in enumerate(whole) if world.loadable(n, chunk, CHUNK))
+    assert hit.tokens == best_whole
+    offered = {(tail.chunk, tail.tokens) for tail in hit.tails}
+    for tail in hit.tails:
+        assert tail.digest == world.chain.partial(tail.chunk, tail.tokens)
+        assert world.loadable(min(tail.chunk * CHUNK + tail.tokens, tokens - 1), tail.chunk, tail.tokens)
+    best_tail = max(
+        (
+            (chunk * CHUNK + tail, chunk, tail)
+            for chunk in range(-(-tokens // CHUNK))
+            for tail in range(1, min(CHUNK, tokens - chunk * CHUNK + 1))
+            if chunk * CHUNK + tail > best_whole
+            if all(world.complete(group, chunk, tail) for group in range(len(world.spec.groups)))
+            if world.loadable(min(chunk * CHUNK + tail, tokens - 1), chunk, tail)
+        ),
+        default=None,
+    )
+    if best_tail is not None:
+        assert best_tail[1:] in offered
+        longest = hit.tails[0]
+        assert longest.chunk * CHUNK + longest.tokens == best_tail[0], "tails are offered longest first"
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(1 << 15))
+def test_a_lease_holds_all_that_a_load_reads(world: World) -> None:
+    tokens = len(world.chain)
+    hit = find_hit(world.pool, world.spec, ROOT, world.chain.digests, tokens)
+    lease(world.pool, world.spec, world.chain.digests, hit, "lease", until=5.0)
+    # Eviction takes whatever is not pinned: fill the pool, then look whether the hit is still whole.
+    filler = Chain(b"f" * 16, np.arange(600 * CHUNK), CHUNK)
+    for chunk in range(len(filler.digests)):
+        store(world.pool, world.spec, 0, world.spec.shard, filler, chunk, CHUNK)
+    assert world.pool.statistics().evictions > 0
+    assert find_hit(world.pool, world.spec, ROOT, world.chain.digests, tokens) == hit
+    world.pool.expire(5.0)
+    assert world.pool.statistics().pinned == 0
+
+
+def test_tails_of_other_prompts_are_offered_but_bounded() -> None:
+    spec = spec_of([0])
+    pool = MemoryPool(Memory(1 << 16))
+    shared = np.arange(CHUNK)
+    for last in range(3 * MAX_TAILS):
+        other = Chain(ROOT, np.append(shared, [100 + last] * 2), CHUNK)
+        store(pool, spec, 0, spec.shard, other, 0, CHUNK)
+        store(pool, spec, 0, spec.shard, other, 1, 2)
+    mine = Chain(ROOT, np.append(shared, [7] * 3), CHUNK)
+    hit = find_hit(pool, spec, ROOT, mine.digests, len(mine))
+    assert hit.tokens == CHUNK
+    assert len(hit.tails) == MAX_TAILS
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_one_token_is_always_left(tokens: int) -> None:
+    spec = spec_of([0])
+    pool = MemoryPool(Memory(1 << 16))
+    chain = Chain(ROOT, np.arange(tokens), CHUNK)
+    store(pool, spec, 0, spec.shard, chain, 0, tokens)
+    hit = find_hit(pool, spec, ROOT, chain.digests, tokens)
+    assert hit.tokens == 0
+    assert [tail.tokens for tail in hit.tails] == [tokens]
+
+
+def test_an_empty_pool() -> None:
+    chain = Chain(ROOT, np.arange(30), CHUNK)
+    assert find_hit(MemoryPool(Memory(1 << 16)), spec_of([0, 3]), ROOT, chain.digests, 30) == HitLength(0, ())
