@@ -9,6 +9,7 @@ import typer
 import layerflow
 from layerflow_cli.bench_command import bench
 from layerflow_cli.config_command import config
+from layerflow_cli.demo_command import demo
 from layerflow_cli.errors import LayerflowGroup
 from layerflow_cli.run_command import run
 from layerflow_cli.status_command import status
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command(short_help="Run the server.")(run)
 app.command(short_help="Show a running server's state.")(status)
 app.command(short_help="Print every setting, or check a file.")(config)
+app.command(short_help="Show layer-wise beside bulk loading.")(demo)
 app.add_typer(bench)
 
 
@@ -39,19 +41,6 @@ def _layerflow(
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-@app.command(short_help="Show layer-wise beside bulk loading.")
-def demo() -> None:
-    """Show layer-wise loading beside bulk loading on this machine, in about a minute.
-
-    \b
-    Example:
-      layerflow demo
-    """
-    from layerflow_cli.demo import run_demo  # noqa: PLC0415 - pulls torch in
-
-    run_demo()
 
 
 def main() -> None:

@@ -39,10 +39,12 @@ def render(traces: Sequence[StepTrace], title: str, notes: Sequence[str] = ()) -
 
 
 def _legend(traces: Sequence[StepTrace]) -> str:
-    present = {span.lane for trace in traces for span in trace.spans}
-    return "".join(
-        f'<span class="key"><i class="i-{lane}"></i>{_MEANING[lane]}</span>' for lane in LANES if lane in present
-    )
+    spans = [span for trace in traces for span in trace.spans]
+    present = {span.lane for span in spans}
+    keys: list[tuple[str, str]] = [(lane, _MEANING[lane]) for lane in LANES if lane in present]
+    if any(span.emulated for span in spans):
+        keys.append(("hatched", "hatched: timed by an emulated link"))
+    return "".join(f'<span class="key"><i class="i-{name}"></i>{meaning}</span>' for name, meaning in keys)
 
 
 def _section(trace: StepTrace, scale: float) -> str:

@@ -19,7 +19,11 @@ _LANE_PAD = 4
 _AXIS = 20
 _PLOT_PX = 1100
 """Width assumed for labels until the page's script has measured the real one."""
+_SLACK_PX = 3.0
+"""Bars that overlap by less share a row."""
 _DIGIT_PX = 6.4
+_LAST_LABEL = 98
+"""Per cent from the left behind which an axis label ends at its line instead of being centred below it."""
 _SPARSE_PX = 10
 """Narrower than its number but at least this wide: every tenth layer is labelled, a little past its bar."""
 
@@ -54,7 +58,7 @@ def draw(trace: StepTrace, scale: float) -> Plot:
     numbers: list[str] = []
     y = TOP
     for lane in LANES:
-        shared = rows(trace.lane(lane))
+        shared = rows(trace.lane(lane), slack=_SLACK_PX / _PLOT_PX * scale)
         if not shared:
             continue
         bar = _BAR if len(shared) <= _MAX_TALL_ROWS else _THIN_BAR
@@ -115,8 +119,9 @@ def _grid(scale: float, bottom: int) -> str:
     lines, numbers = [], []
     for fifth in range(math.floor(scale * 1e3 / step * 5) + 1):
         at = fifth * step / 5
-        x = f"{at / (scale * 1e3) * 100:.4f}%"
-        name = "first" if fifth == 0 else "fine" if fifth % 5 else ""
+        share = at / (scale * 1e3) * 100
+        x = f"{share:.4f}%"
+        name = "first" if fifth == 0 else "fine" if fifth % 5 else "last" if share > _LAST_LABEL else ""
         lines.append(f'<line class="{name}" x1="{x}" x2="{x}" y1="{TOP - 2}" y2="{bottom + 3}"></line>')
         numbers.append(f'<text class="{name}" x="{x}" y="{bottom + 16}">{at:g}{"" if fifth else " ms"}</text>')
     return f'<g class="grid">{"".join(lines)}</g><g class="axis">{"".join(numbers)}</g>'

@@ -182,12 +182,15 @@ def overlap_bound(transfer: float, layers: int, compute_per_layer: float) -> flo
     return min(1.0, max(0.0, 1.0 - exposed_min / transfer))
 
 
-def rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """Share spans out over as few rows as possible so that no two of a row overlap."""
+def rows(spans: Iterable[Span], slack: float = 0.0) -> list[list[Span]]:
+    """Share spans out over as few rows as possible so that no two of a row overlap.
+
+    :param slack: seconds by which they may: a batch's end is noticed a little after the next one began to pass.
+    """
     shared: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
         for row in shared:
-            if row[-1].stop <= span.start:
+            if row[-1].stop <= span.start + slack:
                 row.append(span)
                 break
         else:

@@ -1,0 +1,142 @@
+"""Reference engines of the demo: fresh ones with a spoilt cache, and one prompt answered and looked into."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from layerflow.agent import Agent
+from layerflow.engine import Engine, Result, StepReport
+from layerflow.engine.cache import NULL_BLOCK
+from layerflow.engine.glue import LayerflowConnection, attach
+from layerflow.errors import LayerflowError
+from layerflow.observe.trace import Span, StepTrace
+from layerflow_cli.demo.workload import MAX_NEW_TOKENS, Workload
+
+SETTLE_TIMEOUT_S = 60.0
+SPOILT_BYTE = 0x55
+
+Mode = Literal["layerwise", "bulk"]
+KvBytes = dict[tuple[int, str], np.ndarray]
+"""By layer and plane: the bytes of the prefix's blocks, uint8."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One prompt's way through an engine.
+
+    :ivar prefill: the forward passes up to the first token.
+    :ivar kv: the prefix's KV as the engine had it when the first token came.
+    :ivar traces: the steps that moved anything, with the compute of each layer.
+    """
+
+    result: Result
+    prefill: list[StepReport]
+    kv: KvBytes
+    traces: list[StepTrace] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Served:
+    """An engine connected to a server."""
+
+    engine: Engine
+    agent: Agent
+    connection: LayerflowConnection
+
+
+@contextlib.contextmanager
+def served(workload: Workload, endpoint: str, name: str, mode: Mode) -> Iterator[Served]:
+    """A fresh engine that knows nothing but its weights, attached for the length of a with-block.
+
+    :raises LayerflowError: the server cannot be reached, or keeps what the demo needs to be absent.
+    """
+    engine = Engine(workload.config)
+    spoil(engine)
+    connection = attach(engine, endpoint, f"demo-{workload.shape}-{name}", mode=mode, chunk_tokens=workload.sizes.chunk)
+    try:
+        agent = connection.agent
+        terms = agent.terms
+        if terms is None:
+            raise LayerflowError(f"{endpoint}: no server took the demo's engine; is `layerflow run` up there?")
+        if terms.save_partial:
+            raise LayerflowError(
+                f"{endpoint}: the server also stores partial chunks, then a hit leaves nothing to compute; "
+                "set transfer.discard_partial_chunks = true in its file"
+            )
+        if not agent.wait_warm(SETTLE_TIMEOUT_S):
+            raise LayerflowError(f"{endpoint}: the arena was not mapped within {SETTLE_TIMEOUT_S:g} s")
+        yield Served(engine, agent, connection)
+    finally:
+        connection.close()
+
+
+def spoil(engine: Engine) -> None:
+    """Fill the cache with rubbish: a byte that never arrives is seen, and no copy pays for untouched pages."""
+    for planes in engine.cache.tensors.values():
+        for plane in planes.values():
+            plane[NULL_BLOCK + 1 :] = float("nan") if plane.is_floating_point() else SPOILT_BYTE
+
+
+def answer(engine: Engine, workload: Workload, prompt: str) -> Answer:
+    """Submit, and step until the answer is there."""
+    request = engine.submit(prompt, MAX_NEW_TOKENS)
+    prefill: list[StepReport] = []
+    while not prefill or prefill[-1].spans[0].stop < workload.prompt_tokens:
+        if not engine.step() or engine.last_step is None:
+            raise LayerflowError(f"{workload.shape}: the engine could not compute the demo's prompt")
+        prefill.append(engine.last_step)
+    # Now and not later: the answer's tokens may take over blocks that slid out of a window.
+    kv = _prefix_kv(engine, workload, prefill[-1])
+    engine.run()
+    return Answer(engine.results.pop(request), prefill, kv)
+
+
+def answer_served(served: Served, workload: Workload, prompt: str) -> Answer:
+    """Like :func:`answer`; returns once everything is stored and every trace is in.
+
+    :raises LayerflowError: a step's end was not reported.
+    """
+    agent = served.agent
+    known = len(agent.traces)
+    made = answer(served.engine, workload, prompt)
+    served.engine.drain(SETTLE_TIMEOUT_S)
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    while agent.statistics().open_steps:
+        if time.monotonic() > deadline:
+            raise LayerflowError(f"{workload.shape}: a step is still open after {SETTLE_TIMEOUT_S:g} s")
+        time.sleep(0.001)
+    traces = sorted(list(agent.traces)[known:], key=lambda trace: trace.step)
+    made.traces = [with_compute(trace, report) for trace, report in zip(traces, made.prefill, strict=False)]
+    return made
+
+
+def with_compute(trace: StepTrace, report: StepReport) -> StepTrace:
+    """The trace with each layer's whole compute, attention included.
+
+    The agent knows when a layer's KV was written, which is before its attention ends; the engine knows the
+    rest. Its durations are laid out backwards from the moment at which the last layer began.
+    """
+    spans = [span for span in trace.spans if span.lane != "compute"]
+    began = max((span.start for span in trace.spans if span.lane == "compute"), default=report.started_s)
+    for layer in reversed(range(len(report.computed_s))):
+        spans.append(Span("compute", layer, began, began + report.computed_s[layer]))
+        began -= report.waited_s[layer] + (report.computed_s[layer - 1] if layer else 0.0)
+    return StepTrace(trace.step, trace.session, trace.label, spans)
+
+
+def _prefix_kv(engine: Engine, workload: Workload, report: StepReport) -> KvBytes:
+    tables = report.spans[0].request.tables
+    kept: KvBytes = {}
+    for layer, planes in engine.cache.tensors.items():
+        numbers = workload.loaded_blocks(layer)
+        blocks = torch.from_numpy(tables[engine.cache.group_of[layer]][numbers.start : numbers.stop])
+        for name, plane in planes.items():
+            kept[layer, name] = plane.index_select(0, blocks).view(torch.uint8).numpy()
+    return kept

@@ -1,0 +1,109 @@
+"""What the demo runs: models, prompts of real text, and an emulated link that suits this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from layerflow.engine import PRESETS, EngineConfig
+from layerflow.engine.texts import QUESTIONS, passage
+
+SHAPES = {
+    "gqa": "grouped-query attention",
+    "mla": "latent attention with a sparse indexer",
+    "hybrid": "sliding window + full attention",
+}
+MAX_NEW_TOKENS = 8
+TRANSFER_SHARE = 0.4
+"""The default link takes so much of a hit's own compute: visible, and possible to hide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Lengths in tokens; a token is a byte.
+
+    :param prefix: shared by all prompts of a run; whole chunks and whole steps.
+    :param suffix: what differs. Shorter than a chunk, and partial chunks are not stored, so that every
+        hit is exactly the prefix and the suffix is always left to compute.
+    """
+
+    prefix: int
+    suffix: int
+    chunk: int
+
+
+FULL = Sizes(prefix=1536, suffix=256, chunk=512)
+QUICK = Sizes(prefix=384, suffix=96, chunk=128)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One cache shape's model and prompts.
+
+    :param salt: put before every text, so that a pool in use has not seen it.
+    """
+
+    shape: str
+    config: EngineConfig
+    sizes: Sizes
+    salt: str = ""
+
+    @classmethod
+    def of(cls, shape: str, quick: bool, salt: str = "") -> Workload:
+        """The demo's model for a shape, with a cache for one prompt at a time."""
+        sizes = QUICK if quick else FULL
+        config = PRESETS[f"tiny-{shape}" if quick else shape]
+        blocks = -(-(sizes.prefix + sizes.suffix + MAX_NEW_TOKENS) // config.block_size)
+        return cls(shape, dataclasses.replace(config, num_blocks=blocks * 3 // 2), sizes, salt)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of every prompt."""
+        return self.sizes.prefix + self.sizes.suffix
+
+    def prompt(self, run: int, question: int) -> str:
+        """A passage that belongs to the run, then a question about it.
+
+        :param question: 0 or 1; the prompts of a run share the passage and nothing else.
+        """
+        prefix = (self.salt + passage(self.sizes.prefix, run * self.sizes.prefix))[: self.sizes.prefix]
+        asked = QUESTIONS[(2 * run + question) % len(QUESTIONS)]
+        other = passage(self.sizes.suffix, 20_000 + (2 * run + question) * self.sizes.suffix)
+        return (
+            prefix + (f"\n\n[{question + 1}] Compare it with this: {other}")[: self.sizes.suffix - len(asked)] + asked
+        )
+
+    def loaded_blocks(self, layer: int) -> range:
+        """Block numbers that a hit of the prefix loads of a layer."""
+        window = next(group.window for group in self.config.groups if layer in group.layers)
+        first = max(0, self.sizes.prefix - window + 1) if window else 0
+        return range(first // self.config.block_size, self.sizes.prefix // self.config.block_size)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """What a hit loads, all layers."""
+        return sum(len(self.loaded_blocks(layer)) * self._block_bytes(layer) for layer in range(self.config.num_layers))
+
+    @property
+    def stored_bytes(self) -> int:
+        """At most what one run stores."""
+        blocks = self.prompt_tokens // self.config.block_size
+        return sum(blocks * self._block_bytes(layer) for layer in range(self.config.num_layers))
+
+    def _block_bytes(self, layer: int) -> int:
+        planes = next(group.planes for group in self.config.groups if layer in group.layers)
+        row: int = sum(math.prod(plane.shape) * getattr(torch, plane.dtype).itemsize for plane in planes)
+        return row * self.config.block_size
+
+
+def suitable_link(hits: Iterable[tuple[Workload, float]]) -> float:
+    """GB/s (10^9 bytes) at which no shape's transfer takes more than :data:`TRANSFER_SHARE` of a hit's compute.
+
+    :param hits: per shape: seconds of compute that a hit leaves.
+    """
+    needed = max(workload.prefix_bytes / (TRANSFER_SHARE * seconds) / 1e9 for workload, seconds in hits)
+    return float(f"{needed:.2g}")
