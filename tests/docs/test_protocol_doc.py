@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from pages import ROOT, code, page, rows, sections
 
+from layerflow.config import Settings
 from layerflow.keys import Chain, Media, object_key, root_digest
 from layerflow.objects import object_bytes, pack_header
 from layerflow.server.handlers import MAX_LEASE_MS
@@ -55,12 +56,12 @@ def test_the_greeting_is_the_current_one():
     assert codec.FINGERPRINT.hex() in TEXT
     assert codec.greeting().hex() in TEXT
     assert f"Version {codec.PROTOCOL_VERSION}." in TEXT
-    assert codec.DEFAULT_MAX_BYTES == 16 << 20
 
 
 def test_limits_are_the_current_ones():
     assert f"1 to {MAX_LEASE_MS}" in TEXT
     assert f"at most {MAX_TAILS}" in TEXT
+    assert f"`server.max_message_bytes`, {Settings().server.max_message_bytes >> 20} MiB by default" in TEXT
 
 
 def test_every_problem_code_is_listed():
