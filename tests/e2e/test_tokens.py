@@ -1,0 +1,82 @@
+"""A real (small) model: whatever happens to the server, the tokens are those of an engine on its own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from e2e.rounds import record, rounds
+from layerflow.engine import Engine
+from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
+from layerflow.engine.glue import attach
+from layerflow.engine.texts import passage
+from layerflow_cli.bench.harness import ServerProcess
+
+CHUNK = 64
+# A prompt's KV takes some 100 ms, so that a kill finds it on its way; the policy would rather recompute it.
+SLOW = {
+    "pool.link_gbps": 0.002,
+    "transfer.mode": "layerwise",
+    "transfer.max_transfer_bytes": "4KiB",
+    "transfer.max_inflight_bytes": "16KiB",
+}
+
+
+@rounds(3, 30)
+def test_a_killed_server_changes_no_token(serve: Callable[..., ServerProcess], rounds: int) -> None:
+    server = serve(**SLOW)
+    random = np.random.default_rng(23)
+    never = threading.Event()
+    prompts = [passage(300), passage(220, 4000)]
+    configs: list[EngineConfig] = [TINY_GQA, TINY_MLA, TINY_HYBRID]
+    fenced = 0
+    for number, config in zip(range(rounds), itertools.cycle(configs), strict=False):
+        alone = [result.tokens for result in Engine(config).generate(prompts, 8)]
+        engine = Engine(config)
+        connection = attach(engine, server.endpoint, f"engine-{number}", chunk_tokens=CHUNK)
+        assert [result.tokens for result in engine.generate(prompts, 8)] == alone
+        engine.drain()
+
+        def kill(delay_s: float = random.uniform(0, 0.05)) -> None:
+            never.wait(delay_s)  # the random moment
+            server.kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        during = engine.generate(prompts, 8)
+        killer.join()
+        assert [result.tokens for result in during] == alone, f"round {number}: the kill has changed tokens"
+        without = engine.generate(prompts, 8)
+        assert [result.tokens for result in without] == alone
+        engine.drain()
+        fenced += connection.agent.statistics().fenced_steps
+        server.restart()
+        assert connection.agent.wait_attached(20), "the engine was not attached again"
+        for expected in (False, True):
+            results = engine.generate(prompts, 8)
+            assert [result.tokens for result in results] == alone
+            assert [result.cached_tokens > 0 for result in results] == [expected] * 2
+            engine.drain()
+        connection.close()
+    assert fenced, "no kill met a load: the test has tested nothing"
+    record("tokens_server_killed", rounds=rounds, fenced_steps=fenced)
+
+
+@pytest.mark.parametrize("config", [TINY_GQA, TINY_MLA, TINY_HYBRID], ids=lambda config: config.name)
+def test_deadlines_change_no_token(serve: Callable[..., ServerProcess], config: EngineConfig) -> None:
+    """A link on which no prompt's KV arrives in time: it is computed instead, after one deadline."""
+    server = serve(**SLOW, transfer__step_timeout_ms=15)
+    prompts = [passage(300)]
+    alone = [result.tokens for result in Engine(config).generate(prompts, 8)]
+    engine = Engine(config)
+    connection = attach(engine, server.endpoint, "late", chunk_tokens=CHUNK)
+    for _ in range(3):
+        assert [result.tokens for result in engine.generate(prompts, 8)] == alone
+        engine.drain()
+    assert connection.agent.statistics().hit_tokens > 0
+    assert connection.agent.statistics().fenced_steps > 0
+    connection.close()
