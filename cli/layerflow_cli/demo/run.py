@@ -102,7 +102,7 @@ def _server(
     if endpoint is not None:
         yield endpoint
         return
-    needed = sum(outcome.workload.stored_bytes for outcome in outcomes) * runs
+    needed = sum(outcome.workload.stored_bytes for outcome in outcomes) * runs * 9 // 8
     server = ServerProcess(
         {
             "pool.size": f"{needed // MIB + 64}MiB",
@@ -157,14 +157,13 @@ def _through_the_pool(outcome: Outcome, plain: Engine, runs: int, endpoint: str,
                     _check(outcome, run, question, made, stored)
                     outcome.answers[way].append(made)
                 ways.reverse()  # so that neither always runs on the warmer caches
-        terms = cold.agent.terms
-    with served(workload, endpoint, "control", "layerwise") as control:
         advance(f"{shape}: negative control")
         layer = workload.config.num_layers // 2
-        control.engine.connect(checks.Spoiling(control.connection, control.engine.cache, layer))
-        made = _answer_hit(outcome, control, runs - 1, AGAIN)
+        layerwise.engine.connect(checks.Spoiling(layerwise.connection, layerwise.engine.cache, layer))
+        made = _answer_hit(outcome, layerwise, runs - 1, AGAIN)
         outcome.control_bytes = checks.wrong_bytes(stored, made.kv)
         outcome.control_tokens = differing(outcome.answers["without"][-1].result.tokens, made.result.tokens)
+        terms = cold.agent.terms
     if terms is None:
         raise LayerflowError(f"{endpoint}: the server went away during the demo")
     return Link(terms.link_gbps, terms.link_latency_us)

@@ -90,9 +90,13 @@ class Workload:
 
     @property
     def stored_bytes(self) -> int:
-        """At most what one run stores."""
-        blocks = self.prompt_tokens // self.config.block_size
-        return sum(blocks * self._block_bytes(layer) for layer in range(self.config.num_layers))
+        """What one run stores: of each chunk all blocks, or those that a window before its end touches."""
+        chunks, size = self.sizes.prefix // self.sizes.chunk, self.config.block_size
+        kept = 0
+        for group in self.config.groups:
+            tokens = min(self.sizes.chunk, group.window or self.sizes.chunk)
+            kept += chunks * sum((-(-tokens // size)) * self._block_bytes(layer) for layer in group.layers)
+        return kept
 
     def _block_bytes(self, layer: int) -> int:
         planes = next(group.planes for group in self.config.groups if layer in group.layers)
