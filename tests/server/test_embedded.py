@@ -9,9 +9,10 @@ from e2e.known import KnownWorker, eventually, layerflow_threads, open_fds, smal
 
 from layerflow.agent import Control
 from layerflow.config import Settings
+from layerflow.errors import LayerflowError
 from layerflow.server import EmbeddedServer
 from layerflow.spec import Shard
-from server.support import Embed, worker_on
+from server.support import Embed, observe, worker_on
 
 
 def test_saves_and_loads(embed: Embed) -> None:
@@ -107,3 +108,33 @@ def test_two_ranks_make_one_hit(embed: Embed) -> None:
     for rank in ranks:
         assert rank.serve(chain).hit.tokens == 59
         rank.agent.close()
+
+
+def test_control_clients_say_goodbye(embed: Embed) -> None:
+    """Whoever only asks for the status, again and again, leaves no session behind."""
+    server = embed()
+    first = observe(server)
+    for _ in range(5):
+        other = observe(server)
+        other.status()
+        other.close()
+    assert eventually(lambda: len(first.status()["sessions"]) == 1)
+    first.close()
+
+
+def test_a_control_client_outlives_its_server() -> None:
+    """Every call says so with a LayerflowError, or misses; none hangs, and closing works."""
+    server = EmbeddedServer(Settings(pool={"size": "4MiB"}))
+    control = Control(server.endpoint, "observer", small_spec(), context=server.context)
+    with worker_on(server) as worker:
+        chain = worker.prompt(20)
+        assert control.lookup("before", chain).tokens == 0
+    server.close()
+    assert control.lookup("after", chain).tokens == 0
+    control.drop_lease("after")
+    with pytest.raises(LayerflowError):
+        control.status(0.2)
+    with pytest.raises(LayerflowError):
+        control.purge(0.2)
+    assert not control.connect(0.2)
+    control.close()

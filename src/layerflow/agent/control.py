@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import threading
@@ -12,11 +13,12 @@ import zmq
 
 from layerflow.agent.handshake import ClientKeys, Conversation, dial
 from layerflow.agent.values import MISS, Hit
-from layerflow.errors import LayerflowError, RemoteError, SessionError
+from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages import (
     Attach,
+    Bye,
     DropLease,
     Found,
     Lookup,
@@ -29,6 +31,7 @@ from layerflow.wire.messages import (
 
 DEFAULT_LOOKUP_TIMEOUT_S = 0.05
 DEFAULT_TIMEOUT_S = 2.0
+BYE_LINGER_MS = 100
 AWAY_S = 0.5
 """After a lookup without an answer, lookups miss at once for so long instead of waiting again."""
 
@@ -107,7 +110,8 @@ class Control:
         """The request will not be loaded after all. Nothing happens if the server is away: leases expire."""
         with self._lock:
             if self._conversation is not None:
-                self._conversation.send(DropLease(request))
+                with contextlib.suppress(ServerLost):
+                    self._conversation.send(DropLease(request))
 
     def status(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The server's state, as ``layerflow status --json`` prints it.
@@ -166,7 +170,9 @@ class Control:
 
     def _drop(self) -> None:
         if self._conversation is not None:
-            self._conversation.dealer.close()
+            with contextlib.suppress(ServerLost):  # else the server keeps the session until it has been idle for long
+                self._conversation.send(Bye())
+            self._conversation.dealer.close(linger=BYE_LINGER_MS)
             self._conversation = None
 
 

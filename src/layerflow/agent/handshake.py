@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -43,7 +44,12 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKey
     """
     if endpoint.startswith("tcp://") and keys is None:
         raise ConfigError(f"{endpoint}: servers on other hosts need CURVE keys; pass keys=ClientKeys(...)")
-    dealer = context.socket(zmq.DEALER)
+    try:
+        dealer = context.socket(zmq.DEALER)
+    except zmq.ZMQError as error:
+        if error.errno == errno.EMFILE:
+            raise ServerLost(f"{endpoint}: {error.strerror}") from None
+        raise ConfigError(f"{endpoint}: its ZMQ context has ended; was the embedded server closed?") from None
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.RECONNECT_IVL, 20)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -77,16 +83,22 @@ class Conversation:
             self.dealer.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             raise ServerLost("the server does not read; is it stopped?") from None
+        except zmq.ZMQError as error:
+            raise ServerLost(f"the connection has ended: {error.strerror}") from None
 
     def receive(self, deadline: float) -> bytes:
         """One frame.
 
         :raises DeadlineExceeded: none came by `deadline` (monotonic seconds).
+        :raises ServerLost: the context has ended.
         """
         wait_ms = max(0, round((deadline - time.monotonic()) * 1e3))
-        if not self.dealer.poll(wait_ms):
-            raise DeadlineExceeded("the server did not answer in time; is it running at this endpoint?")
-        frames = self.dealer.recv_multipart()
+        try:
+            if not self.dealer.poll(wait_ms):
+                raise DeadlineExceeded("the server did not answer in time; is it running at this endpoint?")
+            frames = self.dealer.recv_multipart()
+        except zmq.ZMQError as error:
+            raise ServerLost(f"the connection has ended: {error.strerror}") from None
         if len(frames) != 1:
             raise ProtocolError(f"the server sent {len(frames)} frames where one belongs")
         return frames[0]

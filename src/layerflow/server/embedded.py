@@ -14,6 +14,8 @@ from layerflow.errors import DeadlineExceeded
 from layerflow.server.server import Server
 
 START_TIMEOUT_S = 10.0
+TERM_TIMEOUT_S = 0.5
+"""How long closing waits for agents to let go of the context; it ends in the background when the last one has."""
 
 
 class EmbeddedServer:
@@ -53,7 +55,10 @@ class EmbeddedServer:
         if self._thread.is_alive() and self._shutdown is not None:
             anyio.from_thread.run_sync(self._shutdown.set, token=self._token)
         self._thread.join()
-        self.context.destroy(linger=0)
+        # Not destroy(): it would close sockets under the threads of agents that are still open.
+        ending = threading.Thread(target=self.context.term, name="layerflow-context", daemon=True)
+        ending.start()
+        ending.join(TERM_TIMEOUT_S)
 
     def call(self, function: object, *args: object) -> object:
         """Run a function on the server's loop and return its result (statistics, new settings)."""
