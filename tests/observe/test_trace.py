@@ -173,3 +173,9 @@ def test_rows_never_overlap_and_keep_every_span(places: list[tuple[float, float]
 
 def test_clock_noise_does_not_make_negative_time() -> None:
     assert Span("wait", 0, 2.0, 1.0).seconds == 0.0
+
+
+def test_spans_that_overlap_within_the_slack_share_a_row() -> None:
+    first, second = Span("load", 0, 0.0, 1.001), Span("load", 1, 1.0, 2.0)
+    assert rows([first, second]) == [[first], [second]]
+    assert rows([first, second], slack=0.002) == [[first, second]]
