@@ -195,7 +195,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 def _fingerprint(spec: ModelSpec) -> bytes:
     facts = {
         "content": spec.content,
-        "groups": spec.groups,
+        # Whether an engine declares a block's bytes does not change them.
+        "groups": [msgspec.structs.replace(group, block_bytes=0) for group in spec.groups],
         "tp_size": spec.shard.tp_size,
         "pp_size": spec.shard.pp_size,
         "attention": spec.attention,

@@ -102,3 +102,16 @@ def test_released_pins_do_not_pile_up():
     pool.acquire([key_of(0)], READER, 5.0)
     assert pool.expire(1e7) == 1
     pool.validate()
+
+
+def test_an_object_whose_header_was_overwritten_is_hidden_instead_of_read():
+    bench = MemoryBench(16 * OBJECT)
+    pool = bench.pool
+    places = pool.reserve([new(i) for i in range(3)], WRITER)
+    pool.commit([key_of(i) for i in range(3)], WRITER)
+    bench.memory[places[1].offset + 9] ^= 1
+    found = pool.acquire([key_of(i) for i in range(3)], READER, 9.0)
+    assert [place is not None for place in found] == [True, False, True]
+    assert pool.lookup([key_of(1)]) == [False]
+    assert pool.statistics().hidden == 1
+    pool.validate()

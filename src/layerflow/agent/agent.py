@@ -115,9 +115,12 @@ class Agent:
         return Chain(root, tokens, self.spec.chunk_tokens, media)
 
     def lookup(self, request: str, chain: Chain) -> Hit:
-        """How much of the prompt can be loaded; leased until loaded or expired. Away or slow is a miss."""
+        """How much of the prompt can be loaded; leased until loaded or expired.
+
+        A server that is away, silent or slow is a miss.
+        """
         self._tally.lookups += 1
-        if not self.attached:
+        if not self.attached or self._inbox.silent:
             return MISS
         hit = self._control.lookup(request, chain)
         self._tally.hit_tokens += hit.tokens
@@ -134,14 +137,16 @@ class Agent:
     def open_step(self, requests: Sequence[StepRequest], timeout_s: float | None = None) -> Step | NoStep:
         """A forward pass begins, or is about to: loads start now, saves get their places.
 
-        Returns at once. While the server is away, loads have failed and nothing is saved.
+        Returns at once. While the server is away, loads have failed and nothing is saved; nothing is saved
+        either while it is silent (stopped, or its machine is).
 
         :param timeout_s: the step's loads must be in place so soon; None = the server's ``step_timeout_ms``.
         :raises SpecError: a request's load or block table does not fit the spec.
         """
         terms = self.terms
         loads = outline_loads(self.spec, requests)
-        saves = outline_saves(self.spec, requests, terms.save_partial) if terms is not None else []
+        saving = terms is not None and not self._inbox.silent
+        saves = outline_saves(self.spec, requests, terms.save_partial) if saving and terms is not None else []
         if not loads and not saves:
             return NO_STEP
         check_blocks([*loads, *saves], self.memory.num_blocks)
@@ -241,6 +246,10 @@ class Agent:
     def progress(self) -> list[Progress]:
         """See :meth:`layerflow.agent.link.Owner.progress`."""
         return self._inbox.progress()
+
+    def tick(self, now: float, silent: bool) -> None:
+        """See :meth:`layerflow.agent.link.Owner.tick`."""
+        self._inbox.tick(now, silent)
 
     def sampling(self) -> bool:
         """See :meth:`layerflow.agent.link.Owner.sampling`."""

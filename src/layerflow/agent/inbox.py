@@ -48,6 +48,7 @@ class Inbox:
         self.advisor = advisor
         self.traces: deque[StepTrace] = deque(maxlen=KEPT_TRACES)
         self.attachment: Attachment | None = None
+        self.silent = False
         self.link: Link | None = None
         self._memory = memory
         self._device = device
@@ -77,6 +78,7 @@ class Inbox:
         self._copiers = (copier_for(self._memory, attachment.arena), copier_for(self._memory, attachment.arena))
         self._set_links(attachment.terms)
         self._tally.attachments += 1
+        self.silent = False
         with self._ledger.lock:
             self.attachment = attachment
 
@@ -114,6 +116,18 @@ class Inbox:
                     self.cut(step, f"refused: {message.message}")
             case _:
                 pass  # a heartbeat's answer: that it came is all it says
+
+    def tick(self, now: float, silent: bool) -> None:
+        """Steps that outlive their deadline are given up here too: a server that is stopped gives nothing up."""
+        if silent != self.silent:
+            self.silent = silent
+            if silent:
+                log.warning("server_silent", open_steps=len(self._ledger))
+            else:
+                log.info("server_heard_again")
+        for step in self._ledger.steps():
+            if now > (step.deadline if silent else step.save_deadline):
+                self.cut(step, "not finished at its deadline")
 
     def progress(self) -> list[Progress]:
         """Frontiers that moved, and computed layers."""

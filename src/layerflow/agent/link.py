@@ -76,6 +76,10 @@ class Owner(Protocol):
         """Open steps that moved on since the last report."""
         ...
 
+    def tick(self, now: float, silent: bool) -> None:
+        """Time passed. `silent`: the server is there but has not answered heartbeats for its ``liveness_ms``."""
+        ...
+
     def sampling(self) -> bool:
         """Does the server wait for frontiers (a prefetch window is set)?"""
         ...
@@ -210,8 +214,10 @@ class Link:
         poller.register(guest, zmq.POLLIN | zmq.POLLERR)
         poller.register(self._bell, zmq.POLLIN)
         beat_s, next_beat = welcome.heartbeat_ms / 1e3, time.monotonic()
+        heard = next_beat
         while True:
             now = time.monotonic()
+            self._owner.tick(now, silent=now - heard > welcome.liveness_ms / 1e3)
             if now >= next_beat:
                 next_beat = now + beat_s
                 self._outbox.append(Beat(now))
@@ -225,6 +231,7 @@ class Link:
             if self._bell in ready:
                 self._look()
             if dealer in ready:
+                heard = time.monotonic()
                 self._read(dealer)
 
     def _read(self, dealer: zmq.Socket[bytes]) -> None:

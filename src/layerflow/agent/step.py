@@ -113,8 +113,10 @@ class Step:
         self._enqueued: list[list[DeviceEvent]] = [[] for _ in range(0 if self._local else layers)]
         self._moved: dict[int, list[Batch]] = {}
         self._done: list[Any] = [None] * layers
+        self._asked_at = [0.0] * layers
         self._waited_at = [0.0] * layers
         self._done_at = [0.0] * layers
+        self._closed_at = 0.0
         self._condition = threading.Condition()
         self._running = 0
         self._fenced = ""
@@ -132,7 +134,7 @@ class Step:
         """
         self.frontier = layer
         if self._ready[layer]:
-            self._waited_at[layer] = time.monotonic()
+            self._asked_at[layer] = self._waited_at[layer] = time.monotonic()
             return READY
         return self._wait(layer)
 
@@ -163,6 +165,7 @@ class Step:
         if self.closed:
             return
         self.closed = True
+        self._closed_at = time.monotonic()
         if ok is None:
             ok = not self.saves or all(done is not None for done in self._done)
         if not ok:
@@ -189,7 +192,7 @@ class Step:
         self.close(None if kind is None else False)
 
     def _wait(self, layer: int) -> Outcome:
-        began = time.monotonic()
+        began = self._asked_at[layer] = time.monotonic()
         expired = False
         with self._condition:
             # Not `_fenced`: until a running batch has ended it is not known what has failed.
@@ -331,11 +334,15 @@ class Step:
             self._condition.wait_for(lambda: not self._running)
 
     def finish_trace(self, session: int) -> StepTrace:
-        """Add the compute spans between waits and dones; the step is over."""
+        """Add the compute spans; the step is over.
+
+        A layer computes until the engine asks for the next one: its attention goes on after its KV is written.
+        """
         self.trace.session = session
-        for layer, (began, ended) in enumerate(zip(self._waited_at, self._done_at, strict=True)):
-            if 0.0 < began <= ended:
-                self.trace.spans.append(Span("compute", layer, began, ended))
+        ends = [*self._asked_at[1:], self._closed_at]
+        for layer, (began, ended, done) in enumerate(zip(self._waited_at, ends, self._done_at, strict=True)):
+            if began > 0.0 and max(ended, done) > began:
+                self.trace.spans.append(Span("compute", layer, began, ended if ended > began else done))
         return self.trace
 
     # -- under the condition's lock -----------------------------------------------------------------

@@ -60,6 +60,8 @@ def configure(level: str = "info", fmt: str = "console", stream: TextIO | None =
         foreign.handlers.clear()
         foreign.propagate = True
         foreign.setLevel(logging.NOTSET)
+    # It reports every change it sees, a log file beside the watched one included: each line would cause the next.
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)
     logging.captureWarnings(True)
     structlog.configure(
         processors=_NATIVE,

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Protocol
 
+import structlog
+
 from layerflow.errors import BadKey, PoolError
-from layerflow.keys import KEY_BYTES
-from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.keys import KEY_BYTES, describe_key
+from layerflow.objects import HEADER_BYTES, check_header, pack_header
 from layerflow.pool.base import Located, NewObject, Outcome, Owner, PoolStatistics, Reservation, Tail
 from layerflow.pool.directory import Directory, Entry, State
 from layerflow.pool.eviction import S3Fifo
 from layerflow.pool.slots import Slots, SlotStatistics
+
+log = structlog.get_logger(__name__)
 
 _NO_HEADER = bytes(HEADER_BYTES)
 _UINT32 = 1 << 32
@@ -65,7 +69,11 @@ class MemoryPool:
         return self._directory.tails(parent)
 
     def acquire(self, keys: Sequence[bytes], owner: Owner, until: float) -> list[Located | None]:
-        """Pin complete objects until released or until `until`; None = not there. Counts a hit or miss per key."""
+        """Pin complete objects until released or until `until`; None = not there. Counts a hit or miss per key.
+
+        An object whose header was overwritten (by an engine that wrote where it must not) is hidden instead.
+        """
+        self.hide([key for key in keys if not self._intact(key)])
         places, fresh, first = self._directory.pin(keys, owner, until)
         for entry in first:
             self._policy.park(entry)
@@ -307,6 +315,18 @@ class MemoryPool:
     def _free(self, entry: Entry) -> None:
         self._wipe(entry.located.offset)
         self._slots.free(entry.located.offset)
+
+    def _intact(self, key: bytes) -> bool:
+        entry = self._directory.ready.get(key)
+        if entry is None:
+            return True
+        offset, blocks, _ = entry.located
+        try:
+            check_header(self._view[offset : offset + HEADER_BYTES], key, blocks)
+        except PoolError as error:
+            log.error("object_overwritten", key=describe_key(key), offset=offset, error=str(error))
+            return False
+        return True
 
     def _wipe(self, offset: int) -> None:
         """No stale header verifies."""

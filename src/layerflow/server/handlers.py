@@ -29,7 +29,7 @@ from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
 from layerflow.server.lookup import find_hit, lease
 from layerflow.server.planner import plan_step
-from layerflow.server.sessions import Session, Sessions
+from layerflow.server.sessions import LOCAL, Session, Sessions
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message, ToServer
@@ -123,6 +123,8 @@ class Handlers:
             case wire.StatusRequest():
                 self._house.send(session, wire.Status(message.id, msgspec.json.encode(self._house.status())))
             case wire.Purge():
+                if session.address[0] != LOCAL:
+                    raise Refused("local_only", "only clients of this machine may purge the pool")
                 purged = self._house.pool.clear()
                 self._log.info("pool_purged", session=session.number, objects=purged)
                 self._house.send(session, wire.Status(message.id, msgspec.json.encode({"purged": purged})))

@@ -26,13 +26,11 @@ from layerflow.server.handlers import Handlers, House
 from layerflow.server.housekeeping import housekeep
 from layerflow.server.router import MAX_FRAMES, Router
 from layerflow.server.security import Curve, open_curve
-from layerflow.server.sessions import Address, Session, Sessions
+from layerflow.server.sessions import LOCAL, REMOTE, Address, Session, Sessions
 from layerflow.server.status import status_of
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
-
-LOCAL, REMOTE = "local", "tcp"
 
 
 class Server:

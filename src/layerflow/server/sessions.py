@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from layerflow.server.doorway import TOKEN_BYTES
 from layerflow.spec import ModelSpec
 
+LOCAL, REMOTE = "local", "tcp"
 Address = tuple[str, bytes]
-"""Which socket ("local" or "tcp") and the client's identity on it."""
+"""Which socket (:data:`LOCAL` or :data:`REMOTE`) and the client's identity on it."""
 
 
 @dataclass(slots=True)
