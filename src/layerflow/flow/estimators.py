@@ -1,18 +1,25 @@
 """What the link and the model's compute cost, learned from what was observed. Pure: no clock.
 
-Both forget: a link that slows down or a model that is recompiled shows within tens of observations.
-Both say when they know nothing yet.
+Both are least squares of the *relative* error: short work counts as much as long work, and what took absurdly
+long (a compilation, a pause) weighs next to nothing. Both forget: a link that slows down or a model that is
+recompiled shows within tens of observations. But a thousand decisions about short prompts do not wash out what
+is known of long ones: observations are kept as one weighted mean per shape (sizes within a factor of two), and
+no shape weighs more than :data:`_MOST` observations. Both say when they know nothing yet.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 DEFAULT_MIN_OBSERVATIONS = 3
 DEFAULT_FORGETTING = 0.97
-_TOKENS, _PAIRS = 1e3, 1e6  # keep the regressors near 1
-_PRIOR = 1e6
-_MAX_UNCERTAINTY = 1e9  # forgetting pauses here: directions that are never excited must not blow up
+_MOST, _LEAST = 8.0, 0.02  # a shape's weight, in observations
+_FORGOTTEN = 1e-9
+_ALIKE = 1e-6  # regressors whose directions differ by less are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,87 +52,136 @@ def attention_pairs(new_tokens: int, context_tokens: int) -> float:
     return new_tokens * context_tokens + new_tokens * (new_tokens + 1) / 2
 
 
+class _Costs:
+    """Coefficients, none negative, of ``seconds = sum(coefficient * amount)``, from weighted means by shape.
+
+    :param simplest: which amounts to believe in while the shapes seen do not tell the amounts apart.
+    """
+
+    __slots__ = ("_age", "_forgetting", "_means", "_min", "_simplest", "_solution")
+
+    def __init__(self, simplest: int, forgetting: float, min_observations: int) -> None:
+        self._simplest, self._forgetting, self._min = simplest, forgetting, min_observations
+        self._age = 0
+        # By shape: age when last seen, weight, and the weighted sums of amount ÷ seconds.
+        self._means: dict[Hashable, tuple[int, float, tuple[float, ...]]] = {}
+        self._solution: tuple[float, ...] | None = None
+
+    def observe(self, shape: Hashable, amounts: Sequence[float], seconds: float) -> None:
+        self._age += 1
+        self._solution = None
+        last, weight, sums = self._means.pop(shape, (0, 0.0, (0.0,) * len(amounts)))
+        keep = self._forgetting ** (self._age - last)
+        sums = tuple(keep * total + amount / seconds for total, amount in zip(sums, amounts, strict=True))
+        self._means[shape] = (self._age, keep * weight + 1.0, sums)
+        oldest = next(iter(self._means))
+        if self._forgetting ** (self._age - self._means[oldest][0]) < _FORGOTTEN:
+            del self._means[oldest]
+
+    def solution(self) -> tuple[float, ...] | None:
+        """None before enough was observed."""
+        if self._age < self._min:
+            return None
+        if self._solution is None:
+            self._solution = self._solve()
+        return self._solution
+
+    def _solve(self) -> tuple[float, ...]:
+        rows = []
+        for last, weight, sums in self._means.values():
+            now = self._forgetting ** (self._age - last) * weight
+            share = math.sqrt(min(_MOST, max(_LEAST, now)))
+            rows.append((share, *(share * total / weight for total in sums)))
+        columns = list(zip(*rows, strict=True))
+        # Columns are scaled to a length of 1, so that a pivot says how far one is from the span of the others.
+        scale = [math.sqrt(sum(value * value for value in column)) for column in columns]
+        gram = [
+            [sum(map(operator.mul, one, other)) / a / b for other, b in zip(columns, scale, strict=True)]
+            for one, a in zip(columns, scale, strict=True)
+        ]
+        amounts = range(1, len(columns))
+        subsets: list[tuple[int, ...]] = [(self._simplest + 1,)]
+        for count in amounts:
+            subsets += itertools.combinations(amounts, count)
+        best, least = (0.0,) * len(amounts), math.inf
+        for subset in subsets:
+            found = _solved([[gram[i][j] for j in subset] + [gram[i][0]] for i in subset])
+            if found is None or min(found) < 0.0:
+                continue
+            unexplained = 1.0 - sum(value * gram[i][0] for value, i in zip(found, subset, strict=True))
+            if unexplained < least - _ALIKE:
+                values = dict(zip(subset, found, strict=True))
+                best = tuple(values.get(i, 0.0) * scale[0] / scale[i] for i in amounts)
+                least = unexplained
+        return best
+
+
+def _solved(matrix: list[list[float]]) -> list[float] | None:
+    """The solution of symmetric equations, right-hand sides in the last column; None if some say the same."""
+    size = len(matrix)
+    for i in range(size):
+        if matrix[i][i] < _ALIKE:
+            return None
+        for below in range(i + 1, size):
+            factor = matrix[below][i] / matrix[i][i]
+            matrix[below] = [x - factor * y for x, y in zip(matrix[below], matrix[i], strict=True)]
+    values = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(matrix[i][j] * values[j] for j in range(i + 1, size))
+        values[i] = (matrix[i][size] - rest) / matrix[i][i]
+    return values
+
+
 class LinkModel:
-    """Latency and bandwidth by least squares over exponentially weighted sums.
+    """Latency and bandwidth.
 
     :param forgetting: weight of the past at each observation, below 1.
     """
 
-    __slots__ = ("_count", "_forgetting", "_min", "_w", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_costs",)
 
     def __init__(
         self, *, forgetting: float = DEFAULT_FORGETTING, min_observations: int = DEFAULT_MIN_OBSERVATIONS
     ) -> None:
-        self._forgetting, self._min, self._count = forgetting, min_observations, 0
-        self._w = self._x = self._y = self._xx = self._xy = 0.0
+        self._costs = _Costs(1, forgetting, min_observations)
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """A batch of `nbytes` took `seconds`. Observations that cannot be are ignored."""
-        if nbytes <= 0 or not 0.0 < seconds < float("inf"):
-            return
-        keep, x = self._forgetting, float(nbytes)
-        self._count += 1
-        self._w = keep * self._w + 1.0
-        self._x = keep * self._x + x
-        self._y = keep * self._y + seconds
-        self._xx = keep * self._xx + x * x
-        self._xy = keep * self._xy + x * seconds
+        if nbytes > 0 and 0.0 < seconds < math.inf:
+            self._costs.observe(nbytes.bit_length(), (1.0, float(nbytes)), seconds)
 
     @property
     def estimate(self) -> LinkCost | None:
-        """What is known; None before enough was observed."""
-        if self._count < self._min:
+        """What is known; None before enough was observed. Batches of one size only tell the rate."""
+        found = self._costs.solution()
+        if found is None:
             return None
-        mean_x, mean_y = self._x / self._w, self._y / self._w
-        spread = self._xx / self._w - mean_x * mean_x
-        slope = (self._xy / self._w - mean_x * mean_y) / spread if spread > 1e-6 * mean_x * mean_x else 0.0
-        latency = mean_y - slope * mean_x
-        if slope <= 0.0 or latency < 0.0:
-            # All of one size, or noise larger than the signal: the mean rate is all that is known.
-            return LinkCost(mean_x / mean_y, 0.0)
-        return LinkCost(1.0 / slope, latency)
+        latency, per_byte = found
+        return LinkCost(1.0 / per_byte if per_byte > 0.0 else math.inf, latency)
 
 
 class ComputeModel:
-    """Recursive least squares over ``1, tokens, pairs``, of the *relative* error.
-
-    Relative, so that short steps count as much as long ones, and a step that took absurdly long (a
-    compilation, a pause) weighs next to nothing.
+    """A layer's fixed cost, and its costs per token and per query-key pair.
 
     :param forgetting: weight of the past at each observation, below 1.
     """
 
-    __slots__ = ("_count", "_covariance", "_forgetting", "_min", "_theta")
+    __slots__ = ("_costs",)
 
     def __init__(
         self, *, forgetting: float = DEFAULT_FORGETTING, min_observations: int = DEFAULT_MIN_OBSERVATIONS
     ) -> None:
-        self._forgetting, self._min, self._count = forgetting, min_observations, 0
-        self._theta = [0.0, 0.0, 0.0]
-        self._covariance = [[_PRIOR if row == column else 0.0 for column in range(3)] for row in range(3)]
+        self._costs = _Costs(1, forgetting, min_observations)
 
     def observe(self, new_tokens: int, context_tokens: int, seconds: float) -> None:
         """One *layer* of `new_tokens` over `context_tokens` took `seconds`. What cannot be is ignored."""
-        if new_tokens <= 0 or context_tokens < 0 or not 0.0 < seconds < float("inf"):
-            return
-        pairs = attention_pairs(new_tokens, context_tokens)
-        x = (1.0 / seconds, new_tokens / _TOKENS / seconds, pairs / _PAIRS / seconds)
-        matrix = self._covariance
-        px = [sum(row[i] * x[i] for i in range(3)) for row in matrix]
-        spread = sum(x[i] * px[i] for i in range(3))
-        keep = self._forgetting if sum(matrix[i][i] for i in range(3)) < _MAX_UNCERTAINTY else 1.0
-        gain = [value / (keep + spread) for value in px]
-        error = 1.0 - sum(self._theta[i] * x[i] for i in range(3))
-        self._theta = [self._theta[i] + gain[i] * error for i in range(3)]
-        self._covariance = [
-            [(matrix[row][column] - gain[row] * px[column]) / keep for column in range(3)] for row in range(3)
-        ]
-        self._count += 1
+        if new_tokens > 0 and context_tokens >= 0 and 0.0 < seconds < math.inf:
+            shape = (new_tokens.bit_length(), context_tokens.bit_length())
+            amounts = (1.0, float(new_tokens), attention_pairs(new_tokens, context_tokens))
+            self._costs.observe(shape, amounts, seconds)
 
     @property
     def estimate(self) -> ComputeCost | None:
         """What is known; None before enough was observed. No coefficient is negative."""
-        if self._count < self._min:
-            return None
-        fixed, token, pair = (max(0.0, value) for value in self._theta)
-        return ComputeCost(fixed, token / _TOKENS, pair / _PAIRS)
+        found = self._costs.solution()
+        return ComputeCost(*found) if found is not None else None
