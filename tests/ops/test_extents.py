@@ -166,8 +166,7 @@ def test_a_copy_before_its_event_is_refused_and_moves_nothing() -> None:
     assert (arena.array == GUARD).all()
     event.set()
     assert copier.load(part, after=event) is None
-    (region, *_) = memory.regions()
-    assert (region.bytes == GUARD).any()
+    assert any((region.bytes == GUARD).any() for region in memory.regions())
 
 
 @pytest.mark.skipif(copy_native is None, reason="the C extension is not built here")
