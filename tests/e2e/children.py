@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import signal
+import sys
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from e2e.known import KnownWorker, small_spec
@@ -26,6 +29,10 @@ class Child:
 
     def __init__(self, target: Any, *args: Any) -> None:
         self._context.set_forkserver_preload([__name__])
+        with pytest.MonkeyPatch.context() as patch:
+            # The fork server does not get this process's sys.path, and would find nothing to load ahead.
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            multiprocessing.forkserver.ensure_running()
         self.pipe, theirs = self._context.Pipe()
         self.process = self._context.Process(target=target, args=(theirs, *args), daemon=True)
         self.process.start()
