@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from layerflow.agent.values import Hit, StepRequest
-from layerflow.flow.estimators import ComputeModel, LinkCost, LinkModel, attention_pairs
+from layerflow.flow.estimators import ComputeCost, ComputeModel, LinkCost, LinkModel, attention_pairs
 from layerflow.flow.policy import Inputs, Mode, choose
 from layerflow.observe.trace import StepTrace
 from layerflow.spec import ModelSpec
@@ -29,6 +29,8 @@ class Advisor:
         self._bytes_per_token = payload / self._layers
         self._link = LinkModel()
         self._compute = ComputeModel()
+        # Worked out when a step has finished, not when an engine waits for advice.
+        self._known: tuple[LinkCost | None, ComputeCost | None] = (None, None)
         self._recomputed = 0
         self._lock = threading.Lock()
 
@@ -45,6 +47,7 @@ class Advisor:
                     self._recomputed = 0
             if work is not None and layer_s is not None:
                 self._compute.observe(*work, layer_s)
+            self._known = (self._link.estimate, self._compute.estimate)
 
     def advise(self, setting: str, hit: Hit, prompt_tokens: int) -> Mode:
         """How to use a hit.
@@ -57,14 +60,14 @@ class Advisor:
         if setting != "auto":
             return Mode(setting)
         with self._lock:
-            link = self._link.estimate
+            link, compute = self._known
             inputs = Inputs(
                 hit_tokens=hit.tokens,
                 new_tokens=prompt_tokens - hit.tokens,
                 layers=self._layers,
                 bytes_per_token=self._bytes_per_token,
                 link=_improved(link, (1.0 + DOUBT) ** self._recomputed) if link is not None else None,
-                compute=self._compute.estimate,
+                compute=compute,
                 step_seconds=STEP_SECONDS,
             )
             mode = choose(inputs)

@@ -4,7 +4,8 @@ Both are least squares of the *relative* error: short work counts as much as lon
 long (a compilation, a pause) weighs next to nothing. Both forget: a link that slows down or a model that is
 recompiled shows within tens of observations. But a thousand decisions about short prompts do not wash out what
 is known of long ones: observations are kept as one weighted mean per shape (sizes within a factor of two), and
-no shape weighs more than :data:`_MOST` observations. Both say when they know nothing yet.
+no shape weighs more than :data:`_MOST` observations. Where the latest observations contradict that, their level
+is believed, for shapes not seen lately too. Both say when they know nothing yet.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import statistics
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +22,8 @@ DEFAULT_MIN_OBSERVATIONS = 3
 DEFAULT_FORGETTING = 0.97
 _MOST, _LEAST = 8.0, 0.02  # a shape's weight, in observations
 _FORGOTTEN = 1e-9
+_LATEST = 24  # observations
+_CONTRADICTION = 1.25  # how far off, as a factor, the median of the latest must be
 _ALIKE = 1e-6  # regressors whose directions differ by less are one
 
 
@@ -58,13 +63,14 @@ class _Costs:
     :param simplest: which amounts to believe in while the shapes seen do not tell the amounts apart.
     """
 
-    __slots__ = ("_age", "_forgetting", "_means", "_min", "_simplest", "_solution")
+    __slots__ = ("_age", "_forgetting", "_latest", "_means", "_min", "_simplest", "_solution")
 
     def __init__(self, simplest: int, forgetting: float, min_observations: int) -> None:
         self._simplest, self._forgetting, self._min = simplest, forgetting, min_observations
         self._age = 0
         # By shape: age when last seen, weight, and the weighted sums of amount ÷ seconds.
         self._means: dict[Hashable, tuple[int, float, tuple[float, ...]]] = {}
+        self._latest: deque[tuple[float, ...]] = deque(maxlen=_LATEST)
         self._solution: tuple[float, ...] | None = None
 
     def observe(self, shape: Hashable, amounts: Sequence[float], seconds: float) -> None:
@@ -72,7 +78,9 @@ class _Costs:
         self._solution = None
         last, weight, sums = self._means.pop(shape, (0, 0.0, (0.0,) * len(amounts)))
         keep = self._forgetting ** (self._age - last)
-        sums = tuple(keep * total + amount / seconds for total, amount in zip(sums, amounts, strict=True))
+        row = tuple(amount / seconds for amount in amounts)
+        self._latest.append(row)
+        sums = tuple(keep * total + value for total, value in zip(sums, row, strict=True))
         self._means[shape] = (self._age, keep * weight + 1.0, sums)
         oldest = next(iter(self._means))
         if self._forgetting ** (self._age - self._means[oldest][0]) < _FORGOTTEN:
@@ -83,8 +91,14 @@ class _Costs:
         if self._age < self._min:
             return None
         if self._solution is None:
-            self._solution = self._solve()
+            self._solution = self._levelled(self._solve())
         return self._solution
+
+    def _levelled(self, solution: tuple[float, ...]) -> tuple[float, ...]:
+        level = statistics.median(sum(map(operator.mul, solution, row)) for row in self._latest)
+        if level <= 0.0 or 1 / _CONTRADICTION < level < _CONTRADICTION:
+            return solution
+        return tuple(value / level for value in solution)
 
     def _solve(self) -> tuple[float, ...]:
         rows = []

@@ -1,0 +1,43 @@
+"""Every measurement runs and says what it promises; small parameters, no figure is judged."""
+
+import math
+
+from layerflow_cli.bench import auto, copy, flow, miss, overlap, stagger
+
+
+def test_miss():
+    result = miss.measure(
+        preset="tiny-gqa", prompt_tokens=96, pairs=2, decode_steps=5, decode_batch=2, lookups=3, lookup_tokens=512
+    )
+    assert result["ttft_ratio"] > 0
+    for name in ("decode_step_us", "decode_bare_us", "decode_agent_us", "lookup_us", "lookup_hit_us"):
+        assert 0 < result[name]["p50"] <= result[name]["p99"], name
+
+
+def test_auto():
+    result = auto.measure(hits=(64, 128), link_gbps=(1.0,), rounds=2, case_s=0.0)
+    assert [case["hit_tokens"] for case in result["cases"]] == [64, 128]
+    for case in result["cases"]:
+        assert set(case["ttft_ms"]) == {"auto", "layerwise", "bulk", "recompute"}
+        assert sum(case["chosen"].values()) == case["rounds"] == 2
+    assert result["worst_ratio"] == max(case["ratio"] for case in result["cases"])
+
+
+def test_overlap():
+    result = overlap.measure(layers=3, compute_ms=6.0, transfer_ms=3.0, runs=1)
+    for direction in ("load", "save"):
+        assert math.isfinite(result[direction]["overlap"]) and 0 < result[direction]["bound"] <= 1
+
+
+def test_flow():
+    assert flow.measure(requests=(2,), layers=2)["events_per_s"] > 0
+
+
+def test_copy():
+    result = copy.measure(moved_bytes=1 << 20, turns=1, block_kib=(16,))
+    assert result["16KiB"]["save_gbps"] > 0 and result["16KiB"]["load_gbps"] > 0
+
+
+def test_stagger():
+    error = stagger.measure(slots=5, stagger_us=50.0, copy_threads=0)["error_us"]
+    assert error["p50"] <= error["p95"] <= error["max"]
