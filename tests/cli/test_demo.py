@@ -6,14 +6,13 @@ import pytest
 import torch
 
 import layerflow_cli.demo.run as course
-from layerflow.engine import StepReport
 from layerflow.engine.request import Result
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.trace import StepTrace
 from layerflow_cli.bench.harness import serving
 from layerflow_cli.demo import run_demo
 from layerflow_cli.demo.checks import wrong_bytes
-from layerflow_cli.demo.engines import Answer, with_compute
+from layerflow_cli.demo.engines import Answer
 from layerflow_cli.demo.outcome import Outcome, differing
 from layerflow_cli.demo.workload import SHAPES, Workload, suitable_link
 
@@ -115,20 +114,6 @@ def test_wrong_bytes_counts_differences_and_what_is_missing():
 def test_differing_tokens():
     assert differing([1, 2, 3], [1, 2, 3]) == 0
     assert differing([1, 2, 3], [1, 9]) == 2
-
-
-def test_compute_is_laid_out_backwards_from_the_last_layer():
-    trace = StepTrace(4, 1, "", [])
-    trace.add("compute", 0, 10.0, 10.1)  # as the agent saw it: until KV was written
-    trace.add("compute", 2, 18.0, 18.1)
-    trace.add("load", 0, 9.0, 10.0, nbytes=7)
-    made = with_compute(trace, StepReport((), 9.0, (1.0, 0.5, 1.5), (2.0, 3.0, 4.0), ()))
-    assert [(span.layer, span.start, span.stop) for span in made.lane("compute")] == [
-        (0, 11.0, 13.0),
-        (1, 13.5, 16.5),
-        (2, 18.0, 22.0),
-    ]
-    assert made.lane("load") == trace.lane("load") and made.step == 4
 
 
 def outcome_of(exposed: float, cold: float, layerwise: float) -> Outcome:

@@ -16,7 +16,7 @@ from layerflow.engine import Engine, Result, StepReport
 from layerflow.engine.cache import NULL_BLOCK
 from layerflow.engine.glue import LayerflowConnection, attach
 from layerflow.errors import LayerflowError
-from layerflow.observe.trace import Span, StepTrace
+from layerflow.observe.trace import StepTrace
 from layerflow_cli.demo.workload import MAX_NEW_TOKENS, Workload
 
 SETTLE_TIMEOUT_S = 60.0
@@ -113,22 +113,8 @@ def answer_served(served: Served, workload: Workload, prompt: str) -> Answer:
             raise LayerflowError(f"{workload.shape}: a step is still open after {SETTLE_TIMEOUT_S:g} s")
         time.sleep(0.001)
     traces = sorted(list(agent.traces)[known:], key=lambda trace: trace.step)
-    made.traces = [with_compute(trace, report) for trace, report in zip(traces, made.prefill, strict=False)]
+    made.traces = traces[: len(made.prefill)]
     return made
-
-
-def with_compute(trace: StepTrace, report: StepReport) -> StepTrace:
-    """The trace with each layer's whole compute, attention included.
-
-    The agent knows when a layer's KV was written, which is before its attention ends; the engine knows the
-    rest. Its durations are laid out backwards from the moment at which the last layer began.
-    """
-    spans = [span for span in trace.spans if span.lane != "compute"]
-    began = max((span.start for span in trace.spans if span.lane == "compute"), default=report.started_s)
-    for layer in reversed(range(len(report.computed_s))):
-        spans.append(Span("compute", layer, began, began + report.computed_s[layer]))
-        began -= report.waited_s[layer] + (report.computed_s[layer - 1] if layer else 0.0)
-    return StepTrace(trace.step, trace.session, trace.label, spans)
 
 
 def _prefix_kv(engine: Engine, workload: Workload, report: StepReport) -> KvBytes:

@@ -147,6 +147,7 @@ class Step:
         outcome = READY
         for layer in range(len(self._groups)):
             outcome = self._wait(layer) if not self._ready[layer] else outcome
+        self._waited_at = [time.monotonic()] * len(self._groups)  # no layer computes before the last has arrived
         return outcome
 
     def layer_done(self, layer: int, event: object = None) -> None:
