@@ -109,7 +109,7 @@ class Worker:
         self.tensors = {
             layer: {name: torch.full(shape, layer % 251, dtype=torch.uint8) for name in "kv"} for layer in range(layers)
         }
-        self.agent = Agent(endpoint, self.spec, self.tensors, "bench")
+        self.agent = Agent(endpoint, self.spec, self.tensors, "bench", lookup_timeout_s=WARM_TIMEOUT_S)
         if not self.agent.attached:
             raise LayerflowError(f"{endpoint}: the benchmark's worker could not attach")
         if not self.agent.wait_warm(WARM_TIMEOUT_S):

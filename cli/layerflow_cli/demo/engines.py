@@ -59,7 +59,15 @@ def served(workload: Workload, endpoint: str, name: str, mode: Mode) -> Iterator
     """
     engine = Engine(workload.config)
     spoil(engine)
-    connection = attach(engine, endpoint, f"demo-{workload.shape}-{name}", mode=mode, chunk_tokens=workload.sizes.chunk)
+    # A busy machine may answer a lookup late; a miss for that would be no fault of what is shown here.
+    connection = attach(
+        engine,
+        endpoint,
+        f"demo-{workload.shape}-{name}",
+        mode=mode,
+        chunk_tokens=workload.sizes.chunk,
+        lookup_timeout_s=SETTLE_TIMEOUT_S,
+    )
     try:
         agent = connection.agent
         terms = agent.terms

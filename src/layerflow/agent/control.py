@@ -29,7 +29,7 @@ from layerflow.wire.messages import (
     ToClient,
 )
 
-DEFAULT_LOOKUP_TIMEOUT_S = 0.05
+DEFAULT_LOOKUP_TIMEOUT_S = 0.2
 DEFAULT_TIMEOUT_S = 2.0
 BYE_LINGER_MS = 100
 AWAY_S = 0.5
