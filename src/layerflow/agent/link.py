@@ -41,6 +41,7 @@ from layerflow.wire.messages import (
 CONNECT_TIMEOUT_S = 1.0
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 FRONTIER_SAMPLE_MS = 1
+LAST_WORDS_MS = 2
 
 T = TypeVar("T")
 
@@ -227,6 +228,8 @@ class Link:
             patience = FRONTIER_SAMPLE_MS if self._owner.sampling() else max(1, round((next_beat - now) * 1e3))
             ready = dict(poller.poll(patience))
             if guest in ready:
+                if dealer.poll(LAST_WORDS_MS):  # how the steps that it drained have ended
+                    self._read(dealer)
                 raise ServerLost("the server hung up")
             if self._bell in ready:
                 self._look()

@@ -18,6 +18,9 @@ from layerflow.errors import ConfigError
 MAX_FRAMES = 8
 """A client's message is one frame; anything near this many is hostile."""
 
+FLUSH_MS = 100
+"""How long the last messages may take to leave after the socket was closed; a stopped client holds up no exit."""
+
 _READS_PER_TURN = 256
 
 
@@ -78,13 +81,13 @@ class Router:
         self._schedule()
 
     def close(self) -> None:
-        """Stop reading and close; unsent messages are dropped."""
+        """Stop reading and close; what is unsent after :data:`FLUSH_MS` is dropped."""
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
             self._loop = None
         if self._path is not None:  # libzmq leaves it behind
             self._path.unlink(missing_ok=True)
-        self.socket.close()
+        self.socket.close(linger=FLUSH_MS)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
         """Queue one frame for a client; False if it is gone or does not read."""

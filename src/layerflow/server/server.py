@@ -159,8 +159,6 @@ class Server:
         return endpoints
 
     def _close(self) -> None:
-        if self._doorway is not None:
-            self._doorway.close()
         self.driver.close()
         for router in self._routers.values():
             router.close()
@@ -169,6 +167,9 @@ class Server:
             self._curve.close()
         if self._own_context:
             self._context.term()
+        if self._doorway is not None:
+            # After the last messages have left: a client that is hung up on reads no further.
+            self._doorway.close()
         self._warmer.stop()
         self._arena.close()
 
