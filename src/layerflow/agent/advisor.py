@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.flow.estimators import ComputeCost, ComputeModel, LinkCost, LinkModel, attention_pairs
 from layerflow.flow.policy import Inputs, Mode, choose
-from layerflow.observe.trace import StepTrace
+from layerflow.observe.trace import StepTrace, figures
 from layerflow.spec import ModelSpec
 
 STEP_SECONDS = 1.5e-3
@@ -40,11 +40,12 @@ class Advisor:
         :param work: its new tokens and their context, see :func:`work_of`; None = not known.
         """
         layer_s = layer_seconds(trace) if work is not None else None
+        loaded = figures(trace, "load")
         with self._lock:
-            for span in trace.spans:
-                if span.lane == "load":
-                    self._link.observe(span.nbytes, span.seconds)
-                    self._recomputed = 0
+            # A step's loads as a whole: batches queue in the lane and overlap on the link, one by one they mislead.
+            if loaded.bytes:
+                self._link.observe(loaded.bytes, loaded.transfer_ms / 1e3)
+                self._recomputed = 0
             if work is not None and layer_s is not None:
                 self._compute.observe(*work, layer_s)
             self._known = (self._link.estimate, self._compute.estimate)

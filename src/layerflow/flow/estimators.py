@@ -22,14 +22,14 @@ DEFAULT_MIN_OBSERVATIONS = 3
 DEFAULT_FORGETTING = 0.97
 _MOST, _LEAST = 8.0, 0.02  # a shape's weight, in observations
 _FORGOTTEN = 1e-9
-_LATEST = 24  # observations
+_LATEST = 12  # observations
 _CONTRADICTION = 1.25  # how far off, as a factor, the median of the latest must be
 _ALIKE = 1e-6  # regressors whose directions differ by less are one
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """A batch of `n` bytes takes ``latency + n / bandwidth`` seconds.
+    """`n` bytes take ``latency + n / bandwidth`` seconds.
 
     :param bandwidth: bytes per second.
     :param latency: seconds.
@@ -160,7 +160,7 @@ class LinkModel:
         self._costs = _Costs(1, forgetting, min_observations)
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """A batch of `nbytes` took `seconds`. Observations that cannot be are ignored."""
+        """`nbytes` took `seconds`. Observations that cannot be are ignored."""
         if nbytes > 0 and 0.0 < seconds < math.inf:
             self._costs.observe(nbytes.bit_length(), (1.0, float(nbytes)), seconds)
 
