@@ -46,8 +46,8 @@ def run(
 
     import anyio  # noqa: PLC0415
 
-    from layerflow.observe import logs  # noqa: PLC0415
+    from layerflow.observe.logs import configure as configure_logs  # noqa: PLC0415
     from layerflow_cli.serving import serve  # noqa: PLC0415 - pulls torch in
 
-    logs.configure(wanted.log.level, wanted.log.format)
+    configure_logs(wanted.log.level, wanted.log.format)
     anyio.run(serve, wanted, config, flags, typer.echo)

@@ -13,7 +13,7 @@ import structlog
 
 from layerflow.config import Settings
 from layerflow.errors import LayerflowError
-from layerflow.observe import logs
+from layerflow.observe.logs import configure as configure_logs
 from layerflow.server import Server
 from layerflow.server.http import serve_http
 from layerflow.server.watch import watch_config
@@ -44,7 +44,7 @@ async def serve(
 
     def apply(wanted: Settings) -> None:
         server.apply(wanted)
-        logs.configure(wanted.log.level, wanted.log.format)
+        configure_logs(wanted.log.level, wanted.log.format)
 
     with _plain_errors():
         async with anyio.create_task_group() as tasks:

@@ -148,6 +148,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.groups:
             raise SpecError(f"model {self.name!r} has no cache group")
+        if self.chunk_tokens < 1:
+            raise SpecError(f"model {self.name!r}: chunk_tokens {self.chunk_tokens} must be positive")
         seen: dict[int, int] = {}
         for number, group in enumerate(self.groups):
             for layer in group.layers:

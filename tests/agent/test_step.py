@@ -185,3 +185,33 @@ def test_closing(how: str) -> None:
     scene.step.close()
     assert len(scene.closed) == 1, "closed twice"
     assert bool(scene.step.saves_cancelled) == (how != "all done")
+
+
+def test_blocks_that_failed_are_left_out_of_every_later_batch() -> None:
+    scene = Scene()
+    step, (first, second) = scene.step, scene.batches
+    assert step.live(second) == [(0, 16)]
+    assert step.begin(LOAD)
+    step.load_failed(0, 2, 5, "gone")
+    step.end(first)
+    assert step.live(second) == [(0, 2), (5, 16)]
+    step.load_failed(0, 0, 2, "gone")
+    step.load_failed(0, 15, 16, "gone")
+    assert step.live(second) == [(5, 15)]
+    step.load_failed(0, 0, 16, "gone")
+    assert step.live(second) == []
+
+
+def test_a_wait_does_not_tell_of_a_failure_while_a_batch_may_still_write_those_blocks() -> None:
+    scene = Scene()
+    step = scene.step
+    scene.copy(0)
+    assert step.begin(LOAD)  # layer 1's batch is being copied
+    step.load_failed(0, 0, 8, "gone")
+    thread, outcomes = waiting(step, 0)
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert not outcomes
+    step.end(scene.batches[1])
+    thread.join(20)
+    assert [failed.request for failed in outcomes[0].failed] == ["a"]

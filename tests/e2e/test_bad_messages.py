@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -175,8 +176,12 @@ def test_the_wrong_beginning(serve: Callable[..., ServerProcess], context: zmq.C
     assert _problem(stranger).code == "no_memory"
     stranger.send(wire.Lookup(1, "r", bytes(16), b"", 3, 100))
     assert _problem(stranger).code == "not_attached"
-    stranger.send(wire.Attach(ModelSpec("m", "c", spec.groups, chunk_tokens=0), False))
-    assert _problem(stranger).code == "invalid"
+    absurd = codec.encode(wire.Attach(spec, False)).replace(
+        b"chunk_tokens" + msgspec.msgpack.encode(spec.chunk_tokens), b"chunk_tokens" + msgspec.msgpack.encode(0)
+    )
+    assert absurd != codec.encode(wire.Attach(spec, False))
+    stranger.send_raw(absurd)
+    assert "chunk_tokens 0 must be positive" in _problem(stranger).message
     stranger.send(wire.Bye())
     assert eventually(lambda: len(control.status()["sessions"]) == sessions)
 

@@ -43,6 +43,7 @@ def model(**changes: Any) -> ModelSpec:
         (lambda: model(groups=(group(), group(layers=(1, 2)))), "layer 1 is in groups 0 and 1"),
         (lambda: model(groups=(group(layers=(0, 2)),)), "without a gap"),
         (lambda: model(chunk_tokens=100), "multiple"),
+        (lambda: model(chunk_tokens=0), "positive"),
     ],
 )
 def test_contradictions_are_refused(make: Any, says: str) -> None:

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from layerflow.errors import ConfigError
-from layerflow.observe import perfetto, timeline_html
+from layerflow.observe.perfetto import render as render_perfetto
+from layerflow.observe.timeline_html import render as render_timeline
 from layerflow_cli.demo.outcome import Outcome
 from layerflow_cli.demo.workload import SHAPES
 from layerflow_cli.output import console, write_json
@@ -84,12 +85,12 @@ def _write(outcomes: Sequence[Outcome], link: Link, quick: bool, out: Path) -> l
     ]
     if quick:
         notes.append("Tiny models (--quick): the times say nothing.")
-    page = timeline_html.render(traces, "layerflow demo: loading a KV cache in bulk and layer by layer", notes)
+    page = render_timeline(traces, "layerflow demo: loading a KV cache in bulk and layer by layer", notes)
     paths = [out / "timeline.html", out / "trace.json"]
     try:
         out.mkdir(parents=True, exist_ok=True)
         paths[0].write_text(page, encoding="utf-8")
-        paths[1].write_text(json.dumps(perfetto.render(traces)), encoding="utf-8")
+        paths[1].write_text(json.dumps(render_perfetto(traces)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
     return paths

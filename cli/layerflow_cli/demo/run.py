@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from layerflow.engine import Engine
 from layerflow.errors import ConfigError, LayerflowError
-from layerflow.observe import logs
+from layerflow.observe.logs import configure as configure_logs
 from layerflow_cli.bench.harness import ServerProcess
 from layerflow_cli.demo import checks
 from layerflow_cli.demo.engines import Answer, KvBytes, Served, answer, answer_served, served, spoil
@@ -58,7 +58,7 @@ def run_demo(
         raise ConfigError(f"--shape {unknown[0]}: no such shape; there are: {', '.join(SHAPES)}")
     if endpoint is not None and (link_gbps is not None or link_latency_us is not None):
         raise ConfigError("--endpoint and --link-...: the link belongs to the server; set pool.link_gbps there")
-    logs.configure("error", "console")
+    configure_logs("error", "console")
     torch.set_num_threads(1)  # the server and the copy lanes take the other core
     runs = runs or (1 if quick else DEFAULT_RUNS)
     salt = f"[{secrets.token_hex(8)}] " if endpoint is not None else ""

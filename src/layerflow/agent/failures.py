@@ -21,6 +21,7 @@ class LoadFailures:
     def __init__(self, parts: Sequence[OutlinePart]) -> None:
         self._parts = parts
         self._numbered: dict[int, Numbered] = {}
+        self._dead: dict[int, np.ndarray] = {}
         self._failed: dict[int, tuple[set[int], str]] = {}
 
     def __bool__(self) -> bool:
@@ -29,6 +30,7 @@ class LoadFailures:
     def number(self, numbered: dict[int, Numbered]) -> None:
         """The plan is there: blocks have numbers, and those of objects that are gone have failed."""
         self._numbered = numbered
+        self._dead = {group: np.zeros(len(column.numbers), dtype=bool) for group, column in numbered.items()}
         for position, part in enumerate(self._parts):
             column = numbered.get(part.group)
             there = set() if column is None else set(column.numbers[column.part == position].tolist())
@@ -47,7 +49,7 @@ class LoadFailures:
         column = self._numbered.get(group)
         if column is None:
             raise SessionError(f"a failure in group {group}, which has no planned loads in this step")
-        self._fail_chosen(column, np.arange(lo, hi), reason)
+        self._fail_chosen(group, column, np.arange(lo, hi), reason)
 
     def fail_missing(self, group: int, layers: Iterable[Sequence[Batch]], block_bytes: int, reason: str) -> None:
         """Every block of the group that did not arrive in full in every one of some layers.
@@ -64,7 +66,15 @@ class LoadFailures:
             for batch in batches:
                 arrived[batch.lo : batch.hi] += batch.byte_hi - batch.byte_lo if batch.byte_hi else block_bytes
             missing |= arrived < block_bytes
-        self._fail_chosen(column, np.flatnonzero(missing), reason)
+        self._fail_chosen(group, column, np.flatnonzero(missing), reason)
+
+    def live(self, group: int, lo: int, hi: int) -> list[tuple[int, int]]:
+        """The ranges of a group's blocks `lo` to `hi` that have not failed."""
+        dead = self._dead[group][lo:hi]
+        if not dead.any():
+            return [(lo, hi)]
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], dead, [True])).astype(np.int8))) + lo
+        return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
     def blocks(self, but: set[str]) -> tuple[FailedBlocks, ...]:
         """What has failed so far, leaving out the requests in `but`."""
@@ -74,7 +84,8 @@ class LoadFailures:
             if part.request not in but
         )
 
-    def _fail_chosen(self, column: Numbered, chosen: np.ndarray, reason: str) -> None:
+    def _fail_chosen(self, group: int, column: Numbered, chosen: np.ndarray, reason: str) -> None:
+        self._dead[group][chosen] = True
         parts = column.part[chosen]
         for position in np.unique(parts).tolist():
             self._fail(position, set(column.numbers[chosen[parts == position]].tolist()), reason)

@@ -118,7 +118,7 @@ class Step:
         self._done_at = [0.0] * layers
         self._closed_at = 0.0
         self._condition = threading.Condition()
-        self._running = 0
+        self._running = self._loads_begun = self._loads_ended = 0
         self._fenced = ""
         self.cut_off = threading.Event()
         self._failures = LoadFailures(loads)
@@ -207,12 +207,21 @@ class Step:
             self.fence(f"not in place at the step's deadline (layer {layer})")
         with self._condition:
             outcome = self._outcome = self._outcome or self._conclude()
+            if outcome.failed:
+                self._quiesce_failed()
         if not self._local:
             for event in self._enqueued[layer]:
                 self._device.wait(event)
         ended = self._waited_at[layer] = time.monotonic()
         self.trace.spans.append(Span("wait", layer, began, ended))
         return outcome
+
+    def _quiesce_failed(self) -> None:
+        """Batches that began before a failure was known may still write those blocks; later ones leave them out."""
+        begun = self._loads_begun
+        self._condition.wait_for(lambda: self._loads_ended >= begun)
+        for event in itertools.chain.from_iterable(self._enqueued):
+            event.synchronize()
 
     def _conclude(self) -> Outcome:
         failed = self._failures.blocks(but=self.aborted)
@@ -295,6 +304,7 @@ class Step:
             if self._fenced if direction == LOAD else self.saves_cancelled:
                 return False
             self._running += 1
+            self._loads_begun += direction == LOAD
             return True
 
     def end(self, batch: Batch, failure: str = "", event: DeviceEvent | None = None) -> None:
@@ -302,6 +312,7 @@ class Step:
         with self._condition:
             self._running -= 1
             if batch.direction == LOAD:
+                self._loads_ended += 1
                 if failure:
                     self._failures.fail_range(self._groups[batch.layer], batch.lo, batch.hi, failure)
                     self._failed_more()
@@ -312,6 +323,13 @@ class Step:
                 self._outstanding[batch.layer] -= 1
                 self._settle_layer(batch.layer)
             self._condition.notify_all()
+
+    def live(self, batch: Batch) -> list[tuple[int, int]]:
+        """What of a load batch is still to be copied: blocks that have failed are never written again."""
+        if not self._failures:
+            return [(batch.lo, batch.hi)]
+        with self._condition:
+            return self._failures.live(self._groups[batch.layer], batch.lo, batch.hi)
 
     def group_of(self, layer: int) -> int:
         """The layer's group."""

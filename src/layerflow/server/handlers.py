@@ -142,10 +142,6 @@ class Handlers:
         house = self._house
         if session.spec is not None:
             raise Refused("twice", f"session {session.number} is already attached; a new spec needs a new session")
-        if message.spec.chunk_tokens < 1:
-            raise ProtocolError(
-                f"model {message.spec.name!r}: chunk_tokens {message.spec.chunk_tokens} must be positive"
-            )
         if message.memory:
             if not session.entered:
                 raise Refused(
