@@ -41,14 +41,14 @@ def measure(
     hits: Sequence[int] = (64, 256, 2048),
     link_gbps: Sequence[float] = (0.1, 1.0, 10.0),
     rounds: int = 9,
-    case_s: float = 6.0,
+    case_s: float = 13.0,
 ) -> dict[str, Any]:
     """TTFT of every mode, for every hit and link.
 
     :param hits: stored leading tokens, multiples of 64; each prompt has 64 more.
     :param link_gbps: emulated links, 10^9 bytes per second; a copy is never faster than this machine's memory.
     :param rounds: how often each mode runs in each case, at least.
-    :param case_s: cases that are over sooner go on until then, at most for five times as many rounds.
+    :param case_s: cases that are over sooner go on until then, seconds: short times need many rounds.
     :returns: ``worst_ratio``: the largest of all cases' ``ratio``, median TTFT of auto ÷ the smallest median of
         the others; ``cases``: per link and hit: ``ratio``, ``chosen`` (what auto did, and in how many of its
         runs), ``ttft_ms`` (medians by mode), ``rounds``.

@@ -53,11 +53,13 @@ def measure(
     :param decode_batch: requests that every decode step answers.
     :param lookups: of each kind; 1 ms of matrix products before each, as an engine's caches are cold too.
     :returns: ``ttft_ratio`` and ``ttft_ms`` (medians ``with`` and ``without``); in microseconds, p50 and p99:
-        ``decode_step_us`` (all calls of one step: poll, busy, open_step, wait_layer and layer_done of every
-        layer, close), ``decode_bare_us`` (the same calls to a connection that does nothing: the stopwatch's
-        share), ``decode_agent_us`` (the same for an engine that tells the agent of its decoding
-        requests too), ``lookup_us`` (digests of a new prompt and the lookup that misses) and
-        ``lookup_hit_us`` (the same for a hit, with the choice of how to use it).
+        ``decode_step_us`` (what layerflow's calls in one step take: poll, busy, open_step, wait_layer and
+        layer_done of every layer, close; ``decode_gross_us`` by the stopwatch, less the median of
+        ``decode_bare_us``, the same calls to a connection that does nothing, in turns: after a layer's
+        compute the clock alone comes from cold caches and takes longer than what it times),
+        ``decode_agent_us`` (the agent's share for an engine that tells it of its decoding requests too, caches
+        warm), ``lookup_us`` (digests of a new prompt and the lookup that misses) and ``lookup_hit_us`` (the same
+        for a hit, with the choice of how to use it).
     """
     torch.set_num_threads(1)
     longest = max(prompt_tokens, DECODE_PROMPT + 2 * (decode_steps + decode_batch)) + 64
@@ -71,13 +73,14 @@ def measure(
                 raise LayerflowError("the arena was not mapped in time; is the machine out of memory?")
             prompts = _Prompts()
             ttft = _first_tokens(engine, connection, prompts, prompt_tokens, pairs)
-            decode, bare = _decode_steps(engine, connection, prompts, decode_batch, decode_steps)
+            gross, bare = _decode_steps(engine, connection, prompts, decode_batch, decode_steps)
             told = _told_decode_steps(connection, decode_batch, decode_steps)
             missed, hit = _lookups(connection, prompts, lookup_tokens, lookups)
         finally:
             connection.close()
     return ttft | {
-        "decode_step_us": decode,
+        "decode_step_us": {name: round(gross[name] - bare["p50"], 2) for name in gross},
+        "decode_gross_us": gross,
         "decode_bare_us": bare,
         "decode_agent_us": told,
         "lookup_us": missed,
