@@ -19,6 +19,7 @@ from layerflow.spec import Shard
 
 DIGEST_BYTES = 16
 KEY_BYTES = 24
+_MAX_TOKEN = 2**63 - 1
 _SUFFIX = struct.Struct("<HHHxx")
 
 
@@ -115,6 +116,8 @@ def _token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     array = np.asarray(tokens)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise BadKey(f"token ids must be one list of integers, not {array.dtype} of shape {array.shape}")
+    if array.size and (array.min() < 0 or array.max() > _MAX_TOKEN):
+        raise BadKey(f"token ids must be 0 to {_MAX_TOKEN}; the least is {array.min()}, the largest {array.max()}")
     return array.astype(np.int64)
 
 

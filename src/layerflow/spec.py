@@ -13,6 +13,8 @@ from layerflow.kinds import KINDS, Kind
 
 DEFAULT_CHUNK_TOKENS = 256
 MAX_LAYERS = 4096
+MAX_SHARDS = 1024
+"""A lookup asks for every shard's objects, so this bounds what one costs."""
 
 DTYPE_BYTES = {
     "bool": 1,
@@ -118,6 +120,8 @@ class Shard(msgspec.Struct, frozen=True):
                 f"shard tp {self.tp_rank}/{self.tp_size}, pp {self.pp_rank}/{self.pp_size}: "
                 "every rank must be at least 0 and below its size"
             )
+        if self.tp_size * self.pp_size > MAX_SHARDS:
+            raise SpecError(f"shard tp {self.tp_size} x pp {self.pp_size}: at most {MAX_SHARDS} shards of one model")
 
     def peers(self) -> tuple[Shard, ...]:
         """All shards of the model, tensor ranks innermost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from e2e.known import KnownWorker, eventually, small_spec
 
 from layerflow.agent import Agent, Hit, StepRequest
 from layerflow.agent.step import NoStep
-from layerflow.errors import LayerflowError, SpecError
+from layerflow.errors import ConfigError, LayerflowError, SessionError, SpecError
 from layerflow.server import EmbeddedServer
 
 Embed = Callable[..., EmbeddedServer]
@@ -146,3 +147,56 @@ def test_one_request_that_lost_its_objects_hurts_nobody_else(worker: KnownWorker
     assert worker.agent.wait_idle(lost.name, 10)
     assert eventually(lambda: worker.agent.lookup("gone", gone).tokens == 0), "what was computed on a failed load"
     worker.agent.close()
+
+
+def test_a_hit_of_another_prompt_is_refused(worker) -> None:
+    agent, chunk = worker.agent, worker.agent.spec.chunk_tokens
+    tokens = list(range(chunk + 10))
+    other = agent.chain([*tokens[:chunk], *[9] * 30])
+    hit = Hit(chunk + 9, 1, 10, agent.chain(tokens).partial(1, 10))
+    table = np.arange(len(other) // 8 + 8)
+    with pytest.raises(SpecError, match="not one of this chain"):
+        agent.open_step([StepRequest("x", other, (table,), load=(0, chunk + 9), hit=hit)])
+    with pytest.raises(SpecError, match="not one of this chain"):
+        short = agent.chain(tokens)
+        agent.open_step([StepRequest("x", short, (table,), load=(0, chunk + 5), hit=Hit(2 * chunk))])
+    assert agent.attached
+
+
+@pytest.mark.parametrize("name", ["\ud800", 5, b"bytes", None])
+def test_a_request_id_that_is_no_text_is_refused_and_the_session_lives(worker, name) -> None:
+    agent = worker.agent
+    chain = agent.chain(list(range(agent.spec.chunk_tokens)))
+    with pytest.raises(SpecError, match="request id"):
+        agent.open_step([StepRequest(name, chain, (np.arange(64),), save=(0, len(chain)))])
+    assert agent.statistics().open_steps == 0
+    assert agent.attached
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0])
+def test_a_timeout_that_is_none_is_refused(worker, timeout) -> None:
+    with pytest.raises(SpecError, match="timeout_s"):
+        worker.agent.open_step([], timeout_s=timeout)
+
+
+def test_a_worker_of_another_machine_is_refused(worker) -> None:
+    with pytest.raises(ConfigError, match="ipc://"):
+        Agent("tcp://127.0.0.1:9", worker.agent.spec, {})
+
+
+def test_a_forked_copy_refuses_and_the_parent_goes_on(worker) -> None:
+    agent = worker.agent
+    chain = agent.chain(list(range(10)))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            agent.lookup("x", chain)
+        except SessionError:
+            agent.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert agent.attached
+    assert agent.lookup("y", chain).tokens == 0

@@ -57,7 +57,7 @@ class TestRawClient:
         assert status["pool"]["objects"] == 0
 
     def test_without_a_greeting_it_is_refused(self, client):
-        with pytest.raises(RuntimeError, match="refused, malformed"):
+        with pytest.raises(RuntimeError, match="refused, stranger"):
             client.hello()
 
     def test_another_fingerprint_is_refused_and_answered_with_the_servers(self, client):

@@ -145,7 +145,7 @@ def test_the_wrong_beginning(serve: Callable[..., ServerProcess], context: zmq.C
             struct.pack("<4sHH16s", codec.MAGIC, codec.PROTOCOL_VERSION + 1, 0, codec.FINGERPRINT),
             struct.pack("<4sHH16s", codec.MAGIC, codec.PROTOCOL_VERSION, 0, bytes(16)),
         ],
-        "malformed": [
+        "stranger": [
             b"",
             b"GET / HTTP/1.1\r\n\r\n",
             codec.greeting()[:-1],

@@ -39,6 +39,7 @@ def model(**changes: Any) -> ModelSpec:
         (lambda: group(kind="sliding"), "window"),
         (lambda: group(block_bytes=4096), "add up to 8192"),
         (lambda: Shard(2, 2), "below its size"),
+        (lambda: Shard(0, 3000, 0, 1000), "at most 1024 shards"),
         (lambda: model(groups=()), "no cache group"),
         (lambda: model(groups=(group(), group(layers=(1, 2)))), "layer 1 is in groups 0 and 1"),
         (lambda: model(groups=(group(layers=(0, 2)),)), "without a gap"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from layerflow.agent.outline import check_blocks, outline_loads, outline_saves
 from layerflow.agent.step import NO_STEP, NoStep, Step
 from layerflow.agent.values import MISS, AgentStatistics, Ended, Hit, StepRequest, Tally
 from layerflow.device import device_for
-from layerflow.errors import Unsupported
+from layerflow.errors import ConfigError, SessionError, SpecError, Unsupported
 from layerflow.flow.policy import Mode
 from layerflow.keys import Chain, Media, root_digest
 from layerflow.observe.trace import StepTrace
@@ -32,6 +33,7 @@ from layerflow.spec import ModelSpec
 from layerflow.wire.messages import Abort, OpenStep, Progress, Terms, ToClient
 
 DEFAULT_ATTACH_TIMEOUT_S = 5.0
+MAX_TIMEOUT_S = 86_400.0
 
 log = structlog.get_logger("layerflow.agent")
 
@@ -48,6 +50,7 @@ class Agent:
     :param wait_s: how long to wait for the first attachment; without one the agent still works, every
         lookup misses until a server appears.
     :raises SpecError: the tensors do not fit the spec.
+    :raises ConfigError: the endpoint is on another machine.
     """
 
     def __init__(
@@ -61,11 +64,14 @@ class Agent:
         wait_s: float = DEFAULT_ATTACH_TIMEOUT_S,
         lookup_timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_S,
     ) -> None:
+        if endpoint.startswith("tcp://"):
+            raise ConfigError(f"{endpoint}: an engine worker must run on the server's machine; use its ipc:// endpoint")
         self.spec = spec
         self.memory = PagedMemory(spec, tensors)
         self.device = device_for(self.memory.device)
         self._groups = [group for group, _ in spec.layer_places()]
         self._block_bytes = [group.bytes_per_block for group in spec.groups]
+        self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._tally = Tally()
         self._ledger = Ledger()
@@ -119,6 +125,7 @@ class Agent:
 
         A server that is away, silent or slow is a miss.
         """
+        self._same_process()
         self._tally.lookups += 1
         if not self.attached or self._inbox.silent:
             return MISS
@@ -141,8 +148,11 @@ class Agent:
         either while it is silent (stopped, or its machine is).
 
         :param timeout_s: the step's loads must be in place so soon; None = the server's ``step_timeout_ms``.
-        :raises SpecError: a request's load or block table does not fit the spec.
+        :raises SpecError: a request's load or block table does not fit the spec, or the timeout is none.
         """
+        self._same_process()
+        if timeout_s is not None and not 0 <= timeout_s <= MAX_TIMEOUT_S:
+            raise SpecError(f"timeout_s {timeout_s}: must be 0 to {MAX_TIMEOUT_S:.0f} seconds")
         terms = self.terms
         loads = outline_loads(self.spec, requests)
         saving = terms is not None and not self._inbox.silent
@@ -171,6 +181,7 @@ class Agent:
 
     def abort(self, request: str) -> None:
         """The request is over. :meth:`poll` reports it released once no transfer touches its blocks."""
+        self._same_process()
         steps = self._ledger.abort(request)
         for step in steps:
             step.abort(request)
@@ -209,7 +220,9 @@ class Agent:
         )
 
     def close(self) -> None:
-        """Cut off what is open, stop the threads and hang up."""
+        """Cut off what is open, stop the threads and hang up; in a forked copy nothing."""
+        if os.getpid() != self._pid:
+            return
         self._link.close()
         self._inbox.close()
         self._link.release()
@@ -222,6 +235,11 @@ class Agent:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _same_process(self) -> None:
+        """:raises SessionError: this is a forked copy: its threads and its server are its parent's."""
+        if os.getpid() != self._pid:
+            raise SessionError("this agent belongs to the process that forked this one; make one here")
 
     # -- the link's thread ------------------------------------------------------------------------
 

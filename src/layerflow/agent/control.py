@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any, cast
 
+import structlog
 import zmq
 
 from layerflow.agent.handshake import ClientKeys, Conversation, dial
@@ -17,6 +18,7 @@ from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionErr
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages import (
+    STRANGER,
     Attach,
     Bye,
     DropLease,
@@ -28,6 +30,8 @@ from layerflow.wire.messages import (
     StatusRequest,
     ToClient,
 )
+
+log = structlog.get_logger("layerflow.agent.control")
 
 DEFAULT_LOOKUP_TIMEOUT_S = 0.2
 DEFAULT_TIMEOUT_S = 2.0
@@ -86,19 +90,26 @@ class Control:
         """
         if self._spec is None:
             raise SessionError("lookups need the model's spec; pass spec= to Control")
-        if time.monotonic() < self._away_until:
-            return MISS
+        deadline = time.monotonic() + self._lookup_timeout_s
         digests = b"".join(chain.digests)
         number = next(self._ids)
-        with self._lock:
-            deadline = time.monotonic() + self._lookup_timeout_s
-            try:
-                self._connected(deadline)
-                message = Lookup(number, request, chain.parent(0), digests, len(chain), self._lease_ms)
-                found = cast(Found, self._exchange(message, Found, deadline))
-            except LayerflowError:
-                self._away_until = time.monotonic() + AWAY_S
+        # Whoever waits behind a lookup of a stopped server waits no longer than for its own.
+        if not self._lock.acquire(timeout=self._lookup_timeout_s):
+            return MISS
+        try:
+            if time.monotonic() < self._away_until:
                 return MISS
+            self._connected(deadline)
+            message = Lookup(number, request, chain.parent(0), digests, len(chain), self._lease_ms)
+            found = cast(Found, self._exchange(message, Found, deadline))
+        except RemoteError as error:
+            log.warning("lookup_refused", request=request, code=error.code, error=error.message)
+            return MISS
+        except LayerflowError:
+            self._away_until = time.monotonic() + AWAY_S
+            return MISS
+        finally:
+            self._lock.release()
         for tail in found.tails:
             # The server offers what it has; only this prompt's own tokens tell whether it fits.
             if chain.partial(tail.chunk, tail.tokens) == tail.digest:
@@ -144,7 +155,7 @@ class Control:
             conversation.send(message)
             return conversation.expect(kind, deadline, message.id)
         except RemoteError as error:
-            if error.code != "malformed":
+            if error.code != STRANGER:
                 raise
             self._drop()
             conversation = self._connected(deadline)

@@ -54,15 +54,15 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKey
     dealer.setsockopt(zmq.RECONNECT_IVL, 20)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     dealer.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
-    if keys is not None:
-        dealer.curve_serverkey = keys.server
-        dealer.curve_publickey = keys.public
-        dealer.curve_secretkey = keys.secret
     try:
+        if keys is not None:
+            dealer.curve_serverkey = keys.server
+            dealer.curve_publickey = keys.public
+            dealer.curve_secretkey = keys.secret
         dealer.connect(endpoint)
     except zmq.ZMQError as error:
         dealer.close()
-        raise ConfigError(f"{endpoint}: not an endpoint: {error.strerror}") from None
+        raise ConfigError(f"{endpoint}: no such endpoint, or no CURVE keys: {error.strerror}") from None
     return dealer
 
 

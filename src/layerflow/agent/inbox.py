@@ -16,12 +16,13 @@ from layerflow.agent.step import LOAD, Step
 from layerflow.agent.values import Tally
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.device.poller import Poller
-from layerflow.errors import LayerflowError
+from layerflow.errors import LayerflowError, Unsupported
 from layerflow.observe.trace import StepTrace, figures
 from layerflow.ops.copier import Copier, copier_for
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import (
+    BROKEN,
     Batch,
     Closed,
     Failure,
@@ -71,10 +72,14 @@ class Inbox:
 
     def attached_to(self, attachment: Attachment) -> None:
         """A server has taken this agent: copy to and from its arena from now on."""
-        if self._device.capabilities().pinned and not self._device.pin(
-            attachment.arena.address, attachment.arena.nbytes
-        ):
-            log.warning("arena_not_pinned", device=self._device.kind, arena_bytes=attachment.arena.nbytes)
+        if self._device.capabilities().pinned:
+            try:
+                pinned = self._device.pin(attachment.arena.address, attachment.arena.nbytes)
+            except Unsupported as error:
+                log.warning("arena_not_pinned", device=self._device.kind, error=str(error))
+            else:
+                if not pinned:
+                    log.warning("arena_not_pinned", device=self._device.kind)
         self._copiers = (copier_for(self._memory, attachment.arena), copier_for(self._memory, attachment.arena))
         self._set_links(attachment.terms)
         self._tally.attachments += 1
@@ -90,7 +95,11 @@ class Inbox:
         steps = self._ledger.steps()
         log.warning("agent_detached", reason=reason, open_steps=len(steps))
         for step in steps:
-            self.cut(step, reason)
+            # Whatever one step meets, the others are cut off too: the server reuses the arena once this link hangs up.
+            try:
+                self.cut(step, reason)
+            except Exception:
+                log.exception("cut_failed", step=step.number)
         if lost is not None:
             for copier in copiers or ():
                 copier.drain()
@@ -262,7 +271,15 @@ class Inbox:
         if event is None or self._poller is None:
             self._ended_batch(job, failure)
         else:
-            self._poller.watch(event, self._ended_batch, job, failure)
+            self._poller.watch(event, self._ended_batch, job, failure, on_error=self._device_failed)
+
+    def _device_failed(self, error: BaseException, job: Job, failure: str) -> None:
+        """The device cannot say whether the batch's bytes arrived: they did not."""
+        reason = f"{BROKEN}: {type(error).__name__}: {error}"
+        log.error("batch_copy_failed", step=job.batch.step, batch=job.batch.batch, error=reason)
+        if job.batch.direction == LOAD:
+            job.step.load_failed(job.step.group_of(job.batch.layer), job.batch.lo, job.batch.hi, reason)
+        self._ended_batch(job, failure or reason)
 
     def _ended_batch(self, job: Job, failure: str) -> None:
         assert self.link is not None

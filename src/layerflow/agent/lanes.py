@@ -97,16 +97,17 @@ class LoadLane:
     def _copy(self, job: Job) -> None:
         batch, step = job.batch, job.step
         began = time.monotonic()
-        event, failure = None, f"{BROKEN}: lane stopped"
+        event, live, failure = None, [(batch.lo, batch.hi)], f"{BROKEN}: lane stopped"
         try:
             with _explained(job) as explained:
-                for lo, hi in step.live(batch):
+                live = step.live(batch)
+                for lo, hi in live:
                     event = job.copier.load(_extents(job, LOAD, lo, hi), step.after)
                 if job.link.emulated:
                     took = (time.monotonic() - began) / batch.nbytes
                     self._seconds_per_byte += (took - self._seconds_per_byte) / 8
                     sleep_until(job.arrives, LINK_SPIN_US)
-            failure = explained.failure
+            failure = explained.failure or ("" if live else CANCELLED)
         finally:
             _trace(job, "load", job.sent if job.link.emulated else began, time.monotonic())
             step.end(batch, failure, event)
@@ -192,7 +193,7 @@ class SaveLane:
                 event = job.copier.save(_extents(job, SAVE, batch.lo, batch.hi), None if done is True else done)
             failure = explained.failure
         finally:
-            step.end(batch, failure)
+            step.end(batch, failure, event)
         if failure:
             self._report(job, failure, None)
             return True
@@ -253,6 +254,8 @@ def _explained(job: Job) -> Iterator[_Explained]:
         yield explained
     except Exception as error:
         explained.failure = f"{BROKEN}: {type(error).__name__}: {error}"
+        # Part of it may be enqueued already: nothing may be written once the batch is reported.
+        job.copier.drain()
         log.error(
             "batch_copy_failed",
             step=batch.step,

@@ -7,8 +7,10 @@ heartbeats. Other threads only append to queues; what they report is coalesced i
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ from layerflow.memfd import SharedMemory
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import (
+    STRANGER,
     Attach,
     Beat,
     Closed,
@@ -97,6 +100,18 @@ class News:
     figures: deque[Figures] = field(default_factory=deque)
 
 
+_signs_of_life: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Doorway connections of this process. A forked child closes its copies: it would keep a dead engine alive."""
+
+
+def _close_in_child() -> None:
+    for guest in list(_signs_of_life):
+        guest.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class Link:
     """Runs from construction to :meth:`close`."""
 
@@ -114,7 +129,7 @@ class Link:
         self._spec = spec
         self._owner = owner
         self.news = News()
-        self._outbox: deque[Message] = deque()
+        self._outbox: deque[bytes] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._rung = False
         self._closing = False
@@ -127,8 +142,11 @@ class Link:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Queue a message and wake the thread."""
-        self._outbox.append(message)
+        """Queue a message and wake the thread.
+
+        Encoded here: what cannot be encoded is its sender's error, not the end of the link.
+        """
+        self._outbox.append(codec.encode(message))
         self.ring()
 
     def ring(self) -> None:
@@ -159,6 +177,8 @@ class Link:
                 level("server_away", endpoint=self._endpoint, error=str(error), tries=self._tries)
                 if isinstance(error, (ConfigError, zmq.ContextTerminated)):
                     break
+            except Exception:
+                log.exception("link_broken", endpoint=self._endpoint)
             delay = RETRY_S[min(self._tries, len(RETRY_S) - 1)]
             self._tries += 1
             self._sleep(delay)
@@ -190,6 +210,7 @@ class Link:
             if not welcome.doorway:
                 raise ConfigError(f"{self._endpoint}: an engine worker must run on the server's machine; use ipc://")
             guest, fd, nbytes = fetch_arena(Path(welcome.doorway), welcome.token, deadline)
+            _signs_of_life.add(guest)
             try:
                 arena = SharedMemory.attach(fd, nbytes)
             finally:
@@ -197,8 +218,9 @@ class Link:
             terms = conversation.attach(Attach(self._spec, memory=True), deadline).terms
             self._outbox.clear()
             self.news = News()
-            attached, self._tries = True, 0
+            attached = True
             self._owner.attached_to(Attachment(welcome.session, arena, terms, welcome))
+            self._tries = 0
             self.ready.set()
             self._converse(dealer, guest.fileno(), welcome)
         finally:
@@ -218,10 +240,12 @@ class Link:
         heard = next_beat
         while True:
             now = time.monotonic()
+            if int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # after a pause of this process: answers have queued up
+                heard = now
             self._owner.tick(now, silent=now - heard > welcome.liveness_ms / 1e3)
             if now >= next_beat:
                 next_beat = now + beat_s
-                self._outbox.append(Beat(now))
+                self._outbox.append(codec.encode(Beat(now)))
             self._flush(dealer)
             if self._closing:
                 return
@@ -244,18 +268,17 @@ class Link:
             except zmq.Again:
                 return
             message = codec.decode_reply(frame, 64 << 20)
-            if isinstance(message, Problem) and message.code == "malformed":
+            if isinstance(message, Problem) and message.code == STRANGER:
                 raise ServerLost(f"the server does not know this session: {message.message}")
             self._owner.heard(message)
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
         report = self._report()
         if report is not None:
-            self._outbox.append(report)
+            self._outbox.append(codec.encode(report))
         while self._outbox:
-            frame = codec.encode(self._outbox[0])
             try:
-                dealer.send(frame, zmq.NOBLOCK)
+                dealer.send(self._outbox[0], zmq.NOBLOCK)
             except zmq.Again:
                 raise ServerLost("the server has not read for too long") from None
             self._outbox.popleft()

@@ -85,6 +85,7 @@ def outline_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Outl
     """
     parts = []
     for request in requests:
+        _check_name(request.request)
         start, stop = request.load
         if start >= stop:
             continue
@@ -93,6 +94,7 @@ def outline_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Outl
                 f"request {request.request!r}: loads tokens {start} to {stop}, its hit has {request.hit.tokens} of "
                 f"{len(request.chain)} tokens"
             )
+        _check_hit(spec, request, stop)
         for number, group in enumerate(spec.groups):
             pieces = tuple(_load_pieces(spec, group, request, start, stop))
             if pieces:
@@ -178,6 +180,14 @@ def number_blocks(parts: Sequence[OutlinePart], plans: Sequence[PlanPart], loadi
     return {group: Numbered(*(np.concatenate(column) for column in rows)) for group, rows in columns.items() if rows[0]}
 
 
+def _check_name(request: object) -> None:
+    try:
+        assert isinstance(request, str)
+        request.encode()
+    except (AssertionError, UnicodeEncodeError):
+        raise SpecError(f"request id {request!r}: must be a string that UTF-8 can encode") from None
+
+
 def _load_pieces(spec: ModelSpec, group: GroupSpec, request: StepRequest, start: int, stop: int) -> list[Piece]:
     rules, size, chunk = group.rules, group.block_size, spec.chunk_tokens
     first = max(start, rules.first_token(stop))
@@ -190,12 +200,27 @@ def _load_pieces(spec: ModelSpec, group: GroupSpec, request: StepRequest, start:
         held = request.hit.tail_tokens if tail else chunk
         digest = request.hit.tail_digest if tail else request.chain.digests[number]
         kept = rules.keep(held)
-        lo = max((max(first, base) - base) // size, kept.start)
-        hi = min(-(-(min(stop, base + held) - base) // size), kept.stop)
-        if lo < hi:
-            blocks = range(base // size + lo, base // size + hi)
-            pieces.append(Piece(digest, blocks, lo - kept.start, held))
+        lo, hi = (max(first, base) - base) // size, -(-(min(stop, base + held) - base) // size)
+        if lo < kept.start:
+            raise SpecError(
+                f"request {request.request!r}: a load up to token {stop} needs tokens that a {group.kind} group "
+                f"does not keep of chunk {number}; load up to the hit's {request.hit.tokens} tokens or to a chunk's end"
+            )
+        blocks = range(base // size + lo, base // size + hi)
+        pieces.append(Piece(digest, blocks, lo - kept.start, held))
     return pieces
+
+
+def _check_hit(spec: ModelSpec, request: StepRequest, stop: int) -> None:
+    """A hit of another prompt must not be loaded into this one."""
+    hit, chain, chunk = request.hit, request.chain, spec.chunk_tokens
+    last = (stop - 1) // chunk
+    tail = hit.tail_chunk >= 0 and last >= hit.tail_chunk
+    fits = last <= len(chain.digests) if tail else last < len(chain.digests)
+    if tail and fits:
+        fits = last == hit.tail_chunk and chain.partial(hit.tail_chunk, hit.tail_tokens) == hit.tail_digest
+    if not fits:
+        raise SpecError(f"request {request.request!r}: its hit is not one of this chain; look the chain up itself")
 
 
 def _save_pieces(spec: ModelSpec, group: GroupSpec, request: StepRequest, partial: bool) -> tuple[list[Piece], bytes]:

@@ -6,23 +6,27 @@ the common case, a few plain stores. Lanes and the link thread tell the step wha
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+import structlog
+
 from layerflow.agent.failures import LoadFailures
 from layerflow.agent.outline import Numbered, OutlinePart, number_blocks
 from layerflow.agent.values import ABORTED, READY, FailedBlocks, Outcome
 from layerflow.device.base import Device, DeviceEvent
+from layerflow.errors import SpecError
 from layerflow.observe.trace import Span, StepTrace
 from layerflow.ops.extents import BlockList
 from layerflow.wire.messages import Batch, Plan
 
 LOAD, SAVE = 0, 1
 CANCELLED = "cancelled"
+
+log = structlog.get_logger("layerflow.agent")
 
 
 class NoStep:
@@ -119,6 +123,7 @@ class Step:
         self._closed_at = 0.0
         self._condition = threading.Condition()
         self._running = self._loads_begun = self._loads_ended = 0
+        self._unsettled: list[tuple[Batch, DeviceEvent]] = []
         self._fenced = ""
         self.cut_off = threading.Event()
         self._failures = LoadFailures(loads)
@@ -131,9 +136,17 @@ class Step:
 
         Returns at once if they are; else waits until they are, have failed, or the step's deadline.
         On cuda and npu the caller's current stream is made to wait, not the thread.
+
+        :raises SpecError: the model has no such layer.
         """
+        try:
+            ready = self._ready[layer]
+        except (IndexError, TypeError):
+            raise self._no_such(layer) from None
+        if layer < 0:
+            raise self._no_such(layer)
         self.frontier = layer
-        if self._ready[layer]:
+        if ready:
             self._asked_at[layer] = self._waited_at[layer] = time.monotonic()
             return READY
         return self._wait(layer)
@@ -154,7 +167,10 @@ class Step:
         """After the new tokens' KV of `layer` was written; its saves may leave.
 
         :param event: on cuda and npu: the engine's event behind that write; None = one is recorded now.
+        :raises SpecError: the model has no such layer.
         """
+        if not 0 <= layer < len(self._done):
+            raise self._no_such(layer)
         self._done_at[layer] = time.monotonic()
         self._done[layer] = event or (True if self._local else self._device.record())
 
@@ -216,12 +232,29 @@ class Step:
         self.trace.spans.append(Span("wait", layer, began, ended))
         return outcome
 
+    def _no_such(self, layer: object) -> SpecError:
+        return SpecError(
+            f"step {self.number}: no layer {layer!r}; the model's cached layers are 0 to {len(self._done) - 1}"
+        )
+
     def _quiesce_failed(self) -> None:
         """Batches that began before a failure was known may still write those blocks; later ones leave them out."""
         begun = self._loads_begun
         self._condition.wait_for(lambda: self._loads_ended >= begun)
-        for event in itertools.chain.from_iterable(self._enqueued):
-            event.synchronize()
+        self._settle_device()
+
+    def _settle_device(self) -> None:
+        """Nothing that was enqueued so far touches either memory any more. What a broken device moved has failed."""
+        while self._unsettled:
+            batch, event = self._unsettled.pop()
+            try:
+                event.synchronize()
+            except Exception as error:
+                log.exception("device_failed", step=self.number, layer=batch.layer)
+                if batch.direction == LOAD:
+                    reason = f"device: {error}"
+                    self._failures.fail_range(self._groups[batch.layer], batch.lo, batch.hi, reason)
+                    self._failed_more()
 
     def _conclude(self) -> Outcome:
         failed = self._failures.blocks(but=self.aborted)
@@ -285,11 +318,12 @@ class Step:
                 return
             self._fenced = reason
             self._condition.wait_for(lambda: not self._running)
-            for event in itertools.chain.from_iterable(self._enqueued):
-                event.synchronize()
-            self._fail_unfinished(reason)
-            self.cut_off.set()
-            self._condition.notify_all()
+            try:
+                self._settle_device()
+                self._fail_unfinished(reason)
+            finally:
+                self.cut_off.set()
+                self._condition.notify_all()
         self._on_fenced(self, reason)
 
     def cancel_saves(self, reason: str) -> None:
@@ -311,6 +345,8 @@ class Step:
         """The lane will not touch engine memory for this batch any more (or has enqueued the copy)."""
         with self._condition:
             self._running -= 1
+            if event is not None:
+                self._unsettled.append((batch, event))
             if batch.direction == LOAD:
                 self._loads_ended += 1
                 if failure:
@@ -348,9 +384,10 @@ class Step:
         return len(self._done)
 
     def quiet(self) -> None:
-        """Wait until no lane touches engine memory for this step; call after cutting it off."""
+        """Wait until no lane and no stream touches engine memory for this step; call after cutting it off."""
         with self._condition:
             self._condition.wait_for(lambda: not self._running)
+            self._settle_device()
 
     def finish_trace(self, session: int) -> StepTrace:
         """Add the compute spans; the step is over.

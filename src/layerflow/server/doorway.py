@@ -22,6 +22,11 @@ from layerflow.errors import ConfigError
 TOKEN_BYTES = 16
 ARENA = struct.Struct("<Q")
 _BACKLOG = 64
+MAX_WAITING = 64
+"""Connections that have not named their token yet; past this the oldest is dropped."""
+
+TOKEN_TIMEOUT_S = 5.0
+ACCEPT_PAUSE_S = 0.5
 
 log = structlog.get_logger("layerflow.server.doorway")
 
@@ -97,11 +102,26 @@ class Doorway:
         except BlockingIOError:
             return
         except OSError as error:
-            log.warning("doorway_accept_failed", error=str(error))
+            # The listener stays readable: without a pause the loop would do nothing else.
+            log.warning("doorway_accept_failed", error=str(error), pause_s=ACCEPT_PAUSE_S)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
             return
         guest.setblocking(False)
+        waiting = [known for known, token in self._guests.items() if not token]
+        if len(waiting) >= MAX_WAITING:
+            self._forget(waiting[0])
         self._guests[guest] = b""
         self._loop.add_reader(guest, self._hear, guest)
+        self._loop.call_later(TOKEN_TIMEOUT_S, self._expect_token, guest)
+
+    def _resume(self) -> None:
+        if self._loop is not None:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _expect_token(self, guest: socket.socket) -> None:
+        if self._guests.get(guest) == b"":
+            self._forget(guest)
 
     def _hear(self, guest: socket.socket) -> None:
         try:

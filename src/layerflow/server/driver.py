@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import structlog
 
+from layerflow.errors import InvalidTransition
 from layerflow.flow import Flow
 from layerflow.flow.commands import (
     Cancel,
@@ -76,14 +77,22 @@ class Driver:
     def handle(self, *events: Event) -> None:
         """Tell the core, then do what it wants; each session gets at most one Grant and one Notice.
 
-        :raises InvalidTransition: from the core, for an impossible event; the earlier ones were handled.
+        :raises InvalidTransition: the first impossible event; all others were handled.
         """
+        refused: InvalidTransition | None = None
         try:
             for event in events:
-                for command in self.flow.handle(event, time.monotonic()):
+                try:
+                    commands = self.flow.handle(event, time.monotonic())
+                except InvalidTransition as error:
+                    refused = refused or error
+                    continue
+                for command in commands:
                     self._obey(command)
         finally:
             self._flush()
+        if refused is not None:
+            raise refused
 
     def close(self) -> None:
         """Stop the timer."""
@@ -166,12 +175,12 @@ class Driver:
         return self._notices.setdefault(session, Notice([], [], []))
 
     def _flush(self) -> None:
-        for session, grant in self._grants.items():
+        grants, self._grants = self._grants, {}
+        notices, self._notices = self._notices, {}
+        for session, grant in grants.items():
             self._send(session, grant)
-        for session, notice in self._notices.items():
+        for session, notice in notices.items():
             self._send(session, notice)
-        self._grants.clear()
-        self._notices.clear()
         if self._wake is not None:
             if self._timer is not None:
                 self._timer.cancel()

@@ -34,7 +34,7 @@ from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message, ToServer
 
-MAX_LEASE_MS = 600_000
+MAX_LEASE_MS = 86_400_000
 
 
 class Refused(ProtocolError):
@@ -208,8 +208,9 @@ class Handlers:
         except InvalidTransition:
             house.driver.discard(key)
             raise
-        for part in message.loads:
-            house.pool.release(_lease_owner(session.engine, part.request))
+        for request, keys in opening.loaded:
+            # Only what this worker has pinned itself now: the other ranks' objects are still leased for them.
+            house.pool.release(_lease_owner(session.engine, request), keys)
         house.metrics.step_opened(full=opening.full, missing=opening.missing)
 
     def _report(self, session: Session, message: wire.Report) -> None:

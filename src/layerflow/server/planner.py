@@ -43,11 +43,12 @@ class StepBook:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The result of planning one step."""
+    """The result of planning one step; `loaded`: the keys that each request's loads have pinned."""
 
     event: StepOpened
     plan: Plan
     book: StepBook
+    loaded: list[tuple[str, list[bytes]]]
     full: int
     missing: int
 
@@ -84,7 +85,8 @@ def plan_step(pool: Pool, session: Session, message: OpenStep, now: float) -> Op
     event = StepOpened(
         session.number, message.step, message.deadline, message.save_deadline, tuple(load_parts), tuple(save_parts)
     )
-    return Opening(event, Plan(message.step, load_plan, save_plan), book, full, len(bad))
+    loaded = [(wanted.request, wanted.keys) for wanted in loads]
+    return Opening(event, Plan(message.step, load_plan, save_plan), book, loaded, full, len(bad))
 
 
 def _plan_loads(

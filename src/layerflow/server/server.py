@@ -30,7 +30,7 @@ from layerflow.server.sessions import LOCAL, REMOTE, Address, Session, Sessions
 from layerflow.server.status import status_of
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
-from layerflow.wire.messages import Message
+from layerflow.wire.messages import STRANGER, Message
 
 
 class Server:
@@ -201,7 +201,8 @@ class Server:
             else:
                 self._greet(address, frames[0])
         except ProtocolError as error:
-            code = "version" if isinstance(error, VersionMismatch) else "malformed"
+            known = "malformed" if session is not None else STRANGER
+            code = "version" if isinstance(error, VersionMismatch) else known
             self.metrics.protocol_error(code)
             self._log.warning("message_refused", code=code, error=str(error), door=door)
             self._routers[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))

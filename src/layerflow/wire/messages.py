@@ -20,6 +20,10 @@ BROKEN = "broken"
 """How a Failure's reason begins when the load failed because of the object itself: it is hidden from lookup."""
 
 
+STRANGER = "stranger"
+"""Code of the Problem for a client that the server does not know: greet and say hello (again)."""
+
+
 class Message(msgspec.Struct, array_like=True, frozen=True):
     """Base of all messages."""
 
