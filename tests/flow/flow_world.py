@@ -5,7 +5,7 @@ It carries out the core's commands and asserts, command by command, what the cor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from flow_books import Pass, Side, covered, side_of
 
 from layerflow.flow import Flow
 from layerflow.flow.commands import (
@@ -43,54 +43,6 @@ from layerflow.flow.events import (
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 
 
-def covered(ranges: list[tuple[int, int]], lo: int, hi: int) -> bool:
-    """Whether the ranges cover lo..hi without a gap."""
-    for start, end in sorted(ranges):
-        if start <= lo < end:
-            lo = end
-    return lo >= hi
-
-
-@dataclass
-class Side:
-    """One direction of a step, as the model sees it."""
-
-    parts: list
-    ranges: list[tuple[int, int]]
-    unfetched: set[int]
-    submitted: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    done: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    sealed: list[int] = field(default_factory=list)
-    failed: list[tuple[int, int, int]] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
-    committed: set[int] = field(default_factory=set)
-    revoked: set[int] = field(default_factory=set)
-    cut: bool = False
-
-
-@dataclass
-class Pass:
-    """A step, as the model sees it."""
-
-    event: StepOpened
-    sides: tuple[Side, Side]
-    frontier: int = -1
-    computed: int = 0
-    closed: bool = False
-    loads_done: int = 0
-    done: StepDone | None = None
-
-
-def _side(parts) -> Side:
-    ends: dict[int, int] = {}
-    ranges = []
-    for part in parts:
-        lo = ends.get(part.group, 0)
-        ends[part.group] = lo + part.blocks
-        ranges.append((lo, lo + part.blocks))
-    return Side(list(parts), ranges, {i for i, part in enumerate(parts) if not part.fetched})
-
-
 class World:
     """Sends events to a flow, keeps the books, checks every command and the core's own invariants."""
 
@@ -103,6 +55,7 @@ class World:
         self.steps: dict[tuple[int, int], Pass] = {}
         self.live: dict[tuple[int, int], Pass] = {}
         self.flying: dict[int, Submit] = {}
+        self.called_back: set[int] = set()
         self.aborted: dict[tuple[int, str], set[int]] = {}
         self.released: list[tuple[int, str]] = []
         self.wake: float | None = None
@@ -138,7 +91,7 @@ class World:
     def _before(self, event: Event) -> int | None:
         match event:
             case StepOpened(session=session, step=number):
-                one = Pass(event, (_side(event.loads), _side(event.saves)))
+                one = Pass(event, (side_of(event.loads), side_of(event.saves)))
                 self.steps[session, number] = self.live[session, number] = one
             case BatchDone(batch=batch) if batch in self.flying:
                 submit = self.flying.pop(batch)
@@ -161,8 +114,13 @@ class World:
                 if ok:
                     one.computed = len(self.layers[session])
                     one.frontier = one.computed - 1
+                else:
+                    layers = self.layers[session]
+                    lost = {shape.group for shape in layers[one.computed :]}
+                    self._call_back(session, number, SAVE, {i for i, s in enumerate(layers) if s.group in lost})
             case LoadsFenced(session=session, step=number) if (session, number) in self.live:
                 self.live[session, number].sides[LOAD].cut = True
+                self._call_back(session, number, LOAD)
             case PartFetched(session=session, step=number, part=part) if (session, number) in self.live:
                 self.live[session, number].sides[LOAD].unfetched.discard(part)
             case RequestAborted(session=session, request=request):
@@ -213,6 +171,30 @@ class World:
     def inflight(self, direction: Direction) -> int:
         return sum(submit.nbytes for submit in self.flying.values() if submit.direction is direction)
 
+    def _call_back(self, session: int, step: int, direction: Direction, layers: set[int] | None = None) -> None:
+        self.called_back |= {
+            number
+            for number, f in self.flying.items()
+            if (f.session, f.step, f.direction) == (session, step, direction) and (layers is None or f.layer in layers)
+        }
+
+    def computed(self, submit: Submit) -> bool:
+        return submit.layer < self.steps[submit.session, submit.step].computed
+
+    def _within_budget(self, submit: Submit) -> None:
+        whole = self.limits.max_inflight_bytes
+        half = whole // 2
+        counted = [f for number, f in self.flying.items() if number not in self.called_back]
+        loads = sum(f.nbytes for f in counted if f.direction is LOAD)
+        saves = sum(f.nbytes for f in counted if f.direction is SAVE and self.computed(f))
+        if submit.direction is LOAD:
+            assert loads + min(saves, half) + submit.nbytes <= whole
+        elif self.computed(submit):
+            assert saves + submit.nbytes <= half and loads + saves + submit.nbytes <= whole
+        else:
+            own = sum(f.nbytes for f in counted if f.direction is SAVE and f.session == submit.session)
+            assert own + submit.nbytes <= half, "granted too much ahead of compute"
+
     # -- commands
 
     def _obey(self, command: Command, lost: int | None) -> None:
@@ -223,8 +205,10 @@ class World:
                 self._seal(self.live[session, step], direction, layer)
             case LoadFailed():
                 self._load_failed(command)
-            case Cancel(session=session, step=step, direction=direction):
+            case Cancel(session=session, step=step, direction=direction, reason=reason):
                 self.live[session, step].sides[direction].cut = True
+                if direction is LOAD or reason == "deadline":
+                    self._call_back(session, step, direction)
             case Commit(session=session, step=step, parts=parts):
                 self._commit(session, self.live[session, step], parts)
             case Revoke(session=session, step=step, parts=parts):
@@ -259,12 +243,8 @@ class World:
         assert submit.batch not in self.flying
         assert submit.nbytes <= limits.max_transfer_bytes
         assert submit.hi - submit.lo <= limits.max_transfer_blocks
-        loads, saves = self.inflight(LOAD), self.inflight(SAVE)
-        if submit.direction is SAVE:
-            assert saves + submit.nbytes <= limits.max_inflight_bytes // 2
-            assert loads + saves + submit.nbytes <= limits.max_inflight_bytes
-        else:
-            assert loads == 0 or loads + saves + submit.nbytes <= limits.max_inflight_bytes
+        self._within_budget(submit)
+        if submit.direction is LOAD:
             if limits.prefetch_layers:
                 assert submit.layer <= one.frontier + limits.prefetch_layers
             assert one.loads_done == 0
@@ -300,10 +280,13 @@ class World:
         ]
         assert len(owners) == 1 and side.parts[owners[0]].request == command.request
         side.failed.append((command.group, command.lo, command.hi))
-        saves = one.sides[SAVE]
-        spoiled = {i for i, part in enumerate(saves.parts) if part.request == command.request}
-        assert not spoiled & saves.committed, "published what a failed load had spoiled"
-        saves.dead |= spoiled
+        for (session, step), other in self.live.items():
+            if session == command.session:
+                saves = other.sides[SAVE]
+                spoiled = {i for i, part in enumerate(saves.parts) if part.request == command.request}
+                if step >= command.step:
+                    assert not spoiled & saves.committed, "published what a failed load had spoiled"
+                saves.dead |= spoiled - saves.committed
 
     def _commit(self, session: int, one: Pass, parts: tuple[int, ...]) -> None:
         side = one.sides[SAVE]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from flow_world import LOAD, SAVE, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from layerflow.errors import InvalidTransition
 from layerflow.flow.events import (
     BatchDone,
     FrontierReached,
@@ -100,7 +102,7 @@ class FlowMachine(RuleBasedStateMachine):
             submit
             for submit in self.world.flying.values()
             if submit.direction is LOAD
-            or submit.layer < self.world.steps[submit.session, submit.step].computed
+            or self.world.computed(submit)
             or self.world.steps[submit.session, submit.step].sides[SAVE].cut
         ]
 
@@ -157,6 +159,28 @@ class FlowMachine(RuleBasedStateMachine):
         before = self.world.flow.statistics().late_reports
         self.world.send(BatchDone(*data.draw(st.sampled_from(self.stale))))
         assert self.world.flow.statistics().late_reports == before + 1
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.world.live)
+    def impossible_event(self, data):
+        session, step = self._any_step(data)
+        event = data.draw(
+            st.sampled_from(
+                [
+                    StepOpened(session, step, 1.0, 1.0),
+                    StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 9, 1),)),
+                    PartFetched(session, step, 99, True),
+                    FrontierReached(session, step, 99),
+                    LayersComputed(session, step, 99),
+                    BatchDone(session, 10**9),
+                ]
+            )
+        )
+        before = self.world.flow.statistics()
+        with pytest.raises(InvalidTransition):
+            self.world.flow.handle(event, self.world.now)
+        assert self.world.flow.statistics() == before
+        self.world.flow.validate()
 
     def teardown(self):
         if hasattr(self, "world"):

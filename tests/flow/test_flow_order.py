@@ -54,16 +54,18 @@ def test_saves_take_at_most_half_and_a_load_always_finds_room():
     world = World(Limits(max_inflight_bytes=40, max_transfer_bytes=40))
     world.open_session(0, [(0, 5)] * 8)
     world.open(0, 1, (), [Part("a", 0, 2)])
+    world.send(LayersComputed(0, 1, 8))
     assert world.inflight(SAVE) == 20
     world.open(0, 2, [Part("b", 0, 8)])
     assert world.inflight(LOAD) == 20
     world.drain()
 
 
-def test_a_lowered_budget_lets_one_load_pass_saves_that_wait_for_compute():
+def test_under_a_lowered_budget_loads_pass_saves_that_take_more_than_their_half():
     world = World(Limits(max_inflight_bytes=400))
     world.open_session(0, [(0, 10)] * 10)
     world.open(0, 1, (), [Part("a", 0, 2)])
+    world.send(LayersComputed(0, 1, 10))
     assert world.inflight(SAVE) == 200
     world.send(LimitsChanged(Limits(max_inflight_bytes=20)))
     world.open(0, 2, [Part("b", 0, 1)])

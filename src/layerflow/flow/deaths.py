@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from layerflow.flow.commands import Cancel, Command, LoadFailed
 from layerflow.flow.events import Direction
 from layerflow.flow.quiet import Quiet
-from layerflow.flow.settle import quieted, seal_rest
+from layerflow.flow.settle import quieted, release_held, seal_rest
 from layerflow.flow.spans import Span, joined, touches, without
 from layerflow.flow.state import State
 from layerflow.flow.steps import Leg, Step, Strand
@@ -35,6 +35,8 @@ def bury(state: State, leg: Leg, positions: Iterable[int]) -> list[int]:
             _uncarve(leg, strand, holes)
     if not leg.cohorts:
         state.carved_out(leg)
+    if leg.direction is Direction.SAVE:
+        state.save_later(leg.step.session)
     return fresh
 
 
@@ -66,11 +68,18 @@ def kill_saves(state: State, step: Step, positions: Iterable[int], reason: str, 
 
 
 def spoil_saves(state: State, step: Step, load_positions: Iterable[int], reason: str, out: list[Command]) -> None:
-    """A request whose load failed computes garbage: what it saves in this step must not be published."""
-    if step.saves is None or not step.saves.open or step.loads is None:
+    """A request whose load failed computes garbage: what it saves must not be published.
+
+    Later steps that are open already build on it, so this concerns every open step of the session.
+    """
+    if step.loads is None:
         return
     requests = {step.loads.parts[position].request for position in load_positions}
-    kill_saves(state, step, step.saves.positions_of(requests), f"its load failed: {reason}", out)
+    if not requests:
+        return
+    for other in step.session.steps.values():
+        if other.saves is not None and other.saves.open:
+            kill_saves(state, other, other.saves.positions_of(requests), f"its load failed: {reason}", out)
 
 
 def fail_loads(state: State, leg: Leg, positions: Iterable[int], reason: str, out: list[Command]) -> None:
@@ -125,6 +134,8 @@ def fence_loads(state: State, leg: Leg, reason: str, out: list[Command], *, canc
         for lo, hi in joined(ranges):
             outstanding.update(strand.overlapping(lo, hi))
     fail_loads(state, leg, sorted(outstanding), reason, out)
+    state.call_back(leg.strands.values())
+    release_held(state, leg.step)
     if cancel:
         out.append(Cancel(leg.step.session.number, leg.step.number, Direction.LOAD, reason))
     state.unsettled.append(leg.step)
@@ -135,6 +146,7 @@ def cut_saves(state: State, leg: Leg, reason: str, out: list[Command]) -> None:
     leg.cancelled = True
     out.append(Cancel(leg.step.session.number, leg.step.number, Direction.SAVE, reason))
     kill_saves(state, leg.step, range(len(leg.parts)), reason, out)
+    state.call_back(leg.strands.values())
 
 
 def cut_uncomputed(state: State, leg: Leg, reason: str, out: list[Command]) -> None:
@@ -148,6 +160,7 @@ def cut_uncomputed(state: State, leg: Leg, reason: str, out: list[Command]) -> N
     if any(flight.layer >= step.computed for strand in lost for flight in strand.flights.values()):
         out.append(Cancel(step.session.number, step.number, Direction.SAVE, reason))
     kill_saves(state, step, sorted(position for strand in lost for position in strand.members), reason, out)
+    state.call_back(lost)
 
 
 def abort(state: State, steps: Iterable[Step], request: str, out: list[Command]) -> Quiet:

@@ -12,6 +12,7 @@ step's opening, its commit and the death of its parts cost O(parts).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -172,8 +173,19 @@ class Flow:
             return
         if not 0 <= event.count <= step.session.num_layers:
             raise InvalidTransition(_of(step, f"computed {event.count} layers, which it does not have"), step.told())
-        step.computed = max(step.computed, event.count)
-        self._advance(step, event.count - 1)
+        self._computed(step, event.count)
+
+    def _computed(self, step: Step, count: int) -> None:
+        if count > step.computed:
+            step.computed = count
+            if step.saves is not None:
+                ahead = step.saves.ahead
+                ready = bisect_left(ahead, count, key=lambda flight: flight.layer)
+                for flight in ahead[:ready]:
+                    self._state.budget.computed(flight)
+                del ahead[:ready]
+                self._state.save_later(step.session)
+        self._advance(step, count - 1)
 
     def _advance(self, step: Step, layer: int) -> None:
         if layer <= step.frontier:
@@ -203,8 +215,7 @@ class Flow:
         if step is None:
             return
         if event.ok:
-            step.computed = step.session.num_layers
-            self._advance(step, step.session.num_layers - 1)
+            self._computed(step, step.session.num_layers)
         else:
             reason = "the forward pass did not finish"
             if step.loads is not None and not step.loads.done and not step.loads.cancelled:

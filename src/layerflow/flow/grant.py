@@ -2,7 +2,7 @@
 
 Work-conserving: it grants until no permitted batch is left or the next one does not fit. A batch that
 does not fit is not overtaken, neither by a smaller one (a session of large batches would starve) nor
-by saves (loads come first).
+by saves (loads come first). Saves granted ahead of compute need no room: a session may have so much.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ def _grant(state: State, direction: Direction, now: float, out: list[Command]) -
     limits, max_bytes = budget.limits, budget.max_batch[direction]
     while ring.queue:
         session = ring.queue[0]
-        cohort = session.next_cohort(direction, limits.prefetch_layers)
+        cohort = session.next_cohort(direction, budget)
         if cohort is None:
             ring.leave(session)
             continue
         cut = cohort.next_cut(limits.max_transfer_blocks, max_bytes)
         if not ring.turn(session, cut.nbytes, max_bytes):
             continue
-        if not budget.fits(direction, cut.nbytes):
+        ahead = direction is Direction.SAVE and cohort.layer >= cohort.strand.leg.step.computed
+        if not ahead and not budget.fits(direction, cut.nbytes):
             return False
         ring.charge(session, cut.nbytes)
         out.append(_submit(state, session, cohort, cut, now))
@@ -66,7 +67,7 @@ def _submit(state: State, session: Session, cohort: Cohort, cut: Cut, now: float
     state.flights[number] = flight
     strand.flights[number] = flight
     leg.flying += 1
-    state.budget.take(direction, cut.nbytes)
+    state.budget.take(flight)
     state.counters.batches += 1
     not_before = 0.0
     if direction is Direction.LOAD and session.tp_size > 1 and state.budget.limits.stagger_us:

@@ -67,9 +67,10 @@ def _land(state: State, event: BatchDone | BatchFailed) -> Flight | None:
     del state.flights[event.batch]
     del strand.flights[event.batch]
     leg.flying -= 1
-    state.budget.give(leg.direction, flight.nbytes)
+    state.budget.give(flight)
     if leg.direction is Direction.SAVE:
         step.session.unsaved -= flight.nbytes
+        state.save_later(step.session)
     return flight
 
 
@@ -112,4 +113,4 @@ def _ground(state: State, leg: Leg) -> None:
     for strand in leg.strands.values():
         for number, flight in strand.flights.items():
             del state.flights[number]
-            state.budget.give(leg.direction, flight.nbytes)
+            state.budget.give(flight)

@@ -10,6 +10,7 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.events import Direction, LayerShape, SessionOpened
 
 if TYPE_CHECKING:
+    from layerflow.flow.budget import Budget
     from layerflow.flow.carve import Cohort
     from layerflow.flow.quiet import Quiet
     from layerflow.flow.steps import Leg, Step
@@ -51,6 +52,7 @@ class Session:
     :param credit: per direction, bytes it may still take in this turn.
     :param queued: per direction, whether it stands in the ring.
     :param unsaved: bytes of its saves that are neither stored nor given up.
+    :param saving: bytes of its saves in flight, less what was called back.
     :param aborting: requests whose blocks a batch may still touch.
     """
 
@@ -64,18 +66,18 @@ class Session:
     credit: list[int] = field(default_factory=lambda: [0, 0])
     queued: list[bool] = field(default_factory=lambda: [False, False])
     unsaved: int = 0
+    saving: int = 0
     aborting: dict[str, Quiet] = field(default_factory=dict)
 
-    def next_cohort(self, direction: Direction, prefetch_layers: int) -> Cohort | None:
+    def next_cohort(self, direction: Direction, budget: Budget) -> Cohort | None:
         """What it moves next: loads by distance to the frontier, then by deadline; saves oldest step first.
 
-        :param prefetch_layers: loads further past the frontier must wait; 0 = none must.
+        Loads more than `prefetch_layers` past the frontier must wait, and so must saves that are not
+        computed while the session has as much in flight as it may be granted ahead.
         """
-        legs = self.carving[direction]
         if direction is Direction.SAVE:
-            for leg in legs.values():
-                return leg.head()
-            return None
+            return self._next_save(budget)
+        legs, prefetch_layers = self.carving[direction], budget.limits.prefetch_layers
         best: Cohort | None = None
         order = (0, 0.0)
         for leg in legs.values():
@@ -86,6 +88,19 @@ class Session:
             if best is None or (distance, step.deadline) < order:
                 best, order = head, (distance, step.deadline)
         return best
+
+    def _next_save(self, budget: Budget) -> Cohort | None:
+        ahead = True
+        for leg in self.carving[Direction.SAVE].values():
+            head = leg.head()
+            if head.layer < leg.step.computed:
+                return head
+            if ahead:
+                cut = head.next_cut(budget.limits.max_transfer_blocks, budget.max_batch[Direction.SAVE])
+                if self.saving + cut.nbytes <= budget.half:
+                    return head
+                ahead = False  # a smaller one of a later step must not overtake it
+        return None
 
 
 def open_session(event: SessionOpened) -> Session:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from layerflow.flow.commands import Command, Commit, LoadsDone, Release, Revoke, Seal, StepDone
 from layerflow.flow.quiet import Quiet
 from layerflow.flow.sessions import Session
 from layerflow.flow.state import State
-from layerflow.flow.steps import Leg, Step
+from layerflow.flow.steps import Leg, Step, Strand
 
 
 def settle(state: State, step: Step, out: list[Command]) -> None:
     """Say what has become true of the step, and forget it when nothing is left.
 
-    A commit waits for the step's loads: a request whose load fails late has computed garbage.
+    A commit waits for the step's loads, and for those of earlier steps for the same requests: a request
+    whose load fails late has computed garbage.
     """
     if step.session.steps.get(step.number) is not step:
         return
@@ -22,6 +23,7 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
     if loads is not None and not loads.done and loads.idle:
         loads.done = True
         out.append(LoadsDone(step.session.number, step.number))
+        release_held(state, step)
     if saves is not None and saves.open and (loads is None or loads.done):
         _commit(state, saves, out)
     if step.closed and (loads is None or loads.done) and (saves is None or not (saves.open or saves.flying)):
@@ -31,16 +33,40 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
 
 
 def _commit(state: State, saves: Leg, out: list[Command]) -> None:
+    ready = [s for s in saves.strands.values() if not (s.committed or s.carving or s.flights)]
+    saves.held = bool(ready) and builds_on_loads(saves, ready)
+    if saves.held:
+        return
     parts: list[int] = []
-    for strand in saves.strands.values():
-        if strand.committed or strand.carving or strand.flights:
-            continue
+    for strand in ready:
         strand.committed = True
         parts += [part for part in strand.members if part not in saves.dead] if saves.dead else strand.members
     if parts:
         saves.open -= len(parts)
         state.counters.committed_parts += len(parts)
         out.append(Commit(saves.step.session.number, saves.step.number, tuple(sorted(parts))))
+
+
+def builds_on_loads(saves: Leg, strands: Iterable[Strand]) -> bool:
+    """Whether an earlier step still loads for a request that these strands save. Costs O(their parts)."""
+    requests: set[str] | None = None
+    for step in saves.step.session.steps.values():
+        if step is saves.step:
+            break
+        if step.loads is not None and step.loads.undecided:
+            if requests is None:
+                live = (part for strand in strands for part in strand.members if part not in saves.dead)
+                requests = {saves.parts[part].request for part in live}
+            if not requests.isdisjoint(step.loads.requests()):
+                return True
+    return False
+
+
+def release_held(state: State, step: Step) -> None:
+    """The step's loads are decided: commits that waited for them are looked at again."""
+    for other in step.session.steps.values():
+        if other.saves is not None and other.saves.held:
+            state.unsettled.append(other)
 
 
 def forget(state: State, step: Step, out: list[Command]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
@@ -11,7 +12,7 @@ from layerflow.flow.events import Direction, Event, Limits
 from layerflow.flow.fairness import Ring
 from layerflow.flow.sessions import Session
 from layerflow.flow.statistics import Counters
-from layerflow.flow.steps import Flight, Leg, Step
+from layerflow.flow.steps import Flight, Leg, Step, Strand
 
 
 class State:
@@ -71,6 +72,19 @@ class State:
         session = leg.step.session
         session.carving[leg.direction][leg.step.number] = leg
         self.rings[leg.direction].join(session)
+
+    def save_later(self, session: Session) -> None:
+        """More saves of the session may be permitted now."""
+        if session.carving[Direction.SAVE]:
+            self.rings[Direction.SAVE].join(session)
+
+    def call_back(self, strands: Iterable[Strand]) -> None:
+        """Their batches in flight are only awaited: nobody else waits for the room they took."""
+        for strand in strands:
+            for flight in strand.flights.values():
+                self.budget.excuse(flight)
+            if strand.leg.direction is Direction.SAVE:
+                self.save_later(strand.leg.step.session)
 
     def carved_out(self, leg: Leg) -> None:
         """Nothing is left to be carved of the leg."""

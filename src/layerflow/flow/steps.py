@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from layerflow.flow.budget import Charge
 from layerflow.flow.carve import Cohort
 from layerflow.flow.events import Direction, Event, Part, StepOpened
 from layerflow.flow.spans import Span, joined
@@ -36,6 +37,7 @@ class Flight:
     lo: int
     hi: int
     nbytes: int
+    charge: Charge = Charge.BUDGET
     watch: list[Quiet] | None = None
 
 
@@ -115,11 +117,13 @@ class Leg:
     :param dead: positions of parts that will not be carved any more.
     :param failed: loads: the block ranges already reported as failed, of parts that were wholly carved then.
     :param flying: batches in flight.
+    :param ahead: saves: batches granted before their layer was computed, by layer; ended ones among them.
     :param moved: bytes that arrived.
     :param cancelled: fenced, expired or cut: nothing more is carved and no layer is sealed any more.
     :param done: loads: nothing left to do, and said so.
     :param open: saves: parts neither committed nor revoked.
     :param revoked: saves: positions given back.
+    :param held: saves: a commit waits for the loads of an earlier step.
     """
 
     step: Step
@@ -131,11 +135,13 @@ class Leg:
     dead: set[int] = field(default_factory=set)
     failed: dict[int, list[Span]] = field(default_factory=dict)
     revoked: set[int] = field(default_factory=set)
+    ahead: list[Flight] = field(default_factory=list)
     flying: int = 0
     moved: int = 0
     open: int = 0
     cancelled: bool = False
     done: bool = False
+    held: bool = False
     by_request: dict[str, list[int]] | None = None
 
     @property
@@ -152,13 +158,23 @@ class Leg:
         """The strand that the part at `position` is in."""
         return self.strands[self.parts[position].group]
 
-    def positions_of(self, requests: Iterable[str]) -> list[int]:
-        """The parts of these requests; the index behind it is built at the first question."""
+    @property
+    def undecided(self) -> bool:
+        """Loads: one of them may still fail. What is left of fenced loads has failed already."""
+        return not (self.done or self.cancelled)
+
+    def requests(self) -> dict[str, list[int]]:
+        """The parts of each request; built at the first question."""
         if self.by_request is None:
             self.by_request = {}
             for position, part in enumerate(self.parts):
                 self.by_request.setdefault(part.request, []).append(position)
-        return sorted(position for request in requests for position in self.by_request.get(request, ()))
+        return self.by_request
+
+    def positions_of(self, requests: Iterable[str]) -> list[int]:
+        """The parts of these requests."""
+        known = self.requests()
+        return sorted(position for request in requests for position in known.get(request, ()))
 
     def spans_of(self, positions: Iterable[int]) -> list[tuple[Strand, list[Span]]]:
         """The blocks of these parts, strand by strand."""

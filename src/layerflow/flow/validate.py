@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 from layerflow.errors import InvalidTransition
+from layerflow.flow.budget import Charge
 from layerflow.flow.carve import Cohort
 from layerflow.flow.events import Direction
 from layerflow.flow.sessions import Session
+from layerflow.flow.settle import builds_on_loads
 from layerflow.flow.spans import touches
 from layerflow.flow.state import State
 from layerflow.flow.steps import Flight, Leg, Step, Strand
@@ -45,8 +47,13 @@ def _step(state: State, step: Step) -> None:
         _require(loads.done == loads.idle, step, "loads are said to be done exactly when nothing is left of them")
     if saves is not None:
         _saves(saves)
-        committed = any(strand.committed for strand in saves.strands.values())
-        _require(not committed or loads is None or loads.done, step, "committed before its loads were done")
+        written = [strand for strand in saves.strands.values() if strand.committed]
+        decided = loads is None or loads.done
+        _require(not written or decided, step, "committed before its loads were done")
+        _require(not builds_on_loads(saves, written), step, "committed what an earlier step still loads for")
+        ready = [s for s in saves.strands.values() if not (s.committed or s.carving or s.flights)]
+        if decided and any(part not in saves.dead for strand in ready for part in strand.members):
+            _require(saves.held and builds_on_loads(saves, ready), step, "holds a commit back for nothing")
     over = (loads is None or loads.done) and (saves is None or not saves.open)
     _require(not (step.closed and over), step, "has nothing left and was not forgotten")
 
@@ -107,11 +114,17 @@ def _flight(strand: Strand, flight: Flight) -> None:
     blocks = flight.hi - flight.lo
     whole = flight.nbytes == blocks * size
     _require(whole or (blocks == 1 and 0 < flight.nbytes < size), step, f"batch {flight.number} has the wrong size")
+    uncomputed = strand.leg.direction is Direction.SAVE and flight.layer >= step.computed
+    charges = {Charge.NONE, Charge.AHEAD if uncomputed else Charge.BUDGET}
+    _require(flight.charge in charges, step, f"batch {flight.number} is charged as {flight.charge.name}")
+    _require(not strand.leg.cancelled or flight.charge is Charge.NONE, step, f"{flight.number} is still charged")
     _require(all(quiet.pending > 0 for quiet in flight.watch or ()), step, "a quiet watcher is still told")
 
 
 def _saves(leg: Leg) -> None:
     step = leg.step
+    layers = [flight.layer for flight in leg.ahead]
+    _require(layers == sorted(layers), step, "granted layers ahead out of order")
     committed = {
         position
         for strand in leg.strands.values()
@@ -129,20 +142,25 @@ def _saves(leg: Leg) -> None:
 
 
 def _budget(state: State, steps: list[Step]) -> None:
-    sums, counts = [0, 0], [0, 0]
+    sums, counts, charged = [0, 0], [0, 0], [0, 0]
     for flight in state.flights.values():
         sums[flight.strand.leg.direction] += flight.nbytes
         counts[flight.strand.leg.direction] += 1
+        charged[flight.strand.leg.direction] += flight.nbytes * (flight.charge is Charge.BUDGET)
     legs = [leg for step in steps for leg in (step.loads, step.saves) if leg is not None]
     budget = state.budget
     if sums != budget.inflight or counts != budget.batches or sum(leg.flying for leg in legs) != len(state.flights):
         raise InvalidTransition(f"in flight: counted {sums} bytes in {counts} batches, booked {budget.inflight}")
-    if sum(sums) > budget.ceiling:
-        raise InvalidTransition(f"{sum(sums)} bytes in flight are more than {budget.ceiling}")
+    if charged != budget.charged:
+        raise InvalidTransition(f"{charged} bytes in flight are to be charged, booked {budget.charged}")
+    loads, saves = budget.ceiling
+    saves *= 1 + len(state.sessions)
+    if charged[Direction.LOAD] > loads or charged[Direction.SAVE] > saves:
+        raise InvalidTransition(f"{charged} bytes in flight are more than {[loads, saves]}")
 
 
 def _session(state: State, session: Session) -> None:
-    unsaved = 0
+    unsaved = saving = 0
     for step in session.steps.values():
         if step.saves is None:
             continue
@@ -150,9 +168,13 @@ def _session(state: State, session: Session) -> None:
             blocks = sum(hi - lo for lo, hi in cohort.spans)
             carved = sum(max(0, min(hi, cohort.at) - lo) for lo, hi in cohort.spans) * cohort.block_bytes
             unsaved += blocks * cohort.strand.shape.tail_bytes[cohort.index] - carved - cohort.byte_at
-        unsaved += sum(f.nbytes for strand in step.saves.strands.values() for f in strand.flights.values())
+        flights = [flight for strand in step.saves.strands.values() for flight in strand.flights.values()]
+        unsaved += sum(flight.nbytes for flight in flights)
+        saving += sum(flight.nbytes for flight in flights if flight.charge is not Charge.NONE)
     if unsaved != session.unsaved:
         raise InvalidTransition(f"session {session.number} has {unsaved} unsaved bytes and booked {session.unsaved}")
+    if saving != session.saving:
+        raise InvalidTransition(f"session {session.number} has {saving} save bytes in flight, booked {session.saving}")
     for request, quiet in session.aborting.items():
         if quiet.pending <= 0 or quiet.release != request:
             raise InvalidTransition(f"session {session.number}: aborted request {request!r} waits for nothing")
@@ -163,16 +185,18 @@ def _conserving(state: State) -> None:
     limits, budget = state.budget.limits, state.budget
     for direction in Direction:
         for session in state.sessions.values():
-            cohort = session.next_cohort(direction, limits.prefetch_layers)
+            cohort = session.next_cohort(direction, budget)
             if cohort is not None and not session.queued[direction]:
                 raise InvalidTransition(
                     f"session {session.number}: permitted {direction.name} work is not queued",
                     cohort.strand.leg.step.told(),
                 )
         queue = state.rings[direction].queue
-        first = queue[0].next_cohort(direction, limits.prefetch_layers) if queue else None
+        first = queue[0].next_cohort(direction, budget) if queue else None
         if first is not None:
             cut = first.next_cut(limits.max_transfer_blocks, budget.max_batch[direction])
-            if budget.fits(direction, cut.nbytes):
+            computed = first.strand.leg.step.computed
+            ahead = direction is Direction.SAVE and first.layer >= computed
+            if ahead or budget.fits(direction, cut.nbytes):
                 raise InvalidTransition(f"{direction.name} work idles although it fits", first.strand.leg.step.told())
             return

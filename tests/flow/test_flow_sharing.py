@@ -1,0 +1,161 @@
+"""Sessions that stop or are slow hold up nobody else, and garbage of one step is not published by the next."""
+
+from __future__ import annotations
+
+import pytest
+from flow_world import LOAD, SAVE, World, of, submits
+
+from layerflow.flow.commands import Commit, LoadsDone, Revoke
+from layerflow.flow.events import LayersComputed, Limits, LoadsFenced, Part, RequestAborted, StepClosed, Tick
+
+SMALL = Limits(max_transfer_bytes=100, max_inflight_bytes=200)
+
+
+def two_sessions(layers=2, limits=SMALL):
+    world = World(limits)
+    world.open_session(0, [(0, 100)] * layers)
+    world.open_session(1, [(0, 100)] * layers)
+    return world
+
+
+def total(batches):
+    return sum(batch.nbytes for batch in batches)
+
+
+@pytest.mark.parametrize("how", ["deadline", "fence", "closed"])
+def test_loads_called_back_of_a_silent_engine_leave_the_budget_to_others(how):
+    world = two_sessions()
+    silent = submits(world.open(0, 1, [Part("a", 0, 4)], deadline=110.0, save_deadline=110.0))
+    assert total(silent) == 200
+    assert not submits(world.open(1, 2, [Part("b", 0, 2)]))
+    world.now = 110.0 if how == "deadline" else 105.0
+    events = {"deadline": Tick(), "fence": LoadsFenced(0, 1, "cut"), "closed": StepClosed(0, 1, False)}
+    out = world.send(events[how])
+    granted = submits(out, LOAD)
+    assert [batch.session for batch in granted] == [1, 1] and not of(out, LoadsDone)
+    assert world.flow.statistics().load_inflight_bytes == 400
+    assert [of(world.fail(batch), LoadsDone) != [] for batch in silent] == [False, True]  # still awaited
+    assert not submits(world.open(1, 3, [Part("c", 0, 1)]))  # not given back twice
+    world.drain()
+
+
+def test_a_late_success_of_what_was_called_back_is_not_given_back_twice():
+    world = two_sessions()
+    silent = submits(world.open(0, 1, [Part("a", 0, 2)], deadline=110.0))
+    world.now = 110.0
+    world.send(Tick())
+    for batch in silent:
+        assert not submits(world.done(batch))
+    assert total(submits(world.open(1, 2, [Part("b", 0, 9)]))) == 200
+    world.drain()
+
+
+def test_saves_called_back_of_a_silent_engine_leave_the_budget_to_others():
+    world = two_sessions()
+    (silent,) = submits(world.open(0, 1, (), [Part("a", 0, 1)], save_deadline=110.0))
+    world.send(LayersComputed(0, 1, 2))
+    world.open(1, 2, (), [Part("b", 0, 2)])
+    world.send(LayersComputed(1, 2, 2))
+    world.now = 110.0
+    out = world.send(Tick())
+    assert not of(out, Revoke)
+    first = [batch for batch in world.flying.values() if batch.session == 1]
+    assert first and of(world.fail(silent), Revoke)
+    world.drain()
+    assert world.steps[1, 2].sides[SAVE].committed == {0}
+
+
+def test_saves_that_wait_for_compute_do_not_hold_up_another_session():
+    world = two_sessions(layers=4)
+    ahead = submits(world.open(0, 1, (), [Part("a", 0, 4)]))
+    assert total(ahead) == 100  # half of the budget, and no more
+    assert [b.session for b in submits(world.open(1, 2, (), [Part("b", 0, 1)]))] == [1]
+    world.send(LayersComputed(1, 2, 4))
+    for _ in range(4):
+        (mine,) = [batch for batch in world.flying.values() if batch.session == 1]
+        world.done(mine)
+    assert world.steps[1, 2].sides[SAVE].committed == {0}
+    assert list(world.flying.values()) == ahead
+    world.drain()
+
+
+def test_saves_that_wait_for_compute_leave_loads_the_whole_budget():
+    world = two_sessions()
+    world.open(0, 1, (), [Part("a", 0, 4)])
+    assert total(submits(world.open(1, 2, [Part("b", 0, 4)]))) == 200
+    world.drain()
+
+
+def test_saves_computed_at_once_pass_the_half_by_what_was_granted_ahead():
+    world = two_sessions(limits=Limits(max_transfer_bytes=100, max_inflight_bytes=400))
+    for session in (0, 1):
+        assert total(submits(world.open(session, session, (), [Part("a", 0, 4)]))) == 200
+    world.send(LayersComputed(0, 0, 2))
+    assert not submits(world.send(LayersComputed(1, 1, 2)))
+    assert world.inflight(SAVE) == 400
+    assert total(submits(world.open(0, 7, [Part("c", 0, 2)]))) == 200  # loads find their half all the same
+    world.drain()
+
+
+def test_a_step_that_is_computed_passes_an_earlier_one_that_is_not():
+    world = two_sessions()
+    (first,) = submits(world.open(0, 1, (), [Part("a", 0, 4)]))
+    assert not submits(world.open(0, 2, (), [Part("b", 0, 1)]))
+    (granted,) = submits(world.send(LayersComputed(0, 2, 1)))
+    assert (first.step, granted.step) == (1, 2)
+    world.drain()
+
+
+def two_steps(world, layers=2):
+    loads = submits(world.open(0, 1, [Part("r", 0, 1), Part("x", 0, 1)]), LOAD)
+    saves = submits(world.open(0, 2, (), [Part("r", 0, 1), Part("s", 0, 1)]), SAVE)
+    world.send(LayersComputed(0, 2, layers))
+    return loads, saves
+
+
+def test_a_failed_load_kills_what_the_next_open_step_saves_of_its_request():
+    world = World(Limits(max_transfer_blocks=1))
+    world.open_session(0, [(0, 10)] * 2)
+    loads, saves = two_steps(world)
+    for batch in saves:
+        assert not of(world.done(batch), Commit)
+    out = world.fail(next(batch for batch in loads if batch.lo == 0))
+    assert [c.parts for c in of(out, Revoke)] == [(0,)]
+    assert [c.parts for c in of(out, Commit)] == [(1,)]  # nobody loads for what is left
+    world.drain()
+
+
+def test_a_commit_waits_for_an_earlier_steps_loads_of_its_requests():
+    world = World()
+    world.open_session(0, [(0, 10)] * 2)
+    loads, saves = two_steps(world)
+    out = [c for batch in [*saves, loads[0]] for c in world.done(batch)]
+    assert not of(out, Commit)
+    (commit,) = of(world.done(loads[1]), Commit)
+    assert (commit.step, commit.parts) == (2, (0, 1))
+    world.drain()
+
+
+def test_a_commit_waits_neither_for_other_requests_nor_for_later_steps():
+    world = World()
+    world.open_session(0, [(0, 10)])
+    world.open(0, 1, [Part("other", 0, 1)])
+    (save,) = submits(world.open(0, 2, (), [Part("r", 0, 1)]))
+    world.open(0, 3, [Part("r", 0, 1)])
+    world.send(LayersComputed(0, 2, 1))
+    assert [c.parts for c in of(world.done(save), Commit)] == [(0,)]
+    world.drain()
+
+
+@pytest.mark.parametrize("event", [LoadsFenced(0, 1, "cut"), RequestAborted(0, "x")])
+def test_a_held_commit_goes_on_once_the_loads_are_decided(event):
+    world = World()
+    world.open_session(0, [(0, 10)])
+    world.open(0, 1, [Part("r", 0, 1), Part("x", 0, 1, fetched=False)])
+    (save,) = submits(world.open(0, 2, (), [Part("r", 0, 1)]))
+    world.send(LayersComputed(0, 2, 1))
+    (load,) = [batch for batch in world.flying.values() if batch.direction is LOAD]
+    world.done(load)
+    assert not of(world.done(save), Commit)
+    assert [c.step for c in of(world.send(event), Commit)] == [2]  # r had arrived in full
+    world.drain()
