@@ -261,7 +261,8 @@ class Inbox:
         attachment = self.attachment
         trace = step.finish_trace(attachment.session if attachment is not None else 0)
         self.traces.append(trace)
-        self.advisor.observe(trace, step.work)
+        if self._device.kind == "cpu":  # on a device the spans are times of enqueueing, which say nothing of the link
+            self.advisor.observe(trace, step.work)
         if self._ledger.finish(step):
             self.link.news.figures.append(_measured(step, trace))
             self.link.ring()
