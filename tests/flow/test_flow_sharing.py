@@ -159,3 +159,17 @@ def test_a_held_commit_goes_on_once_the_loads_are_decided(event):
     assert not of(world.done(save), Commit)
     assert [c.step for c in of(world.send(event), Commit)] == [2]  # r had arrived in full
     world.drain()
+
+
+def test_a_held_commit_does_not_wait_for_the_reports_of_fenced_loads():
+    world = World(Limits(max_transfer_blocks=1))
+    world.open_session(0, [(0, 10)])
+    mine, others = submits(world.open(0, 1, [Part("r", 0, 1), Part("x", 0, 1)]))
+    (save,) = submits(world.open(0, 2, (), [Part("r", 0, 1)]))
+    world.send(LayersComputed(0, 2, 1))
+    world.done(mine)
+    assert not of(world.done(save), Commit)
+    out = world.send(LoadsFenced(0, 1, "cut"))
+    assert [c.step for c in of(out, Commit)] == [2] and not of(out, LoadsDone)
+    assert of(world.fail(others), LoadsDone)
+    world.drain()
