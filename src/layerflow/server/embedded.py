@@ -35,6 +35,7 @@ class EmbeddedServer:
         self._token: anyio.lowlevel.EventLoopToken | None = None
         self._ready = threading.Event()
         self._failure: BaseException | None = None
+        self._ending: threading.Thread | None = None
         self._thread = threading.Thread(target=self._main, name="layerflow-server", daemon=True)
         self._thread.start()
         if not self._ready.wait(START_TIMEOUT_S):
@@ -51,14 +52,18 @@ class EmbeddedServer:
         self.close()
 
     def close(self) -> None:
-        """Drain and stop. Close the agents first: what they have open is drained up to the timeout."""
+        """Drain and stop; closing again does nothing.
+
+        Close the agents first: what they have open is drained up to the timeout.
+        """
         if self._thread.is_alive() and self._shutdown is not None:
             anyio.from_thread.run_sync(self._shutdown.set, token=self._token)
         self._thread.join()
         # Not destroy(): it would close sockets under the threads of agents that are still open.
-        ending = threading.Thread(target=self.context.term, name="layerflow-context", daemon=True)
-        ending.start()
-        ending.join(TERM_TIMEOUT_S)
+        if self._ending is None:
+            self._ending = threading.Thread(target=self.context.term, name="layerflow-context", daemon=True)
+            self._ending.start()
+        self._ending.join(TERM_TIMEOUT_S)
 
     def call(self, function: object, *args: object) -> object:
         """Run a function on the server's loop and return its result (statistics, new settings)."""
