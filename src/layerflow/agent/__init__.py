@@ -17,7 +17,8 @@ from layerflow.flow.policy import Mode
 if TYPE_CHECKING:
     from layerflow.agent.agent import Agent
     from layerflow.agent.aio import AsyncAgent, AsyncStep
-    from layerflow.agent.step import NoStep, Step
+    from layerflow.agent.no_step import NoStep
+    from layerflow.agent.step import Step
 
 __all__ = [
     "MISS",
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 
-_HOME_OF = {"Agent": "agent", "AsyncAgent": "aio", "AsyncStep": "aio", "NoStep": "step", "Step": "step"}
+_HOME_OF = {"Agent": "agent", "AsyncAgent": "aio", "AsyncStep": "aio", "NoStep": "no_step", "Step": "step"}
 
 
 def __getattr__(name: str) -> object:

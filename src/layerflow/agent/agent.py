@@ -20,8 +20,9 @@ from layerflow.agent.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.inbox import Inbox
 from layerflow.agent.ledger import Ledger
 from layerflow.agent.link import Attachment, Link
+from layerflow.agent.no_step import NO_STEP, NoStep
 from layerflow.agent.outline import check_blocks, outline_loads, outline_saves
-from layerflow.agent.step import NO_STEP, NoStep, Step
+from layerflow.agent.step import Step
 from layerflow.agent.values import MISS, AgentStatistics, Ended, Hit, StepRequest, Tally
 from layerflow.device import device_for
 from layerflow.errors import ConfigError, SessionError, SpecError, Unsupported

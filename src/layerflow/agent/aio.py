@@ -12,7 +12,8 @@ from types import TracebackType
 import anyio.to_thread
 
 from layerflow.agent.agent import Agent
-from layerflow.agent.step import NoStep, Step
+from layerflow.agent.no_step import NoStep
+from layerflow.agent.step import Step
 from layerflow.agent.values import Hit, Outcome, StepRequest
 from layerflow.keys import Chain
 
