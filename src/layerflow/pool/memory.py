@@ -14,7 +14,7 @@ from layerflow.objects import HEADER_BYTES, check_header, pack_header
 from layerflow.pool.base import Located, NewObject, Outcome, Owner, PoolStatistics, Reservation, Tail
 from layerflow.pool.directory import Directory, Entry, State
 from layerflow.pool.eviction import S3Fifo
-from layerflow.pool.slots import Slots, SlotStatistics
+from layerflow.pool.slots import Slots
 
 log = structlog.get_logger(__name__)
 
@@ -214,10 +214,6 @@ class MemoryPool:
             revoked=self._revoked,
             hidden=self._hidden,
         )
-
-    def slot_statistics(self) -> SlotStatistics:
-        """How the arena is divided up."""
-        return self._slots.statistics()
 
     def validate(self) -> None:
         """Check every invariant, for tests. O(objects).

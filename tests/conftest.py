@@ -1,3 +1,7 @@
+"""What tests of several rooms share: one torch thread, embedded servers."""
+
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 
 import pytest
