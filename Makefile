@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test lint campaign bench clean
+.PHONY: setup demo test test-vllm lint campaign bench clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,10 @@ test: lint
 	$(BIN)/python -m pytest
 	tests/npu/run.sh
 
+# A real vLLM on the CPU, in an environment of its own (2.5 GB).
+test-vllm:
+	tests/vllm/run.sh
+
 lint: $(STAMP)
 	$(BIN)/ruff check src cli tests
 	$(BIN)/ruff format --check src cli tests
@@ -37,4 +41,4 @@ bench: $(STAMP)
 	$(BIN)/layerflow bench all --json bench.json
 
 clean:
-	rm -rf $(VENV) .venv-npu build out bench.json
+	rm -rf $(VENV) .venv-npu .venv-vllm* build out bench.json

@@ -1,0 +1,201 @@
+"""vLLM processes as tests see them: started by forking, asked over a pipe, killed at the end."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import scenario
+from scenario import Answer, Prompt
+
+from layerflow.agent.control import fetch_status
+
+START_S = 120.0
+ANSWER_S = 120.0
+SETTLE_S = 10.0
+MODELS = Path(sys.prefix) / "models"
+ENVIRONMENT = {
+    # One process and one thread: an engine starts in seconds and shares two cores with others.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+PER_MODEL: dict[str, dict[str, Any]] = {
+    "llama": {"dtype": "float32"},
+    # vLLM's own rotary operator for CPUs is wrong for this model: greedy tokens would differ for its reasons.
+    "mla": {"dtype": "float32", "compilation_config": {"custom_ops": ["none"]}},
+    "gemma3": {"dtype": "float32"},
+    "gptoss": {"dtype": "bfloat16"},
+    "qwen3moe": {"dtype": "bfloat16"},
+    # Recurrent states are kept at block boundaries only where vLLM's own prefix cache is on.
+    "qwen3next": {"dtype": "bfloat16", "enable_prefix_caching": True, "mamba_cache_mode": "align"},
+}
+COMMON: dict[str, Any] = {
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 2048,
+    "block_size": 32,
+    "enable_prefix_caching": False,
+    "distributed_executor_backend": "uni",
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+
+def connector(endpoint: str | None, role: str = "kv_both", policy: str = "recompute", **extra: Any) -> dict[str, Any]:
+    """A ``kv_transfer_config`` that names layerflow; without an endpoint the server is embedded."""
+    if endpoint is not None:
+        extra["endpoint"] = endpoint
+    return {
+        "kv_connector": "LayerflowConnector",
+        "kv_connector_module_path": "layerflow.connectors.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra,
+    }
+
+
+class EngineFailed(AssertionError):
+    """The engine's process raised, hung or died; the message ends with its own words."""
+
+
+class Engine:
+    """A vLLM in a process of its own.
+
+    :param model: of :data:`models.MODELS`.
+    :param log: takes its output.
+    :param arguments: of ``vllm.LLM``, over the ones for all and for the model.
+    :raises EngineFailed: it did not start.
+    """
+
+    _context = multiprocessing.get_context("forkserver")
+
+    def __init__(self, model: str, log: Path, **arguments: Any) -> None:
+        assert model in models.MODELS
+        self._log = log
+        self._context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "scenario"])
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in ENVIRONMENT.items():
+                patch.setenv(name, value)
+            # The fork server does not get this process's sys.path, and would find nothing to load ahead.
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            multiprocessing.forkserver.ensure_running()
+        self._pipe, theirs = self._context.Pipe()
+        merged = COMMON | PER_MODEL[model] | arguments | {"model": str(MODELS / model)}
+        self.process = self._context.Process(target=scenario.serve, args=(theirs, merged, str(log)))
+        self.process.start()
+        theirs.close()
+        self.facts: dict[str, Any] = self._hear(START_S)
+
+    def generate(self, *prompts: Prompt, max_tokens: int = 6) -> list[Answer]:
+        """Serve prompts that arrive together."""
+        return self._ask("generate", list(prompts), max_tokens)
+
+    def one(self, prompt: Prompt, max_tokens: int = 6) -> Answer:
+        """Serve one prompt."""
+        return self.generate(prompt, max_tokens=max_tokens)[0]
+
+    def churn(self, prompts: Sequence[Prompt], max_tokens: int, aborts: dict[int, int]) -> list[Answer]:
+        """Serve prompts that arrive together; some are aborted before a step."""
+        return self._ask("churn", list(prompts), max_tokens, aborts)
+
+    def reset(self) -> None:
+        """Forget vLLM's own prefix cache.
+
+        :raises EngineFailed: blocks of it are still in use.
+        """
+        self.assert_no_block_lost()
+        if not self._ask("reset"):
+            raise EngineFailed("vLLM's prefix cache is still in use")
+
+    def assert_no_block_lost(self) -> None:
+        """Every block of vLLM's cache is free again."""
+        free, total = self._ask("free_blocks")
+        assert free == total, f"{total - free} of {total} blocks were never freed"
+
+    def output(self) -> str:
+        """What it has logged."""
+        return self._log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+    def close(self) -> None:
+        """Let it end by itself; make it, if it does not."""
+        self._pipe.close()
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def _ask(self, method: str, *given: Any) -> Any:
+        self._pipe.send((method, given))
+        return self._hear(ANSWER_S)
+
+    def _hear(self, timeout_s: float) -> Any:
+        try:
+            if not self._pipe.poll(timeout_s):
+                raise EngineFailed(f"vLLM says nothing for {timeout_s:g} s\n{self._tail()}")
+            well, said = self._pipe.recv()
+        except EOFError:
+            self.process.join(5)
+            raise EngineFailed(f"vLLM's process died, code {self.process.exitcode}\n{self._tail()}") from None
+        if not well:
+            raise EngineFailed(f"{self._tail()}\n{said}")
+        return said
+
+    def _tail(self) -> str:
+        return "\n".join(self.output().splitlines()[-40:])
+
+
+def settled(endpoint: str) -> dict[str, Any]:
+    """Wait until a server has no open step and no half-written object: every save has ended.
+
+    :returns: its status then.
+    """
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        status = fetch_status(endpoint)
+        if not status["flow"]["steps"] and not status["pool"]["half_written"]:
+            return status
+        assert time.monotonic() < deadline, f"saves that never end: {status['flow']}, {status['pool']}"
+        time.sleep(0.005)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """The same prompt for the same seed, everywhere; a shorter one is a prefix of a longer one."""
+    source = random.Random(seed)
+    return [source.randrange(10, 2000) for _ in range(tokens)]
+
+
+def expected_hit(asked: Prompt, stored: Sequence[Prompt], chunk_tokens: int, tails: bool = True) -> int:
+    """Tokens of `asked` that a pool holds after prompts `stored`, for a model whose layers all attend to everything.
+
+    :param tails: partial last chunks are stored too; they help prompts that begin with the whole stored one.
+    """
+    best = 0
+    for other in stored:
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, other, strict=False)))
+        whole = common // chunk_tokens * chunk_tokens
+        best = max(best, common if tails and common == len(other) else whole)
+    return min(best, len(asked) - 1)

@@ -1,0 +1,131 @@
+"""Tiny models with random weights, one per cache layout that vLLM knows, built once into a folder.
+
+Seeds are fixed, so every machine builds the same weights. The initializer ranges are far above the usual 0.02: with
+that one a random model repeats one token whatever it read, and equal tokens would prove nothing. Weights are float32
+except where vLLM's kernels want bfloat16.
+
+Run as a program to build every model: ``python models.py FOLDER``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 2048
+COMMON = {"vocab_size": VOCABULARY, "hidden_size": 256, "bos_token_id": 1, "eos_token_id": 2}
+COMMON |= {"max_position_embeddings": 4096, "initializer_range": 0.08, "tie_word_embeddings": False}
+
+
+def llama() -> Any:
+    """Full attention with grouped queries: 8 layers, 2 KV heads of 32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+    return LlamaForCausalLM(LlamaConfig(**COMMON, **heads, intermediate_size=688, num_hidden_layers=8))
+
+
+def mla() -> Any:
+    """DeepSeek-V2's latent attention: one plane of 512 + 64 values a token; its layers are dense."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    latent = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 4}
+    groups = {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 128}
+    sizes = {"intermediate_size": 512, "num_hidden_layers": 4}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**COMMON, **latent, **heads, **experts, **groups, **sizes))
+
+
+def gemma3() -> Any:
+    """Two sliding layers (window 64) to one full: vLLM makes three KV cache groups of it."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "query_pre_attn_scalar": 64}
+    sizes = {"intermediate_size": 512, "num_hidden_layers": 6}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**COMMON, **kinds, **heads, **sizes))
+
+
+def gptoss() -> Any:
+    """Sliding (window 64) and full layers in turn, attention sinks, experts; bfloat16."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": 64}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes = {"intermediate_size": 256, "num_hidden_layers": 4, "pad_token_id": 0}
+    return GptOssForCausalLM(GptOssConfig(**COMMON, **heads, **experts, **sizes)).bfloat16()
+
+
+def qwen3moe() -> Any:
+    """Full attention under a mixture of experts; bfloat16."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    sizes = {"intermediate_size": 512, "num_hidden_layers": 4}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **heads, **experts, **sizes)).bfloat16()
+
+
+def qwen3next() -> Any:
+    """Three gated delta net layers (recurrent state) to one full attention layer; bfloat16."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    state = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    state |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1}
+    sizes = {"intermediate_size": 512, "shared_expert_intermediate_size": 128, "num_hidden_layers": 4}
+    common = COMMON | {"initializer_range": 0.05}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**common, **heads, **state, **experts, **sizes)).bfloat16()
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    maker.__name__: maker for maker in (llama, mla, gemma3, gptoss, qwen3moe, qwen3next)
+}
+
+
+def build(name: str, folder: Path) -> Path:
+    """The path of model ``name`` under ``folder``, built if it is not there; appears whole or not at all."""
+    path = folder / name
+    if path.is_dir():
+        return path
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        whole = Path(scratch) / name
+        model.save_pretrained(whole, safe_serialization=True)
+        tokenizer().save_pretrained(whole)
+        whole.rename(path)
+    return path
+
+
+def tokenizer() -> Any:
+    """A byte-level BPE of the models' vocabulary, trained on Python's own sources; used over HTTP only."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE(unk_token=None))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=list(special.values()), initial_alphabet=alphabet
+    )
+    bpe.train([str(path) for path in sorted(Path(os.__file__).parent.glob("a*.py"))], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
+    made.chat_template = "{% for m in messages %}{{m['role']}}: {{m['content']}}\n{% endfor %}assistant:"
+    return made
+
+
+if __name__ == "__main__":
+    for each in MODELS:
+        print(build(each, Path(sys.argv[1])))

@@ -1,0 +1,124 @@
+"""What runs in the vLLM processes of these tests: one engine, driven over a pipe, one question at a time.
+
+Forked from a server that has imported vLLM already, which is most of an engine's start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing.connection
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DRAIN_S = 10.0
+Prompt = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What vLLM said to one prompt.
+
+    :param tokens: generated ones.
+    :param cached: prompt tokens that were not computed, from vLLM's own cache and from layerflow.
+    :param reason: why it ended: ``length``, ``abort``, ``error``.
+    """
+
+    tokens: tuple[int, ...]
+    cached: int
+    reason: str
+
+
+class Scenario:
+    """One vLLM and what a test may ask of it. Greedy; never stops at an end token.
+
+    :param arguments: of ``vllm.LLM``.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM  # here, because the tests' own process imports this file too
+
+        self._llm = LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        self._names = itertools.count()
+
+    def generate(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Answer]:
+        """Serve prompts that arrive together."""
+        return self.churn(prompts, max_tokens, {})
+
+    def churn(self, prompts: Sequence[Prompt], max_tokens: int, aborts: dict[int, int]) -> list[Answer]:
+        """Serve prompts that arrive together.
+
+        :param aborts: numbers of prompts, to the step before which they are aborted.
+        """
+        from vllm import SamplingParams
+
+        names = {str(next(self._names)): index for index, _ in enumerate(prompts)}
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
+        for name, index in names.items():
+            self._engine.add_request(name, {"prompt_token_ids": list(prompts[index])}, sampling)
+        answers = [Answer((), 0, "abort") for _ in prompts]
+        for step in itertools.count():
+            gone = [name for name, index in names.items() if aborts.get(index) == step]
+            if gone:
+                self._engine.abort_request(gone)
+            if not self._engine.has_unfinished_requests():
+                return answers
+            for output in self._engine.step():
+                if output.finished:
+                    made = output.outputs[0]
+                    said = Answer(tuple(made.token_ids), output.num_cached_tokens or 0, str(made.finish_reason))
+                    answers[names[output.request_id]] = said
+        raise AssertionError("unreachable")
+
+    def reset(self) -> bool:
+        """Forget vLLM's own prefix cache, so that later hits are layerflow's."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def free_blocks(self) -> tuple[int, int]:
+        """Blocks that are free, and all that can be. Blocks whose freeing was delayed get some steps to come back."""
+        pool = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        total = pool.num_gpu_blocks - 1  # block 0 is the null block
+        deadline = time.monotonic() + DRAIN_S
+        while pool.get_num_free_blocks() < total and time.monotonic() < deadline:
+            self._engine.step()
+            time.sleep(0.001)
+        return pool.get_num_free_blocks(), total
+
+    def facts(self) -> dict[str, Any]:
+        """The sizes that vLLM settled on."""
+        return {"block_size": self._engine.vllm_config.cache_config.block_size}
+
+    def close(self) -> None:
+        """End the engine as vLLM ends it."""
+        self._engine.engine_core.shutdown()
+
+
+def serve(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:
+    """Start an engine and answer ``(method, arguments)`` until the pipe closes.
+
+    Sends ``(True, result)``, or ``(False, traceback)``.
+
+    :param log: a file that takes the engine's output.
+    """
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        scenario = Scenario(arguments)
+        pipe.send((True, scenario.facts()))
+    except Exception:  # noqa: BLE001  the test looks at it
+        pipe.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            name, given = pipe.recv()
+        except EOFError:
+            return scenario.close()
+        try:
+            pipe.send((True, getattr(scenario, name)(*given)))
+        except Exception:  # noqa: BLE001  the test looks at it
+            pipe.send((False, traceback.format_exc()))
