@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import random
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,8 @@ import pytest
 import scenario
 from scenario import Answer, Prompt
 
-from layerflow.agent.control import fetch_status
-
 START_S = 120.0
 ANSWER_S = 120.0
-SETTLE_S = 10.0
 MODELS = Path(sys.prefix) / "models"
 ENVIRONMENT = {
     # One process and one thread: an engine starts in seconds and shares two cores with others.
@@ -166,36 +160,3 @@ class Engine:
 
     def _tail(self) -> str:
         return "\n".join(self.output().splitlines()[-40:])
-
-
-def settled(endpoint: str) -> dict[str, Any]:
-    """Wait until a server has no open step and no half-written object: every save has ended.
-
-    :returns: its status then.
-    """
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        status = fetch_status(endpoint)
-        if not status["flow"]["steps"] and not status["pool"]["half_written"]:
-            return status
-        assert time.monotonic() < deadline, f"saves that never end: {status['flow']}, {status['pool']}"
-        time.sleep(0.005)
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    """The same prompt for the same seed, everywhere; a shorter one is a prefix of a longer one."""
-    source = random.Random(seed)
-    return [source.randrange(10, 2000) for _ in range(tokens)]
-
-
-def expected_hit(asked: Prompt, stored: Sequence[Prompt], chunk_tokens: int, tails: bool = True) -> int:
-    """Tokens of `asked` that a pool holds after prompts `stored`, for a model whose layers all attend to everything.
-
-    :param tails: partial last chunks are stored too; they help prompts that begin with the whole stored one.
-    """
-    best = 0
-    for other in stored:
-        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, other, strict=False)))
-        whole = common // chunk_tokens * chunk_tokens
-        best = max(best, common if tails and common == len(other) else whole)
-    return min(best, len(asked) - 1)

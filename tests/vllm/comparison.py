@@ -1,0 +1,83 @@
+"""Two vLLMs serve the same prompts, one with layerflow: tokens must not differ, and hits be what was stored."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines import Engine
+from scenario import Prompt
+
+from layerflow.agent.control import fetch_status
+
+SETTLE_S = 10.0
+MAX_TOKENS = 6
+
+
+@dataclass
+class Comparison:
+    """Serves prompts with both, and knows what is stored by now.
+
+    :param plain: without layerflow.
+    :param engine: with it.
+    :param endpoint: of its server.
+    :param chunk_tokens: the connector's setting.
+    :param tails: partial last chunks are stored.
+    """
+
+    plain: Engine
+    engine: Engine
+    endpoint: str
+    chunk_tokens: int
+    tails: bool = True
+    stored: list[Prompt] = field(default_factory=list)
+
+    def serve(self, *prompts: Prompt) -> None:
+        """Serve prompts that arrive together; returns when all they computed is stored.
+
+        :raises AssertionError: other tokens than without layerflow, or another hit than expected.
+        """
+        wanted = self.plain.generate(*prompts, max_tokens=MAX_TOKENS)
+        answers = self.engine.generate(*prompts, max_tokens=MAX_TOKENS)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
+        hits = [expected_hit(each, self.stored, self.chunk_tokens, self.tails) for each in prompts]
+        assert [answer.cached for answer in answers] == hits
+        settled(self.endpoint)
+        self.stored += prompts
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """The same prompt for the same seed, everywhere; a shorter one is a prefix of a longer one."""
+    source = random.Random(seed)
+    return [source.randrange(10, 2000) for _ in range(tokens)]
+
+
+def expected_hit(asked: Prompt, stored: Sequence[Prompt], chunk_tokens: int, tails: bool = True) -> int:
+    """Tokens of `asked` that a pool holds after prompts `stored`.
+
+    :param tails: partial last chunks are stored too; they help prompts that begin with the whole stored one.
+    """
+    best = 0
+    for other in stored:
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, other, strict=False)))
+        whole = common // chunk_tokens * chunk_tokens
+        best = max(best, common if tails and common == len(other) else whole)
+    return min(best, len(asked) - 1)
+
+
+def settled(endpoint: str) -> dict[str, Any]:
+    """Wait until a server has no open step and no half-written object: every save has ended.
+
+    :returns: its status then.
+    """
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        status = fetch_status(endpoint)
+        if not status["flow"]["steps"] and not status["pool"]["half_written"]:
+            return status
+        assert time.monotonic() < deadline, f"saves that never end: {status['flow']}, {status['pool']}"
+        time.sleep(0.005)
