@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test test-vllm lint campaign bench clean
+.PHONY: setup demo test test-vllm lint campaign bench bench-vllm clean
 
 setup: $(STAMP)
 
@@ -40,5 +40,10 @@ campaign: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/layerflow bench all --json bench.json
 
+# The same vLLM with its own prefix cache, with LMCache's server and with layerflow, in one run.
+bench-vllm: $(STAMP)
+	bench/vllm/setup.sh
+	$(BIN)/python -m bench.vllm --out $(or $(OUT),bench-vllm.json)
+
 clean:
-	rm -rf $(VENV) .venv-npu .venv-vllm* build out bench.json
+	rm -rf $(VENV) .venv-npu .venv-vllm* .venv-lmcache build out bench.json bench-vllm.json

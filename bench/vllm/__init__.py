@@ -1,0 +1,1 @@
+"""layerflow in a real vLLM, beside vLLM's own prefix cache and LMCache's server: ``python -m bench.vllm``."""

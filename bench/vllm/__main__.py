@@ -1,0 +1,156 @@
+"""The command: starts what a part needs, measures, stops it, shows and writes the result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from bench.vllm import crowd, hits, misses, report
+from bench.vllm.children import BenchFailed
+from bench.vllm.contenders import (
+    BLOCK_SIZE,
+    BULK,
+    LAYERWISE,
+    LMCACHE_MP,
+    MAX_MODEL_LEN,
+    PLAIN,
+    PREFIX,
+    TOKEN_BYTES,
+    Contender,
+    installed,
+)
+from bench.vllm.fleet import Fleet, fleet
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from layerflow.errors import LayerflowError
+from layerflow_cli.output import console, write_json
+
+Advance = Callable[[str], None]
+PARTS = {"hit": (PREFIX, LMCACHE_MP, LAYERWISE, BULK), "c8": (LMCACHE_MP, LAYERWISE), "miss": (PLAIN, LAYERWISE)}
+POOL_GIB = 4
+SPARE_BLOCKS = 16
+"""Beyond what a part's requests fill: blocks that are freed late, because they are still being saved."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is measured.
+
+    :param tokens: of a long prompt; a multiple of the chunk size.
+    :param stored: long prompts that `c8` draws its hits from.
+    """
+
+    tokens: int = 2048
+    rounds: int = 9
+    warm_ups: int = 2
+    crowd_rounds: int = 12
+    stored: int = 8
+    short_pairs: int = 40
+    long_pairs: int = 25
+
+    def kv_bytes(self, part: str) -> int:
+        """Of each vLLM's cache: small, so that warm-ups touch all of it."""
+        blocks = self.tokens // BLOCK_SIZE + 1
+        short = crowd.MISS_TOKENS // BLOCK_SIZE + 1
+        needed = {"hit": 2 * blocks, "c8": crowd.HITS * blocks + 2 * crowd.MISSES * short, "miss": blocks}[part]
+        return max(needed + SPARE_BLOCKS, MAX_MODEL_LEN // BLOCK_SIZE + 1) * BLOCK_SIZE * TOKEN_BYTES
+
+
+QUICK = Sizes(tokens=512, rounds=2, warm_ups=1, crowd_rounds=2, stored=5, short_pairs=3, long_pairs=2)
+
+
+def bench(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Takes the result as JSON.")],
+    parts: Annotated[str, typer.Option(help="Which of hit, c8, miss, with commas between.")] = "hit,c8,miss",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of hit and of c8; 9 and 12 if not given.")] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of miss; 40 short and 25 long if not given.")] = None,
+    logs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keeps the servers' logs.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short prompts, few rounds: shows that it runs.")] = False,
+) -> None:
+    """Measure layerflow in a real vLLM, beside vLLM's own prefix cache and LMCache's server."""
+    chosen = [part for part in PARTS if part in parts.split(",")]
+    if unknown := sorted(set(parts.split(",")) - set(PARTS)):
+        raise typer.BadParameter(f"no part {unknown[0]!r}; there are: {', '.join(PARTS)}")
+    sizes = QUICK if quick else Sizes()
+    if rounds:
+        sizes = dataclasses.replace(sizes, rounds=rounds, crowd_rounds=rounds)
+    if pairs:
+        sizes = dataclasses.replace(sizes, short_pairs=pairs, long_pairs=pairs)
+    about = {"sizes": dataclasses.asdict(sizes), "versions": report.versions(), "machine": report.machine()}
+    screen = console()
+    results: dict[str, dict[str, Any]] = {}
+    hooks: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers are stopped then too
+    with _folder(logs) as folder, _progress(screen) as advance:
+        for part in chosen:
+            contenders = installed(PARTS[part])
+            for missing in (contender for contender in PARTS[part] if contender not in contenders):
+                screen.print(f"{part}: without {report.SHOWN[missing.name]}: there is no {missing.venv.name}")
+            results[part], hooks[part] = _measure(part, contenders, sizes, folder / part, advance)
+    result = report.summary(results, hooks, about)
+    write_json(out, result)
+    for table in report.tables(result):
+        screen.print(table)
+    screen.print(f"written to {out}")
+    if found := report.wrong(results):
+        screen.print("\n".join(found), style="bold red")
+        raise typer.Exit(1)
+
+
+def _measure(
+    part: str, contenders: list[Contender], sizes: Sizes, folder: Path, advance: Advance
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One part's result and hook times."""
+    names = [contender.name for contender in contenders]
+    advance(f"{part}: starting {', '.join(names)}")
+    with fleet(folder, contenders, kv_bytes=sizes.kv_bytes(part), pool_gib=POOL_GIB) as running:
+        result = _part(part, running, names, sizes, advance)
+    return result, running.hook_times()
+
+
+def _part(part: str, running: Fleet, names: list[str], sizes: Sizes, advance: Advance) -> dict[str, Any]:
+    if part == "hit":
+        return hits.measure(
+            running, names, rounds=sizes.rounds, warm_ups=sizes.warm_ups, tokens=sizes.tokens, advance=advance
+        )
+    if part == "c8":
+        return crowd.measure(
+            running, names, rounds=sizes.crowd_rounds, stored=sizes.stored, tokens=sizes.tokens, advance=advance
+        )
+    return misses.measure(
+        running, short_pairs=sizes.short_pairs, long_pairs=sizes.long_pairs, tokens=sizes.tokens, advance=advance
+    )
+
+
+@contextlib.contextmanager
+def _folder(logs: Path | None) -> Iterator[Path]:
+    """Where logs go: a folder that is kept, or one that is kept only if something fails."""
+    folder = logs or Path(tempfile.mkdtemp(prefix="layerflow-bench-"))
+    yield folder
+    if logs is None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _progress(screen: Console) -> Iterator[Advance]:
+    """Says what is under way, on one line of a terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("")
+        yield lambda what: bar.update(task, description=what)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(bench)
+    except (BenchFailed, LayerflowError) as error:
+        sys.exit(f"bench.vllm: {error}")

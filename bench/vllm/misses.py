@@ -1,0 +1,65 @@
+"""``miss``: what the connector costs where it cannot help: prompts nobody has seen, and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.vllm.asking import Prompts
+from bench.vllm.figures import pair_ratio, spread
+from bench.vllm.fleet import Fleet
+
+WITHOUT, WITH = "plain", "layerwise"
+SHORT_TOKENS = 64
+DECODED = 64
+WARM_UPS = 2
+
+
+def measure(
+    fleet: Fleet, *, short_pairs: int, long_pairs: int, tokens: int, advance: Callable[[str], None]
+) -> dict[str, Any]:
+    """Pairs of requests, one to a vLLM without a connector and one to a vLLM with layerflow, in changing order.
+
+    :param tokens: of a long prompt.
+    :returns: JSON-ready figures, times in milliseconds.
+    """
+    prompts = Prompts(seed=3)
+    ttft: dict[str, list[float]] = {WITHOUT: [], WITH: []}
+    speed: dict[str, list[float]] = {WITHOUT: [], WITH: []}
+    long: dict[str, list[float]] = {WITHOUT: [], WITH: []}
+    # The long ones first: they touch all of vLLM's cache, and the short ones meet no page for the first time.
+    for number in range(-WARM_UPS, long_pairs):
+        for name in _order(number):
+            advance(f"miss: {name}, {tokens} tokens, pair {number + 1}")
+            answer = fleet.servers[name].ask(prompts.fresh(tokens))
+            if number >= 0:
+                long[name].append(answer.first_ms)
+            # What it saves must not slow the other one.
+            fleet.settle(name)
+    for number in range(-WARM_UPS, short_pairs):
+        for name in _order(number):
+            advance(f"miss: {name}, {SHORT_TOKENS} tokens, pair {number + 1}")
+            answer = fleet.servers[name].stream(prompts.fresh(SHORT_TOKENS), DECODED + 1)
+            if number >= 0:
+                ttft[name].append(answer.first_ms)
+                speed[name].append(DECODED / (answer.last_ms - answer.first_ms) * 1e3)
+            fleet.settle(name)
+    by_length = {str(SHORT_TOKENS): ttft, str(tokens): long}
+    ratios = {length: pair_ratio(taken[WITH], taken[WITHOUT]) for length, taken in by_length.items()}
+    decode = pair_ratio(speed[WITH], speed[WITHOUT])
+    return {
+        "ttft_ms": {length: _spreads(taken) for length, taken in by_length.items()},
+        "ttft_ratio": ratios,
+        "miss_ratio": max((figures["median"] for figures in ratios.values() if figures), default=None),
+        "decode_tokens_per_s": _spreads(speed),
+        "decode": decode,
+        "decode_ratio": decode.get("median"),
+    }
+
+
+def _order(number: int) -> tuple[str, str]:
+    return (WITHOUT, WITH) if number % 2 else (WITH, WITHOUT)
+
+
+def _spreads(taken: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    return {name: spread(samples) for name, samples in taken.items()}
