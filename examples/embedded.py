@@ -35,7 +35,7 @@ def main() -> None:
         # 3. A first request: nothing is known yet, so everything is computed and saved.
         assert agent.lookup("first", chain).tokens == 0
         first = np.random.default_rng(0).permutation(BLOCKS // 2)[:needed].astype(np.int64)
-        request = StepRequest("first", chain, (first,), save=(0, len(PROMPT)), last=True)
+        request = StepRequest("first", chain, (first,), save=(0, len(PROMPT)), tail=True)
         with agent.open_step([request]) as step:
             for layer in range(LAYERS):
                 step.wait_layer(layer)

@@ -36,7 +36,7 @@ def plane_offsets(group: GroupSpec) -> tuple[int, ...]:
     offsets, at = [], 0
     for plane in group.planes:
         offsets.append(at)
-        at += plane.token_bytes * group.block_size
+        at += plane.token_bytes * group.entries
     return tuple(offsets)
 
 

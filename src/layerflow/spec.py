@@ -39,7 +39,7 @@ class Plane(msgspec.Struct, frozen=True):
 
     :param name: unique within its group.
     :param dtype: torch's name without the prefix, e.g. ``"bfloat16"``.
-    :param shape: elements that one token has in one layer, e.g. ``(kv_heads, head_dim)``.
+    :param shape: elements that one token (recurrent state: one state) has in one layer, e.g. ``(kv_heads, head_dim)``.
     """
 
     name: str
@@ -54,15 +54,15 @@ class Plane(msgspec.Struct, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one layer."""
+        """Bytes of one token, or one state, in one layer."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
     """Layers that share a block table and a cache kind.
 
-    :param kind: ``"full"``, ``"mla"`` or ``"sliding"``.
-    :param block_size: tokens of one block.
+    :param kind: ``"full"``, ``"mla"``, ``"sliding"`` or ``"state"``.
+    :param block_size: tokens of one block; recurrent state: tokens from one kept state to the next.
     :param layers: the model's layer numbers in this group, ascending.
     :param planes: the planes that each of these layers has, in storage order.
     :param window: for ``"sliding"``: tokens a query sees, itself included.
@@ -98,7 +98,12 @@ class GroupSpec(msgspec.Struct, frozen=True):
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in one layer, all planes."""
-        return self.block_size * sum(plane.token_bytes for plane in self.planes)
+        return self.entries * sum(plane.token_bytes for plane in self.planes)
+
+    @property
+    def entries(self) -> int:
+        """Rows of one block in each plane: `block_size` tokens, or one state."""
+        return self.rules.entries
 
     @property
     def rules(self) -> Kind:
@@ -186,6 +191,20 @@ class ModelSpec(msgspec.Struct, frozen=True):
         The worker's own ranks are left out: the object key carries them.
         """
         return _fingerprint(self)
+
+    @property
+    def exact(self) -> bool:
+        """Some group's hits cannot be shortened."""
+        return any(group.rules.exact for group in self.groups)
+
+    def usable(self, stored: int, tokens: int) -> int | None:
+        """How many of `stored` leading tokens a prompt of `tokens` tokens can load; None = none of them.
+
+        One token is left to compute. A hit is shortened for it where every group allows that.
+        """
+        if stored < tokens:
+            return stored
+        return None if self.exact else tokens - 1
 
     def layer_places(self) -> tuple[tuple[int, int], ...]:
         """For every layer: its group and its index within that group."""

@@ -37,8 +37,8 @@ def trace(layer_s=0.0, loads=(), waits=(), kv_after=0.2, prologue=5.0) -> StepTr
     return StepTrace(1, 0, "", spans)
 
 
-def taught(gbps=1.0, token_s=TOKEN_S) -> Advisor:
-    advisor = Advisor(SPEC)
+def taught(gbps=1.0, token_s=TOKEN_S, spec=SPEC) -> Advisor:
+    advisor = Advisor(spec)
     for tokens in (64, 256, 1024, 2048):
         nbytes = tokens * ROW
         advisor.observe(trace(tokens * token_s, [(nbytes, nbytes / gbps / 1e9)] * LAYERS), (tokens, 0))
@@ -140,3 +140,12 @@ def test_batches_that_overlap_are_one_transfer():
     for tokens in (64, 256, 1024):
         advisor.observe(StepTrace(1, 0, "", loads + trace(tokens * TOKEN_S).spans), (tokens, 0))
     assert advisor.advise("auto", HIT, 1088) is Mode.LAYERWISE
+
+
+def test_a_state_is_loaded_once_however_long_the_hit():
+    state = GroupSpec("state", 16, (LAYERS,), (Plane("ssm", "uint8", (1 << 20,)),))
+    advisor = taught(spec=ModelSpec("hybrid", "content", (GROUP, state)))
+    assert advisor.advise("auto", HIT, 1088) is Mode.LAYERWISE
+    attention = GroupSpec("full", 16, (LAYERS,), (Plane("kv", "uint8", (1 << 16,)),))  # as many bytes a block
+    advisor = taught(spec=ModelSpec("wide", "content", (GROUP, attention)))
+    assert advisor.advise("auto", HIT, 1088) is Mode.RECOMPUTE

@@ -51,7 +51,7 @@ def test_a_prefix_is_saved_and_loaded_into_other_blocks(server: EmbeddedServer) 
     with Agent(server.endpoint, SPEC, tensors, context=server.context) as agent:
         chain = agent.chain(TOKENS)
         here, there = np.arange(8)[::-1].copy(), np.arange(8) * 2 + 9
-        with agent.open_step([StepRequest("one", chain, (here,), save=(0, len(TOKENS)), last=True)]) as step:
+        with agent.open_step([StepRequest("one", chain, (here,), save=(0, len(TOKENS)), tail=True)]) as step:
             for layer in range(LAYERS):
                 assert step.wait_layer(layer)
                 step.layer_done(layer)
@@ -78,7 +78,7 @@ def test_a_lost_server_fails_the_wait_and_the_arena_is_let_go(server: EmbeddedSe
     with Agent(server.endpoint, SPEC, paged(), context=server.context) as agent:
         chain = agent.chain(TOKENS)
         table = np.arange(8)
-        with agent.open_step([StepRequest("one", chain, (table,), save=(0, len(TOKENS)), last=True)]) as step:
+        with agent.open_step([StepRequest("one", chain, (table,), save=(0, len(TOKENS)), tail=True)]) as step:
             for layer in range(LAYERS):
                 step.layer_done(layer)
         assert agent.wait_idle("one", PATIENCE)

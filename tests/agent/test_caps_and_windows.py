@@ -34,7 +34,7 @@ def paged() -> dict[int, dict[str, torch.Tensor]]:
 def saving(agent: Agent, name: str) -> StepRequest:
     blocks = -(-len(TOKENS) // SIZE)
     tables = (np.arange(blocks), np.arange(blocks)[::-1].copy())
-    return StepRequest(name, agent.chain(TOKENS), tables, save=(0, len(TOKENS)), last=True)
+    return StepRequest(name, agent.chain(TOKENS), tables, save=(0, len(TOKENS)), tail=True)
 
 
 def loading(agent: Agent, name: str, stop: int) -> StepRequest:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerflow.agent import Hit, StepRequest
-from layerflow.agent.outline import OutlinePart, number_blocks, outline_loads, outline_saves
-from layerflow.errors import LayerflowError
+from layerflow.agent.outline import (
+    Numbered,
+    OutlinePart,
+    check_blocks,
+    number_blocks,
+    outline_loads,
+    outline_saves,
+    without_tails,
+)
+from layerflow.errors import LayerflowError, SpecError
 from layerflow.keys import Chain
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.wire import codec
@@ -17,11 +28,13 @@ from layerflow.wire.messages import NOWHERE, PlanPart
 
 ROOT = b"r" * 16
 PLANE = (Plane("kv", "uint8", (1,)),)
+STATE = -1  #: in place of a window: recurrent state
+_KINDS = {0: "full", STATE: "state"}
 
 
 def spec_of(blocks: list[int], windows: list[int], chunk: int) -> ModelSpec:
     groups = tuple(
-        GroupSpec("sliding" if window else "full", size, (layer,), PLANE, window=window)
+        GroupSpec(_KINDS.get(window, "sliding"), size, (layer,), PLANE, window=max(0, window))
         for layer, (size, window) in enumerate(zip(blocks, windows, strict=True))
     )
     return ModelSpec("m", "c", groups, chunk_tokens=chunk)
@@ -31,7 +44,7 @@ def spec_of(blocks: list[int], windows: list[int], chunk: int) -> ModelSpec:
 def specs(draw: st.DrawFn) -> ModelSpec:
     groups = draw(st.integers(1, 3))
     blocks = draw(st.lists(st.sampled_from([1, 2, 4]), min_size=groups, max_size=groups))
-    windows = draw(st.lists(st.sampled_from([0, 1, 3, 8, 13]), min_size=groups, max_size=groups))
+    windows = draw(st.lists(st.sampled_from([0, 1, 3, 8, 13, STATE]), min_size=groups, max_size=groups))
     return spec_of(blocks, windows, draw(st.sampled_from([4, 8, 12])))
 
 
@@ -39,10 +52,19 @@ def tables(spec: ModelSpec, tokens: int) -> tuple[np.ndarray, ...]:
     return tuple(1000 * (n + 1) + np.arange(-(-tokens // group.block_size)) for n, group in enumerate(spec.groups))
 
 
+def first_read(group: GroupSpec, hit: int) -> int:
+    """First token whose KV or state a request with a hit of `hit` tokens reads."""
+    return hit - 1 if group.kind == "state" else max(0, hit - group.window + 1) if group.window else 0
+
+
 def held_tokens(spec: ModelSpec, group: GroupSpec, chunk: int, held: int) -> list[set[int]]:
-    """What an object of `held` tokens stores: per block, the token positions. A sliding group keeps its tail."""
+    """What an object of `held` tokens stores: per block, the token positions.
+
+    A sliding group keeps its tail, recurrent state the last block.
+    """
     base = chunk * spec.chunk_tokens
-    last = range(max(0, held - group.window) if group.window else 0, held)
+    seen = 1 if group.kind == "state" else group.window
+    last = range(max(0, held - seen) if seen else 0, held)
     blocks: dict[int, set[int]] = {}
     for token in last:
         blocks.setdefault((base + token) // group.block_size, set())
@@ -65,11 +87,17 @@ def test_loads_cover_what_the_next_token_reads(spec: ModelSpec, data: st.DataObj
     hit_tokens = min(reach, tokens - 1)
     hit = Hit(hit_tokens, whole, tail, chain.partial(whole, tail)) if tail else Hit(hit_tokens)
     start = data.draw(st.integers(0, hit_tokens))
-    parts = outline_loads(spec, [StepRequest("r", chain, tables(spec, tokens), load=(start, hit_tokens), hit=hit)])
+    asked = [StepRequest("r", chain, tables(spec, tokens), load=(start, hit_tokens), hit=hit)]
+    last = (hit_tokens - 1) // chunk
+    if spec.exact and start < hit_tokens != last * chunk + (tail if tail and last == whole else chunk):
+        with pytest.raises(SpecError, match="after exactly that many tokens"):
+            outline_loads(spec, asked)
+        return
+    parts = outline_loads(spec, asked)
     assert len(parts) == len({part.group for part in parts})
     by_group = {part.group: part for part in parts}
     for number, group in enumerate(spec.groups):
-        first = max(0, hit_tokens - group.window + 1) if group.window else 0
+        first = first_read(group, hit_tokens)
         needed = {token // group.block_size for token in range(max(start, first), hit_tokens)}
         pieces = by_group[number].pieces if number in by_group else ()
         named = [block for piece in pieces for block in piece.blocks]
@@ -93,11 +121,11 @@ def test_saves_keep_every_completed_chunk(spec: ModelSpec, data: st.DataObject) 
     start = data.draw(st.integers(0, tokens - 1))
     stop = data.draw(st.integers(start + 1, tokens))
     partial, last = data.draw(st.booleans()), data.draw(st.booleans())
-    request = StepRequest("r", chain, tables(spec, tokens), save=(start, stop), last=last)
+    request = StepRequest("r", chain, tables(spec, tokens), save=(start, stop), tail=last)
     parts = {part.group: part for part in outline_saves(spec, [request], partial)}
     wanted = [(number, chunk) for number in range(tokens // chunk) if start < (number + 1) * chunk <= stop]
-    if partial and last and stop == tokens and tokens % chunk:
-        wanted.append((tokens // chunk, tokens % chunk))
+    if partial and last and stop % chunk:
+        wanted.append((stop // chunk, stop % chunk))
     for number, group in enumerate(spec.groups):
         part = parts.get(number)
         pieces = part.pieces if part is not None else ()
@@ -163,3 +191,75 @@ def test_a_plan_that_does_not_fit(wrong: str) -> None:
     }
     with pytest.raises(LayerflowError):
         number_blocks(parts, plans[wrong], loading=True)
+
+
+def test_states_are_saved_where_the_engine_has_them() -> None:
+    """Only the last block of each chunk is looked at; attention is saved whether there is a state or not."""
+    spec = spec_of([2, 4], [0, STATE], 8)
+    chain = Chain(ROOT, np.arange(30), 8)
+    states = np.full(7, -1)
+    states[[0, 3, 4, 6]] = [70, 73, 74, 76]  # after 4, 16, 20 and 28 tokens
+    request = StepRequest("r", chain, (np.arange(15), states), save=(0, 28), tail=True)
+    attention, state = outline_saves(spec, [request], partial=True)
+    assert [piece.tokens for piece in attention.pieces] == [8, 8, 8, 4]
+    assert [(piece.digest, piece.blocks, piece.tokens) for piece in state.pieces] == [
+        (chain.digests[1], range(3, 4), 8),
+        (chain.partial(3, 4), range(6, 7), 4),
+    ]
+    assert state.engine_blocks().tolist() == [73, 76]
+    assert attention.parent == state.parent == chain.parent(3)
+    nowhere = replace(request, blocks=(np.arange(15), np.full(7, -1)))
+    assert [part.group for part in outline_saves(spec, [nowhere], partial=True)] == [0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(specs(), st.data())
+def test_without_tails_is_as_if_none_had_been_asked_for(spec: ModelSpec, data: st.DataObject) -> None:
+    tokens = data.draw(st.integers(1, 4 * spec.chunk_tokens))
+    chain = Chain(ROOT, np.arange(tokens), spec.chunk_tokens)
+    request = StepRequest("r", chain, tables(spec, tokens), save=(0, tokens), tail=True)
+    shorter = without_tails(outline_saves(spec, [request], partial=True))
+    wanted = outline_saves(spec, [request], partial=False)
+    assert [part.save_message() for part in shorter] == [part.save_message() for part in wanted]
+
+
+@settings(max_examples=100, deadline=None)
+@given(specs(), st.data())
+def test_an_outline_survives_pickling(spec: ModelSpec, data: st.DataObject) -> None:
+    tokens = data.draw(st.integers(spec.chunk_tokens + 1, 5 * spec.chunk_tokens))
+    chain = Chain(ROOT, np.arange(tokens), spec.chunk_tokens)
+    hit = (tokens - 1) // spec.chunk_tokens * spec.chunk_tokens
+    request = StepRequest("r", chain, tables(spec, tokens), (0, hit), Hit(hit), save=(0, tokens), tail=True)
+    loads, saves = outline_loads(spec, [request]), outline_saves(spec, [request], partial=True)
+    for parts, loading in ((loads, True), (saves, False)):
+        copies = pickle.loads(pickle.dumps(parts))
+        plans = [
+            PlanPart(
+                codec.pack_u64([64 * at for at in range(len(part.pieces))]), codec.pack_u32([9] * len(part.pieces))
+            )
+            for part in parts
+        ]
+        before, after = number_blocks(parts, plans, loading), number_blocks(copies, plans, loading)
+        assert before.keys() == after.keys()
+        for group, numbered in before.items():
+            for name in Numbered.__slots__:
+                assert (getattr(numbered, name) == getattr(after[group], name)).all()
+        assert [part.save_message() for part in copies] == [part.save_message() for part in parts]
+        check_blocks(copies, [10**6] * len(spec.groups))
+
+
+def test_a_pickled_outline_holds_what_its_pieces_name() -> None:
+    spec = spec_of([16, 16], [0, STATE], 256)
+    tokens = 1 << 17
+    chain = Chain(ROOT, np.arange(tokens), 256)
+    request = StepRequest("r", chain, tables(spec, tokens), save=(tokens - 256, tokens))
+    assert len(pickle.dumps(outline_saves(spec, [request], partial=False))) < 1000
+
+
+@pytest.mark.parametrize("wrong", [{"group": 2}, {"group": -1}, {"table": np.arange(3)}])
+def test_an_outline_of_another_model_is_refused(wrong: dict[str, object]) -> None:
+    spec = spec_of([2, 4], [0, 8], 8)
+    request = StepRequest("r", Chain(ROOT, np.arange(8), 8), tables(spec, 8), save=(0, 8))
+    part = replace(outline_saves(spec, [request], partial=False)[0], **wrong)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="request 'r'"):
+        check_blocks([part], [10**6, 10**6])

@@ -76,7 +76,7 @@ class Run:
         """This request's part in a step that computes all of it."""
         start = self.hit.tokens if load else 0
         saving = (start, len(self.chain)) if save else (0, 0)
-        return StepRequest(self.name, self.chain, self.tables, (0, start), self.hit, saving, last=save)
+        return StepRequest(self.name, self.chain, self.tables, (0, start), self.hit, saving, tail=save)
 
 
 class KnownWorker:

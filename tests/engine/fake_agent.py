@@ -102,7 +102,7 @@ class FakeAgent:
     def save_pieces(self, request: StepRequest) -> list[Piece]:
         (start, stop), chunk, chain = request.save, self.spec.chunk_tokens, request.chain
         wanted = [(number, chunk, chain.digests[number]) for number in range(start // chunk, stop // chunk)]
-        if request.last and stop % chunk:
+        if request.tail and stop % chunk:
             wanted.append((stop // chunk, stop % chunk, chain.partial(stop // chunk, stop % chunk)))
         pieces = []
         for group, facts in enumerate(self.spec.groups):

@@ -158,7 +158,7 @@ def test_answers_are_neither_loaded_nor_saved():
     engine, agent = connected(TINY_GQA)
     answer(engine, passage(100))
     assert [asked.save for asked in agent.opened] == [(0, 100)]
-    assert agent.opened[0].last
+    assert agent.opened[0].tail
 
 
 def test_bulk_waits_for_every_layer_before_the_first_and_layerwise_for_each_in_turn():
@@ -176,7 +176,7 @@ def test_bulk_waits_for_every_layer_before_the_first_and_layerwise_for_each_in_t
 def test_prompts_are_saved_step_by_step():
     engine, agent = connected(TINY_GQA)
     answer(engine, passage(300))
-    assert [(asked.save, asked.last) for asked in agent.opened] == [
+    assert [(asked.save, asked.tail) for asked in agent.opened] == [
         ((0, 128), False),
         ((128, 256), False),
         ((256, 300), True),

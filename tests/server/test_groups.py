@@ -93,7 +93,7 @@ def test_chunks_whose_blocks_were_recycled_are_not_stored(embed: Embed, window: 
 
 def _prefill(worker: KnownWorker, run: Run, start: int, stop: int) -> None:
     request = run.request()
-    part = type(request)(request.request, request.chain, run.tables, save=(start, stop), last=stop == len(run.chain))
+    part = type(request)(request.request, request.chain, run.tables, save=(start, stop), tail=stop == len(run.chain))
     with worker.agent.open_step([part]) as step:
         for layer in range(worker.spec.num_layers):
             step.wait_layer(layer)

@@ -18,6 +18,7 @@ from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 ROOT = b"r" * 16
 BLOCK, CHUNK = 2, 4
+STATE = -1
 
 
 class Memory:
@@ -29,13 +30,16 @@ class Memory:
 
 
 def spec_of(windows: list[int], shards: int = 1) -> ModelSpec:
-    """One group per window, 0 = full attention."""
+    """One group per window, 0 = full attention, STATE = recurrent state."""
     plane = (Plane("kv", "uint8", (1,)),)
     groups = tuple(
-        GroupSpec("sliding" if window else "full", BLOCK, (layer,), plane, window=window)
+        GroupSpec(_KINDS.get(window, "sliding"), BLOCK, (layer,), plane, window=max(0, window))
         for layer, window in enumerate(windows)
     )
     return ModelSpec("m", "c", groups, Shard(0, shards), chunk_tokens=CHUNK)
+
+
+_KINDS = {0: "full", STATE: "state"}
 
 
 def store(pool: MemoryPool, spec: ModelSpec, group: int, shard: Shard, chain: Chain, chunk: int, tokens: int) -> None:
@@ -60,6 +64,12 @@ class World:
     def loadable(self, hit: int, chunk: int, tail: int) -> bool:
         """Token by token: has every group what a hit of `hit` tokens reads, if chunk `chunk` holds `tail` of them?"""
         for number, group in enumerate(self.spec.groups):
+            if group.kind == "state" and hit:
+                last = (hit - 1) // CHUNK
+                held = tail if last == chunk else CHUNK
+                if last * CHUNK + held != hit or not self.complete(number, last, held):
+                    return False
+                continue
             first = max(0, hit - group.window + 1) if group.window else 0
             for token in range(first, hit):
                 holder = token // CHUNK
@@ -70,7 +80,7 @@ class World:
 
 @st.composite
 def worlds(draw: st.DrawFn, nbytes: int = 1 << 16) -> World:
-    windows = draw(st.lists(st.sampled_from([0, 2, 3, 4, 6, 9]), min_size=1, max_size=3))
+    windows = draw(st.lists(st.sampled_from([0, 2, 3, 4, 6, 9, STATE]), min_size=1, max_size=3))
     spec = spec_of(windows, draw(st.integers(1, 2)))
     length = draw(st.integers(1, 5 * CHUNK))
     chain = Chain(ROOT, np.arange(length), CHUNK)
@@ -113,6 +123,7 @@ def test_the_longest_hit_and_no_longer(world: World) -> None:
             for chunk in range(-(-tokens // CHUNK))
             for tail in range(1, min(CHUNK, tokens - chunk * CHUNK + 1))
             if chunk * CHUNK + tail > best_whole
+            if chunk * CHUNK + tail < tokens or not world.spec.exact
             if all(world.complete(group, chunk, tail) for group in range(len(world.spec.groups)))
             if world.loadable(min(chunk * CHUNK + tail, tokens - 1), chunk, tail)
         ),
@@ -168,3 +179,31 @@ def test_one_token_is_always_left(tokens: int) -> None:
 def test_an_empty_pool() -> None:
     chain = Chain(ROOT, np.arange(30), CHUNK)
     assert find_hit(MemoryPool(Memory(1 << 16)), spec_of([0, 3]), ROOT, chain.digests, 30) == HitLength(0, ())
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_state_is_found_at_its_own_boundary_or_not_at_all(shards: int) -> None:
+    spec = spec_of([0, STATE], shards)
+    pool = MemoryPool(Memory(1 << 16))
+    chain = Chain(ROOT, np.arange(4 * CHUNK), CHUNK)
+    for rank in range(shards):
+        for chunk in range(4):
+            store(pool, spec, 0, Shard(rank, shards), chain, chunk, CHUNK)
+        for chunk, tokens in ((1, CHUNK), (3, CHUNK), (2, BLOCK)):
+            store(pool, spec, 1, Shard(rank, shards), chain, chunk, tokens)
+        store(pool, spec, 0, Shard(rank, shards), chain, 2, BLOCK)
+    tail = 2 * CHUNK + BLOCK
+    for length, tokens, tails in (
+        (2 * CHUNK, 0, []),  # the state at the prompt's end leaves nothing to compute; before it there is none
+        (2 * CHUNK + 1, 2 * CHUNK, []),
+        (tail, 2 * CHUNK, []),
+        (tail + 1, 2 * CHUNK, [tail]),
+        (4 * CHUNK, 2 * CHUNK, [tail]),
+        (4 * CHUNK + 9, 4 * CHUNK, []),
+    ):
+        prompt = Chain(ROOT, np.arange(length), CHUNK)
+        hit = find_hit(pool, spec, ROOT, prompt.digests, length)
+        assert (hit.tokens, [each.chunk * CHUNK + each.tokens for each in hit.tails]) == (tokens, tails), length
+    if shards == 2:
+        pool.hide([object_key(chain.digests[1], 1, Shard(1, 2))])
+        assert find_hit(pool, spec, ROOT, chain.digests[:2], 2 * CHUNK + 1).tokens == 0, "one shard has lost its state"

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from layerflow.errors import SpecError
-from layerflow.kinds import KINDS, Sliding
+from layerflow.kinds import KINDS, Sliding, State
 from layerflow.objects import check_header, object_bytes, pack_header, plane_offsets
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
@@ -37,6 +37,7 @@ def model(**changes: Any) -> ModelSpec:
         (lambda: group(planes=(K, K)), "unique"),
         (lambda: group(window=64), "window"),
         (lambda: group(kind="sliding"), "window"),
+        (lambda: group(kind="state", window=64), "window"),
         (lambda: group(block_bytes=4096), "add up to 8192"),
         (lambda: Shard(2, 2), "below its size"),
         (lambda: Shard(0, 3000, 0, 1000), "at most 1024 shards"),
@@ -66,6 +67,8 @@ def test_a_refused_spec_is_a_decoding_error_on_the_wire() -> None:
         model(groups=(group(planes=(K,)),)),
         model(groups=(group(layers=(0, 1, 2)),)),
         model(groups=(group(kind="sliding", window=64),)),
+        model(groups=(group(kind="state"),)),
+        model(groups=(group(kind="state", block_size=32),)),
         model(shard=Shard(0, 2)),
         model(attention="flash/HND"),
         model(quantization="fp8"),
@@ -129,3 +132,30 @@ def test_a_window_keeps_what_a_hit_at_its_end_or_one_before_reads(tokens: int) -
     kept = range(kind.keep(tokens).start * 16, tokens)
     for hit in (tokens, tokens - 1):
         assert all(position in kept for position in range(kind.first_token(hit), hit))
+
+
+@pytest.mark.parametrize("size", [1, 16, 48])
+def test_a_state_is_read_and_kept_at_one_position_only(size: int) -> None:
+    kind = State(size)
+    for boundary in range(size, 960, size):
+        assert kind.need(boundary, 96) == range((boundary - 1) // 96, (boundary - 1) // 96 + 1)
+        assert kind.first_token(boundary) // size == boundary // size - 1, "the block of the boundary's last token"
+        assert kind.keep(boundary) == range(boundary // size - 1, boundary // size)
+    assert kind.need(0, 96) == range(0, 0)
+
+
+def test_a_block_of_state_is_one_state_however_many_tokens_it_stands_for() -> None:
+    state = Plane("ssm", "float32", (4, 8))
+    for size in (16, 1024):
+        spec = group(kind="state", block_size=size, planes=(state, K), block_bytes=128 + K.token_bytes)
+        assert (spec.entries, spec.bytes_per_block) == (1, 128 + K.token_bytes)
+        assert plane_offsets(spec) == (0, 128)
+        assert object_bytes(spec, 1) == 64 + 2 * (128 + K.token_bytes)
+
+
+def test_only_a_hit_without_state_can_be_shortened() -> None:
+    hybrid = model(groups=(group(), group(kind="state", layers=(2,))))
+    for spec in (model(), hybrid):
+        assert spec.usable(31, 32) == 31
+        assert spec.exact == (spec is hybrid)
+    assert [model().usable(32, 32), hybrid.usable(32, 32)] == [31, None]

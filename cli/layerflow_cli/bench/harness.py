@@ -128,7 +128,7 @@ class Worker:
 
     def saving(self, chain: Chain, place: int = 0) -> StepRequest:
         """A request whose whole prompt is computed and saved."""
-        return StepRequest(f"save-{next(self._names)}", chain, self.table(place), save=(0, self.tokens), last=True)
+        return StepRequest(f"save-{next(self._names)}", chain, self.table(place), save=(0, self.tokens), tail=True)
 
     def loading(self, chain: Chain, hit: Hit, place: int = 1) -> StepRequest:
         """A request that loads its whole hit."""

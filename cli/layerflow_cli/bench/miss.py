@@ -275,7 +275,7 @@ def _store(connection: LayerflowConnection, prompt: bytes) -> None:
     chain = agent.chain(list(prompt))
     blocks = -(-len(prompt) // agent.spec.groups[0].block_size)
     table = tuple(np.ones(blocks, dtype=np.int64) for _ in agent.spec.groups)
-    with agent.open_step([StepRequest("store", chain, table, save=(0, len(prompt)), last=True)]) as step:
+    with agent.open_step([StepRequest("store", chain, table, save=(0, len(prompt)), tail=True)]) as step:
         for layer in range(agent.spec.num_layers):
             step.wait_layer(layer)
             step.layer_done(layer)

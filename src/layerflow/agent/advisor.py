@@ -25,8 +25,7 @@ class Advisor:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._layers = spec.num_layers
-        payload = sum(len(group.layers) * group.bytes_per_block / group.block_size for group in spec.groups)
-        self._bytes_per_token = payload / self._layers
+        self._groups = [(group.rules, len(group.layers) * group.bytes_per_block) for group in spec.groups]
         self._link = LinkModel()
         self._compute = ComputeModel()
         # Worked out when a step has finished, not when an engine waits for advice.
@@ -66,7 +65,7 @@ class Advisor:
                 hit_tokens=hit.tokens,
                 new_tokens=prompt_tokens - hit.tokens,
                 layers=self._layers,
-                bytes_per_token=self._bytes_per_token,
+                bytes_per_token=self._loaded_bytes(hit.tokens) / hit.tokens / self._layers,
                 link=_improved(link, (1.0 + DOUBT) ** self._recomputed) if link is not None else None,
                 compute=compute,
                 step_seconds=STEP_SECONDS,
@@ -74,6 +73,13 @@ class Advisor:
             mode = choose(inputs)
             self._recomputed += mode is Mode.RECOMPUTE
         return mode
+
+    def _loaded_bytes(self, hit: int) -> int:
+        """Of a hit of `hit` tokens, all layers: a window or a state is no larger for a longer hit."""
+        return sum(
+            block * (-(-hit // rules.block_size) - rules.first_token(hit) // rules.block_size)
+            for rules, block in self._groups
+        )
 
 
 def layer_seconds(trace: StepTrace) -> float | None:

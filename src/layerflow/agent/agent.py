@@ -21,7 +21,7 @@ from layerflow.agent.inbox import Inbox
 from layerflow.agent.ledger import Ledger
 from layerflow.agent.link import Attachment, Link
 from layerflow.agent.no_step import NO_STEP, NoStep
-from layerflow.agent.outline import check_blocks, outline_loads, outline_saves
+from layerflow.agent.outline import OutlinePart, check_blocks, outline_loads, outline_saves, without_tails
 from layerflow.agent.step import Step
 from layerflow.agent.values import MISS, AgentStatistics, Ended, Hit, StepRequest, Tally
 from layerflow.device import device_for
@@ -45,8 +45,8 @@ class Agent:
     :param endpoint: ``ipc://`` of a server on this machine, or an :class:`~layerflow.server.EmbeddedServer`'s
         ``inproc://`` with its `context`.
     :param spec: what this worker caches.
-    :param tensors: per layer and plane: the paged tensor, shape ``(num_blocks, block_size, *plane.shape)``,
-        any strides, all on one device.
+    :param tensors: per layer and plane: the paged tensor, shape ``(num_blocks, block_size, *plane.shape)``
+        (recurrent state: ``(num_blocks, 1, *plane.shape)``), any strides, all on one device.
     :param engine_id: shared by all ranks and the scheduler of one serving engine.
     :param wait_s: how long to wait for the first attachment; without one the agent still works, every
         lookup misses until a server appears.
@@ -152,12 +152,37 @@ class Agent:
         :raises SpecError: a request's load or block table does not fit the spec, or the timeout is none.
         """
         self._same_process()
-        if timeout_s is not None and not 0 <= timeout_s <= MAX_TIMEOUT_S:
-            raise SpecError(f"timeout_s {timeout_s}: must be 0 to {MAX_TIMEOUT_S:.0f} seconds")
         terms = self.terms
         loads = outline_loads(self.spec, requests)
         saving = terms is not None and not self._inbox.silent
         saves = outline_saves(self.spec, requests, terms.save_partial) if saving and terms is not None else []
+        return self.open_outline(loads, saves, work=work_of(requests), timeout_s=timeout_s)
+
+    def open_outline(
+        self,
+        loads: Sequence[OutlinePart],
+        saves: Sequence[OutlinePart],
+        *,
+        work: tuple[int, int] | None = None,
+        timeout_s: float | None = None,
+    ) -> Step | NoStep:
+        """As :meth:`open_step`, for an engine whose scheduler has made the outlines, in whatever process.
+
+        What is not to be saved now is left out: everything while the server is away or silent, partial tails where it
+        keeps none.
+
+        :param loads: from :func:`~layerflow.agent.outline.outline_loads`.
+        :param saves: from :func:`~layerflow.agent.outline.outline_saves`.
+        :param work: new tokens and their context, see :func:`~layerflow.agent.advisor.work_of`; None = not known.
+        :raises SpecError: a block that registered memory does not have, or the timeout is none.
+        """
+        self._same_process()
+        _check_timeout(timeout_s)
+        terms = self.terms
+        if terms is None or self._inbox.silent:
+            saves = []
+        elif not terms.save_partial:
+            saves = without_tails(saves)
         if not loads and not saves:
             return NO_STEP
         check_blocks([*loads, *saves], self.memory.num_blocks)
@@ -165,10 +190,10 @@ class Agent:
         loading_s = timeout_s if timeout_s is not None else terms.step_timeout_ms / 1e3 if terms is not None else 0.0
         saving_s = terms.save_timeout_ms / 1e3 if terms is not None else 0.0
         step = Step(
-            next(self._numbers), self._groups, self._block_bytes, loads, saves,
+            next(self._numbers), self._groups, self._block_bytes, list(loads), list(saves),
             now + loading_s, now + max(loading_s, saving_s), self.device, self._inbox.fenced, self._inbox.closed,
         )  # fmt: skip
-        step.work = work_of(requests)
+        step.work = work
         with self._ledger.lock:
             self._ledger.add(step)
             # Decided under the lock that losing the server takes: the step is told of it one way or the other.
@@ -196,6 +221,42 @@ class Agent:
     def busy(self, request: str) -> bool:
         """May a transfer still touch this request's blocks?"""
         return self._ledger.busy(request)
+
+    def saving(self, request: str) -> bool:
+        """May a save still read this request's blocks? Loads do not count."""
+        return self.busy(request) and any(step.reads.of(request) for step in self._ledger.steps())
+
+    def reclaim(self, group_blocks: Sequence[np.ndarray], timeout_s: float) -> int:
+        """These engine blocks are about to be overwritten: nothing reads them any more when this returns.
+
+        Saves that still read one of them are waited for; those of steps whose forward pass has not ended, or that have
+        not ended after `timeout_s`, are cut off: what they had not stored yet is not stored. Call it before the step
+        that overwrites is opened. Costs microseconds while nothing is being saved.
+
+        :param group_blocks: per group: int64, shape ``(n,)``: engine block ids.
+        :param timeout_s: for all of them together.
+        :returns: of how many steps the saves were cut off.
+        :raises SpecError: not one list per group, or the timeout is none.
+        """
+        self._same_process()
+        _check_timeout(timeout_s)
+        if len(group_blocks) != len(self.spec.groups):
+            raise SpecError(f"{len(group_blocks)} lists of blocks to reclaim; there are {len(self.spec.groups)} groups")
+        if not len(self._ledger):
+            return 0
+        blocks = [np.asarray(ids, dtype=np.int64) for ids in group_blocks]
+        until, cut = time.monotonic() + timeout_s, 0
+        for step in self._ledger.steps():
+            if not step.reads.any_of(blocks):
+                continue
+            # A step that computes would be waited for in vain: it is the caller who ends it.
+            drains = step.closed and not step.saves_cancelled
+            if not (drains and step.reads.wait(blocks, until)):
+                cut += step.cut_saves("its blocks were reclaimed")
+                self._inbox.reclaimed()
+        if cut:
+            log.info("saves_cut", steps=cut, reason="the engine took their blocks back")
+        return cut
 
     def wait_idle(self, request: str, timeout_s: float) -> bool:
         """Wait until no transfer touches this request's blocks; False after `timeout_s`."""
@@ -273,6 +334,11 @@ class Agent:
     def sampling(self) -> bool:
         """See :meth:`layerflow.agent.link.Owner.sampling`."""
         return self._inbox.sampling()
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 <= timeout_s <= MAX_TIMEOUT_S:
+        raise SpecError(f"timeout_s {timeout_s}: must be 0 to {MAX_TIMEOUT_S:.0f} seconds")
 
 
 def _populate(attachment: Attachment) -> None:

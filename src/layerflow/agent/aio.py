@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 import anyio.to_thread
+import numpy as np
 
 from layerflow.agent.agent import Agent
 from layerflow.agent.no_step import NoStep
@@ -71,6 +72,10 @@ class AsyncAgent:
     async def wait_idle(self, request: str, timeout_s: float) -> bool:
         """As :meth:`Agent.wait_idle`."""
         return await anyio.to_thread.run_sync(self.agent.wait_idle, request, timeout_s, abandon_on_cancel=True)
+
+    async def reclaim(self, group_blocks: Sequence[np.ndarray], timeout_s: float) -> int:
+        """As :meth:`Agent.reclaim`."""
+        return await anyio.to_thread.run_sync(self.agent.reclaim, group_blocks, timeout_s)
 
     async def close(self) -> None:
         """Detach."""

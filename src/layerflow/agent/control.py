@@ -112,8 +112,8 @@ class Control:
             self._lock.release()
         for tail in found.tails:
             # The server offers what it has; only this prompt's own tokens tell whether it fits.
-            if chain.partial(tail.chunk, tail.tokens) == tail.digest:
-                tokens = min(tail.chunk * chain.chunk_tokens + tail.tokens, len(chain) - 1)
+            tokens = self._spec.usable(tail.chunk * chain.chunk_tokens + tail.tokens, len(chain))
+            if tokens is not None and chain.partial(tail.chunk, tail.tokens) == tail.digest:
                 return Hit(tokens, tail.chunk, tail.tokens, tail.digest)
         return Hit(found.tokens)
 

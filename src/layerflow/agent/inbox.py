@@ -12,7 +12,7 @@ from layerflow.agent.lanes import Job, LoadLane, SaveLane
 from layerflow.agent.ledger import Ledger
 from layerflow.agent.link import Attachment, Link
 from layerflow.agent.outline import Numbered
-from layerflow.agent.step import LOAD, Step
+from layerflow.agent.step import LOAD, SAVE, Step
 from layerflow.agent.values import Tally
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.device.poller import Poller
@@ -169,6 +169,10 @@ class Inbox:
         self._finish(step)
         self._save_lane.poke()
 
+    def reclaimed(self) -> None:
+        """Saves were cut off: those that wait for their layer are reported now."""
+        self._save_lane.poke()
+
     def fenced(self, step: Step, reason: str) -> None:
         """The step's loads were cut off here."""
         assert self.link is not None
@@ -236,7 +240,10 @@ class Inbox:
     def _noticed(self, notice: Notice) -> None:
         for stored in notice.stored:
             step = self._ledger.get(stored.step)
-            for request in {step.saves[position].request for position in stored.parts} if step is not None else ():
+            if step is None:
+                continue
+            step.reads.settled(stored.parts)
+            for request in {step.saves[position].request for position in stored.parts}:
                 if stored.committed:
                     self._ledger.saved(request)
                 else:
@@ -285,6 +292,8 @@ class Inbox:
     def _ended_batch(self, job: Job, failure: str) -> None:
         assert self.link is not None
         batch = job.batch
+        if batch.direction == SAVE:
+            job.step.reads.ended(batch)
         if failure:
             self._tally.failed_batches += 1
             job.news.failed.append(Failure(batch.batch, failure))

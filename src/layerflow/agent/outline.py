@@ -7,12 +7,13 @@ Pure arithmetic over tokens, chunks and blocks. The server answers with the obje
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from layerflow.agent.values import StepRequest
 from layerflow.errors import LayerflowError, SpecError
+from layerflow.keys import DIGEST_BYTES
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, LoadPart, PlanPart, SavePart
@@ -32,7 +33,9 @@ class Piece:
 class OutlinePart:
     """One request's objects of one group, in one direction.
 
-    :param table: the request's int64 block table of this group.
+    Pickles without the part of the table that no piece names, so that a scheduler can make outlines for its workers.
+
+    :param table: the request's int64 block table of this group; where no piece looks, anything.
     :param parent: digest before a partial last object, else empty.
     """
 
@@ -50,6 +53,17 @@ class OutlinePart:
         """As the protocol has it."""
         tokens = codec.pack_u32([piece.tokens for piece in self.pieces])
         return SavePart(self.request, self.group, self._digests(), self._counts(), tokens, self.parent)
+
+    def engine_blocks(self) -> np.ndarray:
+        """Engine block ids of all pieces, one after the other: int64, shape ``(n,)``."""
+        return np.concatenate([self.table[piece.blocks.start : piece.blocks.stop] for piece in self.pieces])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rows = [(piece.blocks.start, len(piece.blocks), piece.index, piece.tokens) for piece in self.pieces]
+        blocks = self.engine_blocks().astype("<i8", copy=False).tobytes()
+        return _unpickled, (
+            self.request, self.group, self._digests(), np.array(rows, "<u4").tobytes(), blocks, self.parent,
+        )  # fmt: skip
 
     def _digests(self) -> bytes:
         return b"".join(piece.digest for piece in self.pieces)
@@ -105,7 +119,7 @@ def outline_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Outl
 def outline_saves(spec: ModelSpec, requests: Sequence[StepRequest], partial: bool) -> list[OutlinePart]:
     """What each request saves of each group: the chunks that this step completes.
 
-    :param partial: keep the prompt's partial tail too.
+    :param partial: keep partial tails too.
     """
     parts = []
     for request in requests:
@@ -125,13 +139,20 @@ def outline_saves(spec: ModelSpec, requests: Sequence[StepRequest], partial: boo
             kept = tuple(
                 piece
                 for piece in pieces
-                # A windowed group may have recycled blocks of an earlier chunk: then there is nothing to keep.
+                # A windowed group may have recycled blocks of an earlier chunk, recurrent state may not have been kept
+                # there: then this group has nothing to save of it.
                 if (table[piece.blocks.start : piece.blocks.stop] >= 0).all()
             )
             if kept:
                 ends_partial = kept[-1].tokens != spec.chunk_tokens
                 parts.append(OutlinePart(request.request, number, table, kept, parent if ends_partial else b""))
     return parts
+
+
+def without_tails(parts: Sequence[OutlinePart]) -> list[OutlinePart]:
+    """Saves without partial last objects."""
+    whole = [replace(part, pieces=part.pieces[:-1], parent=b"") if part.parent else part for part in parts]
+    return [part for part in whole if part.pieces]
 
 
 def check_blocks(parts: Sequence[OutlinePart], num_blocks: Sequence[int]) -> None:
@@ -141,6 +162,11 @@ def check_blocks(parts: Sequence[OutlinePart], num_blocks: Sequence[int]) -> Non
     :raises SpecError: naming the request.
     """
     for part in parts:
+        if not 0 <= part.group < len(num_blocks) or part.pieces[-1].blocks.stop > len(part.table):
+            raise SpecError(
+                f"request {part.request!r}, group {part.group}: its outline is one of another model, or was cut short; "
+                f"this one has {len(num_blocks)} groups"
+            )
         # From the first to the last block in one go: what a windowed group skips in between is negative.
         span = part.table[part.pieces[0].blocks.start : part.pieces[-1].blocks.stop]
         if span.max(initial=-1) >= num_blocks[part.group]:
@@ -180,6 +206,18 @@ def number_blocks(parts: Sequence[OutlinePart], plans: Sequence[PlanPart], loadi
     return {group: Numbered(*(np.concatenate(column) for column in rows)) for group, rows in columns.items() if rows[0]}
 
 
+def _unpickled(request: str, group: int, digests: bytes, rows: bytes, blocks: bytes, parent: bytes) -> OutlinePart:
+    pieces = []
+    for number, (start, count, index, tokens) in enumerate(np.frombuffer(rows, "<u4").reshape(-1, 4).tolist()):
+        digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        pieces.append(Piece(digest, range(start, start + count), index, tokens))
+    table = np.full(pieces[-1].blocks.stop, -1, dtype=np.int64)
+    table[np.concatenate([np.arange(piece.blocks.start, piece.blocks.stop) for piece in pieces])] = np.frombuffer(
+        blocks, "<i8"
+    )
+    return OutlinePart(request, group, table, tuple(pieces), parent)
+
+
 def _check_name(request: object) -> None:
     try:
         assert isinstance(request, str)
@@ -200,6 +238,12 @@ def _load_pieces(spec: ModelSpec, group: GroupSpec, request: StepRequest, start:
         held = request.hit.tail_tokens if tail else chunk
         digest = request.hit.tail_digest if tail else request.chain.digests[number]
         kept = rules.keep(held)
+        if rules.exact and stop != base + held:
+            raise SpecError(
+                f"request {request.request!r}: a load up to token {stop} needs the {group.kind} after exactly that "
+                f"many tokens, the object of chunk {number} has the one after {base + held}; load up to the hit's "
+                f"{request.hit.tokens} tokens"
+            )
         lo, hi = (max(first, base) - base) // size, -(-(min(stop, base + held) - base) // size)
         if lo < kept.start:
             raise SpecError(
@@ -230,7 +274,7 @@ def _save_pieces(spec: ModelSpec, group: GroupSpec, request: StepRequest, partia
     for number in range(start // chunk, stop // chunk):
         pieces.append(_whole(spec, group, number, chunk, chain.digests[number]))
     rest = stop % chunk
-    if partial and request.last and rest and stop == len(chain):
+    if partial and request.tail and rest:
         number = stop // chunk
         parent = chain.parent(number)
         pieces.append(_whole(spec, group, number, rest, chain.partial(number, rest)))

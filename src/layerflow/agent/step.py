@@ -16,6 +16,7 @@ import structlog
 
 from layerflow.agent.failures import LoadFailures
 from layerflow.agent.outline import Numbered, OutlinePart, number_blocks
+from layerflow.agent.reads import SaveReads
 from layerflow.agent.values import ABORTED, READY, FailedBlocks, Outcome
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.errors import SpecError
@@ -63,6 +64,7 @@ class Step:
         self.frontier = -1
         self.closed = False
         self.saves_cancelled = ""
+        self.reads = SaveReads(saves, groups, block_bytes)
         self.blocks: tuple[dict[int, BlockList], dict[int, BlockList]] = ({}, {})
         self.aborted: set[str] = set()
         self.reported = (-1, 0)
@@ -88,7 +90,7 @@ class Step:
         self._done_at = [0.0] * layers
         self._closed_at = 0.0
         self._condition = threading.Condition()
-        self._running = self._loads_begun = self._loads_ended = 0
+        self._running = self._saves_running = self._loads_begun = self._loads_ended = 0
         self._unsettled: list[tuple[Batch, DeviceEvent]] = []
         self._fenced = ""
         self.cut_off = threading.Event()
@@ -209,10 +211,13 @@ class Step:
         self._condition.wait_for(lambda: self._loads_ended >= begun)
         self._settle_device()
 
-    def _settle_device(self) -> None:
+    def _settle_device(self, directions: Sequence[int] = (LOAD, SAVE)) -> None:
         """Nothing that was enqueued so far touches either memory any more. What a broken device moved has failed."""
-        while self._unsettled:
-            batch, event = self._unsettled.pop()
+        unsettled, self._unsettled = self._unsettled, []
+        for batch, event in unsettled:
+            if batch.direction not in directions:
+                self._unsettled.append((batch, event))
+                continue
             try:
                 event.synchronize()
             except Exception as error:
@@ -242,6 +247,7 @@ class Step:
         lists = {group: bind(group, blocks) for group, blocks in loads.items()}
         self.blocks = (lists, {group: bind(group, blocks) for group, blocks in saves.items()})
         with self._condition:
+            self.reads.number(saves)
             self._failures.number(loads)
             self._failed_more()
             for layer, group in enumerate(self._groups):
@@ -296,6 +302,19 @@ class Step:
         """No save batch starts any more."""
         self.saves_cancelled = self.saves_cancelled or reason
 
+    def cut_saves(self, reason: str) -> bool:
+        """Cut the saves off: no batch starts any more, the running one is waited for. False if they were cut already.
+
+        What was read before is stored; objects of which something is missing are given up by the server.
+        """
+        first = not self.saves_cancelled
+        self.cancel_saves(reason)
+        with self._condition:
+            self._condition.wait_for(lambda: not self._saves_running)
+            self._settle_device([SAVE])
+        self.reads.stop()
+        return first
+
     # -- lanes ------------------------------------------------------------------------------------
 
     def begin(self, direction: int) -> bool:
@@ -304,6 +323,7 @@ class Step:
             if self._fenced if direction == LOAD else self.saves_cancelled:
                 return False
             self._running += 1
+            self._saves_running += direction == SAVE
             self._loads_begun += direction == LOAD
             return True
 
@@ -311,6 +331,7 @@ class Step:
         """The lane will not touch engine memory for this batch any more (or has enqueued the copy)."""
         with self._condition:
             self._running -= 1
+            self._saves_running -= batch.direction == SAVE
             if event is not None:
                 self._unsettled.append((batch, event))
             if batch.direction == LOAD:
@@ -356,10 +377,11 @@ class Step:
             self._settle_device()
 
     def finish_trace(self, session: int) -> StepTrace:
-        """Add the compute spans; the step is over.
+        """Add the compute spans; the step is over, nothing of it is read any more.
 
         A layer computes until the engine asks for the next one: its attention goes on after its KV is written.
         """
+        self.reads.stop()
         self.trace.session = session
         ends = [*self._asked_at[1:], self._closed_at]
         for layer, (began, ended, done) in enumerate(zip(self._waited_at, ends, self._done_at, strict=True)):

@@ -40,7 +40,8 @@ class StepRequest:
     :param hit: the lookup's answer that `load` relies on.
     :param save: tokens ``[start, stop)`` whose KV this step computes; every chunk that becomes complete is
         saved.
-    :param last: the prompt ends with this step: its partial tail is saved too.
+    :param tail: the chunk that `save` ends in is saved too although it is partial: the prompt ends there, or a
+        recurrent state that a later prompt can continue from.
     """
 
     request: str
@@ -49,7 +50,7 @@ class StepRequest:
     load: tuple[int, int] = (0, 0)
     hit: Hit = MISS
     save: tuple[int, int] = (0, 0)
-    last: bool = False
+    tail: bool = False
 
 
 @dataclass(frozen=True, slots=True)

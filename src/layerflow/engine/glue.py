@@ -137,7 +137,7 @@ class LayerflowConnection:
             load=(0, span.load),
             hit=live.hit,
             save=(span.start, span.stop),
-            last=span.stop == len(request.prompt),
+            tail=span.stop == len(request.prompt),
         )
 
     def poll(self) -> None:

@@ -17,10 +17,18 @@ class Kind:
 
     name: ClassVar[str]
     windowed: ClassVar[bool] = False
+    """Takes a window."""
+    exact: ClassVar[bool] = False
+    """What is stored at T serves a hit of T tokens and no other, so that a hit cannot be shortened."""
 
     def __init__(self, block_size: int, window: int = 0) -> None:
         self.block_size = block_size
         self.window = window
+
+    @property
+    def entries(self) -> int:
+        """Rows of one block in each plane: one per token."""
+        return self.block_size
 
     def first_token(self, hit: int) -> int:
         """First position whose KV a request with `hit` cached tokens still reads.

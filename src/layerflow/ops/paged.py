@@ -68,8 +68,9 @@ class PagedMemory:
     """An engine worker's KV cache, registered for transfers. Keeps the tensors alive.
 
     :param spec: what the worker caches.
-    :param tensors: ``tensors[layer][plane name]``, logical shape ``(num_blocks, block_size, *plane.shape)``
-        and of the plane's dtype; any strides, storage offset and sharing of storages, all on one device.
+    :param tensors: ``tensors[layer][plane name]``, logical shape ``(num_blocks, entries, *plane.shape)`` (entries:
+        :attr:`GroupSpec.entries`) and of the plane's dtype; any strides, storage offset and sharing of storages, all
+        on one device.
         ``num_blocks`` is the same for all layers of a group.
     :raises SpecError: naming the layer and the plane, for a missing or extra one, a wrong shape, dtype or
         device, or a view in which two elements share memory.
@@ -164,10 +165,10 @@ class PagedMemory:
                 f"{where}: the tensor is {tensor.dtype} but the plane is {dtype}; register tensor.view({dtype}), "
                 "or declare the plane with the tensor's dtype if it holds raw bytes"
             )
-        expected = (blocks, group.block_size, *plane.shape)
+        expected = (blocks, group.entries, *plane.shape)
         if blocks < 1 or tuple(tensor.shape) != expected:
             raise SpecError(
-                f"{where}: the tensor has shape {tuple(tensor.shape)} but (num_blocks, block_size, *plane.shape) is "
+                f"{where}: the tensor has shape {tuple(tensor.shape)} but (num_blocks, entries, *plane.shape) is "
                 f"{expected if blocks else ('num_blocks > 0', *expected[1:])}; register a view of that shape "
                 "(permuted strides are fine)"
             )

@@ -36,15 +36,17 @@ class HitLength:
 def find_hit(pool: Pool, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int) -> HitLength:
     """The longest hit that every group and every shard satisfies, leaving one token to compute.
 
+    Where a group's hits are exact, one that would have to be shortened for that token does not count.
+
     :param digests: of the prompt's full chunks, in order.
     :param tokens: length of the prompt.
     """
     rules = [group.rules for group in spec.groups]
     present = _presence(pool, spec, digests)
-    # A group that sees everything needs every chunk from the first on; it bounds the search for all.
+    # A group that needs every chunk from the first on bounds the search for all.
     bound = len(digests)
     for kind, row in zip(rules, present, strict=True):
-        if not kind.windowed:
+        if not kind.first_token(tokens):
             missing = np.flatnonzero(~row)
             bound = min(bound, int(missing[0]) if missing.size else bound)
     tails: list[Tail] = []
@@ -54,11 +56,11 @@ def find_hit(pool: Pool, spec: ModelSpec, root: bytes, digests: list[bytes], tok
         for tail in _tails(pool, spec, parent, room):
             if len(tails) == MAX_TAILS:
                 break
-            hit = min(chunk * spec.chunk_tokens + tail[0], tokens - 1)
-            if _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
+            hit = spec.usable(chunk * spec.chunk_tokens + tail[0], tokens)
+            if hit is not None and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
                 tails.append(Tail(chunk, *tail))
-        hit = min(chunk * spec.chunk_tokens, tokens - 1)
-        if hit > 0 and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
+        hit = spec.usable(chunk * spec.chunk_tokens, tokens)
+        if hit and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
             return HitLength(hit, tuple(tails))
     return HitLength(0, tuple(tails))
 

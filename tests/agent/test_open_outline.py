@@ -1,0 +1,110 @@
+"""Outlines that a scheduler makes in another process: the worker opens the very step that it would have made itself."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from e2e.known import KnownWorker, Run, small_spec, step_of
+
+from layerflow.agent import NoStep
+from layerflow.agent.advisor import work_of
+from layerflow.agent.outline import OutlinePart, outline_loads, outline_saves
+from layerflow.errors import SpecError
+from layerflow.server import EmbeddedServer
+
+Embed = Callable[..., EmbeddedServer]
+
+
+def worker_on(server: EmbeddedServer) -> KnownWorker:
+    return KnownWorker(server.endpoint, small_spec(4, window=9), context=server.context)
+
+
+def outlines(worker: KnownWorker, run: Run) -> tuple[list[OutlinePart], list[OutlinePart]]:
+    """As they arrive from another process."""
+    asked = [run.request()]
+    made = outline_loads(worker.spec, asked), outline_saves(worker.spec, asked, partial=True)
+    loads, saves = pickle.loads(pickle.dumps(made))
+    return loads, saves
+
+
+def serve(worker: KnownWorker, run: Run) -> None:
+    loads, saves = outlines(worker, run)
+    with worker.agent.open_outline(loads, saves, timeout_s=20) as step:
+        assert worker.forward(step, [run]) == 0
+    assert not run.failed
+    assert worker.agent.wait_idle(run.name, 20)
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_the_messages_are_those_of_open_step(embed: Embed, discard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker_on(embed(transfer__discard_partial_chunks=discard)) as worker:
+        stored = worker.prompt(41)
+        worker.serve(stored)
+        run = worker.admit(worker.prompt(77, like=stored, shared=41))
+        sent = []
+        with monkeypatch.context() as patched:
+            patched.setattr(worker.agent._link, "send", sent.append)
+            own = step_of(worker.agent.open_step([run.request()]))
+            loads, saves = outlines(worker, run)
+            other = step_of(worker.agent.open_outline(loads, saves, work=work_of([run.request()])))
+        first, second = sent
+        assert (first.loads, first.saves) == (second.loads, second.saves)
+        assert all(bool(part.parent) != discard for part in first.saves)
+        assert own.work == other.work == (77 - run.hit.tokens, run.hit.tokens)
+        assert first.deadline - second.deadline == pytest.approx(0.0, abs=5.0)
+
+
+def test_the_round_trip(embed: Embed) -> None:
+    with worker_on(embed()) as worker:
+        stored = worker.prompt(41)
+        for hit in (0, 40):
+            run = worker.admit(stored)
+            assert run.hit.tokens == hit
+            serve(worker, run)
+        longer = worker.admit(worker.prompt(77, like=stored, shared=41))
+        assert longer.hit.tokens == 41
+        serve(worker, longer)
+
+
+def test_partial_tails_are_left_out_where_none_are_kept(embed: Embed) -> None:
+    with worker_on(embed(transfer__discard_partial_chunks=True)) as worker:
+        run = worker.admit(worker.prompt(41))
+        serve(worker, run)
+        assert worker.agent.lookup("again", run.chain).tokens == 32
+        short = worker.admit(worker.prompt(9))
+        assert isinstance(worker.agent.open_outline(*outlines(worker, short)), NoStep)
+
+
+def test_without_a_server_loads_fail_and_nothing_is_saved(embed: Embed) -> None:
+    server = embed()
+    with worker_on(server) as worker:
+        stored = worker.prompt(41)
+        worker.serve(stored)
+        run = worker.admit(worker.prompt(60, like=stored, shared=41))
+        loads, saves = outlines(worker, run)
+        worker.agent._inbox.silent = True
+        assert isinstance(worker.agent.open_outline([], saves), NoStep)
+        worker.agent._inbox.silent = False
+        worker.agent._inbox.lost("gone for this test")
+        assert isinstance(worker.agent.open_outline([], saves), NoStep)
+        with worker.agent.open_outline(loads, saves) as step:
+            assert not step.wait_layer(0)
+        assert {failed.request for failed in step.failed} == {run.name}
+        assert not worker.agent.busy(run.name)
+
+
+def test_an_outline_into_blocks_that_are_not_there(embed: Embed) -> None:
+    with worker_on(embed()) as worker:
+        run = worker.admit(worker.prompt(41))
+        loads, saves = outlines(worker, run)
+        for table in (saves[0].table + worker.blocks, saves[0].table[:3]):
+            with pytest.raises(SpecError, match=run.name):
+                worker.agent.open_outline(loads, [replace(saves[0], table=table)])
+        with pytest.raises(SpecError, match="timeout_s"):
+            worker.agent.open_outline(loads, saves, timeout_s=-1)
+        assert worker.agent.statistics().open_steps == 0
+        assert np.array_equal(saves[0].engine_blocks(), run.tables[0])
