@@ -44,6 +44,15 @@ class Scenario:
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._names = itertools.count()
+        self._preemptions = 0
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*given: Any, **named: Any) -> Any:
+            self._preemptions += 1
+            return preempt(*given, **named)
+
+        scheduler._preempt_request = counted
 
     def generate(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Answer]:
         """Serve prompts that arrive together."""
@@ -73,6 +82,10 @@ class Scenario:
                     said = Answer(tuple(made.token_ids), output.num_cached_tokens or 0, str(made.finish_reason))
                     answers[names[output.request_id]] = said
         raise AssertionError("unreachable")
+
+    def preemptions(self) -> int:
+        """How often a running request's blocks were taken away."""
+        return self._preemptions
 
     def reset(self) -> bool:
         """Forget vLLM's own prefix cache, so that later hits are layerflow's."""

@@ -26,7 +26,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_wrong_config(case: str, vllm: Callable[..., Engine]) -> None:
     extra, message = WRONG[case]
     with pytest.raises(EngineFailed) as failed:
-        vllm("llama", kv_transfer_config=connector(None, **extra))
+        vllm("llama", kv_transfer_config=connector(**({"endpoint": None} | extra)))
     last = str(failed.value).splitlines()[-1]
     assert last.startswith("layerflow.errors."), last
     assert message in last, last
