@@ -15,7 +15,7 @@ from e2e.known import KnownWorker, Run, eventually, small_spec, step_of
 from layerflow.agent import Step
 from layerflow.agent.outline import number_blocks, outline_saves
 from layerflow.agent.reads import SaveReads
-from layerflow.agent.step import SAVE
+from layerflow.agent.step import LOAD, SAVE
 from layerflow.agent.values import StepRequest
 from layerflow.errors import SpecError
 from layerflow.keys import Chain
@@ -30,23 +30,24 @@ OVERWRITTEN = 0x77
 
 
 class Gate:
-    """Holds the save lane inside its next copy until opened."""
+    """Holds a lane inside its next copy until opened."""
 
-    def __init__(self, worker: KnownWorker) -> None:
+    def __init__(self, worker: KnownWorker, direction: int = SAVE) -> None:
         self.entered = threading.Event()
         self._open = threading.Event()
-        self._copier: Any = worker.agent._inbox._copiers[SAVE]  # type: ignore[index]
-        self._save = self._copier.save
-        self._copier.save = self._held
+        self._copier: Any = worker.agent._inbox._copiers[direction]  # type: ignore[index]
+        self._name = "save" if direction == SAVE else "load"
+        self._copy = getattr(self._copier, self._name)
+        setattr(self._copier, self._name, self._held)
 
     def _held(self, extents: Extents, after: Any = None) -> Any:
         self.entered.set()
         assert self._open.wait(LONG_S)
-        return self._save(extents, after)
+        return self._copy(extents, after)
 
     def open(self) -> None:
         self._open.set()
-        self._copier.save = self._save
+        setattr(self._copier, self._name, self._copy)
 
 
 @pytest.fixture
@@ -133,9 +134,10 @@ def test_only_what_waits_behind_another_step_is_cut_off(worker: KnownWorker) -> 
     worker.agent.close()
 
 
-def test_a_step_that_still_computes_is_not_waited_for(worker: KnownWorker) -> None:
+def test_a_step_that_still_computes_is_not_waited_for(worker: KnownWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     run = worker.admit(worker.prompt(60))
     step = step_of(worker.agent.open_step([run.request()]))
+    monkeypatch.setattr(step.reads, "wait", lambda *_: pytest.fail("waited for a layer that the caller computes"))
     worker.compute(run, 0, 0, 60)
     step.layer_done(0)
     assert worker.agent.reclaim(run.tables, LONG_S) == 1
@@ -160,6 +162,44 @@ def test_other_blocks_and_ended_saves_are_nobodys_concern(worker: KnownWorker) -
     assert worker.agent.reclaim([np.arange(worker.blocks)], 0.0) == 0
     assert worker.serve(run.chain).hit.tokens == 59
     worker.agent.close()
+
+
+def test_what_was_read_is_not_cut_off_while_its_commit_waits(worker: KnownWorker) -> None:
+    """An earlier step still loads for the request, so nothing of it is published yet; its saves have been read."""
+    stored = worker.prompt(32)
+    worker.serve(stored)
+    run = worker.admit(worker.prompt(60, like=stored, shared=32))
+    gate = Gate(worker, LOAD)
+    loading = step_of(worker.agent.open_step([run.request(save=False)]))
+    assert gate.entered.wait(LONG_S)
+    with worker.agent.open_step([replace(run.request(), load=(0, 0))]) as step:
+        for layer in range(worker.spec.num_layers):
+            worker.compute(run, layer, 32, 60)
+            step.layer_done(layer)
+    assert eventually(lambda: not worker.agent.saving(run.name))
+    assert worker.agent.busy(run.name)
+    fresh = range(8, 15)  # the hit's blocks are still being loaded into
+    assert worker.agent.reclaim([run.tables[0][list(fresh)]], 0.0) == 0
+    for layer in range(worker.spec.num_layers):
+        worker.fill(run, layer, fresh, OVERWRITTEN)
+    gate.open()
+    assert loading.wait_all()
+    loading.close()
+    assert worker.agent.wait_idle(run.name, LONG_S)
+    assert worker.serve(run.chain).hit.tokens == 59
+    worker.agent.close()
+
+
+def test_what_the_server_gave_up_is_not_read(embed: Embed) -> None:
+    server = embed(transfer__save_backlog_bytes=1)
+    with KnownWorker(server.endpoint, context=server.context) as worker:
+        run = worker.admit(worker.prompt(60))
+        with worker.agent.open_step([run.request()]) as step:
+            assert eventually(lambda: worker.agent.poll().shed)
+            assert worker.agent.busy(run.name)
+            assert not worker.agent.saving(run.name)
+            assert worker.agent.reclaim(run.tables, 0.0) == 0
+            worker.forward(step, [run])
 
 
 def test_loads_are_no_saves(worker: KnownWorker) -> None:
