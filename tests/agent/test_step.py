@@ -215,3 +215,31 @@ def test_a_wait_does_not_tell_of_a_failure_while_a_batch_may_still_write_those_b
     step.end(scene.batches[1])
     thread.join(20)
     assert [failed.request for failed in outcomes[0].failed] == ["a"]
+
+
+class Enqueued:
+    """A device event that only notes who waited for it."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+def test_cutting_saves_waits_for_what_they_have_enqueued_and_for_no_load() -> None:
+    """On a device a copy has only been enqueued when the lane is done with it."""
+    scene, load, save = Scene(), Enqueued(), Enqueued()
+    step = scene.step
+    step._enqueued = [[] for _ in scene.batches]  # as on a device
+    assert step.begin(LOAD) and step.begin(SAVE)
+    step.end(scene.batches[0], event=load)  # type: ignore[arg-type]
+    step.end(Batch(1, 9, SAVE, 0, 0, 4, 0, 0, 1, 0.0, True), event=save)  # type: ignore[arg-type]
+    assert step.begin(LOAD), "a load that is being copied holds nobody up"
+    assert step.cut_saves("reclaimed")
+    assert (load.waited, save.waited) == (0, 1)
+    assert not step.begin(SAVE)
+    assert not step.cut_saves("again")
+    step.end(scene.batches[1])
+    step.quiet()
+    assert (load.waited, save.waited) == (1, 1)
