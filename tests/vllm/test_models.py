@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from comparison import MAX_TOKENS, Comparison, prompt, settled
-from engines import Engine, connector
+from engines import ONLY_SAVED, Engine, connector
 
 from layerflow_cli.bench.harness import ServerProcess
 
@@ -25,7 +25,7 @@ def test_tokens_and_hits(
 ) -> None:
     server = serve()
     engine = vllm(model, kv_transfer_config=connector(server.endpoint, mode=mode, chunk_tokens=CHUNK))
-    both = Comparison(plain(model), engine, server.endpoint, CHUNK)
+    both = Comparison(plain(model), engine, server.endpoint, CHUNK, loads=model not in ONLY_SAVED)
     first = prompt(1, 300)
     both.serve(first)
     both.serve(first)
