@@ -97,13 +97,22 @@ class Fleet:
     def hook_times(self) -> dict[str, dict[str, float]]:
         """What vLLM spent in each hook of the layer-wise connector; there only after it was stopped."""
         times: dict[str, dict[str, float]] = {}
-        for path in sorted(self.folder.glob(f"{self._hooks.name}.*")):
+        for path in self._hook_files():
             times |= json.loads(path.read_text())
         return times
+
+    def forget_hook_times(self) -> None:
+        """Those that an earlier run has left in the folder."""
+        for path in self._hook_files():
+            path.unlink()
 
     def _start(self, child: Child) -> None:
         self.children.append(child)
         child.wait_healthy()
+
+    def _hook_files(self) -> list[Path]:
+        # The connector adds its role and process to the name.
+        return sorted(self.folder.glob(f"{self._hooks.name}.*"))
 
     @property
     def _hooks(self) -> Path:
@@ -130,6 +139,7 @@ def fleet(folder: Path, contenders: Sequence[Contender], *, kv_bytes: int, pool_
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = Fleet(folder)
+    made.forget_hook_times()
     needed = {contender.pool for contender in contenders}
     segment = f"layerflow-bench-{os.getpid()}"
     with contextlib.ExitStack() as stack:

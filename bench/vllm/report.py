@@ -134,7 +134,10 @@ def machine() -> dict[str, Any]:
 
 
 def _version(venv: Path, name: str) -> str | None:
-    found = [path.name.split("-")[1] for path in venv.glob(f"lib/python3*/site-packages/{name}-*.dist-info")]
+    found = [
+        path.name.removesuffix(".dist-info").split("-")[1]
+        for path in venv.glob(f"lib/python3*/site-packages/{name}-*.dist-info")
+    ]
     return found[0] if found else None
 
 
