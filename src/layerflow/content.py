@@ -65,7 +65,15 @@ def model_content(path: Path) -> str:
     :returns: 32 hex digits, equal for equal models on every host.
     :raises SpecError: there is no checkpoint of this form, or a file of it is broken.
     """
-    config = _read_json(path / "config.json")
+    return folder_content(path, "config.json")
+
+
+def folder_content(path: Path, config_name: str) -> str:
+    """:func:`model_content` for folders whose configuration has another name (adapters).
+
+    :raises SpecError: as there.
+    """
+    config = _read_json(path / config_name)
     files = _weight_files(path)
     if not files:
         raise SpecError(

@@ -4,6 +4,7 @@ import re
 
 from pages import ROOT, code, page, rows, sections
 
+from layerflow.connectors.vllm.figures import FIGURES
 from layerflow.observe.metrics import Metrics
 
 TEXT = page("operations.md")
@@ -26,7 +27,7 @@ def test_every_metric_is_there_with_its_type_and_unit():
 
 
 def test_metrics_named_elsewhere_exist():
-    known = {name.removesuffix("_total") for name in exported()}
+    known = {name.removesuffix("_total") for name in exported()} | {f"layerflow_vllm_{name}" for name in FIGURES}
     for path in (ROOT / "docs").glob("*.md"):
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r"\blayerflow_(?!cli)\w+", re.sub(r"/\S*layerflow_\S*", "", text)):
@@ -36,7 +37,7 @@ def test_metrics_named_elsewhere_exist():
 def test_every_log_event_is_explained():
     told = {name for cells in rows(sections(TEXT)["Log events"]) for name in re.findall(r"`(\w+)`", cells[0])}
     said = set()
-    for room in ("server", "agent", "pool", "device"):
+    for room in ("server", "agent", "pool", "device", "connectors/vllm"):
         for path in (ROOT / "src/layerflow" / room).glob("*.py"):
             said |= set(
                 re.findall(
@@ -46,3 +47,8 @@ def test_every_log_event_is_explained():
             )
     assert said - told == set()
     assert told - said == set()
+
+
+def test_every_figure_of_the_vllm_connector_is_explained():
+    told = set(re.findall(r"`layerflow_vllm_(\w+)_total`", page("vllm.md")))
+    assert told == set(FIGURES)

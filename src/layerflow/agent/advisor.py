@@ -49,6 +49,18 @@ class Advisor:
                 self._compute.observe(*work, layer_s)
             self._known = (self._link.estimate, self._compute.estimate)
 
+    @property
+    def costs(self) -> tuple[LinkCost | None, ComputeCost | None]:
+        """What is known of this worker's link and compute."""
+        return self._known
+
+    def adopt(self, link: LinkCost | None, compute: ComputeCost | None) -> None:
+        """Take over what another worker of the same engine has learnt; a scheduler sees no transfer itself."""
+        with self._lock:
+            if self._known != (link, compute):
+                self._known = (link, compute)
+                self._recomputed = 0
+
     def advise(self, setting: str, hit: Hit, prompt_tokens: int) -> Mode:
         """How to use a hit.
 

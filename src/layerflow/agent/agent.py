@@ -26,6 +26,7 @@ from layerflow.agent.step import Step
 from layerflow.agent.values import MISS, AgentStatistics, Ended, Hit, StepRequest, Tally
 from layerflow.device import device_for
 from layerflow.errors import ConfigError, SessionError, SpecError, Unsupported
+from layerflow.flow.estimators import ComputeCost, LinkCost
 from layerflow.flow.policy import Mode
 from layerflow.keys import Chain, Media, root_digest
 from layerflow.observe.trace import StepTrace
@@ -141,6 +142,11 @@ class Agent:
         """
         terms = self.terms
         return self._inbox.advisor.advise(terms.mode if terms is not None else "auto", hit, prompt_tokens)
+
+    @property
+    def costs(self) -> tuple[LinkCost | None, ComputeCost | None]:
+        """What finished steps have shown of this worker's link and compute."""
+        return self._inbox.advisor.costs
 
     def open_step(self, requests: Sequence[StepRequest], timeout_s: float | None = None) -> Step | NoStep:
         """A forward pass begins, or is about to: loads start now, saves get their places.

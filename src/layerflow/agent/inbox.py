@@ -38,6 +38,9 @@ from layerflow.wire.messages import (
 )
 
 KEPT_TRACES = 64
+FEW_BATCHES = 2
+"""A lane with more work than this needs none soon: what it has done is told together with what it does next. Each
+report wakes two threads, on cores that compute."""
 
 log = structlog.get_logger("layerflow.agent")
 
@@ -303,7 +306,9 @@ class Inbox:
             else:
                 self._tally.saved_bytes += batch.nbytes
             job.news.done.append(batch.batch)
-        self.link.ring()
+        lane = self._load_lane if batch.direction == LOAD else self._save_lane
+        if failure or lane.waiting <= FEW_BATCHES:
+            self.link.ring()
 
 
 def _measured(step: Step, trace: StepTrace) -> Figures:

@@ -64,6 +64,11 @@ class LoadLane:
         self._thread = threading.Thread(target=self._run, name="layerflow-load", daemon=True)
         self._thread.start()
 
+    @property
+    def waiting(self) -> int:
+        """Batches behind the running one."""
+        return self._jobs.qsize()
+
     def put(self, job: Job) -> None:
         """Queue a batch; an emulated link begins to pass its bytes now."""
         job.sent, job.arrives = job.link.send(job.batch.nbytes)
@@ -130,6 +135,11 @@ class SaveLane:
         self._last_layer = 0.0
         self._thread = threading.Thread(target=self._run, name="layerflow-save", daemon=True)
         self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Batches that are not copied yet."""
+        return self._jobs.qsize() + len(self._gated)
 
     def put(self, job: Job) -> None:
         """Queue a batch that waits for its layer."""

@@ -23,6 +23,10 @@ class NoStep:
         """Ready."""
         return READY
 
+    def wait_loaded(self, timeout_s: float) -> bool:
+        """There is nothing to load."""
+        return True
+
     def layer_done(self, layer: int, event: object = None) -> None:
         """Nothing waits for it."""
 

@@ -131,6 +131,12 @@ class Step:
         self._waited_at = [time.monotonic()] * len(self._groups)  # no layer computes before the last has arrived
         return outcome
 
+    def wait_loaded(self, timeout_s: float) -> bool:
+        """Have the loads ended, well or not? Then :meth:`wait_all` returns at once. False after `timeout_s`."""
+        with self._condition:
+            left = min(timeout_s, self.deadline - time.monotonic())
+            return self._condition.wait_for(lambda: not self.loading, left) or time.monotonic() >= self.deadline
+
     def layer_done(self, layer: int, event: object = None) -> None:
         """After the new tokens' KV of `layer` was written; its saves may leave.
 

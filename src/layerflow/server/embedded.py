@@ -21,13 +21,14 @@ TERM_TIMEOUT_S = 0.5
 class EmbeddedServer:
     """A running server in this process. Agents take :attr:`endpoint` and :attr:`context`.
 
-    :param settings: its ``server.endpoint`` is replaced by an ``inproc://`` one; HTTP is not served.
+    :param settings: its ``server.endpoint`` is replaced; HTTP is not served.
+    :param endpoint: an ``ipc://`` one, where other processes are to reach the server too; None = an ``inproc://`` one.
     :raises DeadlineExceeded: it did not start.
     """
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: Settings | None = None, endpoint: str | None = None) -> None:
         base = settings or Settings()
-        self.endpoint = f"inproc://layerflow-{id(self):x}"
+        self.endpoint = endpoint or f"inproc://layerflow-{id(self):x}"
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         server_settings = base.server.model_copy(update={"endpoint": self.endpoint})
         self.server = Server(base.model_copy(update={"server": server_settings}), self.context)

@@ -1,0 +1,1 @@
+"""Connectors: thin translations of an engine's hooks into the agent's calls."""

@@ -1,0 +1,26 @@
+"""layerflow for vLLM: name this module in ``--kv-transfer-config``.
+
+.. code-block:: json
+
+    {"kv_connector": "LayerflowConnector", "kv_connector_module_path": "layerflow.connectors.vllm",
+     "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+     "kv_connector_extra_config": {"endpoint": "ipc:///run/user/1000/layerflow-1000/control"}}
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from layerflow.connectors.vllm.connector import LayerflowConnector
+
+__all__ = ["LayerflowConnector"]
+
+
+def __getattr__(name: str) -> object:
+    """The connector needs vLLM; its settings and arithmetic do not."""
+    if name != "LayerflowConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from layerflow.connectors.vllm.connector import LayerflowConnector  # noqa: PLC0415
+
+    return LayerflowConnector

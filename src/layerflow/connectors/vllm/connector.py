@@ -1,0 +1,244 @@
+"""``LayerflowConnector``: vLLM's hooks, each handed to the scheduler's or the worker's side.
+
+To follow a request: ``on_new_request`` and ``get_num_new_matched_tokens`` look it up, ``update_state_after_alloc``
+accepts the hit, ``build_connector_meta`` outlines what the step moves (all :mod:`.scheduler`); in every worker
+``handle_preemptions`` and ``bind_connector_metadata`` open the agent's steps, ``wait_for_layer_load`` and
+``save_kv_layer`` gate each layer, ``wait_for_save`` closes, ``get_finished`` reports (all :mod:`.worker`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from layerflow.agent import Agent
+from layerflow.connectors.vllm.embed import embed, embedded_endpoint
+from layerflow.connectors.vllm.hook_times import ENVIRONMENT, HookTimes
+from layerflow.connectors.vllm.layout import layout_of
+from layerflow.connectors.vllm.options import parse_options
+from layerflow.connectors.vllm.plan import StepPlan
+from layerflow.connectors.vllm.scheduler import SchedulerSide
+from layerflow.connectors.vllm.stats import TransferMetrics, TransferStats
+from layerflow.connectors.vllm.versions import check_version
+from layerflow.connectors.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from layerflow.server import EmbeddedServer
+
+_SCHEDULER_HOOKS = (
+    "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
+    "update_connector_output", "request_finished_all_groups",
+)  # fmt: skip
+_WORKER_HOOKS = (
+    "handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer",
+    "wait_for_save", "get_finished", "get_kv_connector_stats", "build_connector_worker_meta",
+)  # fmt: skip
+
+# vLLM 0.27 has neither: failures of background loads are told by their blocks there.
+_TransferResults = getattr(base, "KVConnectorTransferResults", None)
+
+
+class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM creates one per worker and one for its scheduler.
+
+    :raises ConfigError: the extra config; see :class:`.options.Options`.
+    :raises Unsupported: a vLLM, a parallelism or a cache that the connector does not know.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_version(vllm.__version__)
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = self._kv_transfer_config
+        self.options = parse_options(
+            transfer.kv_connector_extra_config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer
+        )
+        self._groups = len(kv_cache_config.kv_cache_groups)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._server: EmbeddedServer | None = None
+        self._bound: StepPlan | None = None
+        self._forward = False
+        self._failed: set[str] = set()
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                self.options, transfer.engine_id, self._groups, can_fail_in_background=_TransferResults is not None
+            )
+        self._times: HookTimes | None = None
+        if os.environ.get(ENVIRONMENT):
+            self._times = HookTimes(os.environ[ENVIRONMENT], role.name.lower())
+            self._times.watch(self, _SCHEDULER_HOOKS if role == KVConnectorRole.SCHEDULER else _WORKER_HOOKS)
+
+    # -- what vLLM asks about the connector ---------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what was not saved is computed again."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers can only wait for their blocks if the hooks run: not inside one replayed graph."""
+        return parse_options(extra_config, producer=True, consumer=True).mode != "bulk"
+
+    # -- the scheduler's process ----------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """The workers' layouts."""
+        assert self._scheduler is not None
+        self._scheduler.meet_workers([metadata[rank] for rank in sorted(metadata)])
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come in."""
+        assert self._scheduler is not None
+        self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How much can be loaded."""
+        assert self._scheduler is not None
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has its blocks."""
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+        """What the step moves."""
+        assert self._scheduler is not None
+        return self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers report."""
+        assert self._scheduler is not None
+        self._scheduler.heard(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over."""
+        assert self._scheduler is not None
+        return self._scheduler.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over."""
+        assert self._scheduler is not None
+        return self._scheduler.finished(request)
+
+    def reset_cache(self) -> bool | None:
+        """Forget what is stored."""
+        assert self._scheduler is not None
+        return self._scheduler.reset()
+
+    # -- the workers' processes -----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The worker's cache exists: attach."""
+        layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, self.options)
+        endpoint = self.options.endpoint
+        engine_id = self._kv_transfer_config.engine_id
+        if not endpoint:
+            endpoint = embedded_endpoint(engine_id)
+            if layout.spec.shard.tp_rank == 0:
+                self._server = embed(self.options, engine_id)
+        agent = Agent(endpoint, layout.spec, layout.tensors, engine_id)
+        # With several cache groups vLLM may zero new blocks while it prepares a step, and with asynchronous scheduling
+        # the step before may still run then.
+        early = self._groups == 1 and not self._vllm_config.scheduler_config.async_scheduling
+        self._worker = WorkerSide(agent, layout, endpoint, several_groups=self._groups > 1, early=early)
+
+    def get_handshake_metadata(self) -> Any:
+        """For :meth:`set_xfer_handshake_metadata`."""
+        return self._worker.greeting if self._worker is not None else None
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """The step is about to be prepared."""
+        if self._worker is not None:
+            self._worker.prepare(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """The step is prepared."""
+        moves = self._worker is not None and self._worker.begin(connector_metadata)
+        self._bound = connector_metadata if moves else None
+
+    def has_connector_metadata(self) -> bool:
+        """False spares the step the per-layer hooks."""
+        return self._bound is not None
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        self._bound = None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """The forward pass is next, or has been where nothing of the step is loaded."""
+        self._forward = forward_context.attn_metadata is not None
+        if self._worker is not None:
+            self._worker.wait_tails()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Before a layer's attention."""
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """After it."""
+        if self._worker is not None:
+            self._worker.layer_done(layer_name)
+
+    def wait_for_save(self) -> None:
+        """The forward pass is over; saves go on."""
+        if self._worker is not None:
+            self._worker.end()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose saves, and whose background loads, have ended."""
+        if self._worker is None:
+            return None, None
+        sent, arrived, self._failed = self._worker.transfers(forward=self._forward)
+        return sent, arrived
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same, with those that failed."""
+        sent, arrived = self.get_finished(finished_req_ids)
+        assert _TransferResults is not None
+        return _TransferResults(sent or set(), arrived or set(), self._failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks to compute again."""
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> Any:
+        """For :meth:`update_connector_output`."""
+        return self._worker.news() if self._worker is not None else None
+
+    # -- both -----------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        """What was moved."""
+        return self._worker.stats() if self._worker is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        """From what a worker has sent."""
+        return TransferStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> TransferMetrics:
+        """Counters on vLLM's /metrics."""
+        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Detach."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._server is not None:
+            self._server.close()
+        if self._times is not None:
+            self._times.write()

@@ -1,0 +1,55 @@
+"""What a worker counts and measures of its transfers, for vLLM's statistics."""
+
+from __future__ import annotations
+
+from layerflow.observe.trace import StepFigures
+
+FIGURES = {
+    "load_bytes": "Bytes loaded from the pool.",
+    "load_seconds": "Time during which loads were moving.",
+    "load_exposed_seconds": "Time that the engine stood still for loads.",
+    "load_hidden_seconds": "Load time that compute covered.",
+    "save_bytes": "Bytes saved to the pool.",
+    "save_seconds": "Time during which saves were moving.",
+    "save_exposed_seconds": "Save time that outlasted compute.",
+    "failed_loads": "Requests of which a load failed; their tokens were recomputed.",
+    "failed_saves": "Saves that failed; they cost a later miss.",
+    "shed_saves": "Saves dropped to keep out of the way.",
+    "revoked_saves": "Steps whose saves were given up because vLLM reused their blocks.",
+}
+"""Every figure, summed over steps and ranks, with what it counts."""
+
+
+class StepTally:
+    """One worker's figures since they were last taken."""
+
+    def __init__(self) -> None:
+        self.failed_loads = self.failed_saves = self.shed = self.revoked = 0
+        self._moved: dict[str, float] = {}
+
+    def moved(self, load: StepFigures, save: StepFigures) -> None:
+        """A step has finished."""
+        for name, value in (
+            ("load_bytes", load.bytes),
+            ("load_seconds", load.transfer_ms / 1e3),
+            ("load_exposed_seconds", load.exposed_ms / 1e3 if load.bytes else 0.0),
+            ("load_hidden_seconds", load.hidden_ms / 1e3),
+            ("save_bytes", save.bytes),
+            ("save_seconds", save.transfer_ms / 1e3),
+            ("save_exposed_seconds", save.exposed_ms / 1e3),
+        ):
+            if value:
+                self._moved[name] = self._moved.get(name, 0) + value
+
+    def take(self) -> dict[str, float]:
+        """The figures that are not 0, and start over."""
+        counts = {
+            "failed_loads": self.failed_loads,
+            "failed_saves": self.failed_saves,
+            "shed_saves": self.shed,
+            "revoked_saves": self.revoked,
+        }
+        taken = self._moved | {name: count for name, count in counts.items() if count}
+        self.failed_loads = self.failed_saves = self.shed = self.revoked = 0
+        self._moved = {}
+        return taken

@@ -1,0 +1,194 @@
+"""vLLM's KV cache as layerflow sees it: groups, planes, and the registered tensors' blocks.
+
+A block is moved whole and as it lies in memory: what its bytes mean is the attention backend's business (the CPU
+backend, for one, tiles keys over 32 tokens). So planes are raw bytes, and everything that decides their packing is
+part of the fingerprint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerflow.connectors.vllm.identity import arithmetic_of, content_of
+from layerflow.connectors.vllm.options import Options
+from layerflow.errors import Unsupported
+from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane, Shard
+
+# By class name: which of these a vLLM has differs between versions.
+_KINDS = {
+    "FullAttentionSpec": "full",
+    "MLAAttentionSpec": "mla",
+    "SlidingWindowSpec": "sliding",
+    "SlidingWindowMLASpec": "sliding",
+    "MambaSpec": "state",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One worker's cache.
+
+    :param spec: for layerflow.
+    :param tensors: for the agent: per layer and plane, uint8, shape ``(num_blocks, entries, bytes)``.
+    :param numbers: layer names to layerflow's layer numbers.
+    :param vllm_groups: for each of layerflow's groups: the vLLM cache group whose block table it shares.
+    """
+
+    spec: ModelSpec
+    tensors: dict[int, dict[str, torch.Tensor]]
+    numbers: dict[str, int]
+    vllm_groups: tuple[int, ...]
+
+
+def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], options: Options) -> Layout:
+    """Translate what vLLM registers.
+
+    :param cache: vLLM's KVCacheConfig.
+    :param kv_caches: registered tensors by layer name.
+    :raises Unsupported: a cache kind or a memory layout that cannot be moved safely.
+    """
+    shard = _shard(vllm_config.parallel_config)
+    places: dict[tuple[int, Any, tuple[int, ...]], list[str]] = {}
+    planes: dict[str, tuple[torch.Tensor, ...]] = {}
+    for index, group in enumerate(cache.kv_cache_groups):
+        if not getattr(group, "enable_kv_transfer", True):
+            continue
+        for name in group.layer_names:
+            layer_spec = _layer_spec(group.kv_cache_spec, name)
+            planes[name] = _planes(name, layer_spec, kv_caches[name], cache.num_blocks)
+            widths = tuple(plane.shape[2] for plane in planes[name])
+            places.setdefault((index, layer_spec, widths), []).append(name)
+    numbers = {name: number for number, name in enumerate(sorted(planes, key=_forward_order))}
+    groups: list[GroupSpec] = []
+    vllm_groups: list[int] = []
+    for (index, layer_spec, widths), names in places.items():
+        kind = _kind(layer_spec)
+        layers = tuple(sorted(numbers[name] for name in names))
+        own = tuple(Plane(f"part{part}" if part else "kv", "uint8", (width,)) for part, width in enumerate(widths))
+        window = layer_spec.sliding_window if kind == "sliding" else 0
+        groups.append(GroupSpec(kind, layer_spec.block_size, layers, own, window))
+        vllm_groups.append(index)
+    spec = ModelSpec(
+        name=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
+        content=content_of(vllm_config, options.model_content),
+        groups=tuple(groups),
+        shard=shard,
+        attention=_packing(vllm_config, cache, planes),
+        quantization=arithmetic_of(vllm_config),
+        chunk_tokens=chunk_tokens([group.block_size for group in groups], options.chunk_tokens),
+    )
+    tensors = {
+        numbers[name]: {f"part{part}" if part else "kv": plane for part, plane in enumerate(parts)}
+        for name, parts in planes.items()
+    }
+    return Layout(spec, tensors, numbers, tuple(vllm_groups))
+
+
+def chunk_tokens(block_sizes: Sequence[int], wanted: int = 0) -> int:
+    """Tokens of a chunk: `wanted` if given, else the least multiple of every block size from 256 tokens on."""
+    if wanted:
+        return wanted
+    unit = math.lcm(*block_sizes)
+    return unit * -(-DEFAULT_CHUNK_TOKENS // unit)
+
+
+def _kind(layer_spec: Any) -> str:
+    name = type(layer_spec).__name__
+    if name not in _KINDS or getattr(layer_spec, "compress_ratio", 1) not in (None, 1):
+        raise Unsupported(
+            f"this model has a KV cache of kind {name}"
+            f"{' with compression' if name in _KINDS else ''}, which layerflow cannot move yet; run it without the "
+            "connector"
+        )
+    if name == "MambaSpec" and layer_spec.mamba_cache_mode != "align":
+        raise Unsupported(
+            f"recurrent layers with mamba_cache_mode={layer_spec.mamba_cache_mode!r} keep no state that a later prompt "
+            "could continue from; start vLLM with --enable-prefix-caching (and --mamba-cache-mode align)"
+        )
+    return _KINDS[name]
+
+
+def _shard(parallel: Any) -> Shard:
+    if parallel.pipeline_parallel_size > 1:
+        raise Unsupported("pipeline parallelism is not supported yet; use tensor parallelism")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise Unsupported(f"{name} > 1 spreads a block over ranks, which is not supported yet; set it to 1")
+    return Shard(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size)
+
+
+def _layer_spec(group_spec: Any, name: str) -> Any:
+    per_layer = getattr(group_spec, "kv_cache_specs", None)  # layers of one block table, but of several shapes
+    return group_spec if per_layer is None else per_layer[name]
+
+
+def _forward_order(name: str) -> tuple[int, str]:
+    """Layers as the forward pass meets them: by the first number in their name."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), 0), name
+
+
+def _planes(name: str, layer_spec: Any, registered: Any, num_blocks: int) -> tuple[torch.Tensor, ...]:
+    """The layer's blocks as uint8 tensors of shape ``(num_blocks, entries, bytes)``, sharing memory."""
+    entries = 1 if _kind(layer_spec) == "state" else layer_spec.block_size
+    parts = list(registered) if isinstance(registered, list | tuple) else [registered]
+    views: list[torch.Tensor] = []
+    for tensor in parts:
+        if tensor.shape[0] % num_blocks and tensor.dim() > 1 and tensor.shape[1] % num_blocks == 0:
+            views += [_blocks(name, half, num_blocks, entries) for half in tensor]  # keys and values apart
+        else:
+            views.append(_blocks(name, tensor, num_blocks, entries))
+    return tuple(views)
+
+
+def _blocks(name: str, tensor: torch.Tensor, num_blocks: int, entries: int) -> torch.Tensor:
+    """Raw bytes of each block; a block that kernels see as several smaller ones is one again."""
+    ratio, rest = divmod(tensor.shape[0], num_blocks)
+    if rest or not ratio:
+        raise Unsupported(f"layer {name}: a cache of shape {tuple(tensor.shape)} has no axis of {num_blocks} blocks")
+    item = tensor.element_size()
+    stride, inner = tensor.stride(0) * item, _dense_bytes(tensor[0])
+    if inner is None or (ratio > 1 and stride != inner) or (inner * ratio) % entries:
+        raise Unsupported(
+            f"layer {name}: a block of its cache (shape {tuple(tensor.shape)}, strides {tensor.stride()}) is not one "
+            "piece of memory; choose another attention backend or KV cache layout"
+        )
+    storage = tensor.untyped_storage()
+    offset = tensor.data_ptr() - storage.data_ptr()
+    width = inner * ratio // entries
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(storage, offset, (num_blocks, entries, width), (stride * ratio, width, 1))
+
+
+def _dense_bytes(block: torch.Tensor) -> int | None:
+    """Bytes of a tensor without holes, whatever the order of its axes; None with holes."""
+    expected = 1
+    for stride, size in sorted(zip(block.stride(), block.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return None
+        expected *= size
+    return block.numel() * block.element_size()
+
+
+def _packing(vllm_config: Any, cache: Any, planes: Mapping[str, Sequence[torch.Tensor]]) -> str:
+    """How the engine packs a block: its attention backends, their instruction set, the cache's layout."""
+    layers = vllm_config.compilation_config.static_forward_context
+    backends = set()
+    for name in planes:
+        layer = layers.get(name)
+        backend = getattr(layer, "attn_backend", None)
+        label = backend.get_name() if backend is not None else type(layer).__name__
+        backends.add(f"{label}/{getattr(layer, 'isa', '') or _cpu_isa(vllm_config, layer)}")
+    return f"vllm:{'+'.join(sorted(backends))}:{getattr(cache, 'kv_cache_layout', None) or ''}"
+
+
+def _cpu_isa(vllm_config: Any, layer: Any) -> str:
+    """The CPU backend tiles a block by what the processor can do."""
+    if vllm_config.device_config.device_type != "cpu":
+        return ""
+    amx = "amx" if torch.cpu._is_amx_tile_supported() else "plain"
+    return f"{amx}:head{getattr(layer, 'head_size', 0)}"

@@ -1,0 +1,157 @@
+"""What ``kv_connector_extra_config`` may hold, and what the keys of the systems people come from mean here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from layerflow.config import Settings
+from layerflow.errors import ConfigError
+
+ModeSetting = Literal["auto", "layerwise", "bulk"]
+
+DEFAULT_LOOKUP_WAIT_MS = 2.0
+"""How long the scheduler waits for a lookup before it asks again in its next pass."""
+
+# Settings of the server: with an endpoint they are the operator's, embedded they are taken from here.
+_SERVER_KEYS = {
+    "layerwise_prefetch_layers": "transfer.prefetch_layers",
+    "layerwise_max_transfer_blocks": "transfer.max_transfer_blocks",
+    "layerwise_max_transfer_bytes": "transfer.max_transfer_bytes",
+    "h2d_stagger_us": "transfer.h2d_stagger_us",
+    "pool_size": "pool.size",
+}
+_REFUSED = {
+    "layerwise_num_shared_buffers": "layerflow shares one arena between all layers; size it with pool.size "
+    "in the server's config (pool_size here if the server is embedded)",
+    "lookup_rpc_port": "scheduler and workers meet at `endpoint`; remove the port",
+    "mooncake_rpc_port": "scheduler and workers meet at `endpoint`; remove the port",
+}
+_OWN_KEYS = (
+    "endpoint", "mode", "use_layerwise", "load_async", "backend", "chunk_tokens", "discard_partial_chunks",
+    "save_decode_cache", "consumer_is_to_load", "consumer_is_to_put", "lookup_wait_ms", "model_content",
+)  # fmt: skip
+_BACKENDS = ("memory", "mooncake", "memcache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The connector's settings, checked.
+
+    :param endpoint: of a running ``layerflow run``; "" = embed a server in the first worker's process.
+    :param mode: how hits are loaded; see :mod:`layerflow.connectors.vllm.scheduler`.
+    :param chunk_tokens: tokens keyed and stored together; 0 = about 256, a multiple of every block size.
+    :param load: look prompts up and load hits.
+    :param save: store what is computed.
+    :param save_decode: also chunks that fill up while decoding.
+    :param save_partial: also the prompt's last, partial chunk.
+    :param lookup_wait_s: how long one scheduling pass may wait for a lookup, seconds.
+    :param model_content: names the weights where they are not safetensors files; "" = digest of the checkpoint.
+    :param server: settings of the embedded server, ``{"transfer.prefetch_layers": 3}``.
+    """
+
+    endpoint: str = ""
+    mode: ModeSetting = "auto"
+    chunk_tokens: int = 0
+    load: bool = True
+    save: bool = True
+    save_decode: bool = False
+    save_partial: bool = True
+    lookup_wait_s: float = DEFAULT_LOOKUP_WAIT_MS / 1e3
+    model_content: str = ""
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -> Options:
+    """Check and translate an extra config.
+
+    :param producer: vLLM's ``kv_role`` is ``kv_producer`` or ``kv_both``.
+    :param consumer: it is ``kv_consumer`` or ``kv_both``.
+    :raises ConfigError: an unknown key, a value of the wrong kind, a contradiction, or a key of another system
+        that means nothing here; the message says what to use.
+    """
+    for key in extra:
+        if key in _REFUSED:
+            raise ConfigError(f"kv_connector_extra_config: {key} has no use here: {_REFUSED[key]}")
+        if key not in _OWN_KEYS and key not in _SERVER_KEYS:
+            known = ", ".join(sorted((*_OWN_KEYS, *_SERVER_KEYS)))
+            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; known are {known}")
+    endpoint = _text(extra, "endpoint")
+    if endpoint.startswith("tcp://"):
+        raise ConfigError(
+            f"kv_connector_extra_config: endpoint {endpoint!r}: workers share memory with the server, so it must run "
+            "on this machine; give its ipc:// endpoint"
+        )
+    _check_backend(_text(extra, "backend") or "memory", embedded=not endpoint)
+    server = {setting: extra[key] for key, setting in _SERVER_KEYS.items() if key in extra}
+    if endpoint and server:
+        keys = ", ".join(key for key in _SERVER_KEYS if key in extra)
+        raise ConfigError(
+            f"kv_connector_extra_config: {keys}: the server at {endpoint} has its own settings; set "
+            f"{', '.join(server)} in the config of `layerflow run`"
+        )
+    Settings.load(None, server)  # refuses bad values now, with their names
+    chunk_tokens = _number(extra, "chunk_tokens", 0)
+    if chunk_tokens != int(chunk_tokens) or chunk_tokens < 0:
+        raise ConfigError(f"kv_connector_extra_config: chunk_tokens = {chunk_tokens}: should be a whole number")
+    wait_ms = _number(extra, "lookup_wait_ms", DEFAULT_LOOKUP_WAIT_MS)
+    if not 0 <= wait_ms <= 1000:
+        raise ConfigError(f"kv_connector_extra_config: lookup_wait_ms = {wait_ms}: should be 0 to 1000")
+    return Options(
+        endpoint=endpoint,
+        mode=_mode(extra),
+        chunk_tokens=int(chunk_tokens),
+        load=consumer and _switch(extra, "consumer_is_to_load", True),
+        save=producer or _switch(extra, "consumer_is_to_put", False),
+        save_decode=_switch(extra, "save_decode_cache", False),
+        save_partial=not _switch(extra, "discard_partial_chunks", False),
+        lookup_wait_s=wait_ms / 1e3,
+        model_content=_text(extra, "model_content"),
+        server=server,
+    )
+
+
+def _mode(extra: Mapping[str, Any]) -> ModeSetting:
+    mode = _text(extra, "mode")
+    if mode and mode not in ("auto", "layerwise", "bulk"):
+        raise ConfigError(f"kv_connector_extra_config: mode = {mode!r}: should be auto, layerwise or bulk")
+    wanted = {mode} if mode else set()
+    if "use_layerwise" in extra:
+        wanted.add("layerwise" if _switch(extra, "use_layerwise", True) else "bulk")
+    if _switch(extra, "load_async", False):
+        wanted.add("bulk")  # all of a hit is there before its request is scheduled
+    if len(wanted) > 1:
+        raise ConfigError(
+            "kv_connector_extra_config: mode, use_layerwise and load_async contradict each other; keep only mode = "
+            "auto, layerwise or bulk (loads that vLLM does not wait for)"
+        )
+    return wanted.pop() if wanted else "auto"  # type: ignore[return-value]
+
+
+def _check_backend(backend: str, *, embedded: bool) -> None:
+    if backend not in _BACKENDS:
+        raise ConfigError(f"kv_connector_extra_config: backend {backend!r}: should be one of {', '.join(_BACKENDS)}")
+    if embedded:
+        Settings.load(None, {"pool.backend": backend})
+
+
+def _text(extra: Mapping[str, Any], key: str) -> str:
+    value = extra.get(key, "")
+    if not isinstance(value, str):
+        raise ConfigError(f"kv_connector_extra_config: {key} = {value!r}: should be text")
+    return value
+
+
+def _switch(extra: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = extra.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"kv_connector_extra_config: {key} = {value!r}: should be true or false")
+    return value
+
+
+def _number(extra: Mapping[str, Any], key: str, default: float) -> float:
+    value = extra.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"kv_connector_extra_config: {key} = {value!r}: should be a number")
+    return value

@@ -1,0 +1,94 @@
+"""What the scheduler's side tells every worker about one step, and what the workers tell it back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from layerflow.agent.outline import OutlinePart
+from layerflow.flow.estimators import ComputeCost, LinkCost
+
+
+@dataclass(slots=True)
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's transfers; the same for all ranks: outlines name chunks, not shards.
+
+    :param number: of this plan among those that save something; 0 = it saves nothing.
+    :param loads: hits of requests that run in this step, waited for layer by layer.
+    :param tails: blocks of these hits that the step also writes to: vLLM writes a layer's new keys and values
+        before it asks for the layer's loaded ones, so these must be there before the forward pass.
+    :param background: hits whose requests wait until everything is loaded, by request.
+    :param saves: what the step computes.
+    :param fresh: newly allocated block ids, per layerflow group: about to be overwritten.
+    :param leaving: finished requests whose blocks stay until their saves have ended.
+    :param work: new tokens and their context, see :func:`layerflow.agent.advisor.work_of`.
+    """
+
+    number: int = 0
+    loads: list[OutlinePart] = field(default_factory=list)
+    tails: list[OutlinePart] = field(default_factory=list)
+    background: dict[str, list[OutlinePart]] = field(default_factory=dict)
+    saves: list[OutlinePart] = field(default_factory=list)
+    fresh: tuple[tuple[int, ...], ...] = ()
+    leaving: tuple[str, ...] = ()
+    work: tuple[int, int] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing moves in this step; vLLM then skips its per-layer hooks."""
+        return not (self.loads or self.tails or self.saves)
+
+
+@dataclass(slots=True)
+class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What a worker has learnt since its last step.
+
+    :param overlaps: of requests whose loads have ended: hidden and whole transfer time, seconds.
+    :param drained: (request, number of the last plan that saved for it) of saves that have ended, with how many
+        ranks say so.
+    :param costs: the worker's link and compute, as far as measured.
+    """
+
+    overlaps: dict[str, tuple[float, float]] = field(default_factory=dict)
+    drained: dict[tuple[str, int], int] = field(default_factory=dict)
+    costs: tuple[LinkCost | None, ComputeCost | None] | None = None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
+        """Of all ranks of one step: times add up, the slowest rank's costs count."""
+        assert isinstance(other, WorkerNews)
+        overlaps = dict(self.overlaps)
+        for request, (hidden, whole) in other.overlaps.items():
+            mine = overlaps.get(request, (0.0, 0.0))
+            overlaps[request] = (mine[0] + hidden, mine[1] + whole)
+        drained = dict(Counter(self.drained) + Counter(other.drained))
+        return WorkerNews(overlaps, drained, _slower(self.costs, other.costs))
+
+
+@dataclass(slots=True)
+class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """A worker's spec, for the scheduler to look up with.
+
+    :param spec: msgpack of :class:`layerflow.spec.ModelSpec`.
+    :param vllm_groups: see :class:`.layout.Layout`.
+    :param endpoint: where the server listens (the embedded one's is chosen by the worker).
+    """
+
+    spec: bytes
+    vllm_groups: tuple[int, ...]
+    endpoint: str
+
+
+Costs = tuple[LinkCost | None, ComputeCost | None]
+
+
+def _slower(one: Costs | None, other: Costs | None) -> Costs | None:
+    if one is None or other is None:
+        return one or other
+    links = [link for link in (one[0], other[0]) if link is not None]
+    return min(links, key=lambda link: link.bandwidth, default=None), one[1] or other[1]

@@ -1,0 +1,218 @@
+"""The worker's side: the agent in vLLM's hooks.
+
+One step of vLLM is up to two steps of the agent: one for the blocks that must be there before the forward pass,
+one for everything else. Loads in the background are steps of their own and outlive vLLM's.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+import numpy as np
+import structlog
+
+from layerflow.agent import Agent, NoStep, Outcome, Step
+from layerflow.agent.outline import OutlinePart
+from layerflow.connectors.vllm.figures import StepTally
+from layerflow.connectors.vllm.layout import Layout
+from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerNews
+from layerflow.connectors.vllm.stats import TransferStats
+from layerflow.observe.trace import figures
+
+RECLAIM_S = 0.2
+"""How long saves that still read recycled blocks may go on before they are given up."""
+
+IDLE_WAIT_S = 1e-3
+"""How long a pass without a forward waits for background loads: it has nothing else to do."""
+
+log = structlog.get_logger("layerflow.vllm")
+
+
+class WorkerSide:
+    """One per worker.
+
+    :param early: loads may begin before vLLM has prepared the step: nothing that it does then touches the blocks.
+    """
+
+    def __init__(self, agent: Agent, layout: Layout, endpoint: str, *, several_groups: bool, early: bool) -> None:
+        self._agent = agent
+        self._layout = layout
+        self._endpoint = endpoint
+        self._several_groups = several_groups
+        self._early = early
+        self._plan: StepPlan | None = None
+        self._hooked = False
+        self._step: Step | NoStep | None = None
+        self._tails: Step | NoStep | None = None
+        self._background: dict[str, Step | NoStep] = {}
+        self._leaving: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._loads_of: dict[int, tuple[str, ...]] = {}
+        self._overlaps: dict[str, tuple[float, float]] = {}
+        self._saving: dict[str, int] = {}
+        self._tally = StepTally()
+
+    @property
+    def greeting(self) -> WorkerLayout:
+        """For the scheduler's side."""
+        return WorkerLayout(msgspec.msgpack.encode(self._layout.spec), self._layout.vllm_groups, self._endpoint)
+
+    # -- before the forward pass --------------------------------------------------------------------
+
+    def prepare(self, plan: StepPlan) -> None:
+        """A step is about to be prepared: blocks that it overwrites must be nobody's source any more."""
+        if any(plan.fresh):
+            cut = self._agent.reclaim([np.array(ids, dtype=np.int64) for ids in plan.fresh], RECLAIM_S)
+            self._tally.revoked += cut
+        self._plan, self._hooked = plan, False
+        if self._early or not (plan.loads or plan.tails):
+            self._open(plan)
+
+    def begin(self, plan: StepPlan) -> bool:
+        """The step is prepared; False if nothing moves in it."""
+        if self._plan is not plan:
+            self.prepare(plan)
+        if self._step is None and self._tails is None and not plan.idle:
+            self._open(plan)
+        for request, parts in plan.background.items():
+            self._background[request] = self._remember(self._agent.open_outline(parts, []), (request,))
+        self._leaving.update(plan.leaving)
+        return not plan.idle
+
+    def wait_tails(self) -> None:
+        """Blocks that the forward pass writes to hold their loaded tokens."""
+        if self._tails is not None:
+            self._check(self._tails, self._tails.wait_all())
+
+    def wait_layer(self, name: str) -> None:
+        """Before the layer's attention."""
+        number = self._layout.numbers.get(name)
+        self._hooked = True
+        if self._step is not None and number is not None:
+            outcome = self._step.wait_layer(number)
+            if not outcome.ready:
+                self._check(self._step, outcome)
+
+    def layer_done(self, name: str) -> None:
+        """The layer's new keys and values are written."""
+        number = self._layout.numbers.get(name)
+        if self._step is not None and number is not None:
+            self._step.layer_done(number)
+
+    # -- after it -----------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """The forward pass has ended: layers without hooks are done now, and so are skipped ones."""
+        step, self._step = self._step, None
+        tails, self._tails = self._tails, None
+        if tails is not None:
+            tails.close()
+        if step is None:
+            return
+        crashed = sys.exc_info()[0] is not None  # vLLM calls this on its way out too
+        if not crashed:
+            if not self._hooked:  # a replayed graph, or layers without hooks
+                self._check(step, step.wait_all())
+            for number in self._unmarked(step):
+                step.layer_done(number)
+        step.close(False if crashed or self._failed_blocks else None)
+
+    def transfers(self, *, forward: bool) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose saves have ended, whose background loads have, and those of them that failed.
+
+        :param forward: the pass computed something.
+        """
+        arrived: set[str] = set()
+        if self._background and not forward:
+            next(iter(self._background.values())).wait_loaded(IDLE_WAIT_S)
+        for request, step in list(self._background.items()):
+            if step.wait_loaded(0.0):
+                self._check(step, step.wait_all())
+                step.close()
+                del self._background[request]
+                arrived.add(request)
+        sent = {request for request in self._leaving if not self._agent.saving(request)}
+        self._leaving -= sent
+        failed, self._failed_requests = self._failed_requests & arrived, set()
+        return sent, arrived, failed
+
+    def failed_blocks(self) -> set[int]:
+        """Block ids that hold no valid bytes, since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def stats(self) -> TransferStats | None:
+        """What was moved since the last call; None = nothing."""
+        self._hear()
+        taken = self._tally.take()
+        return TransferStats(data=taken) if taken else None
+
+    def news(self) -> WorkerNews | None:
+        """For the scheduler's side; None = nothing new."""
+        drained = {request: 1 for request in self._saving.items() if not self._agent.saving(request[0])}
+        if not self._overlaps and not drained:
+            return None
+        for request, _ in drained:
+            del self._saving[request]
+        overlaps, self._overlaps = self._overlaps, {}
+        return WorkerNews(overlaps, drained, self._agent.costs)
+
+    def close(self) -> None:
+        """Cut off what is open and hang up."""
+        self._agent.close()
+
+    # -- inside -------------------------------------------------------------------------------------
+
+    def _open(self, plan: StepPlan) -> None:
+        if plan.tails:
+            self._tails = self._remember(self._agent.open_outline(plan.tails, []), _requests(plan.tails))
+        if plan.loads or plan.saves:
+            opened = self._agent.open_outline(plan.loads, plan.saves, work=plan.work)
+            self._step = self._remember(opened, _requests(plan.loads))
+            self._saving.update(dict.fromkeys(_requests(plan.saves), plan.number))
+
+    def _remember(self, step: Step | NoStep, loading: tuple[str, ...]) -> Step | NoStep:
+        if loading and isinstance(step, Step):
+            self._loads_of[step.number] = loading
+        return step
+
+    def _unmarked(self, step: Step | NoStep) -> list[int]:
+        if isinstance(step, NoStep):
+            return []
+        return [number for number in range(self._layout.spec.num_layers) if step.computed(number) is None]
+
+    def _check(self, step: Step | NoStep, outcome: Outcome) -> None:
+        """A failed load: tell vLLM which blocks to compute, and publish nothing that was computed from them."""
+        if outcome.ready or isinstance(step, NoStep):
+            return
+        tables = {(part.request, part.group): part.table for part in step.loads}
+        for failed in outcome.failed:
+            log.warning("load_failed", request=failed.request, blocks=len(failed.blocks), reason=failed.reason)
+            if self._several_groups:
+                self._failed_requests.add(failed.request)
+            else:
+                table = tables[failed.request, failed.group]
+                self._failed_blocks.update(int(table[block]) for block in failed.blocks)
+        self._tally.failed_loads += len({failed.request for failed in outcome.failed})
+        # Other requests of the step may share these blocks, so nothing of the step is published.
+        for mine in (self._step, self._tails):
+            if isinstance(mine, Step):
+                mine.cancel_saves("a load of the step has failed")
+
+    def _hear(self) -> None:
+        ended = self._agent.poll()
+        self._tally.shed += len(ended.shed)
+        self._tally.failed_saves += len(ended.failed_saves) - len(ended.shed)
+        while self._agent.traces:
+            trace = self._agent.traces.popleft()
+            load, save = figures(trace, "load"), figures(trace, "save")
+            self._tally.moved(load, save)
+            for request in self._loads_of.pop(trace.step, ()):
+                hidden, whole = self._overlaps.get(request, (0.0, 0.0))
+                self._overlaps[request] = (hidden + load.hidden_ms / 1e3, whole + load.transfer_ms / 1e3)
+
+
+def _requests(parts: list[OutlinePart]) -> tuple[str, ...]:
+    return tuple({part.request: None for part in parts})

@@ -1,0 +1,98 @@
+"""The connector's settings: its own keys, and those of the systems people come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layerflow.connectors.vllm.options import Options, parse_options
+from layerflow.errors import ConfigError
+
+ENDPOINT = "ipc:///run/layerflow/control"
+
+
+def both(extra: dict[str, Any]) -> Options:
+    return parse_options(extra, producer=True, consumer=True)
+
+
+def test_nothing_set_embeds_a_server_and_does_everything() -> None:
+    options = both({})
+    assert (options.endpoint, options.mode, options.load, options.save) == ("", "auto", True, True)
+    assert options.save_partial
+    assert not options.save_decode
+
+
+@pytest.mark.parametrize(
+    ("extra", "mode"),
+    [
+        ({"mode": "layerwise"}, "layerwise"),
+        ({"use_layerwise": True}, "layerwise"),
+        ({"use_layerwise": False}, "bulk"),
+        ({"load_async": True}, "bulk"),
+        ({"load_async": True, "use_layerwise": False}, "bulk"),
+        ({"load_async": False}, "auto"),
+    ],
+)
+def test_old_names_of_the_mode(extra: dict[str, Any], mode: str) -> None:
+    assert both(extra).mode == mode
+
+
+def test_roles() -> None:
+    producer = parse_options({}, producer=True, consumer=False)
+    consumer = parse_options({}, producer=False, consumer=True)
+    generous = parse_options({"consumer_is_to_put": True}, producer=False, consumer=True)
+    blind = parse_options({"consumer_is_to_load": False}, producer=False, consumer=True)
+    assert (producer.load, producer.save) == (False, True)
+    assert (consumer.load, consumer.save) == (True, False)
+    assert (generous.load, generous.save) == (True, True)
+    assert (blind.load, blind.save) == (False, False)
+
+
+def test_saving_switches() -> None:
+    options = both({"discard_partial_chunks": True, "save_decode_cache": True, "chunk_tokens": 64})
+    assert not options.save_partial
+    assert options.save_decode
+    assert options.chunk_tokens == 64
+
+
+def test_the_embedded_server_takes_the_tuning_keys() -> None:
+    options = both({"layerwise_prefetch_layers": 3, "layerwise_max_transfer_bytes": "8MiB", "h2d_stagger_us": 100})
+    assert options.server == {
+        "transfer.prefetch_layers": 3,
+        "transfer.max_transfer_bytes": "8MiB",
+        "transfer.h2d_stagger_us": 100,
+    }
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"endpont": ENDPOINT}, "unknown key 'endpont'"),
+        ({"backend": "yuanrong"}, "memory, mooncake, memcache"),
+        ({"endpoint": ENDPOINT, "backend": "yuanrong"}, "memory, mooncake, memcache"),
+        ({"layerwise_num_shared_buffers": 4}, "pool_size"),
+        ({"lookup_rpc_port": 5000}, "`endpoint`"),
+        ({"mooncake_rpc_port": 5000}, "`endpoint`"),
+        ({"endpoint": ENDPOINT, "layerwise_prefetch_layers": 3}, "transfer.prefetch_layers"),
+        ({"endpoint": "tcp://10.0.0.1:5555"}, "must run on this machine"),
+        ({"mode": "fast"}, "auto, layerwise or bulk"),
+        ({"mode": "bulk", "use_layerwise": True}, "contradict"),
+        ({"load_async": True, "use_layerwise": True}, "contradict"),
+        ({"use_layerwise": "yes"}, "true or false"),
+        ({"endpoint": 5}, "should be text"),
+        ({"chunk_tokens": 2.5}, "whole number"),
+        ({"chunk_tokens": "64"}, "should be a number"),
+        ({"lookup_wait_ms": -1}, "0 to 1000"),
+        ({"layerwise_max_transfer_blocks": 0}, "max_transfer_blocks"),
+    ],
+)
+def test_what_is_refused_says_what_to_use(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        both(extra)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_backends_of_a_running_server_are_its_own_business() -> None:
+    assert both({"endpoint": ENDPOINT, "backend": "mooncake"}).endpoint == ENDPOINT
