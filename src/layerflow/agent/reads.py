@@ -41,6 +41,15 @@ class SaveReads:
                 self._owed[group] = np.full(len(column.numbers), whole, dtype=np.int64)
             self._condition.notify_all()
 
+    def placed(self, position: int) -> Int64:
+        """Which blocks of a part the plan gave room, by number: int64, shape ``(n,)``; none before the plan.
+
+        Objects of the others are stored already, by whoever came first, or there is no room for them.
+        """
+        with self._condition:
+            column = (self._numbered or {}).get(self._parts[position].group)
+            return column.numbers[column.part == position] if column is not None else np.empty(0, dtype=np.int64)
+
     def ended(self, batch: Batch) -> None:
         """A save batch will not touch engine memory any more, whatever became of it."""
         group = self._groups[batch.layer]

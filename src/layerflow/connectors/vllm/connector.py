@@ -9,6 +9,7 @@ accepts the hit, ``build_connector_meta`` outlines what the step moves (all :mod
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -17,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from layerflow.agent import Agent
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
+from layerflow.connectors.vllm.events import ChunkEvents
 from layerflow.connectors.vllm.hook_times import ENVIRONMENT, HookTimes
 from layerflow.connectors.vllm.layout import layout_of
 from layerflow.connectors.vllm.options import parse_options
@@ -63,9 +65,15 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._bound: StepPlan | None = None
         self._forward = False
         self._failed: set[str] = set()
+        events = vllm_config.kv_events_config
+        self._events = events is not None and events.enable_kv_cache_events and self.options.save
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
-                self.options, transfer.engine_id, self._groups, can_fail_in_background=_TransferResults is not None
+                self.options,
+                transfer.engine_id,
+                self._groups,
+                can_fail_in_background=_TransferResults is not None,
+                events=ChunkEvents(kv_cache_config) if self._events else None,
             )
         self._times: HookTimes | None = None
         if os.environ.get(ENVIRONMENT):
@@ -128,6 +136,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         return self._scheduler.finished(request)
 
+    def take_events(self) -> Iterable[Any]:
+        """KV cache events."""
+        events = self._scheduler.events if self._scheduler is not None else None
+        return events.take() if events is not None else ()
+
     def reset_cache(self) -> bool | None:
         """Forget what is stored."""
         assert self._scheduler is not None
@@ -148,7 +161,9 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # With several cache groups vLLM may zero new blocks while it prepares a step, and with asynchronous scheduling
         # the step before may still run then.
         early = self._groups == 1 and not self._vllm_config.scheduler_config.async_scheduling
-        self._worker = WorkerSide(agent, layout, endpoint, several_groups=self._groups > 1, early=early)
+        self._worker = WorkerSide(
+            agent, layout, endpoint, several_groups=self._groups > 1, early=early, events=self._events
+        )
 
     def get_handshake_metadata(self) -> Any:
         """For :meth:`set_xfer_handshake_metadata`."""

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from layerflow.agent.outline import OutlinePart
+from layerflow.connectors.vllm.stored import ChunkKey
 from layerflow.flow.estimators import ComputeCost, LinkCost
 
 
@@ -53,11 +54,13 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     :param drained: (request, number of the last plan that saved for it) of saves that have ended, with how many
         ranks say so.
     :param costs: the worker's link and compute, as far as measured.
+    :param stored: chunks that are published since, with how many ranks have stored them; only for KV cache events.
     """
 
     overlaps: dict[str, tuple[float, float]] = field(default_factory=dict)
     drained: dict[tuple[str, int], int] = field(default_factory=dict)
     costs: tuple[LinkCost | None, ComputeCost | None] | None = None
+    stored: dict[ChunkKey, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """Of all ranks of one step: times add up, the slowest rank's costs count."""
@@ -67,7 +70,8 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
             mine = overlaps.get(request, (0.0, 0.0))
             overlaps[request] = (mine[0] + hidden, mine[1] + whole)
         drained = dict(Counter(self.drained) + Counter(other.drained))
-        return WorkerNews(overlaps, drained, _slower(self.costs, other.costs))
+        stored = dict(Counter(self.stored) + Counter(other.stored))
+        return WorkerNews(overlaps, drained, _slower(self.costs, other.costs), stored)
 
 
 @dataclass(slots=True)

@@ -52,6 +52,11 @@ class Tracked:
         """vLLM's id."""
         return str(self.request.request_id)
 
+    @property
+    def may_hold_lease(self) -> bool:
+        """A lookup was asked that has found something, or may yet."""
+        return self.inquiry is not None and (self.inquiry.hit is None or self.inquiry.hit.tokens > 0)
+
     def know_tokens(self) -> None:
         """Hash the output that has come since: a preempted request continues from it."""
         known = self.request.num_tokens

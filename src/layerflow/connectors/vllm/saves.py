@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,9 +12,11 @@ from layerflow.agent.advisor import work_of
 from layerflow.agent.outline import outline_saves
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan import StepPlan
 from layerflow.connectors.vllm.requests import Tracked
 from layerflow.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from layerflow.connectors.vllm.plan import StepPlan
 
 NULL_BLOCK = 0
 """vLLM's block id for positions without a block (``BlockPool.null_block``)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -29,6 +29,9 @@ from layerflow.errors import LayerflowError
 from layerflow.flow.policy import Mode
 from layerflow.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from layerflow.connectors.vllm.events import ChunkEvents
+
 STALE_S = 1.0
 """A lookup's answer is used for so long; leases live longer."""
 
@@ -41,10 +44,20 @@ class SchedulerSide:
     :param engine_id: vLLM's, shared with its workers.
     :param groups: how many cache groups the model has.
     :param can_fail_in_background: vLLM can be told that a background load of several groups has failed.
+    :param events: takes what is stored, where vLLM's KV cache events are on.
     """
 
-    def __init__(self, options: Options, engine_id: str, groups: int, *, can_fail_in_background: bool) -> None:
+    def __init__(
+        self,
+        options: Options,
+        engine_id: str,
+        groups: int,
+        *,
+        can_fail_in_background: bool,
+        events: ChunkEvents | None = None,
+    ) -> None:
         self.options = options
+        self.events = events
         self.spec: ModelSpec | None = None
         self._engine_id = engine_id
         self._in_step = groups == 1
@@ -70,6 +83,8 @@ class SchedulerSide:
         self._control = Control(first.endpoint, self._engine_id, self.spec)
         self._advisor = Advisor(self.spec)
         self._saves = SavePlanner(self.spec, first.vllm_groups, self.options)
+        if self.events is not None:
+            self.events.meet_workers(self.spec, first.vllm_groups, self._ranks)
 
     # -- a request arrives ------------------------------------------------------------------------
 
@@ -149,6 +164,8 @@ class SchedulerSide:
             self._load(tracked, plan)
         self._loading.clear()
         self._saves.step(output, plan)
+        if self.events is not None and plan.saves:
+            self.events.planned(plan.saves, self._tracked)
         if self._leaving:
             plan.leaving = tuple(self._leaving)
             self._leaving.clear()
@@ -172,6 +189,8 @@ class SchedulerSide:
             if known is not None and known.saving == number:
                 known.drained += ranks
                 known.saving = 0 if known.drained >= self._ranks else number
+        if self.events is not None:
+            self.events.stored(news.stored)
         if news.costs is not None and self._advisor is not None:
             self._advisor.adopt(*news.costs)
 
@@ -182,7 +201,7 @@ class SchedulerSide:
             return False, None
         if self._saves is not None:
             self._saves.close(tracked)
-        if tracked.hit is not MISS and self._lookups is not None:
+        if (tracked.hit is not MISS or tracked.may_hold_lease) and self._lookups is not None:
             self._lookups.drop_lease(tracked.id)
         if tracked.load is not None:
             self._loading.remove(tracked)
@@ -201,6 +220,8 @@ class SchedulerSide:
             return False
         for tracked in self._tracked.values():
             tracked.inquiry = None
+        if self.events is not None:
+            self.events.cleared()
         return True
 
     def close(self) -> None:

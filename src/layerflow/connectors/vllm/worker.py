@@ -18,6 +18,7 @@ from layerflow.connectors.vllm.figures import StepTally
 from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerNews
 from layerflow.connectors.vllm.stats import TransferStats
+from layerflow.connectors.vllm.stored import StoredChunks
 from layerflow.observe.trace import figures
 
 RECLAIM_S = 0.2
@@ -33,9 +34,12 @@ class WorkerSide:
     """One per worker.
 
     :param early: loads may begin before vLLM has prepared the step: nothing that it does then touches the blocks.
+    :param events: tell which chunks are stored, for KV cache events.
     """
 
-    def __init__(self, agent: Agent, layout: Layout, endpoint: str, *, several_groups: bool, early: bool) -> None:
+    def __init__(
+        self, agent: Agent, layout: Layout, endpoint: str, *, several_groups: bool, early: bool, events: bool
+    ) -> None:
         self._agent = agent
         self._layout = layout
         self._endpoint = endpoint
@@ -53,6 +57,7 @@ class WorkerSide:
         self._overlaps: dict[str, tuple[float, float]] = {}
         self._saving: dict[str, int] = {}
         self._tally = StepTally()
+        self._stored = StoredChunks(layout.spec.chunk_tokens) if events else None
 
     @property
     def greeting(self) -> WorkerLayout:
@@ -133,7 +138,7 @@ class WorkerSide:
                 step.close()
                 del self._background[request]
                 arrived.add(request)
-        sent = {request for request in self._leaving if not self._agent.saving(request)}
+        sent = {request for request in self._leaving if not self._saving_for(request)}
         self._leaving -= sent
         failed, self._failed_requests = self._failed_requests & arrived, set()
         return sent, arrived, failed
@@ -151,13 +156,17 @@ class WorkerSide:
 
     def news(self) -> WorkerNews | None:
         """For the scheduler's side; None = nothing new."""
-        drained = {request: 1 for request in self._saving.items() if not self._agent.saving(request[0])}
-        if not self._overlaps and not drained:
+        drained = {request: 1 for request in self._saving.items() if not self._saving_for(request[0])}
+        stored = {}
+        if self._stored is not None:
+            self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
+            stored = self._stored.take()
+        if not self._overlaps and not drained and not stored:
             return None
         for request, _ in drained:
             del self._saving[request]
         overlaps, self._overlaps = self._overlaps, {}
-        return WorkerNews(overlaps, drained, self._agent.costs)
+        return WorkerNews(overlaps, drained, self._agent.costs, stored)
 
     def close(self) -> None:
         """Cut off what is open and hang up."""
@@ -172,6 +181,12 @@ class WorkerSide:
             opened = self._agent.open_outline(plan.loads, plan.saves, work=plan.work)
             self._step = self._remember(opened, _requests(plan.loads))
             self._saving.update(dict.fromkeys(_requests(plan.saves), plan.number))
+            if self._stored is not None:
+                self._stored.opened(self._step)
+
+    def _saving_for(self, request: str) -> bool:
+        """May a save still read the request's blocks? With events: or is it still to be told what it has stored?"""
+        return self._agent.saving(request) or (self._stored is not None and self._agent.busy(request))
 
     def _remember(self, step: Step | NoStep, loading: tuple[str, ...]) -> Step | NoStep:
         if loading and isinstance(step, Step):
@@ -202,7 +217,10 @@ class WorkerSide:
                 mine.cancel_saves("a load of the step has failed")
 
     def _hear(self) -> None:
+        over = self._stored.over(self._agent.busy) if self._stored is not None else []
         ended = self._agent.poll()
+        if self._stored is not None:
+            self._stored.settle(over, [request for request, _ in ended.failed_saves])
         self._tally.shed += len(ended.shed)
         self._tally.failed_saves += len(ended.failed_saves) - len(ended.shed)
         while self._agent.traces:
