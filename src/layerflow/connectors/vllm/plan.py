@@ -54,12 +54,14 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     :param drained: (request, number of the last plan that saved for it) of saves that have ended, with how many
         ranks say so.
     :param costs: the worker's link and compute, as far as measured.
+    :param failed: requests of which a load has failed.
     :param stored: chunks that are published since, with how many ranks have stored them; only for KV cache events.
     """
 
     overlaps: dict[str, tuple[float, float]] = field(default_factory=dict)
     drained: dict[tuple[str, int], int] = field(default_factory=dict)
     costs: tuple[LinkCost | None, ComputeCost | None] | None = None
+    failed: frozenset[str] = frozenset()
     stored: dict[ChunkKey, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
@@ -71,7 +73,7 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
             overlaps[request] = (mine[0] + hidden, mine[1] + whole)
         drained = dict(Counter(self.drained) + Counter(other.drained))
         stored = dict(Counter(self.stored) + Counter(other.stored))
-        return WorkerNews(overlaps, drained, _slower(self.costs, other.costs), stored)
+        return WorkerNews(overlaps, drained, _slower(self.costs, other.costs), self.failed | other.failed, stored)
 
 
 @dataclass(slots=True)

@@ -181,6 +181,12 @@ class SchedulerSide:
         news = output.kv_connector_worker_meta
         if not isinstance(news, WorkerNews):
             return
+        for request in news.failed & self._tracked.keys():
+            # Loading it again would fail again, for ever where the link is slow: what it had is computed, and saved.
+            tracked = self._tracked[request]
+            tracked.may_load = False
+            if self._saves is not None:
+                self._saves.again([tracked])
         for request, overlap in news.overlaps.items():
             if request in self._tracked:
                 self._tracked[request].overlap = overlap

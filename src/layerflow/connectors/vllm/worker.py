@@ -53,6 +53,7 @@ class WorkerSide:
         self._leaving: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
+        self._failed_loads: set[str] = set()
         self._loads_of: dict[int, tuple[str, ...]] = {}
         self._overlaps: dict[str, tuple[float, float]] = {}
         self._saving: dict[str, int] = {}
@@ -161,12 +162,13 @@ class WorkerSide:
         if self._stored is not None:
             self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
             stored = self._stored.take()
-        if not self._overlaps and not drained and not stored:
+        if not (self._overlaps or drained or stored or self._failed_loads):
             return None
         for request, _ in drained:
             del self._saving[request]
         overlaps, self._overlaps = self._overlaps, {}
-        return WorkerNews(overlaps, drained, self._agent.costs, stored)
+        failed, self._failed_loads = frozenset(self._failed_loads), set()
+        return WorkerNews(overlaps, drained, self._agent.costs, failed, stored)
 
     def close(self) -> None:
         """Cut off what is open and hang up."""
@@ -205,6 +207,7 @@ class WorkerSide:
         tables = {(part.request, part.group): part.table for part in step.loads}
         for failed in outcome.failed:
             log.warning("load_failed", request=failed.request, blocks=len(failed.blocks), reason=failed.reason)
+            self._failed_loads.add(failed.request)
             if self._several_groups:
                 self._failed_requests.add(failed.request)
             else:
