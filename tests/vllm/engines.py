@@ -130,13 +130,13 @@ class Engine:
         """How often vLLM has taken a running request's blocks away."""
         return self._ask("preemptions")
 
-    def reset(self) -> None:
-        """Forget vLLM's own prefix cache.
+    def reset(self, *, pool: bool = False) -> None:
+        """Forget vLLM's own prefix cache, and what layerflow's pool holds if `pool`.
 
         :raises EngineFailed: blocks of it are still in use.
         """
         self.assert_no_block_lost()
-        if not self._ask("reset"):
+        if not self._ask("reset", pool):
             raise EngineFailed("vLLM's prefix cache is still in use")
 
     def assert_no_block_lost(self) -> None:

@@ -87,9 +87,9 @@ class Scenario:
         """How often a running request's blocks were taken away."""
         return self._preemptions
 
-    def reset(self) -> bool:
-        """Forget vLLM's own prefix cache, so that later hits are layerflow's."""
-        return bool(self._llm.reset_prefix_cache())
+    def reset(self, pool: bool) -> bool:
+        """Forget vLLM's own prefix cache, so that later hits are layerflow's; and layerflow's pool if `pool`."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=pool))
 
     def free_blocks(self) -> tuple[int, int]:
         """Blocks that are free, and all that can be. Blocks whose freeing was delayed get some steps to come back."""
