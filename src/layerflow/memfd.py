@@ -20,8 +20,9 @@ from layerflow.errors import ExtentError, ProtocolError, Unsupported
 
 HUGE_PAGE_BYTES = 2 << 20
 POPULATE_PIECE_BYTES = 32 << 20  # about 15 ms per call: short enough for memory-map locks and for stopping
-MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>, Linux 5.14
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # <asm-generic/mman-common.h>, Linux 5.14
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # nobody can make a mapped page vanish (SIGBUS)
+_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>, Linux 5.1: mappings and writes after this one only read
 
 # mmap.madvise holds the GIL for the whole call; a foreign function call through CDLL does not.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,12 +35,16 @@ def _round_up(value: int, step: int) -> int:
 
 
 class SharedMemory:
-    """One mapping of a sealed memfd, readable and writable. Made by :meth:`create` or :meth:`attach`."""
+    """One mapping of a sealed memfd, readable and (unless said otherwise) writable.
 
-    def __init__(self, fd: int, nbytes: int, page_bytes: int) -> None:
+    Made by :meth:`create` or :meth:`attach`.
+    """
+
+    def __init__(self, fd: int, nbytes: int, page_bytes: int, *, writable: bool = True) -> None:
         self.nbytes = nbytes
         self.page_bytes = page_bytes
-        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.writable = writable
+        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         if page_bytes == mmap.PAGESIZE:
             _advise_huge(mapping)
         self._mapping: mmap.mmap | None = mapping
@@ -47,12 +52,16 @@ class SharedMemory:
         self._fd = fd  # last: until here the caller owns it
 
     @classmethod
-    def create(cls, nbytes: int, *, name: str = "layerflow", hugepages: bool = False) -> Self:
+    def create(
+        cls, nbytes: int, *, name: str = "layerflow", hugepages: bool = False, readers_only: bool = False
+    ) -> Self:
         """New zeroed memory. Pages are taken from the machine when they are first touched.
 
         :param nbytes: bytes, rounded up to whole pages; see :attr:`nbytes` for the outcome.
         :param name: what ``/proc/PID/maps`` shows.
         :param hugepages: take reserved 2 MiB pages (hugetlb) instead of ordinary ones.
+        :param readers_only: only this mapping may write; whoever gets the descriptor can only read. Kernels before
+            Linux 5.1 cannot promise that.
         :raises Unsupported: the machine has not that many huge pages reserved, or no memfd.
         """
         if nbytes < 1:
@@ -66,8 +75,13 @@ class SharedMemory:
         try:
             fd = os.memfd_create(name, flags)
             os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
-            return cls(fd, nbytes, page)
+            if not readers_only:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+                return cls(fd, nbytes, page)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+            memory, fd = cls(fd, nbytes, page), -1
+            _seal_for_readers(memory.fd)
+            return memory
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
@@ -79,11 +93,12 @@ class SharedMemory:
             raise Unsupported(f"cannot create {nbytes} bytes of shared memory: {error.strerror}; {hint}") from error
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int) -> Self:
+    def attach(cls, fd: int, nbytes: int, *, writable: bool = True) -> Self:
         """Map memory that another process created.
 
         :param fd: its descriptor. It is duplicated: the caller still owns, and closes, the one passed in.
         :param nbytes: the creator's :attr:`nbytes`.
+        :param writable: map it for writing too; refused where the creator gave it to readers only.
         :raises ExtentError: the memory is smaller than `nbytes`.
         :raises ProtocolError: the descriptor is no memory with a sealed size, so mapping it would be unsafe.
         :raises Unsupported: this process may not map that much.
@@ -99,7 +114,7 @@ class SharedMemory:
             raise ExtentError(f"shared memory of {nbytes} bytes was announced, descriptor {fd} has {status.st_size}")
         own = os.dup(fd)
         try:
-            return cls(own, nbytes, max(mmap.PAGESIZE, status.st_blksize))
+            return cls(own, nbytes, max(mmap.PAGESIZE, status.st_blksize), writable=writable)
         except OSError as error:
             os.close(own)
             raise Unsupported(f"cannot map {nbytes} bytes of shared memory: {error.strerror}") from error
@@ -115,7 +130,7 @@ class SharedMemory:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """The mapped bytes: uint8, shape ``(nbytes,)``, writable.
+        """The mapped bytes: uint8, shape ``(nbytes,)``.
 
         :raises ExtentError: after :meth:`close`.
         """
@@ -150,7 +165,7 @@ class SharedMemory:
         begin = start // self.page_bytes * self.page_bytes
         end = min(_round_up(stop, self.page_bytes), self.nbytes)
         for at in range(begin, end, POPULATE_PIECE_BYTES):
-            _populate_piece(array[at : min(at + POPULATE_PIECE_BYTES, end)])
+            _populate_piece(array[at : min(at + POPULATE_PIECE_BYTES, end)], self.writable)
 
     def unmap_pages(self, start: int, stop: int) -> None:
         """Take whole pages within ``start:stop`` out of this process's page tables; their bytes stay as they are.
@@ -202,8 +217,19 @@ def _advise_huge(mapping: mmap.mmap) -> None:
             raise
 
 
-def _populate_piece(piece: npt.NDArray[np.uint8]) -> None:
-    while _libc.madvise(piece.ctypes.data, piece.nbytes, MADV_POPULATE_WRITE) != 0:
+def _seal_for_readers(fd: int) -> None:
+    """Nobody can map it for writing from here on. Kernels that lack this seal say EINVAL; its readers map read-only."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+
+
+def _populate_piece(piece: npt.NDArray[np.uint8], writable: bool) -> None:
+    advice = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
+    while _libc.madvise(piece.ctypes.data, piece.nbytes, advice) != 0:
         code = ctypes.get_errno()
         if code in (errno.EINTR, errno.EAGAIN):
             continue

@@ -9,6 +9,7 @@ from pool_contract import OBJECT, READER, WRITER, PoolContract, key_of, new, out
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import Outcome, Pool
 from layerflow.pool.memory import MemoryPool
+from layerflow.presence import PresenceWriter
 
 
 class MemoryBench:
@@ -115,3 +116,21 @@ def test_an_object_whose_header_was_overwritten_is_hidden_instead_of_read():
     assert pool.lookup([key_of(1)]) == [False]
     assert pool.statistics().hidden == 1
     pool.validate()
+
+
+def test_other_processes_see_what_is_there_without_asking():
+    presence = PresenceWriter(16 * OBJECT)
+    pool = MemoryPool(Arena(16 * OBJECT), presence)
+    parent, tail = key_of("parent"), new("tail", parent=key_of("parent"))
+    pool.reserve([new(0), tail], WRITER)
+    assert not presence.may_hold(key_of(0)), "half-written"
+    pool.commit([key_of(0), tail.key], WRITER)
+    assert presence.may_hold(key_of(0)) and presence.may_hold_tails(parent)
+    pool.hide([tail.key])
+    assert presence.may_hold(key_of(0)) and not presence.may_hold_tails(parent)
+    pool.reserve([new(number) for number in range(1, 17)], WRITER)
+    assert pool.statistics().evictions == 1
+    assert not presence.may_hold(key_of(0))
+    pool.commit([key_of(number) for number in range(1, 17)], WRITER)
+    pool.clear()
+    assert not presence.memory.array.any()

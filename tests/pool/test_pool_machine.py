@@ -14,6 +14,7 @@ from layerflow.objects import HEADER_BYTES, check_header
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import Outcome
 from layerflow.pool.memory import MemoryPool
+from layerflow.presence import PresenceWriter
 
 CAPACITY = 16 * OBJECT
 names = st.integers(0, 24)
@@ -28,7 +29,8 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize()
     def start(self):
         self.arena = Arena(CAPACITY)
-        self.pool = MemoryPool(self.arena)
+        self.presence = PresenceWriter(CAPACITY)
+        self.pool = MemoryPool(self.arena, self.presence)
         self.now = 0.0
         self.ready: dict[int, tuple[int, int]] = {}
         self.writing: dict[int, tuple[str, int, int]] = {}
@@ -169,6 +171,13 @@ class PoolMachine(RuleBasedStateMachine):
         assert (now.hits, now.misses) == (self.hits, self.misses)
         assert now.pinned == len({offset for _, offset in self.pins})
         assert self.pool.lookup([key_of(name) for name in range(25)]) == [name in self.ready for name in range(25)]
+
+    @invariant()
+    def the_presence_table_tells_what_lookup_would_find(self):
+        """Exactly: the table is so large that 25 keys share no bucket of it beyond its room."""
+        for name in range(25):
+            assert self.presence.may_hold(key_of(name)) == self.pool.lookup([key_of(name)])[0]
+        assert self.presence.may_hold_tails(key_of("parent")) == bool(self.pool.tails(key_of("parent")))
 
     @invariant()
     def ranges_never_overlap(self):

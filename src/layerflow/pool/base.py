@@ -12,6 +12,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from layerflow.presence import Presence
+
 Owner = Hashable
 
 
@@ -88,6 +90,14 @@ class PoolStatistics:
 
 class Pool(Protocol):
     """What every backend does. `now` is monotonic seconds."""
+
+    @property
+    def presence(self) -> Presence | None:
+        """Says which objects :meth:`lookup` and :meth:`tails` certainly would not find, to clients that do not ask.
+
+        None: this backend cannot tell, and clients ask for every prompt.
+        """
+        ...
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete. Does not count as a use."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from layerflow.errors import PoolError
 from layerflow.pool.base import Located, NewObject, Owner, Tail
 from layerflow.pool.eviction import Item
+from layerflow.presence import PresenceWriter
 
 _COMPACT_OVER = 4096  # pins listed in the expiry heap beyond four times those alive
 
@@ -41,9 +42,13 @@ class Entry(Item):
 
 
 class Directory:
-    """All entries, by key, by offset, by owner. Methods that unpin return what nobody pins any more."""
+    """All entries, by key, by offset, by owner. Methods that unpin return what nobody pins any more.
 
-    def __init__(self) -> None:
+    :param presence: kept in step: it holds exactly the keys of ready entries, and the parents that have tails.
+    """
+
+    def __init__(self, presence: PresenceWriter | None = None) -> None:
+        self.presence = presence
         self.ready: dict[bytes, Entry] = {}
         self.writing: dict[bytes, Entry] = {}
         self.at: dict[int, Entry] = {}
@@ -75,7 +80,12 @@ class Directory:
         self._end_reservation(entry)
         entry.state = State.READY
         self.ready[entry.key] = entry
+        presence = self.presence
+        if presence is not None:
+            presence.add(entry.key)
         if entry.parent:
+            if presence is not None and entry.parent not in self._tails:
+                presence.add_tails(entry.parent)
             self._tails.setdefault(entry.parent, {})[entry] = None
 
     def withdraw(self, entry: Entry) -> None:
@@ -115,11 +125,16 @@ class Directory:
 
     def _unlist(self, entry: Entry) -> None:
         del self.ready[entry.key]
+        presence = self.presence
+        if presence is not None:
+            presence.discard(entry.key)
         if entry.parent:
             siblings = self._tails[entry.parent]
             del siblings[entry]
             if not siblings:
                 del self._tails[entry.parent]
+                if presence is not None:
+                    presence.discard_tails(entry.parent)
 
     def tails(self, parent: bytes) -> list[Tail]:
         """Ready partial chunks after `parent`, longest first; ties by key."""
@@ -258,6 +273,10 @@ class Directory:
             raise PoolError("reservations by owner differ from the half-written entries")
         if {e for mine in self._tails.values() for e in mine} != {e for e in self.ready.values() if e.parent}:
             raise PoolError("the tails differ from the ready partial chunks")
+        if self.presence is not None and not (
+            all(map(self.presence.may_hold, self.ready)) and all(map(self.presence.may_hold_tails, self._tails))
+        ):
+            raise PoolError("the presence table lacks a ready object, or a parent that has tails")
         for state, entries in ((State.READY, self.ready.values()), (State.WRITING, self.writing.values())):
             if any(entry.state is not state for entry in entries):
                 raise PoolError(f"an entry listed as {state.value} is in another state")

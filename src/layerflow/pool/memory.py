@@ -15,6 +15,7 @@ from layerflow.pool.base import Located, NewObject, Outcome, Owner, PoolStatisti
 from layerflow.pool.directory import Directory, Entry, State
 from layerflow.pool.eviction import S3Fifo
 from layerflow.pool.slots import Slots
+from layerflow.presence import Presence, PresenceWriter
 
 log = structlog.get_logger(__name__)
 
@@ -45,19 +46,26 @@ class MemoryPool:
     """A :class:`layerflow.pool.base.Pool` in one arena. One thread, no I/O, no clock.
 
     Every method validates before it changes anything. Keys are 24 bytes, `until` and `now` monotonic seconds.
+
+    :param presence: a table to tell clients with; None = they are told nothing.
     """
 
-    def __init__(self, arena: ArenaMemory) -> None:
+    def __init__(self, arena: ArenaMemory, presence: PresenceWriter | None = None) -> None:
         self._arena = arena
         self._view = arena.view
         self._slots = Slots(arena.nbytes)
-        self._directory = Directory()
+        self._directory = Directory(presence)
         self._policy: S3Fifo[Entry] = S3Fifo()
         self._dirty = 0  # bytes from the start that an object may ever have covered
         self._hits = self._misses = self._commits = self._full = self._revoked = self._hidden = 0
         self._evictions = self._evicted_bytes = 0
 
     # Reading -------------------------------------------------------------------------------------
+
+    @property
+    def presence(self) -> Presence | None:
+        """The table that tells clients which objects are certainly not here; None = none is kept."""
+        return self._directory.presence
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete. Does not count as a use."""

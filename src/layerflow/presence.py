@@ -1,0 +1,128 @@
+"""Which keys a server certainly does not hold, readable in shared memory without asking it.
+
+A table of buckets, 64 bytes each: seven aligned 8-byte words for tags, 0 = free, and one word that counts
+the tags that found no room. A key's tag and bucket come from its own bytes. One process writes, any number
+read. A tag never moves while it is there, and every entry is one word: a reader needs no lock and sees each
+entry whole, or not at all. What was added before a look is always found; what was not may be found too
+(another key's tag, or a bucket that has overflowed).
+"""
+
+from __future__ import annotations
+
+import struct
+
+from layerflow.errors import ExtentError
+from layerflow.memfd import SharedMemory
+
+BUCKET_BYTES = 64
+MIN_BYTES = 32 << 10
+MAX_BYTES = 16 << 20
+OBJECT_BYTES = 64 << 10
+"""The table has room for four times as many tags as a pool has objects of this size."""
+
+_BUCKET_WORDS, _TAGS = BUCKET_BYTES // 8, 7
+_KEY = struct.Struct("<QQQ")
+_MASK = 2**64 - 1
+_MIX = 0x9E3779B97F4A7C15
+_TAILS = 0xC2B2AE3D27D4EB4F
+
+
+def place_of(key: bytes, salt: int, buckets: int) -> tuple[int, int]:
+    """A key's bucket and its tag, which is never 0.
+
+    A key is a digest, uniform already, and the ranks, which are small numbers: those are multiplied up, and
+    the bucket taken from the high bits, or all ranks' objects of one chunk would share a bucket.
+
+    :param key: 24 bytes.
+    :param buckets: how many there are, a power of two.
+    """
+    low, high, ranks = _KEY.unpack(key)
+    mixed = ranks * _MIX + salt
+    return (low + mixed & _MASK) * buckets >> 64, ((high ^ mixed) & _MASK) or 1
+
+
+class Presence:
+    """The reader's side.
+
+    :param memory: from the server; mapped read-only.
+    :raises ExtentError: it cannot be a table.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        buckets, rest = divmod(memory.nbytes, BUCKET_BYTES)
+        if rest or buckets & (buckets - 1):
+            raise ExtentError(f"a presence table of {memory.nbytes} bytes: it has a power of two of 64-byte buckets")
+        self.memory = memory
+        self._buckets = buckets
+        # One word is read and written by one load or store of the machine; numpy would take ten times as long.
+        self._words = memory.view.cast("Q")
+
+    def may_hold(self, key: bytes) -> bool:
+        """False: no object with this 24-byte key is complete."""
+        return self._may_hold(key, 0)
+
+    def may_hold_tails(self, parent: bytes) -> bool:
+        """False: no complete partial chunk follows this 24-byte key."""
+        return self._may_hold(parent, _TAILS)
+
+    def close(self) -> None:
+        """Unmap; nothing may be asked any more."""
+        self._words.release()
+        self.memory.close()
+
+    def _may_hold(self, key: bytes, salt: int) -> bool:
+        bucket, tag = place_of(key, salt, self._buckets)
+        at = bucket * _BUCKET_WORDS
+        words = self._words[at : at + _BUCKET_WORDS].tolist()
+        return words[_TAGS] != 0 or tag in words
+
+
+class PresenceWriter(Presence):
+    """The one writer's side: a bag of keys. Removing takes one occurrence of what was added.
+
+    A tag without room is only counted, and until it is removed its bucket says "maybe" to everything.
+
+    :param pool_bytes: size of the pool whose objects are told.
+    :raises Unsupported: the machine cannot give the memory.
+    """
+
+    def __init__(self, pool_bytes: int) -> None:
+        wanted = min(max(pool_bytes // OBJECT_BYTES * 32, MIN_BYTES), MAX_BYTES)
+        memory = SharedMemory.create(1 << (wanted - 1).bit_length(), name="layerflow-presence", readers_only=True)
+        memory.populate()
+        super().__init__(memory)
+
+    def add(self, key: bytes) -> None:
+        """An object is complete."""
+        self._add(key, 0)
+
+    def discard(self, key: bytes) -> None:
+        """An object that was added is gone."""
+        self._discard(key, 0)
+
+    def add_tails(self, parent: bytes) -> None:
+        """A first partial chunk follows `parent`."""
+        self._add(parent, _TAILS)
+
+    def discard_tails(self, parent: bytes) -> None:
+        """The last partial chunk after `parent`, which was added, is gone."""
+        self._discard(parent, _TAILS)
+
+    def _add(self, key: bytes, salt: int) -> None:
+        at, tag, words = self._bucket(key, salt)
+        if 0 in words:
+            self._words[at + words.index(0)] = tag
+        else:
+            self._words[at + _TAGS] += 1
+
+    def _discard(self, key: bytes, salt: int) -> None:
+        at, tag, words = self._bucket(key, salt)
+        if tag in words:
+            self._words[at + words.index(tag)] = 0
+        else:
+            self._words[at + _TAGS] -= 1
+
+    def _bucket(self, key: bytes, salt: int) -> tuple[int, int, list[int]]:
+        bucket, tag = place_of(key, salt, self._buckets)
+        at = bucket * _BUCKET_WORDS
+        return at, tag, self._words[at : at + _TAGS].tolist()
