@@ -7,7 +7,7 @@ from layerflow.agent.values import MISS, Hit, StepRequest
 from layerflow.flow.estimators import ComputeModel, attention_pairs
 from layerflow.flow.policy import Mode
 from layerflow.keys import Chain, root_digest
-from layerflow.observe.trace import Span, StepTrace
+from layerflow.observe.trace import Span, StepTrace, figures
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 
 LAYERS = 4
@@ -37,11 +37,15 @@ def trace(layer_s=0.0, loads=(), waits=(), kv_after=0.2, prologue=5.0) -> StepTr
     return StepTrace(1, 0, "", spans)
 
 
+def observe(advisor: Advisor, seen: StepTrace, work: tuple[int, int] | None) -> None:
+    advisor.observe(seen, figures(seen, "load"), work)
+
+
 def taught(gbps=1.0, token_s=TOKEN_S, spec=SPEC) -> Advisor:
     advisor = Advisor(spec)
     for tokens in (64, 256, 1024, 2048):
         nbytes = tokens * ROW
-        advisor.observe(trace(tokens * token_s, [(nbytes, nbytes / gbps / 1e9)] * LAYERS), (tokens, 0))
+        observe(advisor, trace(tokens * token_s, [(nbytes, nbytes / gbps / 1e9)] * LAYERS), (tokens, 0))
     return advisor
 
 
@@ -59,7 +63,7 @@ def test_who_knows_nothing_loads_layer_by_layer():
     advisor = Advisor(SPEC)
     assert advisor.advise("auto", HIT, 1088) is Mode.LAYERWISE
     for _ in range(5):
-        advisor.observe(trace(loads=[(1 << 20, 10.0)]), None)
+        observe(advisor, trace(loads=[(1 << 20, 10.0)]), None)
     assert advisor.advise("auto", HIT, 1088) is Mode.LAYERWISE  # the link is known, compute is not
 
 
@@ -73,13 +77,13 @@ def test_the_quicker_way_is_advised():
 def test_a_link_that_slows_down_is_given_up_and_one_that_recovers_is_found_again():
     advisor = taught(gbps=1.0)
     for _ in range(20):
-        advisor.observe(trace(loads=[(1 << 20, (1 << 20) / 0.05e9)] * LAYERS), None)
+        observe(advisor, trace(loads=[(1 << 20, (1 << 20) / 0.05e9)] * LAYERS), None)
     verdicts = [advisor.advise("auto", HIT, 1088) for _ in range(400)]
     assert verdicts[0] is Mode.RECOMPUTE
     tried = verdicts.index(Mode.LAYERWISE)
     assert 10 < tried < 300
     for _ in range(20):
-        advisor.observe(trace(loads=[(1 << 20, (1 << 20) / 1e9)] * LAYERS), None)
+        observe(advisor, trace(loads=[(1 << 20, (1 << 20) / 1e9)] * LAYERS), None)
     assert advisor.advise("auto", HIT, 1088) is Mode.LAYERWISE
 
 
@@ -87,7 +91,7 @@ def test_a_trial_that_finds_the_link_slow_ends_the_doubt():
     advisor = taught(gbps=0.05)
     while advisor.advise("auto", HIT, 1088) is Mode.RECOMPUTE:
         pass
-    advisor.observe(trace(loads=[(1 << 20, (1 << 20) / 0.05e9)] * LAYERS), None)
+    observe(advisor, trace(loads=[(1 << 20, (1 << 20) / 0.05e9)] * LAYERS), None)
     assert advisor.advise("auto", HIT, 1088) is Mode.RECOMPUTE
     assert DOUBT < 0.05
 
@@ -138,7 +142,7 @@ def test_batches_that_overlap_are_one_transfer():
     loads = [Span("load", layer, 0.0, (layer + 1) * 1.05e-3, 1 << 20) for layer in range(LAYERS)]
     advisor = Advisor(SPEC)
     for tokens in (64, 256, 1024):
-        advisor.observe(StepTrace(1, 0, "", loads + trace(tokens * TOKEN_S).spans), (tokens, 0))
+        observe(advisor, StepTrace(1, 0, "", loads + trace(tokens * TOKEN_S).spans), (tokens, 0))
     assert advisor.advise("auto", HIT, 1088) is Mode.LAYERWISE
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.flow.estimators import ComputeCost, ComputeModel, LinkCost, LinkModel, attention_pairs
 from layerflow.flow.policy import Inputs, Mode, choose
-from layerflow.observe.trace import StepTrace, figures
+from layerflow.observe.trace import StepFigures, StepTrace
 from layerflow.spec import ModelSpec
 
 STEP_SECONDS = 1.5e-3
@@ -33,13 +33,13 @@ class Advisor:
         self._recomputed = 0
         self._lock = threading.Lock()
 
-    def observe(self, trace: StepTrace, work: tuple[int, int] | None) -> None:
+    def observe(self, trace: StepTrace, loaded: StepFigures, work: tuple[int, int] | None) -> None:
         """A step has finished.
 
+        :param loaded: its loads' figures.
         :param work: its new tokens and their context, see :func:`work_of`; None = not known.
         """
         layer_s = layer_seconds(trace) if work is not None else None
-        loaded = figures(trace, "load")
         with self._lock:
             # A step's loads as a whole: batches queue in the lane and overlap on the link, one by one they mislead.
             if loaded.bytes:

@@ -23,7 +23,7 @@ from layerflow.agent.link import Attachment, Link
 from layerflow.agent.no_step import NO_STEP, NoStep
 from layerflow.agent.outline import OutlinePart, check_blocks, outline_loads, outline_saves, without_tails
 from layerflow.agent.step import Step
-from layerflow.agent.values import MISS, AgentStatistics, Ended, Hit, StepRequest, Tally
+from layerflow.agent.values import MISS, AgentStatistics, Ended, Hit, Measured, StepRequest, Tally
 from layerflow.device import device_for
 from layerflow.errors import ConfigError, SessionError, SpecError, Unsupported
 from layerflow.flow.estimators import ComputeCost, LinkCost
@@ -103,6 +103,11 @@ class Agent:
     def traces(self) -> deque[StepTrace]:
         """The last finished steps, oldest first."""
         return self._inbox.traces
+
+    @property
+    def measured(self) -> deque[Measured]:
+        """The figures of the last finished steps, oldest first; take them from the left."""
+        return self._inbox.measured
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Wait for a server; False after `timeout_s`."""

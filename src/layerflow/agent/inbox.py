@@ -13,7 +13,7 @@ from layerflow.agent.ledger import Ledger
 from layerflow.agent.link import Attachment, Link
 from layerflow.agent.outline import Numbered
 from layerflow.agent.step import LOAD, SAVE, Step
-from layerflow.agent.values import Tally
+from layerflow.agent.values import Measured, Tally
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.device.poller import Poller
 from layerflow.errors import LayerflowError, Unsupported
@@ -51,6 +51,7 @@ class Inbox:
     def __init__(self, memory: PagedMemory, device: Device, ledger: Ledger, tally: Tally, advisor: Advisor) -> None:
         self.advisor = advisor
         self.traces: deque[StepTrace] = deque(maxlen=KEPT_TRACES)
+        self.measured: deque[Measured] = deque(maxlen=KEPT_TRACES)
         self.attachment: Attachment | None = None
         self.silent = False
         self.link: Link | None = None
@@ -270,11 +271,13 @@ class Inbox:
         assert self.link is not None
         attachment = self.attachment
         trace = step.finish_trace(attachment.session if attachment is not None else 0)
+        measured = Measured(step.number, figures(trace, "load"), figures(trace, "save"))
         self.traces.append(trace)
+        self.measured.append(measured)
         if self._device.kind == "cpu":  # on a device the spans are times of enqueueing, which say nothing of the link
-            self.advisor.observe(trace, step.work)
+            self.advisor.observe(trace, measured.load, step.work)
         if self._ledger.finish(step):
-            self.link.news.figures.append(_measured(step, trace))
+            self.link.news.figures.append(_message(measured))
             self.link.ring()
 
     def _ended_copy(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
@@ -311,10 +314,10 @@ class Inbox:
             self.link.ring()
 
 
-def _measured(step: Step, trace: StepTrace) -> Figures:
-    load, save = figures(trace, "load"), figures(trace, "save")
+def _message(measured: Measured) -> Figures:
+    load, save = measured.load, measured.save
     return Figures(
-        step.number,
+        measured.step,
         load.bytes,
         load.transfer_ms / 1e3,
         load.exposed_ms / 1e3,

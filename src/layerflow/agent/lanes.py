@@ -122,8 +122,9 @@ class LoadLane:
 class SaveLane:
     """Engine memory to arena, each batch once its layer is computed.
 
-    The engine's thread only stores a word; this thread samples it, a tenth of a layer's time apart, so
-    that compute never pays for waking another thread.
+    The engine's thread only stores a word; this thread samples it, so that compute never pays for waking another
+    thread. Where layers follow each other fast, their saves wait for the end of the forward pass: each costs the
+    interpreter some time, which the engine's thread needs for the next layer.
     """
 
     def __init__(self, report: Report) -> None:
@@ -131,8 +132,7 @@ class SaveLane:
         self._jobs: queue.SimpleQueue[Job | bool] = queue.SimpleQueue()
         self._gated: list[Job] = []
         self._passing: deque[tuple[Job, DeviceEvent | None]] = deque()
-        self._interval = SAMPLE_MIN_S
-        self._last_layer = 0.0
+        self._interval = HELD_SAMPLE_S
         self._thread = threading.Thread(target=self._run, name="layerflow-save", daemon=True)
         self._thread.start()
 
@@ -162,6 +162,7 @@ class SaveLane:
             if not open_:
                 for job in self._gated:
                     job.step.cancel_saves("agent closed")
+            self._interval = HELD_SAMPLE_S
             self._gated = [job for job in self._gated if not self._try(job)]
             self._arrived()
 
@@ -190,12 +191,15 @@ class SaveLane:
         """Run the job if its layer is computed; True if it has left the gate."""
         batch, step = job.batch, job.step
         done = step.computed(batch.layer)
-        if done is None and not step.saves_cancelled:
-            return False
+        if not step.saves_cancelled:
+            if step.pace(time.monotonic()) < FAST_LAYER_S:
+                return False
+            self._interval = SAMPLE_S
+            if done is None:
+                return False
         if not step.begin(SAVE):
             self._report(job, CANCELLED, None)
             return True
-        self._pace()
         event, failure = None, "lane stopped"
         job.sent, job.arrives = job.link.send(batch.nbytes)
         try:
@@ -220,12 +224,6 @@ class SaveLane:
             _trace(job, "save", job.sent, max(now, job.arrives) if job.link.emulated else job.arrives)
             self._report(job, "", event)
 
-    def _pace(self) -> None:
-        now = time.monotonic()
-        if self._last_layer:
-            self._interval = min(SAMPLE_MAX_S, max(SAMPLE_MIN_S, (now - self._last_layer) / 10))
-        self._last_layer = now
-
 
 LINK_SPIN_US = 50
 LINK_LEAD_S = 100e-6
@@ -234,9 +232,15 @@ LINK_LEAD_S = 100e-6
 CUT_LEAD_S = 5e-3
 """Until so long before a batch has passed an emulated link, cutting its step off ends the wait for it."""
 
-SAMPLE_MIN_S = 100e-6
-SAMPLE_MAX_S = 1e-3
-"""Sampling costs some 5 % of a core at 1 ms and 17 % at 200 us; it happens only while saves wait."""
+SAMPLE_S = 2e-3
+"""Sampling costs some 1 % of a core; it happens only while saves wait. The end of a forward pass is not sampled."""
+
+HELD_SAMPLE_S = 10e-3
+"""The same while no layer is done, or all wait for the end of the pass."""
+
+FAST_LAYER_S = 3e-3
+"""Layers faster than this are saved behind the forward pass, once what the engine does with its result is over too; a
+save costs the interpreter some 0.1 ms."""
 
 
 def _extents(job: Job, direction: int, lo: int, hi: int) -> Extents:

@@ -376,6 +376,18 @@ class Step:
                 return layer
         return len(self._done)
 
+    def pace(self, now: float) -> float:
+        """Seconds per layer since the first one was done; 0.0 before. Grows while a layer is computed.
+
+        After the forward pass: once for each layer that the engine's next doings may take.
+        """
+        done = self.computed_layers
+        if not done:
+            return 0.0
+        if self.closed:
+            return max((self._closed_at - self._done_at[0]) / done, now - self._closed_at)
+        return (now - self._done_at[0]) / done
+
     def quiet(self) -> None:
         """Wait until no lane and no stream touches engine memory for this step; call after cutting it off."""
         with self._condition:

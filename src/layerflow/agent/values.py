@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from layerflow.keys import Chain
+from layerflow.observe.trace import StepFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,17 @@ class Ended:
     saved: tuple[str, ...] = ()
     failed_saves: tuple[tuple[str, str], ...] = ()
     shed: tuple[str, ...] = ()
+
+
+class Measured(NamedTuple):
+    """What a finished step moved, and how much of it compute covered.
+
+    :param step: its number.
+    """
+
+    step: int
+    load: StepFigures
+    save: StepFigures
 
 
 @dataclass(frozen=True, slots=True)

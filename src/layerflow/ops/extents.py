@@ -28,6 +28,21 @@ class Extents(NamedTuple):
     total: int
 
 
+class _Cut(NamedTuple):
+    """The ranges of some blocks before a layer is chosen: a layer only shifts them.
+
+    :param engine: without the plane's base.
+    :param layer_step: from one layer to the next within the object.
+    :param plane: the range's plane, by position.
+    """
+
+    arena: Int64
+    engine: Int64
+    nbytes: Int64
+    layer_step: Int64
+    plane: Int64
+
+
 class BlockList:
     """The blocks that one group moves in one direction of a step, in the flow's numbering.
 
@@ -73,7 +88,7 @@ class BlockList:
         )
         joined = (np.diff(engine_blocks) == 1) & (np.diff(index) == 1) & (np.diff(object_offsets) == 0)
         self._breaks: Int64 = np.flatnonzero(~joined) + 1  # blocks that do not continue the one before
-        self._steps: dict[int, Int64] = {}
+        self._cuts: dict[tuple[int, int, int], _Cut] = {}
 
     def __len__(self) -> int:
         return self._blocks.size
@@ -94,31 +109,37 @@ class BlockList:
         planes = self._memory.planes(layer)
         if byte_lo or byte_hi:
             return self._part(layer, position, lo, hi, byte_lo, byte_hi)
+        cut = self._cuts.get((lo, hi, shape := self._memory.shape(layer)))
+        if cut is None:
+            cut = self._cuts[lo, hi, shape] = self._cut(planes, lo, hi)
+        bases = planes[0].base if len(planes) == 1 else np.array([plane.base for plane in planes])[cut.plane]
+        arena = cut.arena + cut.layer_step * position
+        return Extents(arena, cut.engine + bases, cut.nbytes, (hi - lo) * self._memory.block_bytes(layer))
+
+    def _cut(self, planes: tuple[PagedPlane, ...], lo: int, hi: int) -> _Cut:
+        """Blocks `lo` to `hi` as ranges in the group's first layer, and where other layers of its shape differ."""
         heads = self._heads(lo, hi)
         merged = heads.size < hi - lo
-        counts = [heads.size if plane.dense else (hi - lo) * plane.pieces.size for plane in planes]
-        arena, engine, nbytes = (np.empty(sum(counts), np.int64) for _ in range(3))
-        offsets = self._layer_step[lo:hi] * position
-        at = 0
-        for number, (plane, count) in enumerate(zip(planes, counts, strict=True)):
-            here = slice(at, at + count)
-            at += count
-            arena_starts = self._arena[number][lo:hi] + offsets
-            engine_starts = self._engine_steps(plane)[lo:hi] + plane.base
+        columns: list[list[Int64]] = [[], [], [], [], []]
+        for number, plane in enumerate(planes):
+            arena, engine, step = (
+                self._arena[number][lo:hi],
+                self._blocks[lo:hi] * plane.stride,
+                self._layer_step[lo:hi],
+            )
+            nbytes = np.full(hi - lo, plane.piece_bytes, dtype=np.int64)
             if plane.pieces.size > 1:
                 inside = np.arange(plane.pieces.size, dtype=np.int64) * plane.piece_bytes
-                np.add(arena_starts[:, None], inside, out=arena[here].reshape(hi - lo, plane.pieces.size))
-                np.add(engine_starts[:, None], plane.pieces, out=engine[here].reshape(hi - lo, plane.pieces.size))
-                nbytes[here] = plane.piece_bytes
+                arena = (arena[:, None] + inside).ravel()
+                engine = (engine[:, None] + plane.pieces).ravel()
+                step, nbytes = np.repeat(step, plane.pieces.size), np.repeat(nbytes, plane.pieces.size)
             elif plane.dense and merged:
-                arena[here] = arena_starts[heads]
-                engine[here] = engine_starts[heads]
-                nbytes[here] = np.diff(heads, append=hi - lo) * plane.piece_bytes
-            else:
-                arena[here] = arena_starts
-                engine[here] = engine_starts
-                nbytes[here] = plane.piece_bytes
-        return Extents(arena, engine, nbytes, (hi - lo) * self._memory.block_bytes(layer))
+                arena, engine, step = arena[heads], engine[heads], step[heads]
+                nbytes = np.diff(heads, append=hi - lo) * plane.piece_bytes
+            found = (arena, engine, nbytes, step, np.full(arena.size, number, dtype=np.int64))
+            for column, values in zip(columns, found, strict=True):
+                column.append(values)
+        return _Cut(*(np.concatenate(column) for column in columns))
 
     def _heads(self, lo: int, hi: int) -> Int64:
         """First blocks of the runs within ``lo:hi``, counted from `lo`."""
@@ -129,12 +150,6 @@ class BlockList:
         heads[0] = 0
         np.subtract(self._breaks[first:last], lo, out=heads[1:])
         return heads
-
-    def _engine_steps(self, plane: PagedPlane) -> Int64:
-        steps = self._steps.get(plane.stride)
-        if steps is None:
-            steps = self._steps[plane.stride] = self._blocks * plane.stride
-        return steps
 
     def _part(self, layer: int, position: int, lo: int, hi: int, byte_lo: int, byte_hi: int) -> Extents:
         block_bytes = self._memory.block_bytes(layer)

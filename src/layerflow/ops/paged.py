@@ -104,10 +104,19 @@ class PagedMemory:
             _check_distinct(layer, group, planes[-1])
         self.num_blocks = tuple(blocks)  #: blocks of each group
         self._planes = tuple(planes)
+        kinds: dict[object, int] = {}
+        self._shapes = tuple(
+            kinds.setdefault(tuple((p.stride, p.piece_bytes, p.pieces.tobytes()) for p in layer), len(kinds))
+            for layer in planes
+        )
 
     def planes(self, layer: int) -> tuple[PagedPlane, ...]:
         """The layer's planes, in storage order."""
         return self._planes[layer]
+
+    def shape(self, layer: int) -> int:
+        """A number that layers share whose blocks lie alike, but for where they begin."""
+        return self._shapes[layer]
 
     def place(self, layer: int) -> tuple[int, int]:
         """The layer's group and its index within that group.

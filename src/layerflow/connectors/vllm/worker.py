@@ -6,23 +6,29 @@ one for everything else. Loads in the background are steps of their own and outl
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections import deque
 
 import msgspec
 import numpy as np
 import structlog
 
 from layerflow.agent import Agent, NoStep, Outcome, Step
+from layerflow.agent.lanes import FAST_LAYER_S
 from layerflow.agent.outline import OutlinePart
+from layerflow.connectors.vllm.deferred import Deferred
 from layerflow.connectors.vllm.figures import StepTally
 from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerNews
 from layerflow.connectors.vllm.stats import TransferStats
 from layerflow.connectors.vllm.stored import StoredChunks
-from layerflow.observe.trace import figures
 
 RECLAIM_S = 0.2
 """How long saves that still read recycled blocks may go on before they are given up."""
+
+SETTLE_S = 5e-3
+"""How long after a short forward pass its saves begin: the engine first samples and answers."""
 
 IDLE_WAIT_S = 1e-3
 """How long a pass without a forward waits for background loads: it has nothing else to do."""
@@ -47,6 +53,7 @@ class WorkerSide:
         self._early = early
         self._plan: StepPlan | None = None
         self._hooked = False
+        self._late = False
         self._step: Step | NoStep | None = None
         self._tails: Step | NoStep | None = None
         self._background: dict[str, Step | NoStep] = {}
@@ -57,6 +64,9 @@ class WorkerSide:
         self._loads_of: dict[int, tuple[str, ...]] = {}
         self._overlaps: dict[str, tuple[float, float]] = {}
         self._saving: dict[str, int] = {}
+        self._deferred = Deferred(SETTLE_S)
+        self._owed: frozenset[str] = frozenset()
+        self._late_steps: deque[Step | NoStep] = deque()
         self._tally = StepTally()
         self._stored = StoredChunks(layout.spec.chunk_tokens) if events else None
 
@@ -69,23 +79,25 @@ class WorkerSide:
 
     def prepare(self, plan: StepPlan) -> None:
         """A step is about to be prepared: blocks that it overwrites must be nobody's source any more."""
+        self._deferred.flush()  # its blocks may be among those
         if any(plan.fresh):
             cut = self._agent.reclaim([np.array(ids, dtype=np.int64) for ids in plan.fresh], RECLAIM_S)
             self._tally.revoked += cut
         self._plan, self._hooked = plan, False
-        if self._early or not (plan.loads or plan.tails):
+        self._late = bool(plan.saves) and not (plan.loads or plan.tails) and self._is_short(plan)
+        if not self._late and (self._early or not (plan.loads or plan.tails)):
             self._open(plan)
 
     def begin(self, plan: StepPlan) -> bool:
         """The step is prepared; False if nothing moves in it."""
         if self._plan is not plan:
             self.prepare(plan)
-        if self._step is None and self._tails is None and not plan.idle:
+        if self._step is None and self._tails is None and not (plan.idle or self._late):
             self._open(plan)
         for request, parts in plan.background.items():
             self._background[request] = self._remember(self._agent.open_outline(parts, []), (request,))
         self._leaving.update(plan.leaving)
-        return not plan.idle
+        return not (plan.idle or self._late)
 
     def wait_tails(self) -> None:
         """Blocks that the forward pass writes to hold their loaded tokens."""
@@ -111,18 +123,23 @@ class WorkerSide:
 
     def end(self) -> None:
         """The forward pass has ended: layers without hooks are done now, and so are skipped ones."""
+        crashed = sys.exc_info()[0] is not None  # vLLM calls this on its way out too
+        plan, late, self._late = self._plan, self._late, False
+        if plan is not None and late and not crashed:
+            requests = _requests(plan.saves)
+            self._saving.update(dict.fromkeys(requests, plan.number))
+            self._deferred.put(functools.partial(self._save_late, plan))
+            self._owed = frozenset(requests)
         step, self._step = self._step, None
         tails, self._tails = self._tails, None
         if tails is not None:
             tails.close()
         if step is None:
             return
-        crashed = sys.exc_info()[0] is not None  # vLLM calls this on its way out too
         if not crashed:
             if not self._hooked:  # a replayed graph, or layers without hooks
                 self._check(step, step.wait_all())
-            for number in self._unmarked(step):
-                step.layer_done(number)
+            self._mark_done(step)
         step.close(False if crashed or self._failed_blocks else None)
 
     def transfers(self, *, forward: bool) -> tuple[set[str], set[str], set[str]]:
@@ -157,7 +174,7 @@ class WorkerSide:
 
     def news(self) -> WorkerNews | None:
         """For the scheduler's side; None = nothing new."""
-        drained = {request: 1 for request in self._saving.items() if not self._saving_for(request[0])}
+        drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
         stored = {}
         if self._stored is not None:
             self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
@@ -172,9 +189,15 @@ class WorkerSide:
 
     def close(self) -> None:
         """Cut off what is open and hang up."""
+        self._deferred.close()
         self._agent.close()
 
     # -- inside -------------------------------------------------------------------------------------
+
+    def _is_short(self, plan: StepPlan) -> bool:
+        """Is the forward pass so short that its saves had better begin behind it, without hooks and messages in it?"""
+        compute = self._agent.costs[1]
+        return compute is not None and plan.work is not None and compute.layer_seconds(*plan.work) < FAST_LAYER_S
 
     def _open(self, plan: StepPlan) -> None:
         if plan.tails:
@@ -188,17 +211,33 @@ class WorkerSide:
 
     def _saving_for(self, request: str) -> bool:
         """May a save still read the request's blocks? With events: or is it still to be told what it has stored?"""
-        return self._agent.saving(request) or (self._stored is not None and self._agent.busy(request))
+        return (
+            request in self._owed
+            or self._agent.saving(request)
+            or (self._stored is not None and self._agent.busy(request))
+        )
+
+    def _is_busy(self, request: str) -> bool:
+        return request in self._owed or self._agent.busy(request)
 
     def _remember(self, step: Step | NoStep, loading: tuple[str, ...]) -> Step | NoStep:
         if loading and isinstance(step, Step):
             self._loads_of[step.number] = loading
         return step
 
-    def _unmarked(self, step: Step | NoStep) -> list[int]:
-        if isinstance(step, NoStep):
-            return []
-        return [number for number in range(self._layout.spec.num_layers) if step.computed(number) is None]
+    def _save_late(self, plan: StepPlan) -> None:
+        """On the deferred thread, or where the engine's is about to reuse blocks."""
+        step = self._agent.open_outline([], plan.saves)
+        self._late_steps.append(step)
+        self._mark_done(step)
+        step.close()
+        self._owed = frozenset()  # last: from here on the agent knows of these saves
+
+    def _mark_done(self, step: Step | NoStep) -> None:
+        if isinstance(step, Step):
+            for number in range(self._layout.spec.num_layers):
+                if step.computed(number) is None:
+                    step.layer_done(number)
 
     def _check(self, step: Step | NoStep, outcome: Outcome) -> None:
         """A failed load: tell vLLM which blocks to compute, and publish nothing that was computed from them."""
@@ -220,17 +259,20 @@ class WorkerSide:
                 mine.cancel_saves("a load of the step has failed")
 
     def _hear(self) -> None:
+        while self._late_steps:
+            late = self._late_steps.popleft()
+            if self._stored is not None:
+                self._stored.opened(late)
         over = self._stored.over(self._agent.busy) if self._stored is not None else []
         ended = self._agent.poll()
         if self._stored is not None:
             self._stored.settle(over, [request for request, _ in ended.failed_saves])
         self._tally.shed += len(ended.shed)
         self._tally.failed_saves += len(ended.failed_saves) - len(ended.shed)
-        while self._agent.traces:
-            trace = self._agent.traces.popleft()
-            load, save = figures(trace, "load"), figures(trace, "save")
+        while self._agent.measured:
+            step, load, save = self._agent.measured.popleft()
             self._tally.moved(load, save)
-            for request in self._loads_of.pop(trace.step, ()):
+            for request in self._loads_of.pop(step, ()):
                 hidden, whole = self._overlaps.get(request, (0.0, 0.0))
                 self._overlaps[request] = (hidden + load.hidden_ms / 1e3, whole + load.transfer_ms / 1e3)
 
