@@ -207,7 +207,8 @@ class SchedulerSide:
             return False, None
         if self._saves is not None:
             self._saves.close(tracked)
-        if (tracked.hit is not MISS or tracked.may_hold_lease) and self._lookups is not None:
+        # A load gives back what it has pinned; the lease also covers tails that were not the longest, and what vLLM had.
+        if (tracked.hit is not MISS or tracked.may_hold_lease or tracked.loaded_tokens) and self._lookups is not None:
             self._lookups.drop_lease(tracked.id)
         if tracked.load is not None:
             self._loading.remove(tracked)
