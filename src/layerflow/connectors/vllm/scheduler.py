@@ -207,7 +207,7 @@ class SchedulerSide:
             return False, None
         if self._saves is not None:
             self._saves.close(tracked)
-        # A load gives back what it has pinned; the lease also covers tails that were not the longest, and what vLLM had.
+        # A load gives back what it has pinned; the lease also covers shorter tails, and what vLLM had itself.
         if (tracked.hit is not MISS or tracked.may_hold_lease or tracked.loaded_tokens) and self._lookups is not None:
             self._lookups.drop_lease(tracked.id)
         if tracked.load is not None:
