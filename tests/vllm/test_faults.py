@@ -62,6 +62,32 @@ def test_the_server_is_killed_under_eight_requests(mode: str, serve: Serve, vllm
     engine.assert_no_block_lost()
 
 
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+def test_the_server_is_killed_at_twenty_random_moments(serve: Serve, vllm: Start, plain: Start) -> None:
+    server = serve(**SLOW | {"pool__link_gbps": 0.05})
+    engine = vllm("llama", kv_transfer_config=connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK))
+    prompts = [prompt(seed, 150 + 40 * seed) for seed in range(8)]
+    wanted = [answer.tokens for answer in plain("llama").generate(*prompts, max_tokens=MAX_TOKENS)]
+    source, hits = random.Random(5), 0
+    for _ in range(20):
+        began = time.monotonic()
+        first = engine.generate(*prompts, max_tokens=MAX_TOKENS)
+        took = time.monotonic() - began
+        settled(server.endpoint)
+        engine.begin(prompts, MAX_TOKENS)
+        time.sleep(source.uniform(0, took))  # a random moment of the run
+        server.kill()
+        answers = engine.finish()
+        assert [answer.tokens for answer in first] == wanted
+        assert [answer.tokens for answer in answers] == wanted
+        engine.assert_no_block_lost()
+        hits += sum(answer.cached > 0 for answer in answers)
+        server.restart()
+        until(server, lambda status: any(session["memory"] for session in status["sessions"]))
+    assert hits > 0, "every kill came before the hits: the campaign proves nothing"
+
+
 @pytest.mark.timeout(300)
 def test_vllm_is_killed_while_it_saves(serve: Serve, vllm: Start, plain: Start) -> None:
     server = serve(**SLOW)
@@ -87,7 +113,7 @@ def test_vllm_is_killed_while_it_saves(serve: Serve, vllm: Start, plain: Start) 
 @pytest.mark.parametrize("mode", ["layerwise", "bulk"])
 def test_aborts_and_preemption(mode: str, serve: Serve, vllm: Start, plain: Start) -> None:
     """200 requests in a cache for a few: many are preempted, some aborted at every stage, none gets a wrong token."""
-    server = serve()
+    server = serve(pool__lease_ms=600_000)  # what is pinned afterwards was forgotten, and does not expire in this test
     small = {"num_gpu_blocks_override": 48, "max_num_seqs": 16, "max_model_len": 1024}
     engine = vllm("llama", kv_transfer_config=connector(server.endpoint, mode=mode, chunk_tokens=CHUNK), **small)
     source = random.Random(11)
@@ -109,7 +135,7 @@ def test_aborts_and_preemption(mode: str, serve: Serve, vllm: Start, plain: Star
         assert not wrong
         engine.assert_no_block_lost()
         settled(server.endpoint)
-        until(server, lambda status: status["pool"]["pinned"] == 0)  # leases of aborted requests expire
+        until(server, lambda status: status["pool"]["pinned"] == 0)
         assert 0 < sum(answer.reason == "abort" for answer in answers) <= len(aborts)
     assert engine.preemptions() > 20
     assert sum(answer.cached for answer in answers) > 0
