@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("a5fe47c7fbf4896bab7965c3867f4f41")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("cd4e01fb318337e19f19cb736bf5700d")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10
@@ -70,7 +70,7 @@ def main() -> None:
     client = Client(sys.argv[1])
     client.greet()
     _, session, version, doorway, *_ = client.hello()
-    print(f"session {session} of layerflow {version}, arena at {doorway}")
+    print(f"session {session} of layerflow {version}, doorway at {doorway}")
     print(json.dumps(client.status(), indent=2))
     client.close()
 

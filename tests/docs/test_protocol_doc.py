@@ -13,6 +13,7 @@ from pages import ROOT, code, page, rows, sections
 from layerflow.config import Settings
 from layerflow.keys import Chain, Media, object_key, root_digest
 from layerflow.objects import object_bytes, pack_header
+from layerflow.presence import place_of
 from layerflow.server.handlers import MAX_LEASE_MS
 from layerflow.server.lookup import MAX_TAILS
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
@@ -92,6 +93,7 @@ class TestVector:
         assert key.hex() == VECTOR["key of chunk 1, group 0, ranks 0"]
         header = pack_header(key, blocks=2, tokens=4, payload=object_bytes(group, 2) - 64)
         assert header.hex() == VECTOR["its header"]
+        assert "{}, {:016x}".format(*place_of(key, 0, 512)) == VECTOR["its bucket and tag, of 512 buckets"]
 
     def test_so_does_another_implementation_by_the_page(self):
         def blake(person: bytes, data: bytes) -> bytes:
@@ -118,3 +120,10 @@ class TestVector:
         assert key.hex() == VECTOR["key of chunk 1, group 0, ranks 0"]
         header = b"LFOB" + struct.pack("<HHIIQ", 1, 0, 2, 4, 2 * 2 * 32) + key + bytes(16)
         assert header.hex() == VECTOR["its header"]
+        a, b, c = struct.unpack("<QQQ", key)
+        for salt, name in (
+            (0, "its bucket and tag, of 512 buckets"),
+            (0xC2B2AE3D27D4EB4F, "bucket and tag of a tail after it"),
+        ):
+            m = (c * 0x9E3779B97F4A7C15 + salt) % 2**64
+            assert f"{(a + m) % 2**64 * 512 // 2**64}, {b ^ m:016x}" == VECTOR[name]

@@ -77,6 +77,7 @@ def valid_messages(spec: ModelSpec, step: int) -> list[Message]:
         wire.Beat(now),
         wire.StatusRequest(7),
         wire.DropLease("r"),
+        wire.Missed(1, tokens),
     ]
 
 
@@ -171,6 +172,8 @@ def contradictions(spec: ModelSpec, step: int) -> list[Message]:
         wire.Abort([]),
         wire.Abort(["nobody"] * 100),
         wire.DropLease(""),
+        wire.Missed(0, 0),
+        wire.Missed(2**62, -1),
         wire.Bye(),
         wire.Beat(nan),
         wire.StatusRequest(-1),

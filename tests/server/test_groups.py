@@ -11,6 +11,7 @@ from layerflow.server import EmbeddedServer
 from server.support import Embed, worker_on
 
 BLOCK, CHUNK, LAYERS = 4, 16, 4
+PATIENCE_S = 30.0
 LENGTHS = sorted(
     {border + off for border in (BLOCK, CHUNK, 2 * CHUNK, 3 * CHUNK) for off in (-1, 0, 1, 2, BLOCK)} | {1, 2, 37, 50}
 )
@@ -18,7 +19,9 @@ WINDOWS = [0, 1, 5, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
 
 
 def make(server: EmbeddedServer, window: int) -> KnownWorker:
-    return worker_on(server, spec=small_spec(LAYERS, BLOCK, CHUNK, row=8, window=window), blocks=128)
+    # What a lookup finds is tested here, not how soon: on a busy machine it may take longer than an engine would wait.
+    spec = small_spec(LAYERS, BLOCK, CHUNK, row=8, window=window)
+    return worker_on(server, spec=spec, blocks=128, lookup_timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("window", WINDOWS)

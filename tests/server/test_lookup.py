@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerflow.agent.line import Sight
 from layerflow.keys import Chain, object_key
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
+from layerflow.presence import PresenceWriter
 from layerflow.server.lookup import MAX_TAILS, HitLength, find_hit, lease
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
@@ -55,6 +57,7 @@ def store(pool: MemoryPool, spec: ModelSpec, group: int, shard: Shard, chain: Ch
 class World:
     spec: ModelSpec
     pool: MemoryPool
+    presence: PresenceWriter
     chain: Chain
     present: set[tuple[int, int, int, int]]  #: group, tp rank, chunk, tokens
 
@@ -84,7 +87,8 @@ def worlds(draw: st.DrawFn, nbytes: int = 1 << 16) -> World:
     spec = spec_of(windows, draw(st.integers(1, 2)))
     length = draw(st.integers(1, 5 * CHUNK))
     chain = Chain(ROOT, np.arange(length), CHUNK)
-    pool = MemoryPool(Memory(nbytes))
+    presence = PresenceWriter(nbytes)
+    pool = MemoryPool(Memory(nbytes), presence)
     sizes = [(chunk, CHUNK) for chunk in range(length // CHUNK)]
     sizes += [
         (chunk, tail)
@@ -102,7 +106,7 @@ def worlds(draw: st.DrawFn, nbytes: int = 1 << 16) -> World:
     present = set(everything) - absent
     for group, rank, chunk, tokens in sorted(present):
         store(pool, spec, group, Shard(rank, spec.shard.tp_size), chain, chunk, tokens)
-    return World(spec, pool, chain, present)
+    return World(spec, pool, presence, chain, present)
 
 
 @settings(max_examples=150, deadline=None)
@@ -133,6 +137,25 @@ def test_the_longest_hit_and_no_longer(world: World) -> None:
         assert best_tail[1:] in offered
         longest = hit.tails[0]
         assert longest.chunk * CHUNK + longest.tokens == best_tail[0], "tails are offered longest first"
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds(), st.data())
+def test_a_client_that_does_not_ask_would_have_found_nothing(world: World, data: st.DataObject) -> None:
+    """And of a prompt that shares nothing with a stored one it knows that, if a group reads every token."""
+    hidden = data.draw(st.sets(st.sampled_from(sorted(world.present) or [(0, 0, 0, 1)])))
+    world.pool.hide(
+        [
+            object_key(world.chain.partial(chunk, tokens), group, Shard(rank, world.spec.shard.tp_size))
+            for group, rank, chunk, tokens in hidden
+        ]
+    )
+    sight = Sight(world.presence.memory, world.spec)
+    nothing = HitLength(0, ())
+    if sight.misses(world.chain):
+        assert find_hit(world.pool, world.spec, ROOT, world.chain.digests, len(world.chain)) == nothing
+    other = Chain(b"o" * 16, world.chain.tokens, CHUNK)
+    assert sight.misses(other) == any(group.kind == "full" for group in world.spec.groups)
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,6 +11,7 @@ import torch
 from e2e.known import kv_bytes
 
 from layerflow.agent import Agent, Hit, StepRequest
+from layerflow.agent.control import hit_of
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
@@ -132,13 +133,12 @@ def test_a_state_within_a_chunk_is_a_tail(embed: Embed) -> None:
         assert worker.serve(worker.prompt(40, like=stored)) == 16
 
 
-def test_no_hit_is_shortened_by_the_client_either(embed: Embed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_hit_is_shortened_by_the_client_either(embed: Embed) -> None:
     """A server may offer a tail that ends with the prompt."""
     with HybridWorker(embed()) as worker:
         chain = worker.prompt(40)
         offered = [TailHit(2, 8, chain.partial(2, 8)), TailHit(1, 8, chain.partial(1, 8))]
-        monkeypatch.setattr(worker.agent._control, "_exchange", lambda *_: Found(1, 16, offered))
-        assert worker.agent.lookup("look", chain) == Hit(24, 1, 8, chain.partial(1, 8))
+        assert hit_of(Found(1, 16, offered), chain, worker.agent.spec) == Hit(24, 1, 8, chain.partial(1, 8))
 
 
 def test_a_repeated_prompt(embed: Embed) -> None:

@@ -12,15 +12,14 @@ from typing import Any, cast
 import structlog
 import zmq
 
-from layerflow.agent.handshake import ClientKeys, Conversation, dial
+from layerflow.agent.handshake import ClientKeys
+from layerflow.agent.line import Line
 from layerflow.agent.values import MISS, Hit
 from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages import (
     STRANGER,
-    Attach,
-    Bye,
     DropLease,
     Found,
     Lookup,
@@ -35,7 +34,6 @@ log = structlog.get_logger("layerflow.agent.control")
 
 DEFAULT_LOOKUP_TIMEOUT_S = 0.2
 DEFAULT_TIMEOUT_S = 2.0
-BYE_LINGER_MS = 100
 AWAY_S = 0.5
 """After a lookup without an answer, lookups miss at once for so long instead of waiting again."""
 
@@ -68,8 +66,7 @@ class Control:
         self._lookup_timeout_s = lookup_timeout_s
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._conversation: Conversation | None = None
-        self._lease_ms = 0
+        self._line: Line | None = None
         self._away_until = 0.0
 
     def connect(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
@@ -86,21 +83,24 @@ class Control:
     def lookup(self, request: str, chain: Chain) -> Hit:
         """The longest hit for a prompt, leased. A server that is away or slow is a miss.
 
+        The server is not asked where its presence table shows that nothing is stored.
+
         :raises SessionError: the client was made without a spec.
         """
         if self._spec is None:
             raise SessionError("lookups need the model's spec; pass spec= to Control")
         deadline = time.monotonic() + self._lookup_timeout_s
-        digests = b"".join(chain.digests)
-        number = next(self._ids)
         # Whoever waits behind a lookup of a stopped server waits no longer than for its own.
         if not self._lock.acquire(timeout=self._lookup_timeout_s):
             return MISS
         try:
             if time.monotonic() < self._away_until:
                 return MISS
-            self._connected(deadline)
-            message = Lookup(number, request, chain.parent(0), digests, len(chain), self._lease_ms)
+            line = self._connected(deadline)
+            if line.misses(chain):
+                return MISS
+            digests = b"".join(chain.digests)
+            message = Lookup(next(self._ids), request, chain.parent(0), digests, len(chain), line.lease_ms)
             found = cast(Found, self._exchange(message, Found, deadline))
         except RemoteError as error:
             log.warning("lookup_refused", request=request, code=error.code, error=error.message)
@@ -110,19 +110,14 @@ class Control:
             return MISS
         finally:
             self._lock.release()
-        for tail in found.tails:
-            # The server offers what it has; only this prompt's own tokens tell whether it fits.
-            tokens = self._spec.usable(tail.chunk * chain.chunk_tokens + tail.tokens, len(chain))
-            if tokens is not None and chain.partial(tail.chunk, tail.tokens) == tail.digest:
-                return Hit(tokens, tail.chunk, tail.tokens, tail.digest)
-        return Hit(found.tokens)
+        return hit_of(found, chain, self._spec)
 
     def drop_lease(self, request: str) -> None:
         """The request will not be loaded after all. Nothing happens if the server is away: leases expire."""
         with self._lock:
-            if self._conversation is not None:
+            if self._line is not None:
                 with contextlib.suppress(ServerLost):
-                    self._conversation.send(DropLease(request))
+                    self._line.conversation.send(DropLease(request))
 
     def status(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The server's state, as ``layerflow status --json`` prints it.
@@ -151,40 +146,40 @@ class Control:
     def _exchange(self, message: Lookup | StatusRequest | Purge, kind: type[Message], deadline: float) -> ToClient:
         """Ask once; once more over a new connection if a restarted server does not know this client."""
         try:
-            conversation = self._connected(deadline)
+            conversation = self._connected(deadline).conversation
             conversation.send(message)
             return conversation.expect(kind, deadline, message.id)
         except RemoteError as error:
             if error.code != STRANGER:
                 raise
             self._drop()
-            conversation = self._connected(deadline)
+            conversation = self._connected(deadline).conversation
             conversation.send(message)
             return conversation.expect(kind, deadline, message.id)
         except LayerflowError:
             self._drop()
             raise
 
-    def _connected(self, deadline: float) -> Conversation:
-        if self._conversation is None:
-            conversation = Conversation(dial(self._context, self._endpoint, self._keys))
-            try:
-                welcome = conversation.introduce(self._engine, "control", deadline)
-                self._lease_ms = welcome.lease_ms
-                if self._spec is not None:
-                    conversation.attach(Attach(self._spec, memory=False), deadline)
-            except LayerflowError:
-                conversation.dealer.close()
-                raise
-            self._conversation = conversation
-        return self._conversation
+    def _connected(self, deadline: float) -> Line:
+        if self._line is not None and self._line.hung_up():
+            self._drop()
+        if self._line is None:
+            self._line = Line.connect(self._context, self._endpoint, self._engine, self._spec, deadline, self._keys)
+        return self._line
 
     def _drop(self) -> None:
-        if self._conversation is not None:
-            with contextlib.suppress(ServerLost):  # else the server keeps the session until it has been idle for long
-                self._conversation.send(Bye())
-            self._conversation.dealer.close(linger=BYE_LINGER_MS)
-            self._conversation = None
+        if self._line is not None:
+            self._line.hang_up()
+            self._line = None
+
+
+def hit_of(found: Found, chain: Chain, spec: ModelSpec) -> Hit:
+    """The server offers what it has stored; only the prompt's own tokens tell which of its tails fits."""
+    for tail in found.tails:
+        tokens = spec.usable(tail.chunk * chain.chunk_tokens + tail.tokens, len(chain))
+        if tokens is not None and chain.partial(tail.chunk, tail.tokens) == tail.digest:
+            return Hit(tokens, tail.chunk, tail.tokens, tail.digest)
+    return Hit(found.tokens)
 
 
 def fetch_status(endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:

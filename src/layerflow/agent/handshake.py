@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,17 @@ import zmq
 
 from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, RemoteError, ServerLost
 from layerflow.wire import codec
-from layerflow.wire.messages import Attach, Attached, Hello, Message, Problem, ToClient, Welcome
+from layerflow.wire.messages import (
+    WANT_ARENA,
+    WANT_PRESENCE,
+    Attach,
+    Attached,
+    Hello,
+    Message,
+    Problem,
+    ToClient,
+    Welcome,
+)
 
 _DOORWAY_HEADER = 8
 
@@ -67,10 +78,15 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKey
 
 
 class Conversation:
-    """Request and reply over a DEALER that one thread owns."""
+    """Request and reply over a DEALER that one thread owns.
+
+    :ivar guest: the connection at the doorway, where there is one: who waits for an answer then sees at once that
+        the server has died.
+    """
 
     def __init__(self, dealer: zmq.Socket[bytes], on_other: Callable[[ToClient], None] | None = None) -> None:
         self.dealer = dealer
+        self.guest: socket.socket | None = None
         self._on_other = on_other
 
     def send(self, message: Message) -> None:
@@ -90,11 +106,11 @@ class Conversation:
         """One frame.
 
         :raises DeadlineExceeded: none came by `deadline` (monotonic seconds).
-        :raises ServerLost: the context has ended.
+        :raises ServerLost: the server has hung up, or the context has ended.
         """
         wait_ms = max(0, round((deadline - time.monotonic()) * 1e3))
         try:
-            if not self.dealer.poll(wait_ms):
+            if not self._poll(wait_ms):
                 raise DeadlineExceeded("the server did not answer in time; is it running at this endpoint?")
             frames = self.dealer.recv_multipart()
         except zmq.ZMQError as error:
@@ -102,6 +118,18 @@ class Conversation:
         if len(frames) != 1:
             raise ProtocolError(f"the server sent {len(frames)} frames where one belongs")
         return frames[0]
+
+    def _poll(self, wait_ms: int) -> bool:
+        """Is there a frame, within `wait_ms`?"""
+        if self.guest is None:
+            return bool(self.dealer.poll(wait_ms))
+        poller = zmq.Poller()
+        poller.register(self.dealer, zmq.POLLIN)
+        poller.register(self.guest.fileno(), zmq.POLLIN)
+        ready = dict(poller.poll(wait_ms))
+        if self.dealer not in ready and ready:
+            raise ServerLost("the server has hung up")
+        return bool(ready)
 
     def expect(self, kind: type[Message], deadline: float, number: int | None = None) -> ToClient:
         """The next message of this kind (and id); others are passed on.
@@ -142,19 +170,49 @@ def fetch_arena(path: Path, token: bytes, deadline: float) -> tuple[socket.socke
 
     :raises ServerLost: nobody answers there, or the token is refused.
     """
+    guest, fd, nbytes = _enter(path, token + WANT_ARENA, deadline)
+    if fd is None:
+        guest.close()
+        raise ServerLost(f"{path}: the server has no arena to hand out")
+    return guest, fd, nbytes
+
+
+def fetch_presence(path: Path, token: bytes, deadline: float) -> tuple[socket.socket, int | None, int]:
+    """As :func:`fetch_arena`, for the presence table; None and 0 where the server keeps none.
+
+    :raises ServerLost: nobody answers there, or the token is refused.
+    """
+    return _enter(path, token + WANT_PRESENCE, deadline)
+
+
+_signs_of_life: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Doorway connections of this process. A forked child closes its copies: it would keep a dead engine alive."""
+
+
+def _close_in_child() -> None:
+    for guest in list(_signs_of_life):
+        guest.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _enter(path: Path, wish: bytes, deadline: float) -> tuple[socket.socket, int | None, int]:
     guest = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     guest.settimeout(max(0.001, deadline - time.monotonic()))
     try:
         guest.connect(str(path))
-        guest.sendall(token)
+        guest.sendall(wish)
         said, fds, _, _ = socket.recv_fds(guest, _DOORWAY_HEADER, 1)
     except OSError as error:
         guest.close()
-        raise ServerLost(f"{path}: the arena cannot be fetched: {error}") from None
-    if len(said) != _DOORWAY_HEADER or len(fds) != 1:
+        raise ServerLost(f"{path}: no shared memory can be fetched: {error}") from None
+    nbytes = int.from_bytes(said, "little")
+    if len(said) != _DOORWAY_HEADER or len(fds) != (nbytes > 0):
         for fd in fds:
             os.close(fd)
         guest.close()
-        raise ServerLost(f"{path}: the server hung up instead of handing out the arena")
+        raise ServerLost(f"{path}: the server hung up instead of handing out shared memory")
     guest.setblocking(False)
-    return guest, fds[0], int.from_bytes(said, "little")
+    _signs_of_life.add(guest)
+    return guest, fds[0] if fds else None, nbytes

@@ -7,10 +7,8 @@ heartbeats. Other threads only append to queues; what they report is coalesced i
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
-import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,18 +96,6 @@ class News:
     fenced: deque[Fence] = field(default_factory=deque)
     closed: deque[Closed] = field(default_factory=deque)
     figures: deque[Figures] = field(default_factory=deque)
-
-
-_signs_of_life: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""Doorway connections of this process. A forked child closes its copies: it would keep a dead engine alive."""
-
-
-def _close_in_child() -> None:
-    for guest in list(_signs_of_life):
-        guest.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Link:
@@ -210,7 +196,6 @@ class Link:
             if not welcome.doorway:
                 raise ConfigError(f"{self._endpoint}: an engine worker must run on the server's machine; use ipc://")
             guest, fd, nbytes = fetch_arena(Path(welcome.doorway), welcome.token, deadline)
-            _signs_of_life.add(guest)
             try:
                 arena = SharedMemory.attach(fd, nbytes)
             finally:

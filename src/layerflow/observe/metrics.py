@@ -149,6 +149,11 @@ class Metrics:
         self._hit_tokens.inc(max(0, hit_tokens))
         self._miss_tokens.inc(max(0, miss_tokens))
 
+    def lookups_missed(self, lookups: int, tokens: int) -> None:
+        """A client knew without asking that so many lookups, of so many tokens together, would find nothing."""
+        self._lookups.inc(lookups)
+        self._miss_tokens.inc(tokens)
+
     def load_failed(self, reason: str, parts: int = 1) -> None:
         """Load parts failed and the engine recomputes their blocks."""
         self._failed_loads.labels(self._bounded(self._failed_loads, reason)).inc(parts)

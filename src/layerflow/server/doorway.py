@@ -1,8 +1,9 @@
-"""The Unix socket beside the control socket: hands out the arena and notices death by hang-up.
+"""The Unix socket beside the control socket: hands out shared memory and notices death by hang-up.
 
-A client connects, sends the 16-byte token of its Welcome and receives the arena's memfd
-(SCM_RIGHTS) with its size. It keeps the connection open: when either process dies, the kernel closes
-it and the other end knows at once, without waiting for a heartbeat.
+A client connects, sends the 16-byte token of its Welcome and one byte for what it wants: the arena, to move
+bytes, or the presence table, to look up. It receives the memfd (SCM_RIGHTS) with its size, and keeps the
+connection open: when either process dies, the kernel closes it and the other end knows at once, without
+waiting for a heartbeat.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
 from layerflow.errors import ConfigError
 
 TOKEN_BYTES = 16
-ARENA = struct.Struct("<Q")
+_SIZE = struct.Struct("<Q")
 _BACKLOG = 64
 MAX_WAITING = 64
 """Connections that have not named their token yet; past this the oldest is dropped."""
@@ -31,26 +33,34 @@ ACCEPT_PAUSE_S = 0.5
 log = structlog.get_logger("layerflow.server.doorway")
 
 
+class Room(NamedTuple):
+    """Shared memory to hand out: its memfd and its size."""
+
+    fd: int
+    nbytes: int
+
+
+NO_ROOM = Room(-1, 0)
+"""This server has none of that: the client is told a size of 0 and given no descriptor, and may stay."""
+
+
 class Doorway:
     """Listens at `path` on the running loop.
 
-    :param fd: the arena's memfd.
-    :param nbytes: the arena's size.
-    :param on_entered: called with a token when its client has the arena; False = unknown token, refused.
+    :param rooms: what there is, by the byte that asks for it.
+    :param on_entered: called with token and byte before a client is let in; False = refused.
     :param on_gone: called with the token when that client's process (or connection) is gone.
     """
 
     def __init__(
         self,
         path: Path,
-        fd: int,
-        nbytes: int,
-        on_entered: Callable[[bytes], bool],
+        rooms: Mapping[bytes, Room],
+        on_entered: Callable[[bytes, bytes], bool],
         on_gone: Callable[[bytes], None],
     ) -> None:
         self._path = path
-        self._fd = fd
-        self._nbytes = nbytes
+        self._rooms = rooms
         self._on_entered = on_entered
         self._on_gone = on_gone
         self._guests: dict[socket.socket, bytes] = {}
@@ -125,25 +135,29 @@ class Doorway:
 
     def _hear(self, guest: socket.socket) -> None:
         try:
-            said = guest.recv(TOKEN_BYTES)
+            said = guest.recv(TOKEN_BYTES + 1)
         except BlockingIOError:
             return
         except OSError:
             said = b""
         token = self._guests[guest]
-        if not token and len(said) == TOKEN_BYTES and self._on_entered(said):
-            try:
-                socket.send_fds(guest, [ARENA.pack(self._nbytes)], [self._fd])
-            except OSError as error:
-                log.warning("doorway_handover_failed", error=str(error))
-                self._forget(guest)
-                self._on_gone(said)
-                return
-            self._guests[guest] = said
-            return
-        self._forget(guest)
         if token:
+            self._forget(guest)
             self._on_gone(token)
+            return
+        token, wanted = said[:TOKEN_BYTES], said[TOKEN_BYTES:]
+        room = self._rooms.get(wanted)
+        if room is None or not self._on_entered(token, wanted):
+            self._forget(guest)
+            return
+        try:
+            socket.send_fds(guest, [_SIZE.pack(room.nbytes)], [room.fd] if room.nbytes else [])
+        except OSError as error:
+            log.warning("doorway_handover_failed", error=str(error))
+            self._forget(guest)
+            self._on_gone(token)
+            return
+        self._guests[guest] = token
 
     def _forget(self, guest: socket.socket) -> None:
         if self._loop is not None:

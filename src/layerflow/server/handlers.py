@@ -120,6 +120,12 @@ class Handlers:
                 self._house.driver.handle(*(RequestAborted(session.number, name) for name in message.requests))
             case wire.DropLease():
                 self._house.pool.release(_lease_owner(session.engine, message.request))
+            case wire.Missed():
+                if session.spec is None:
+                    raise Refused("not_attached", "attach a spec before looking up")
+                if message.requests < 1 or message.tokens < 0:
+                    raise ProtocolError(f"{message.requests} lookups of {message.tokens} tokens cannot have missed")
+                self._house.metrics.lookups_missed(message.requests, message.tokens)
             case wire.StatusRequest():
                 self._house.send(session, wire.Status(message.id, msgspec.json.encode(self._house.status())))
             case wire.Purge():

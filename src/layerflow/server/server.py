@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import time
@@ -20,7 +21,8 @@ from layerflow.flow.events import Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.memory import MemoryPool
-from layerflow.server.doorway import Doorway
+from layerflow.presence import PresenceWriter
+from layerflow.server.doorway import NO_ROOM, Doorway, Room
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers, House
 from layerflow.server.housekeeping import housekeep
@@ -48,7 +50,8 @@ class Server:
         self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
         self._arena = Arena(settings.pool.size, hugepages=settings.pool.hugepages)
         self._warmer = Warmer(self._arena)
-        self.pool = MemoryPool(self._arena)
+        self._presence = PresenceWriter(self._arena.nbytes)
+        self.pool = MemoryPool(self._arena, self._presence)
         self.sessions = Sessions()
         self.driver = Driver(self.pool, limits_of(settings), self.metrics, self._send_number, self._step_done)
         self._house = House(
@@ -78,7 +81,7 @@ class Server:
 
     @property
     def doorway_path(self) -> Path:
-        """Where agents of this machine fetch the arena."""
+        """Where clients of this machine fetch shared memory."""
         endpoint = self.settings.server.endpoint
         if endpoint.startswith("ipc://"):
             return Path(endpoint.removeprefix("ipc://") + ".arena")
@@ -136,14 +139,18 @@ class Server:
             if not session.silent:
                 session.silent = True
                 self._log.warning("session_silent", session=session.number, engine=session.engine, pid=session.pid)
-        elif time.monotonic() - session.heard > IDLE_S:
+        elif not session.at_doorway and time.monotonic() - session.heard > IDLE_S:
             self._handlers.lose(session, "idle")
 
     def _open(self) -> list[str]:
         server = self.settings.server
         make_private_directory(server.endpoint)
         self.doorway_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._doorway = Doorway(self.doorway_path, self._arena.fd, self._arena.nbytes, self._entered, self._gone)
+        rooms = {wire.WANT_ARENA: Room(self._arena.fd, self._arena.nbytes), wire.WANT_PRESENCE: NO_ROOM}
+        if self.pool.presence is not None:
+            table = self.pool.presence.memory
+            rooms[wire.WANT_PRESENCE] = Room(table.fd, table.nbytes)
+        self._doorway = Doorway(self.doorway_path, rooms, self._entered, self._gone)
         self._doorway.start()
         local = Router(self._context, functools.partial(self._hear, LOCAL), server.max_message_bytes)
         self._routers[LOCAL] = local
@@ -172,6 +179,7 @@ class Server:
             self._doorway.close()
         self._warmer.stop()
         self._arena.close()
+        self._presence.close()
 
     async def _drain(self) -> None:
         self._house.draining = True
@@ -237,14 +245,25 @@ class Server:
             ),
         )
 
-    def _entered(self, token: bytes) -> bool:
+    def _entered(self, token: bytes, wanted: bytes) -> bool:
         session = self.sessions.holding(token)
-        if session is None or session.entered or session.address[0] != LOCAL:
+        if session is None or session.at_doorway or session.address[0] != LOCAL:
             return False
-        session.entered = True
+        session.at_doorway = True
+        session.entered = wanted == wire.WANT_ARENA
         return True
 
     def _gone(self, token: bytes) -> None:
+        session = self.sessions.holding(token)
+        if session is None:
+            return
+        if session.entered:
+            self._handlers.lose(session, "hung_up")
+        else:
+            # It holds nothing that must be taken back at once, and what it said last may still be under way.
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._lose, token)
+
+    def _lose(self, token: bytes) -> None:
         session = self.sessions.holding(token)
         if session is not None:
             self._handlers.lose(session, "hung_up")
@@ -278,6 +297,9 @@ class Server:
             pool.link_latency_us,
         )
 
+
+LAST_WORDS_S = 0.25
+"""How long the last messages of a client without memory may come after it has hung up."""
 
 IDLE_S = 600.0
 """A client without memory holds nothing but leases, which expire by themselves; it may be quiet for long."""

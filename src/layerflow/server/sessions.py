@@ -20,7 +20,9 @@ class Session:
     """One client: an engine worker (with `memory`) or one that only looks things up.
 
     :param heard: when it last said anything, monotonic seconds.
-    :param entered: it holds the arena; its process's death is then seen on the doorway.
+    :param token: what it names itself by at the doorway.
+    :param at_doorway: it is connected there, so the death of its process will be seen.
+    :param entered: it was given the arena there.
     :param silent: it missed its heartbeats. An engine worker that is silent still owns what it may write
         to; only the doorway says that it cannot write any more.
     """
@@ -34,6 +36,7 @@ class Session:
     heard: float
     spec: ModelSpec | None = None
     memory: bool = False
+    at_doorway: bool = False
     entered: bool = False
     silent: bool = False
     steps: set[int] = field(default_factory=set)

@@ -20,6 +20,10 @@ BROKEN = "broken"
 """How a Failure's reason begins when the load failed because of the object itself: it is hidden from lookup."""
 
 
+WANT_ARENA, WANT_PRESENCE = b"a", b"p"
+"""The byte after the token at the doorway: which descriptor the client asks for."""
+
+
 STRANGER = "stranger"
 """Code of the Problem for a client that the server does not know: greet and say hello (again)."""
 
@@ -183,14 +187,21 @@ class Purge(Message, frozen=True, tag=11):
     id: int
 
 
+class Missed(Message, frozen=True, tag=12):
+    """Lookups that the presence table has answered, so that they are counted: how many, of how many tokens."""
+
+    requests: int
+    tokens: int
+
+
 # -- from the server ------------------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True, tag=101):
     """The hello was accepted.
 
-    :param doorway: path of the Unix socket that hands out the arena; empty where there is none.
-    :param token: 16 bytes to send there first.
+    :param doorway: path of the Unix socket that hands out shared memory; empty where there is none.
+    :param token: 16 bytes to send there first, and one that says what is wanted.
     """
 
     session: int
@@ -345,5 +356,5 @@ class Problem(Message, frozen=True, tag=199):
     message: str
 
 
-ToServer = Hello | Attach | Lookup | OpenStep | Report | Abort | Beat | StatusRequest | DropLease | Bye | Purge
+ToServer = Hello | Attach | Lookup | OpenStep | Report | Abort | Beat | StatusRequest | DropLease | Bye | Purge | Missed
 ToClient = Welcome | Attached | Terms | Found | Plan | Grant | Notice | Beat | Status | Problem

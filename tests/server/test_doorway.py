@@ -1,0 +1,143 @@
+"""What the doorway hands out, to whom, and what it makes of a hang-up."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e.known import eventually, small_spec
+
+from layerflow.agent.handshake import Conversation, dial, fetch_arena, fetch_presence
+from layerflow.errors import RemoteError, ServerLost, Unsupported
+from layerflow.memfd import SharedMemory
+from layerflow.pool.memory import MemoryPool
+from layerflow.server import EmbeddedServer
+from layerflow.wire.messages import Attach, Missed, Welcome
+from server.support import Embed
+
+PATIENCE_S = 20.0
+
+
+class Visitor:
+    """A client that has said hello."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self.conversation = Conversation(dial(server.context, server.endpoint))
+        self.deadline = time.monotonic() + PATIENCE_S
+        self.welcome: Welcome = self.conversation.introduce("visitor", "test", self.deadline)
+        self.door = Path(self.welcome.doorway)
+
+    def attach(self, memory: bool) -> None:
+        self.conversation.attach(Attach(small_spec(), memory=memory), self.deadline)
+
+    def knock(self, said: bytes) -> bytes:
+        """What the doorway answers."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as guest:
+            guest.settimeout(PATIENCE_S)
+            guest.connect(str(self.door))
+            guest.sendall(said)
+            return guest.recv(8)
+
+
+@pytest.fixture
+def server(embed: Embed) -> EmbeddedServer:
+    return embed(server__liveness_ms=100, server__heartbeat_ms=50)
+
+
+@pytest.fixture
+def visitor(server: EmbeddedServer) -> Iterator[Visitor]:
+    made = Visitor(server)
+    yield made
+    made.conversation.dealer.close()
+
+
+def test_the_table_is_handed_out_for_reading_only(server: EmbeddedServer, visitor: Visitor) -> None:
+    guest, fd, nbytes = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    assert fd is not None
+    assert server.server.pool.presence is not None
+    assert nbytes == server.server.pool.presence.memory.nbytes
+    with SharedMemory.attach(fd, nbytes, writable=False) as memory:
+        assert not memory.array.any()
+    with pytest.raises(Unsupported):
+        SharedMemory.attach(fd, nbytes)
+    os.close(fd)
+    guest.close()
+
+
+def test_who_has_the_table_is_no_worker(server: EmbeddedServer, visitor: Visitor) -> None:
+    guest, fd, _ = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    assert fd is not None
+    os.close(fd)
+    with pytest.raises(RemoteError, match="no_arena"):
+        visitor.attach(memory=True)
+    visitor.attach(memory=False)
+    assert server.server.sessions.workers() == 0
+    guest.close()
+
+
+def test_each_session_enters_once(visitor: Visitor) -> None:
+    guest, fd, _ = fetch_arena(visitor.door, visitor.welcome.token, visitor.deadline)
+    os.close(fd)
+    with pytest.raises(ServerLost, match="hung up"):
+        fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    guest.close()
+
+
+@pytest.mark.parametrize("wish", [b"", b"x", b"A"])
+def test_an_unknown_wish_is_refused_and_costs_nothing(visitor: Visitor, wish: bytes) -> None:
+    assert visitor.knock(visitor.welcome.token + wish) == b""
+    assert visitor.knock(b"?" * 16 + b"p") == b""
+    visitor.attach(memory=False)
+
+
+def test_a_quiet_scheduler_is_not_called_silent_and_not_forgotten(server: EmbeddedServer, visitor: Visitor) -> None:
+    guest, fd, _ = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    assert fd is not None
+    os.close(fd)
+    visitor.attach(memory=False)
+    [session] = server.server.sessions
+    session.heard -= 1e6
+    server.call(server.server.lose_silent, session)
+    assert not session.silent
+    assert list(server.server.sessions) == [session]
+    guest.close()
+    assert eventually(lambda: not len(server.server.sessions)), "a hang-up ends its session"
+
+
+def test_last_words_come_through(server: EmbeddedServer, visitor: Visitor) -> None:
+    """What a scheduler said before it hung up is heard, whichever of the two arrives first."""
+    guest, fd, _ = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    assert fd is not None
+    os.close(fd)
+    visitor.attach(memory=False)
+    guest.close()
+    visitor.conversation.send(Missed(3, 500))
+    figures = server.server.metrics.summary
+    assert eventually(lambda: figures()["lookups_total"] == 3 and figures()["lookup_miss_tokens_total"] == 500)
+    assert eventually(lambda: not len(server.server.sessions))
+    assert figures().get("protocol_errors_total", {}) == {}
+
+
+@pytest.mark.parametrize("requests, tokens", [(0, 0), (-1, 5), (1, -1)])
+def test_impossible_misses_are_refused(server: EmbeddedServer, visitor: Visitor, requests: int, tokens: int) -> None:
+    visitor.attach(memory=False)
+    visitor.conversation.send(Missed(requests, tokens))
+    with pytest.raises(RemoteError, match="cannot have missed"):
+        visitor.conversation.expect(Welcome, visitor.deadline)
+    assert server.server.metrics.summary()["lookups_total"] == 0
+
+
+def test_a_pool_without_a_table(monkeypatch: pytest.MonkeyPatch, embed: Embed) -> None:
+    monkeypatch.setattr(MemoryPool, "presence", None)
+    server = embed()
+    visitor = Visitor(server)
+    guest, fd, nbytes = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    assert (fd, nbytes) == (None, 0)
+    visitor.attach(memory=False)
+    guest.close()
+    assert eventually(lambda: not len(server.server.sessions))
+    visitor.conversation.dealer.close()
