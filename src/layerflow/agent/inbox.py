@@ -63,7 +63,7 @@ class Inbox:
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self._poller = Poller(device.kind) if device.kind != "cpu" else None
         self._load_lane = LoadLane(self._ended_copy)
-        self._save_lane = SaveLane(self._ended_copy)
+        self._save_lane = SaveLane(self._ended_copy, self._ring)
 
     def close(self) -> None:
         """Stop the lanes and the poller."""
@@ -309,9 +309,13 @@ class Inbox:
             else:
                 self._tally.saved_bytes += batch.nbytes
             job.news.done.append(batch.batch)
-        lane = self._load_lane if batch.direction == LOAD else self._save_lane
-        if failure or lane.waiting <= FEW_BATCHES:
+        more = self._load_lane.waiting > FEW_BATCHES if batch.direction == LOAD else self._poller is None
+        if failure or not more:  # the save lane rings by itself
             self.link.ring()
+
+    def _ring(self) -> None:
+        assert self.link is not None
+        self.link.ring()
 
 
 def _message(measured: Measured) -> Figures:

@@ -125,21 +125,21 @@ class SaveLane:
     The engine's thread only stores a word; this thread samples it, so that compute never pays for waking another
     thread. Where layers follow each other fast, their saves wait for the end of the forward pass: each costs the
     interpreter some time, which the engine's thread needs for the next layer.
+
+    :param report: called on the lane's thread.
+    :param told: called after some reports, when none follows at once.
     """
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    def __init__(self, report: Report, told: Callable[[], None]) -> None:
+        self._tell = report
+        self._told = told
+        self._news = False
         self._jobs: queue.SimpleQueue[Job | bool] = queue.SimpleQueue()
         self._gated: list[Job] = []
         self._passing: deque[tuple[Job, DeviceEvent | None]] = deque()
         self._interval = HELD_SAMPLE_S
         self._thread = threading.Thread(target=self._run, name="layerflow-save", daemon=True)
         self._thread.start()
-
-    @property
-    def waiting(self) -> int:
-        """Batches that are not copied yet."""
-        return self._jobs.qsize() + len(self._gated)
 
     def put(self, job: Job) -> None:
         """Queue a batch that waits for its layer."""
@@ -165,6 +165,13 @@ class SaveLane:
             self._interval = HELD_SAMPLE_S
             self._gated = [job for job in self._gated if not self._try(job)]
             self._arrived()
+            if self._news:
+                self._news = False
+                self._told()
+
+    def _report(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
+        self._news = True
+        self._tell(job, failure, event)
 
     def _take(self) -> bool:
         """Fetch new jobs; wait for the next moment at which anything can happen."""

@@ -1,90 +1,177 @@
 """Lookups that a scheduler starts now and asks about later, so that it never waits for a server.
 
-One thread owns the conversation with the server; whoever schedules leaves a question and takes the
-answer when it is there. A server that is away answers "nothing", within the client's own timeout.
+Questions and answers pass on the scheduler's own thread: handing them to another one would cost two wake-ups. Only
+connecting happens elsewhere. A prompt of which nothing is stored is not even asked about. A server that is away, or
+has not answered in time, has nothing.
 """
 
 from __future__ import annotations
 
-import queue
+import itertools
 import threading
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 
 import structlog
+import zmq
 
-from layerflow.agent.control import Control
+from layerflow.agent.control import DEFAULT_LOOKUP_TIMEOUT_S, hit_of
+from layerflow.agent.line import Line
 from layerflow.agent.values import MISS, Hit
-from layerflow.errors import LayerflowError
+from layerflow.errors import DeadlineExceeded, LayerflowError
 from layerflow.keys import Chain
+from layerflow.spec import ModelSpec
+from layerflow.wire import codec
+from layerflow.wire.messages import STRANGER, DropLease, Found, Lookup, Problem
+
+CONNECT_TIMEOUT_S = 2.0
+RETRY_S = 0.1
+MAX_REPLY_BYTES = 64 << 20
 
 log = structlog.get_logger("layerflow.agent.lookups")
 
 
 @dataclass(slots=True)
 class Inquiry:
-    """One lookup under way.
+    """One lookup.
 
     :param asked_at: monotonic seconds.
-    :param hit: the answer; None until :attr:`answered` is set.
+    :param hit: the answer; None while it is under way.
     """
 
     request: str
     chain: Chain
     asked_at: float
     hit: Hit | None = None
-    answered: threading.Event = field(default_factory=threading.Event)
-
-    def wait(self, timeout_s: float) -> Hit | None:
-        """The answer, or None if it has not come after `timeout_s`."""
-        if self.hit is None and timeout_s > 0:
-            self.answered.wait(timeout_s)
-        return self.hit
 
 
 class Lookups:
-    """Asks one server for a scheduler.
+    """Asks one server, for one thread; connects by itself, again whenever the server was away.
 
-    :param control: the client to ask with; used by this object's thread only, and closed with it.
+    :param engine: names the engine whose workers load what is leased here.
+    :param timeout_s: a server that has not answered after so long is away.
     """
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self._jobs: queue.SimpleQueue[Inquiry | str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="layerflow-lookups", daemon=True)
-        self._thread.start()
+    def __init__(
+        self,
+        endpoint: str,
+        engine: str,
+        spec: ModelSpec,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_S,
+    ) -> None:
+        self._endpoint = endpoint
+        self._engine = engine
+        self._spec = spec
+        self._context = context or zmq.Context.instance()
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Inquiry] = {}
+        self._line: Line | None = None
+        self._dialled: deque[Line] = deque()
+        self._closing = threading.Event()
+        self._dialler: threading.Thread
+        self._dial()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait for a server, so that the first lookup finds one; False after `timeout_s`."""
+        self._dialler.join(timeout_s)
+        return self._connected() is not None
 
     def ask(self, request: str, chain: Chain) -> Inquiry:
         """Start a lookup; its hit will be leased. Returns at once."""
         inquiry = Inquiry(request, chain, time.monotonic())
-        self._jobs.put(inquiry)
+        line = self._connected()
+        if line is not None and line.hung_up():
+            self._lost("the server has hung up")
+            line = None
+        if line is None or line.misses(chain):
+            inquiry.hit = MISS
+            return inquiry
+        number = next(self._numbers)
+        digests = b"".join(chain.digests)
+        self._open[number] = inquiry
+        try:
+            line.conversation.send(Lookup(number, request, chain.parent(0), digests, len(chain), line.lease_ms))
+        except LayerflowError as error:
+            self._lost(str(error))
         return inquiry
 
+    def wait(self, inquiry: Inquiry, timeout_s: float) -> Hit | None:
+        """The answer, or None if it has not come after `timeout_s`."""
+        until = time.monotonic() + max(0.0, timeout_s)
+        while inquiry.hit is None and self._line is not None:
+            try:
+                self._heard(self._line.conversation.receive(until))
+            except DeadlineExceeded:
+                break
+            except LayerflowError as error:
+                self._lost(str(error))
+        if inquiry.hit is None and time.monotonic() - inquiry.asked_at > self._timeout_s:
+            self._lost("a lookup was not answered in time")
+        return inquiry.hit
+
     def drop_lease(self, request: str) -> None:
-        """The request's hit will not be loaded. Returns at once."""
-        self._jobs.put(request)
+        """The request's hit will not be loaded. Returns at once; nothing happens if the server is away."""
+        if self._line is not None:
+            try:
+                self._line.conversation.send(DropLease(request))
+            except LayerflowError as error:
+                self._lost(str(error))
 
     def close(self) -> None:
-        """Stop and hang up; leases expire by themselves."""
-        self._jobs.put(None)
-        self._thread.join()
+        """Hang up; leases expire by themselves."""
+        self._closing.set()
+        self._dialler.join()
+        line = self._connected()
+        if line is not None:
+            line.hang_up()
+        self._line = None
 
-    def _run(self) -> None:
-        self._control.connect()
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, str):
-                self._control.drop_lease(job)
-            else:
-                self._answer(job)
-        self._control.close()
+    def _heard(self, frame: bytes) -> None:
+        message = codec.decode_reply(frame, MAX_REPLY_BYTES)
+        if isinstance(message, Found):
+            inquiry = self._open.pop(message.id, None)
+            if inquiry is not None:
+                inquiry.hit = hit_of(message, inquiry.chain, self._spec)
+                if message.tails and not inquiry.hit.tokens:
+                    self.drop_lease(inquiry.request)  # of tails that are another prompt's
+        elif isinstance(message, Problem):
+            inquiry = self._open.pop(message.id, None)
+            if inquiry is not None:
+                log.warning("lookup_refused", request=inquiry.request, code=message.code, error=message.message)
+                inquiry.hit = MISS
+            if message.code == STRANGER:
+                self._lost("the server does not know this client")
 
-    def _answer(self, inquiry: Inquiry) -> None:
-        try:
-            inquiry.hit = self._control.lookup(inquiry.request, inquiry.chain)
-        except LayerflowError as error:
-            log.warning("lookup_failed", request=inquiry.request, error=str(error))
+    def _connected(self) -> Line | None:
+        if self._line is None and self._dialled:
+            self._line = self._dialled.popleft()
+        return self._line
+
+    def _lost(self, reason: str) -> None:
+        """What is open has no answer; connect anew."""
+        log.info("lookups_interrupted", reason=reason, open=len(self._open))
+        for inquiry in self._open.values():
             inquiry.hit = MISS
-        finally:
-            # Whatever happened, nobody waits for it longer.
-            inquiry.hit = inquiry.hit or MISS
-            inquiry.answered.set()
+        self._open.clear()
+        if self._line is not None:
+            self._line.hang_up()
+            self._line = None
+            self._dial()
+
+    def _dial(self) -> None:
+        self._dialler = threading.Thread(target=self._connect, name="layerflow-dial", daemon=True)
+        self._dialler.start()
+
+    def _connect(self) -> None:
+        while not self._closing.is_set():
+            try:
+                deadline = time.monotonic() + CONNECT_TIMEOUT_S
+                self._dialled.append(Line.connect(self._context, self._endpoint, self._engine, self._spec, deadline))
+            except LayerflowError:
+                self._closing.wait(RETRY_S)
+            else:
+                return

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 STALE_S = 1.0
 """A lookup's answer is used for so long; leases live longer."""
 
+CONNECT_S = 2.0
+"""How long vLLM's start may wait for a server, so that the first prompt finds it."""
+
 log = structlog.get_logger("layerflow.vllm")
 
 
@@ -79,7 +82,8 @@ class SchedulerSide:
         """All workers have registered their caches."""
         first, self._ranks = layouts[0], len(layouts)
         self.spec = msgspec.msgpack.decode(first.spec, type=ModelSpec)
-        self._lookups = Lookups(Control(first.endpoint, self._engine_id, self.spec))
+        self._lookups = Lookups(first.endpoint, self._engine_id, self.spec)
+        self._lookups.wait_connected(CONNECT_S)
         self._control = Control(first.endpoint, self._engine_id, self.spec)
         self._advisor = Advisor(self.spec)
         self._saves = SavePlanner(self.spec, first.vllm_groups, self.options)
@@ -117,7 +121,7 @@ class SchedulerSide:
             inquiry = tracked.inquiry = self._lookups.ask(tracked.id, tracked.chain)
         # All requests of one pass share one wait: a stopped server must not cost each of them its own.
         began = time.monotonic()
-        hit = inquiry.wait(self.options.lookup_wait_s - self._waited_s)
+        hit = self._lookups.wait(inquiry, self.options.lookup_wait_s - self._waited_s)
         self._waited_s += time.monotonic() - began
         if hit is None:
             return None, False

@@ -1,0 +1,369 @@
+"""How hits are used: in the step, in the background or not at all; and that every lease is given back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from vllm_fakes import BLOCK, FULL, FakeLookups, output, pieces, request, spec_of
+
+from layerflow.agent.values import Hit
+from layerflow.connectors.vllm import scheduler
+from layerflow.connectors.vllm.options import Options
+from layerflow.connectors.vllm.plan import WorkerLayout, WorkerNews
+from layerflow.connectors.vllm.scheduler import STALE_S, SchedulerSide
+from layerflow.errors import SessionError
+from layerflow.flow.estimators import LinkCost
+from layerflow.flow.policy import Mode
+from layerflow.spec import GroupSpec
+
+BLOCKS = [11, 12, 13, 14, 15]
+
+
+class FakeControl:
+    """Purges, or fails to."""
+
+    def __init__(self, *_: Any) -> None:
+        self.purged = 0
+        self.away = False
+
+    def purge(self) -> None:
+        if self.away:
+            raise SessionError("nobody is there")
+        self.purged += 1
+
+    def close(self) -> None:
+        self.purged = -1
+
+
+class FakeAdvisor:
+    """Says what it was told to."""
+
+    def __init__(self, *_: Any) -> None:
+        self.mode = Mode.LAYERWISE
+        self.adopted: tuple[Any, ...] = ()
+
+    def advise(self, *_: Any) -> Mode:
+        return self.mode
+
+    def adopt(self, *costs: Any) -> None:
+        self.adopted = costs
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, fake in (("Lookups", FakeLookups), ("Control", FakeControl), ("Advisor", FakeAdvisor)):
+        monkeypatch.setattr(scheduler, name, fake)
+    monkeypatch.setattr(FakeLookups, "wait_connected", lambda *_: True, raising=False)
+
+
+class House:
+    """A scheduler's side whose workers have registered; `groups` are layerflow's and vLLM's."""
+
+    def __init__(self, *groups: GroupSpec, ranks: int = 1, fails: bool = True, **options: Any) -> None:
+        spec = spec_of(*groups)
+        count = len(spec.groups)
+        self.side = SchedulerSide(Options(**options), "engine", count, can_fail_in_background=fails)
+        layout = WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(count)), "ipc:///nowhere")
+        self.side.meet_workers([layout] * ranks)
+        self.tables = tuple([*BLOCKS] for _ in spec.groups)
+        self.requests: dict[str, SimpleNamespace] = {}
+
+    @property
+    def lookups(self) -> FakeLookups:
+        return self.side._lookups  # type: ignore[return-value]
+
+    @property
+    def advisor(self) -> FakeAdvisor:
+        return self.side._advisor  # type: ignore[return-value]
+
+    def arrive(self, name: str = "r", tokens: int = 150, hit: Hit | None = None, **changed: Any) -> SimpleNamespace:
+        """A request comes in; its lookup is answered with `hit`, None = not yet."""
+        made = self.requests[name] = request(name, tokens, **changed)
+        if hit is not None:
+            self.lookups.answers[name] = hit
+        self.side.arrived(made)
+        return made
+
+    def admit(self, made: SimpleNamespace, external: int) -> None:
+        """vLLM gives the request its blocks."""
+        self.side.allocated(made, SimpleNamespace(get_block_ids=lambda: self.tables), external)
+
+    def plan(self, name: str = "r", scheduled: int = 22, computed: int = 128) -> Any:
+        """A step that computes the rest."""
+        self.requests[name].num_computed_tokens = computed
+        return self.side.plan(output({name: scheduled}, new=[(name, self.tables, computed)]))
+
+    def hear(self, news: WorkerNews | None, invalid: frozenset[int] = frozenset()) -> None:
+        """What the workers say."""
+        self.side.heard(SimpleNamespace(invalid_block_ids=invalid, kv_connector_worker_meta=news))
+
+
+class TestArrival:
+    def test_a_prompt_is_looked_up_at_once(self) -> None:
+        house = House()
+        house.arrive()
+        assert [inquiry.request for inquiry in house.lookups.asked] == ["r"]
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"prompt_embeds": object()},
+            {"kv_transfer_params": {"layerflow": {"load": False}}},
+            {"skip_reading_prefix_cache": True},
+        ],
+        ids=["embeddings", "opted out", "scored"],
+    )
+    def test_not_what_may_not_be_loaded(self, changed: dict[str, Any]) -> None:
+        house = House()
+        made = house.arrive(**changed)
+        assert house.lookups.asked == []
+        assert house.side.matched(made, 0) == (0, False)
+        assert house.lookups.asked == []
+
+    def test_not_what_a_producer_serves(self) -> None:
+        house = House(load=False)
+        house.arrive()
+        assert house.lookups.asked == []
+
+    def test_not_where_a_failed_load_could_not_be_told(self) -> None:
+        house = House(FULL, msgspec.structs.replace(FULL, layers=(2, 3)), fails=False)
+        house.arrive()
+        assert house.lookups.asked == []
+
+    def test_an_adapter_that_cannot_be_read_is_not_cached(self) -> None:
+        house = House()
+        lora = SimpleNamespace(lora_name="a", lora_path="/nowhere", load_inplace=True)
+        made = house.arrive(lora_request=lora)
+        assert house.side.matched(made, 0) == (0, False)
+        assert house.side.finished(made) == (False, None)
+
+
+class TestMatch:
+    def test_a_hit_in_the_step(self) -> None:
+        house = House()
+        assert house.side.matched(house.arrive(hit=Hit(128)), 0) == (128, False)
+
+    def test_only_what_vllm_lacks(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(128))
+        assert house.side.matched(made, BLOCK) == (96, False)
+        assert house.side.matched(made, 128) == (0, False)
+        assert house.side.matched(made, 140) == (0, False)
+
+    def test_bulk_is_in_the_background(self) -> None:
+        house = House()
+        house.advisor.mode = Mode.BULK
+        assert house.side.matched(house.arrive(hit=Hit(128)), 0) == (128, True)
+
+    def test_several_groups_are_in_the_background(self) -> None:
+        house = House(FULL, msgspec.structs.replace(FULL, layers=(2, 3)))
+        assert house.side.matched(house.arrive(hit=Hit(128)), 0) == (128, True)
+
+    def test_recompute_is_a_miss(self) -> None:
+        house = House()
+        house.advisor.mode = Mode.RECOMPUTE
+        assert house.side.matched(house.arrive(hit=Hit(128)), 0) == (0, False)
+
+    def test_no_answer_yet_asks_vllm_to_come_again(self) -> None:
+        house = House()
+        made = house.arrive()
+        assert house.side.matched(made, 0) == (None, False)
+        house.lookups.asked[0].hit = Hit(64)
+        assert house.side.matched(made, 0) == (64, False)
+        assert len(house.lookups.asked) == 1
+
+    def test_requests_of_one_pass_share_one_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        house = House(lookup_wait_s=0.002)
+        clock = iter(range(100))
+        monkeypatch.setattr(scheduler.time, "monotonic", lambda: next(clock) * 1e-3)
+        for name in "ab":
+            house.side.matched(house.arrive(name), 0)
+        assert house.lookups.waits == pytest.approx([0.002, 0.001])
+        house.plan("a", 150, 0)
+        house.side.matched(house.arrive("c"), 0)
+        assert house.lookups.waits[-1] == pytest.approx(0.002), "a new pass has a wait of its own"
+
+    def test_an_old_answer_is_asked_for_again(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(128))
+        house.lookups.asked[0].asked_at -= STALE_S + 1
+        house.lookups.answers["r"] = Hit(64)
+        assert house.side.matched(made, 0) == (64, False)
+        assert len(house.lookups.asked) == 2
+
+    def test_a_preempted_request_is_looked_up_with_its_output(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(128))
+        house.side.matched(made, 0)
+        house.admit(made, 128)
+        house.plan()
+        made.all_token_ids += [7] * 50
+        made.num_tokens += 50
+        house.side.matched(made, 0)
+        assert len(house.lookups.asked[1].chain) == 200
+
+
+class TestPlan:
+    def admitted(self, house: House, hit: Hit) -> None:
+        made = house.arrive(hit=hit)
+        house.admit(made, house.side.matched(made, 0)[0] or 0)
+
+    def test_a_hit_in_the_step_is_loaded_once(self) -> None:
+        house = House()
+        self.admitted(house, Hit(128))
+        plan = house.plan()
+        assert pieces(plan.loads) == [("r", 0, [([11, 12], 64), ([13, 14], 64)])]
+        assert (plan.tails, plan.background) == ([], {})
+        assert pieces(plan.saves) == [("r", 0, [([15], 22)])]
+        assert house.plan().loads == []
+
+    def test_the_block_that_a_hit_ends_in_comes_first(self) -> None:
+        house = House()
+        made = house.arrive()
+        chain = house.lookups.asked[0].chain
+        house.lookups.asked[0].hit = Hit(140, 2, 12, chain.partial(2, 12))
+        assert house.side.matched(made, 0) == (140, False)
+        house.admit(made, 140)
+        plan = house.plan(scheduled=10, computed=140)
+        assert pieces(plan.loads) == [("r", 0, [([11, 12], 64), ([13, 14], 64)])]
+        assert pieces(plan.tails) == [("r", 0, [([15], 12)])]
+
+    def test_a_hit_in_the_background(self) -> None:
+        house = House()
+        house.advisor.mode = Mode.BULK
+        self.admitted(house, Hit(128))
+        plan = house.side.plan(output({}))
+        assert pieces(plan.background["r"]) == [("r", 0, [([11, 12], 64), ([13, 14], 64)])]
+        assert plan.idle, "the request waits: nothing of it is in the step"
+        assert house.plan().background == {}
+
+    def test_a_miss_is_only_saved(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(0))
+        house.side.matched(made, 0)
+        house.admit(made, 0)
+        plan = house.plan(scheduled=150, computed=0)
+        assert plan.loads == []
+        assert pieces(plan.saves) == [("r", 0, [([11, 12], 64), ([13, 14], 64), ([15], 22)])]
+
+    def test_before_the_workers_are_there_nothing_moves(self) -> None:
+        side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True)
+        side.arrived(request("r", 10))
+        assert side.plan(output({"r": 10})).idle
+
+
+class TestLeases:
+    def test_a_hit_that_vllm_does_not_take(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(128))
+        house.side.matched(made, 0)
+        house.admit(made, 0)
+        assert house.lookups.dropped == ["r"]
+        house.side.finished(made)
+        assert house.lookups.dropped == ["r"]
+
+    @pytest.mark.parametrize("hit", [None, Hit(128)], ids=["unanswered", "answered"])
+    def test_a_request_that_ends_before_anybody_asked(self, hit: Hit | None) -> None:
+        house = House()
+        house.side.finished(house.arrive(hit=hit))
+        assert house.lookups.dropped == ["r"]
+
+    def test_a_request_that_ends_before_its_load(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(128))
+        house.side.matched(made, 0)
+        house.admit(made, 128)
+        house.side.finished(made)
+        assert house.lookups.dropped == ["r"]
+        assert house.side.plan(output({})).loads == []
+
+    def test_a_miss_holds_none(self) -> None:
+        house = House()
+        house.side.finished(house.arrive(hit=Hit(0)))
+        assert house.lookups.dropped == []
+
+    def test_what_a_load_did_not_need_goes_with_the_request(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(128))
+        house.side.matched(made, 0)
+        house.admit(made, 128)
+        house.plan()
+        assert house.lookups.dropped == []
+        house.side.finished(made)
+        assert house.lookups.dropped == ["r"]
+
+
+class TestNews:
+    def saving(self, house: House) -> SimpleNamespace:
+        made = house.arrive(hit=Hit(0))
+        house.admit(made, 0)
+        assert house.plan(scheduled=150, computed=0).number == 1
+        return made
+
+    def test_blocks_stay_while_a_rank_saves(self) -> None:
+        house = House(ranks=2)
+        made = self.saving(house)
+        house.hear(WorkerNews(drained={("r", 1): 1}))
+        delayed, told = house.side.finished(made)
+        assert (delayed, told) == (True, {"layerflow": {"hit_tokens": 0}})
+        assert house.side.plan(output({})).leaving == ("r",)
+        assert house.side.plan(output({})).leaving == ()
+
+    def test_they_go_when_all_ranks_have_saved(self) -> None:
+        house = House(ranks=2)
+        made = self.saving(house)
+        house.hear(WorkerNews(drained={("r", 1): 1}).aggregate(WorkerNews(drained={("r", 1): 1})))
+        assert house.side.finished(made)[0] is False
+        assert house.side.plan(output({})).leaving == ()
+
+    def test_an_earlier_plans_news_does_not_count(self) -> None:
+        house = House()
+        made = self.saving(house)
+        house.hear(WorkerNews(drained={("r", 0): 1}))
+        assert house.side.finished(made)[0] is True
+
+    def test_a_request_is_told_its_overlap(self) -> None:
+        house = House()
+        made = self.saving(house)
+        house.hear(WorkerNews(overlaps={"r": (0.3, 0.4), "gone": (1.0, 1.0)}, drained={("r", 1): 1}))
+        assert house.side.finished(made) == (False, {"layerflow": {"hit_tokens": 0, "overlap": 0.75}})
+
+    def test_costs_are_those_of_the_slowest_rank(self) -> None:
+        house = House()
+        fast, slow = LinkCost(2e9, 0.0), LinkCost(1e9, 0.0)
+        house.hear(WorkerNews(costs=(fast, None)).aggregate(WorkerNews(costs=(slow, None))))
+        assert house.advisor.adopted == (slow, None)
+
+    def test_after_a_failed_load_the_request_is_computed_and_saved_not_loaded_again(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(128))
+        house.side.matched(made, 0)
+        house.admit(made, 128)
+        house.plan()
+        house.hear(WorkerNews(failed=frozenset({"r", "gone"})), frozenset({11}))
+        assert house.side.matched(made, 0) == (0, False)
+        plan = house.plan(scheduled=150, computed=0)
+        assert pieces(plan.saves) == [("r", 0, [([11, 12], 64), ([13, 14], 64), ([15], 22)])]
+
+
+class TestReset:
+    def test_the_pool_is_forgotten_and_asked_again(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(128))
+        assert house.side.reset()
+        house.lookups.answers["r"] = Hit(0)
+        assert house.side.matched(made, 0) == (0, False)
+
+    def test_a_server_that_is_away_says_no(self) -> None:
+        house = House()
+        house.side._control.away = True  # type: ignore[union-attr]
+        assert not house.side.reset()
+
+    def test_closing_hangs_up(self) -> None:
+        house = House()
+        house.side.close()
+        assert house.lookups.closed
+        assert house.side._control.purged == -1  # type: ignore[union-attr]
