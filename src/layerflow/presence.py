@@ -41,6 +41,10 @@ def place_of(key: bytes, salt: int, buckets: int) -> tuple[int, int]:
     return (low + mixed & _MASK) * buckets >> 64, ((high ^ mixed) & _MASK) or 1
 
 
+def _salt(tokens: int) -> int:
+    return _TAILS + tokens * _MIX & _MASK
+
+
 class Presence:
     """The reader's side.
 
@@ -61,9 +65,9 @@ class Presence:
         """False: no object with this 24-byte key is complete."""
         return self._may_hold(key, 0)
 
-    def may_hold_tails(self, parent: bytes) -> bool:
-        """False: no complete partial chunk follows this 24-byte key."""
-        return self._may_hold(parent, _TAILS)
+    def may_hold_tails(self, parent: bytes, tokens: int = 0) -> bool:
+        """False: no complete partial chunk of so many tokens (0: of any) follows this 24-byte key."""
+        return self._may_hold(parent, _salt(tokens))
 
     def close(self) -> None:
         """Unmap; nothing may be asked any more."""
@@ -100,13 +104,13 @@ class PresenceWriter(Presence):
         """An object that was added is gone."""
         self._discard(key, 0)
 
-    def add_tails(self, parent: bytes) -> None:
-        """A first partial chunk follows `parent`."""
-        self._add(parent, _TAILS)
+    def add_tails(self, parent: bytes, tokens: int = 0) -> None:
+        """A first partial chunk of so many tokens (0: of any) follows `parent`."""
+        self._add(parent, _salt(tokens))
 
-    def discard_tails(self, parent: bytes) -> None:
-        """The last partial chunk after `parent`, which was added, is gone."""
-        self._discard(parent, _TAILS)
+    def discard_tails(self, parent: bytes, tokens: int = 0) -> None:
+        """The last such chunk after `parent`, which was added, is gone."""
+        self._discard(parent, _salt(tokens))
 
     def _add(self, key: bytes, salt: int) -> None:
         at, tag, words = self._bucket(key, salt)

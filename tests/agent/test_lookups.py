@@ -106,6 +106,20 @@ def test_a_prompt_never_seen_is_known_at_once_and_sends_nothing(embed: Embed, di
     assert asked(heard) == ["known"], "messages of one client come in order: nothing was sent for the others"
 
 
+def test_other_prompts_tails_are_no_reason_to_ask(embed: Embed, dial: Dial) -> None:
+    server = embed()
+    for seed in range(1, 9):
+        store(server, prompt(CHUNK // 2, seed))
+    lookups, heard = dial(server), heard_by(server)
+    for seed in range(101, 121):
+        assert lookups.ask(f"new-{seed}", prompt(CHUNK // 2, seed)).hit is MISS
+        assert lookups.ask(f"long-{seed}", prompt(2 * CHUNK, seed)).hit is MISS
+    assert answer(lookups, "known", prompt(CHUNK // 2, 3)) == Hit(
+        CHUNK // 2 - 1, 0, CHUNK // 2, prompt(CHUNK // 2, 3).partial(0, CHUNK // 2)
+    )
+    assert asked(heard) == ["known"]
+
+
 def test_unasked_lookups_are_counted(embed: Embed, dial: Dial) -> None:
     server = embed()
     lookups, heard = dial(server), heard_by(server)

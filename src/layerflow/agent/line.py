@@ -53,8 +53,15 @@ class Sight:
         table, group, shard = self._table, self._whole_group, self._shard
         if group is None or (chain.digests and table.may_hold(object_key(chain.digests[0], group, shard))):
             return False
-        # As the server looks for tails: under the first group and shard.
-        return not table.may_hold_tails(object_key(chain.parent(0), 0, shard))
+        # As the server looks for tails: under the first group and shard. Of the prompt's own beginnings only those are
+        # hashed whose length some stored tail has.
+        parent = object_key(chain.parent(0), 0, shard)
+        if not table.may_hold_tails(parent):
+            return True
+        for tokens in range(1, min(len(chain), chain.chunk_tokens - 1) + 1):
+            if table.may_hold_tails(parent, tokens) and table.may_hold(object_key(chain.partial(0, tokens), 0, shard)):
+                return False
+        return True
 
     def close(self) -> None:
         """Unmap."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from layerflow.errors import PoolError
@@ -55,6 +56,7 @@ class Directory:
         self.pinned = 0  #: entries with a pin, hidden ones included
         self._hidden: dict[bytes, dict[Entry, None]] = {}
         self._tails: dict[bytes, dict[Entry, None]] = {}
+        self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and tokens; 0 tokens: of any length
         self._pins: dict[Owner, dict[Entry, None]] = {}
         self._reserved: dict[Owner, dict[Entry, None]] = {}
         self._due: list[tuple[float, int, Owner, list[Entry]]] = []
@@ -84,9 +86,11 @@ class Directory:
         if presence is not None:
             presence.add(entry.key)
         if entry.parent:
-            if presence is not None and entry.parent not in self._tails:
-                presence.add_tails(entry.parent)
             self._tails.setdefault(entry.parent, {})[entry] = None
+            for tokens in (0, entry.located.tokens):
+                self._tail_counts[entry.parent, tokens] += 1
+                if presence is not None and self._tail_counts[entry.parent, tokens] == 1:
+                    presence.add_tails(entry.parent, tokens)
 
     def withdraw(self, entry: Entry) -> None:
         """A half-written entry goes."""
@@ -133,8 +137,12 @@ class Directory:
             del siblings[entry]
             if not siblings:
                 del self._tails[entry.parent]
-                if presence is not None:
-                    presence.discard_tails(entry.parent)
+            for tokens in (0, entry.located.tokens):
+                self._tail_counts[entry.parent, tokens] -= 1
+                if not self._tail_counts[entry.parent, tokens]:
+                    del self._tail_counts[entry.parent, tokens]
+                    if presence is not None:
+                        presence.discard_tails(entry.parent, tokens)
 
     def tails(self, parent: bytes) -> list[Tail]:
         """Ready partial chunks after `parent`, longest first; ties by key."""
@@ -274,7 +282,8 @@ class Directory:
         if {e for mine in self._tails.values() for e in mine} != {e for e in self.ready.values() if e.parent}:
             raise PoolError("the tails differ from the ready partial chunks")
         if self.presence is not None and not (
-            all(map(self.presence.may_hold, self.ready)) and all(map(self.presence.may_hold_tails, self._tails))
+            all(map(self.presence.may_hold, self.ready))
+            and all(self.presence.may_hold_tails(parent, tokens) for parent, tokens in self._tail_counts)
         ):
             raise PoolError("the presence table lacks a ready object, or a parent that has tails")
         for state, entries in ((State.READY, self.ready.values()), (State.WRITING, self.writing.values())):
