@@ -227,11 +227,14 @@ class WorkerSide:
 
     def _save_late(self, plan: StepPlan) -> None:
         """On the deferred thread, or where the engine's is about to reuse blocks."""
-        step = self._agent.open_outline([], plan.saves)
-        self._late_steps.append(step)
-        self._mark_done(step)
-        step.close()
-        self._owed = frozenset()  # last: from here on the agent knows of these saves
+        try:
+            step = self._agent.open_outline([], plan.saves)
+            self._late_steps.append(step)
+            self._mark_done(step)
+            step.close()
+        finally:
+            # Last: from here on the agent knows of these saves, or there are none and their blocks may go.
+            self._owed = frozenset()
 
     def _mark_done(self, step: Step | NoStep) -> None:
         if isinstance(step, Step):
