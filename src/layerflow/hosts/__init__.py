@@ -1,0 +1,1 @@
+"""Host processes: what runs between the arena and a pool behind it. Native libraries live here and nowhere else."""

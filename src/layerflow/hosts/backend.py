@@ -1,0 +1,207 @@
+"""The contract of a backend: a pool behind the arena, as its host process sees it.
+
+A backend moves objects between the arena and its pool. It may block, spin and crash: it lives in a
+child process, and killing that process is the fence. Its methods are called from three threads of the
+host (*ask*, *fetch*, *write*, named with each method), never twice at once from one of them. All are
+batched, and each object has its own :class:`Verdict`: one bad object never spoils the others.
+
+`until` is a moment on the monotonic clock. A method returns by then, with what is not done as FAILED;
+only a hung native call may take longer, and then the server kills the process.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from layerflow.memfd import SharedMemory
+from layerflow.objects import HEADER_BYTES, LAYOUT_VERSION
+
+
+class BackendError(Exception):
+    """Something about a whole backend, not about one object. The message says what to do."""
+
+
+class Unreachable(BackendError):
+    """It does not answer now; the host tries again."""
+
+
+class Unusable(BackendError):
+    """It cannot work as it is configured or installed; trying again would not help."""
+
+
+def pool_name(key: bytes) -> str:
+    """What an object is called in a pool that names objects by text; says the layout's version, for people too."""
+    return f"layerflow{LAYOUT_VERSION}-{key.hex()}"
+
+
+class Outcome(enum.IntEnum):
+    """What became of one object in one call. Numbers cross the socket to the server."""
+
+    OK = 0
+    EXISTS = 1  # writing: complete already, or another writer is at it; nothing to do, nothing was changed
+    FULL = 2  # writing: no room before `until`
+    TOO_LARGE = 3  # writing: larger than the pool will ever hold
+    MISSING = 4  # reading: not there, or not complete
+    EXPIRED = 5  # reading: the pool's own lease ran out before the last byte came
+    BROKEN = 6  # reading: its bytes are not those of the object (header or checksum)
+    FAILED = 7  # anything else
+
+
+class Verdict(NamedTuple):
+    """An outcome, and for all but OK what happened, in a few words."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+OK = Verdict(Outcome.OK)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """One object of a job: its key, and where it lies (or shall lie) in this process's mapping of the arena.
+
+    The object is ``header (64 bytes) | layer 0 | layer 1 | ...``, all layers of equal size
+    (:mod:`layerflow.objects`).
+
+    :param key: 24 bytes.
+    :param offset: of the header in the arena, in bytes.
+    :param address: of the header in this process.
+    :param layer_bytes: bytes of one layer.
+    :param layers: how many.
+    :param blocks: blocks in each layer; in the header.
+    :param tokens: tokens of the chunk; 0 where the reader does not know.
+    :param parent: 24-byte key of what precedes a partial chunk; ``b""`` for a full one.
+    """
+
+    key: bytes
+    offset: int
+    address: int
+    layer_bytes: int
+    layers: int
+    blocks: int
+    tokens: int = 0
+    parent: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Header and payload."""
+        return HEADER_BYTES + self.layers * self.layer_bytes
+
+    def start(self, layer: int) -> int:
+        """Where `layer` begins within the object, in bytes."""
+        return HEADER_BYTES + layer * self.layer_bytes
+
+
+class Entry(NamedTuple):
+    """An object that a backend with an index of its own holds."""
+
+    key: bytes
+    blocks: int
+    tokens: int
+    parent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """What a backend says of itself once it is connected.
+
+    :param details: for people: version, address, sizes; JSON-ready, shown by ``layerflow status``.
+    :param index: every object it holds, where nobody else can add to it; None = others share it, ask.
+    """
+
+    details: dict[str, str | int | float | bool]
+    index: Sequence[Entry] | None = None
+
+
+class Backend(abc.ABC):
+    """One pool behind the arena. Made in the host process, from its section of the configuration.
+
+    Nothing native is imported before :meth:`attach`.
+    """
+
+    @abc.abstractmethod
+    def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> Attached:
+        """Connect, and register the arena (once, whole). Before any other call; after an error, again. Main thread.
+
+        :param gone: to be told keys that have left a backend with an index (its own eviction); any thread.
+        :raises Unreachable: no answer (yet).
+        :raises Unusable: wrong version, bad option, missing library: with what to do.
+        """
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Is the pool alive? Called about twice a second, also while transfers run. *ask* thread.
+
+        :raises Unreachable: no. Calls that are under way may still block until their own time-outs.
+        """
+
+    # Looking ----------------------------------------------------------------- ask thread
+
+    @abc.abstractmethod
+    def lookup(self, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Which objects are complete. An object whose state cannot be learnt is False.
+
+        :raises Unreachable: nothing can be learnt.
+        """
+
+    @abc.abstractmethod
+    def hide(self, keys: Sequence[bytes]) -> None:
+        """Remove complete objects whose bytes were found broken, as far as that can be done."""
+
+    @abc.abstractmethod
+    def statistics(self) -> dict[str, float]:
+        """Counters and gauges for metrics, by snake_case name with unit."""
+
+    # Reading --------------------------------------------------------------- fetch thread
+
+    @abc.abstractmethod
+    def open_fetch(self, places: Sequence[Place], until: float) -> list[Verdict]:
+        """Make objects readable: leases and whatever else it takes, in a fixed number of calls.
+
+        What is OK is closed later with :meth:`close_fetch`; nothing else is. MISSING also where the size differs.
+        """
+
+    @abc.abstractmethod
+    def fetch(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+        """Copy layers `lo` to `hi` (exclusive) of opened objects into the arena, and the header before layer 0.
+
+        The caller compares headers. OK means that these bytes are those of the object: what a checksum or
+        a lease contradicts is BROKEN or EXPIRED, and never was OK.
+        """
+
+    @abc.abstractmethod
+    def close_fetch(self, places: Sequence[Place]) -> None:
+        """Give back what :meth:`open_fetch` took. Never raises; unknown ones are ignored."""
+
+    # Writing --------------------------------------------------------------- write thread
+
+    @abc.abstractmethod
+    def open_write(self, places: Sequence[Place], until: float) -> list[Verdict]:
+        """Room for new objects, invisible to everybody. A full pool that can evict is tried again until `until`.
+
+        What is OK ends with :meth:`commit` or :meth:`revoke`; EXISTS and the others end here.
+        """
+
+    @abc.abstractmethod
+    def write(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+        """Copy layers `lo` to `hi` (exclusive) of opened objects out of the arena. Each layer once, in order."""
+
+    @abc.abstractmethod
+    def commit(self, places: Sequence[Place], until: float) -> list[Verdict]:
+        """Every layer is written: add the header (it lies in the arena now) and publish.
+
+        What fails here is not visible, or complete all the same.
+        """
+
+    @abc.abstractmethod
+    def revoke(self, places: Sequence[Place]) -> None:
+        """Opened objects that will not be finished: they never become visible. Never raises."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Disconnect, as far as the library can. The process ends afterwards, whatever happens here. Main thread."""
