@@ -1,0 +1,574 @@
+"""What every backend behind the arena must do. A backend's tests subclass :class:`BackendContract`.
+
+Import it as ``from backends.backend_contract import ...``: that works from every folder of the tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from layerflow.hosts.backend import Backend, Outcome, Place
+from layerflow.memfd import SharedMemory
+from layerflow.objects import HEADER_BYTES, pack_header
+
+ARENA = 16 << 20  # bytes that a bench's arena has at least
+BLOCK = 4096
+PATIENCE_S = 10.0
+_GUARD = 0xEE
+
+OK, EXISTS, FULL, TOO_LARGE = Outcome.OK, Outcome.EXISTS, Outcome.FULL, Outcome.TOO_LARGE
+MISSING, EXPIRED, BROKEN, FAILED = Outcome.MISSING, Outcome.EXPIRED, Outcome.BROKEN, Outcome.FAILED
+
+
+@dataclass(frozen=True)
+class Client:
+    """An attached backend, or a proxy for one in another process.
+
+    :param address: where the arena begins in the process in which it is attached.
+    """
+
+    backend: Backend
+    address: int
+
+
+@dataclass
+class Bench:
+    """What is tested. Only methods of the contract are called, with plain values.
+
+    :param first: a client, attached over `arena`.
+    :param second: another client of the same pool over the same arena; None where a pool has only one.
+    :param arena: of :data:`ARENA` bytes or more, as mapped by the test.
+    :param capacity: bytes that the pool holds; more than so many cannot be in it at once.
+    :param evicts: whether a full pool makes room by itself.
+    """
+
+    first: Client
+    second: Client | None
+    arena: SharedMemory
+    capacity: int
+    evicts: bool = True
+    nonce: bytes = field(default_factory=lambda: os.urandom(8))  # pools outlive tests: keys are of one bench
+
+    @property
+    def clients(self) -> list[Client]:
+        return [self.first, self.second] if self.second else [self.first]
+
+    def key(self, name: object) -> bytes:
+        return hashlib.blake2b(repr(name).encode(), digest_size=24, key=self.nonce).digest()
+
+    def thing(self, name: object, blocks: int = 3, layers: int = 5, *, variant: int = 0, **more: object) -> Thing:
+        """An object named `name`; variants of one name have one key and size, and different bytes."""
+        return Thing(self.key(name), blocks, layers, blocks * BLOCK, variant=variant, **more)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Thing:
+    """An object with bytes that follow from its key and variant."""
+
+    key: bytes
+    blocks: int
+    layers: int
+    layer_bytes: int
+    tokens: int = 256
+    parent: bytes = b""
+    variant: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return HEADER_BYTES + self.layers * self.layer_bytes
+
+    @property
+    def header(self) -> bytes:
+        payload = self.layers * self.layer_bytes
+        return pack_header(self.key, blocks=self.blocks, tokens=self.tokens, payload=payload)
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """uint8, header and payload."""
+        seed = int.from_bytes(self.key[:8], "big") + self.variant
+        payload = np.random.default_rng(seed).integers(0, 256, self.layers * self.layer_bytes, np.uint8)
+        return np.concatenate([np.frombuffer(self.header, np.uint8), payload])
+
+    def at(self, client: Client, offset: int, *, known: bool = True) -> Place:
+        """:param known: whether tokens and parent are told, as they are to a writer."""
+        return Place(
+            self.key,
+            offset,
+            client.address + offset,
+            self.layer_bytes,
+            self.layers,
+            self.blocks,
+            self.tokens if known else 0,
+            self.parent if known else b"",
+        )
+
+
+def soon(seconds: float = PATIENCE_S) -> float:
+    return time.monotonic() + seconds
+
+
+def outcomes(verdicts: Sequence[tuple[int, str]]) -> list[Outcome]:
+    """Also checks that what is not OK says why."""
+    for outcome, reason in verdicts:
+        assert outcome == OK or reason, Outcome(outcome)
+    return [Outcome(outcome) for outcome, _ in verdicts]
+
+
+def lay_out(things: Sequence[Thing], start: int = 0) -> list[int]:
+    """Offsets in the arena, one after the other with room between, each a multiple of 64."""
+    offsets = []
+    for thing in things:
+        offsets.append(start)
+        start += -(-(thing.nbytes + 64) // 64) * 64
+    return offsets
+
+
+def put(bench: Bench, things: Sequence[Thing], offsets: Sequence[int]) -> None:
+    """Bytes into the arena, headers included."""
+    for thing, offset in zip(things, offsets, strict=True):
+        bench.arena.array[offset : offset + thing.nbytes] = thing.bytes
+
+
+def save(bench: Bench, client: Client, things: Sequence[Thing], start: int = 0, *, wait: float = PATIENCE_S) -> list:
+    """Write whole objects in two goes; the outcome of each."""
+    offsets = lay_out(things, start)
+    put(bench, things, offsets)
+    places = [thing.at(client, offset) for thing, offset in zip(things, offsets, strict=True)]
+    final = outcomes(client.backend.open_write(places, soon(wait)))
+    layers = max(place.layers for place in places)
+    for step in ((0, 1), (1, layers)):
+        now = [index for index, outcome in enumerate(final) if outcome == OK]
+        if now:
+            verdicts = client.backend.write([places[index] for index in now], *step, soon())
+            for index, outcome in zip(now, outcomes(verdicts), strict=True):
+                final[index] = outcome
+                if outcome != OK:
+                    client.backend.revoke([places[index]])
+    now = [index for index, outcome in enumerate(final) if outcome == OK]
+    if now:
+        verdicts = client.backend.commit([places[index] for index in now], soon())
+        for index, outcome in zip(now, outcomes(verdicts), strict=True):
+            final[index] = outcome
+    return final
+
+
+def load(
+    bench: Bench, client: Client, things: Sequence[Thing], start: int, steps: Sequence[int] = ()
+) -> list[tuple[Outcome, np.ndarray | None]]:
+    """Fetch objects of equally many layers, `steps` layers at a time and then the rest.
+
+    :returns: for each the outcome and, where it is OK, the bytes that lie in the arena then.
+    """
+    arena = bench.arena.array
+    offsets = lay_out(things, start)
+    end = offsets[-1] + things[-1].nbytes + 64
+    arena[start:end] = _GUARD
+    places = [thing.at(client, offset, known=False) for thing, offset in zip(things, offsets, strict=True)]
+    final = outcomes(client.backend.open_fetch(places, soon()))
+    opened = [place for place, outcome in zip(places, final, strict=True) if outcome == OK]
+    layers, lo = things[0].layers, 0
+    for step in [*steps, layers]:
+        hi = min(lo + step, layers)
+        now = [index for index, outcome in enumerate(final) if outcome == OK]
+        if now and lo < hi:
+            verdicts = outcomes(client.backend.fetch([places[index] for index in now], lo, hi, soon()))
+            for index, outcome in zip(now, verdicts, strict=True):
+                final[index] = outcome
+                begin, stop = offsets[index] + places[index].start(lo), offsets[index] + places[index].start(hi)
+                if outcome == OK:  # each part is right when it is reported, not only in the end
+                    right = things[index].bytes[places[index].start(lo) : places[index].start(hi)]
+                    assert np.array_equal(arena[begin:stop], right) or things[index].variant < 0
+        lo = hi
+    client.backend.close_fetch(opened)
+    for thing, offset in zip(things, offsets, strict=True):
+        assert (arena[offset + thing.nbytes : offset + thing.nbytes + 64] == _GUARD).all(), "written past its end"
+    return [
+        (outcome, arena[offset : offset + thing.nbytes].copy() if outcome == OK else None)
+        for thing, offset, outcome in zip(things, offsets, final, strict=True)
+    ]
+
+
+def seen(bench: Bench, *things: Thing) -> list[list[bool]]:
+    """For each client, what lookup says of each."""
+    return [list(client.backend.lookup([thing.key for thing in things], soon())) for client in bench.clients]
+
+
+def any_of(thing: Thing) -> Thing:
+    """For loads of which it is not known which variant was stored."""
+    return replace(thing, variant=-1)
+
+
+class BackendContract:
+    """Subclass as ``TestX`` and override the fixture ``bench``. The pool may hold objects of former tests."""
+
+    @pytest.fixture
+    def bench(self) -> Bench:
+        raise NotImplementedError
+
+    # Publish last --------------------------------------------------------------------------------
+
+    def test_present_only_after_commit(self, bench):
+        one, backend = bench.thing("one"), bench.first.backend
+        nobody, everybody = [[False]] * len(bench.clients), [[True]] * len(bench.clients)
+        put(bench, [one], [0])
+        place = one.at(bench.first, 0)
+        assert seen(bench, one) == nobody
+        assert outcomes(backend.open_write([place], soon())) == [OK]
+        assert seen(bench, one) == nobody
+        for layer in range(one.layers):
+            assert outcomes(backend.write([place], layer, layer + 1, soon())) == [OK]
+            assert seen(bench, one) == nobody
+            for client in bench.clients:
+                assert load(bench, client, [one], ARENA // 2)[0][0] == MISSING
+        assert outcomes(backend.commit([place], soon())) == [OK]
+        assert seen(bench, one) == everybody
+        for client in bench.clients:
+            [(outcome, data)] = load(bench, client, [one], ARENA // 2)
+            assert outcome == OK
+            assert np.array_equal(data, one.bytes)
+
+    def test_the_header_may_come_last(self, bench):
+        one = bench.thing("one")
+        place = one.at(bench.first, 0)
+        put(bench, [one], [0])
+        bench.arena.array[:HEADER_BYTES] = 0
+        assert outcomes(bench.first.backend.open_write([place], soon())) == [OK]
+        assert outcomes(bench.first.backend.write([place], 0, one.layers, soon())) == [OK]
+        bench.arena.array[:HEADER_BYTES] = np.frombuffer(one.header, np.uint8)
+        assert outcomes(bench.first.backend.commit([place], soon())) == [OK]
+        [(outcome, data)] = load(bench, bench.clients[-1], [one], ARENA // 2)
+        assert outcome == OK
+        assert np.array_equal(data, one.bytes)
+
+    def test_revoke_leaves_nothing(self, bench):
+        one, other, backend = bench.thing("one"), bench.thing("other"), bench.first.backend
+        offsets = lay_out([one, other])
+        put(bench, [one, other], offsets)
+        places = [one.at(bench.first, offsets[0]), other.at(bench.first, offsets[1])]
+        assert outcomes(backend.open_write(places, soon())) == [OK, OK]
+        assert outcomes(backend.write(places, 0, one.layers, soon())) == [OK, OK]
+        backend.revoke(places[:1])
+        assert outcomes(backend.commit(places[1:], soon())) == [OK]
+        assert seen(bench, one, other) == [[False, True]] * len(bench.clients)
+        assert load(bench, bench.clients[-1], [one], ARENA // 2)[0][0] == MISSING
+        assert save(bench, bench.clients[-1], [one]) == [OK]  # and the key is free
+        [(outcome, data)] = load(bench, bench.first, [one], ARENA // 2)
+        assert outcome == OK
+        assert np.array_equal(data, one.bytes)
+
+    def test_revoke_right_after_open(self, bench):
+        one = bench.thing("one")
+        place = one.at(bench.first, 0)
+        assert outcomes(bench.first.backend.open_write([place], soon())) == [OK]
+        bench.first.backend.revoke([place])
+        assert seen(bench, one) == [[False]] * len(bench.clients)
+        assert save(bench, bench.first, [one]) == [OK]
+
+    # Write once ----------------------------------------------------------------------------------
+
+    def test_a_complete_object_is_not_written_again(self, bench):
+        one, again = bench.thing("one"), bench.thing("one", variant=1)
+        assert save(bench, bench.first, [one]) == [OK]
+        for number, client in enumerate(bench.clients):
+            assert save(bench, client, [again, bench.thing(("beside it", number))]) == [EXISTS, OK]
+        for client in bench.clients:
+            [(outcome, data)] = load(bench, client, [one], ARENA // 2)
+            assert outcome == OK
+            assert np.array_equal(data, one.bytes)
+
+    def test_a_key_that_is_being_written(self, bench):
+        one, other = bench.thing("one"), bench.thing("other")
+        places = [one.at(bench.first, 0), one.at(bench.first, ARENA // 2)]
+        put(bench, [one], [0])
+        assert outcomes(bench.first.backend.open_write(places[:1], soon())) == [OK]
+        verdicts = bench.first.backend.open_write([places[1], other.at(bench.first, ARENA // 4)], soon())
+        assert outcomes(verdicts) == [EXISTS, OK]
+        bench.first.backend.revoke([other.at(bench.first, ARENA // 4)])
+        assert outcomes(bench.first.backend.write(places[:1], 0, one.layers, soon())) == [OK]
+        assert outcomes(bench.first.backend.commit(places[:1], soon())) == [OK]
+        assert load(bench, bench.first, [one], ARENA // 2)[0][0] == OK
+
+    @pytest.mark.parametrize("ends", [("commit", "commit"), ("commit", "revoke"), ("revoke", "commit")], ids="-".join)
+    def test_two_writers_of_one_key(self, bench, ends):
+        """Two clients, each order of their calls: one of their objects or none, never a mix, never half of one."""
+        if bench.second is None:
+            pytest.skip("this pool has one client")
+        for number, order in enumerate(sorted(set(permutations((0, 0, 0, 1, 1, 1))))):
+            things = [bench.thing(("contested", number), variant=writer) for writer in (0, 1)]
+            offsets = lay_out(things)
+            put(bench, things, offsets)
+            places = [things[w].at(bench.clients[w], offsets[w]) for w in (0, 1)]
+            at, holds, done, tried = [0, 0], [False, False], [False, False], [False, False]
+            for w in order:
+                backend, call = bench.clients[w].backend, ("open", "write", ends[w])[at[w]]
+                at[w] += 1
+                if call == "revoke":
+                    if holds[w]:
+                        backend.revoke(places[w : w + 1])
+                        holds[w] = False
+                elif call == "open":
+                    holds[w] = outcomes(backend.open_write(places[w : w + 1], soon()))[0] == OK
+                elif call == "write" and holds[w]:
+                    holds[w] = outcomes(backend.write(places[w : w + 1], 0, things[w].layers, soon()))[0] == OK
+                elif call == "commit" and holds[w]:
+                    tried[w] = True
+                    done[w] = outcomes(backend.commit(places[w : w + 1], soon()))[0] == OK
+                    holds[w] = False
+                story = f"{order} {ends}: after {call} of {w}"
+                assert not all(done), f"{story}: both published"
+                visible = seen(bench, things[0])
+                assert visible == [[any(done)]] * 2 or (any(tried) and not any(done)), story
+                if [True] in visible:
+                    whose = done if any(done) else tried
+                    for client in bench.clients:
+                        [(outcome, data)] = load(bench, client, [any_of(things[0])], ARENA // 2)
+                        assert outcome == OK or not any(done), story
+                        allowed = [thing.bytes for thing, yes in zip(things, whose, strict=True) if yes]
+                        assert outcome != OK or any(np.array_equal(data, each) for each in allowed), story
+            for w in (0, 1):
+                if holds[w]:
+                    bench.clients[w].backend.revoke(places[w : w + 1])
+
+    def test_the_losers_revoke_does_not_harm_the_winner(self, bench):
+        if bench.second is None:
+            pytest.skip("this pool has one client")
+        one, other = bench.thing("one"), bench.thing("one", variant=1)
+        put(bench, [one, other], [0, ARENA // 4])
+        mine, theirs = one.at(bench.first, 0), other.at(bench.second, ARENA // 4)
+        assert outcomes(bench.first.backend.open_write([mine], soon())) == [OK]
+        assert outcomes(bench.first.backend.write([mine], 0, 1, soon())) == [OK]
+        bench.second.backend.open_write([theirs], soon())
+        bench.second.backend.revoke([theirs])
+        assert outcomes(bench.first.backend.write([mine], 1, one.layers, soon())) == [OK]
+        assert outcomes(bench.first.backend.commit([mine], soon())) == [OK]
+        bench.second.backend.revoke([theirs])
+        for client in bench.clients:
+            [(outcome, data)] = load(bench, client, [one], ARENA // 2)
+            assert outcome == OK
+            assert np.array_equal(data, one.bytes)
+
+    # Layers --------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("steps", [(), (1, 3), (6, 1), (1, 1, 1, 1, 1, 1, 1)], ids=str)
+    def test_uneven_layers(self, bench, steps):
+        things = [bench.thing(i, blocks=1 + i, layers=7, tokens=16 * (1 + i)) for i in range(3)]
+        offsets = lay_out(things)
+        put(bench, things, offsets)
+        backend, places = bench.first.backend, [t.at(bench.first, o) for t, o in zip(things, offsets, strict=True)]
+        assert outcomes(backend.open_write(places, soon())) == [OK] * 3
+        lo = 0
+        for step in [*steps, 7]:
+            hi = min(lo + step, 7)
+            if lo < hi:
+                assert outcomes(backend.write(places, lo, hi, soon())) == [OK] * 3
+            lo = hi
+        assert outcomes(backend.commit(places, soon())) == [OK] * 3
+        for client in bench.clients:
+            for reading in ((1, 3), steps):
+                for thing, (outcome, data) in zip(
+                    things, load(bench, client, things, ARENA // 2, reading), strict=True
+                ):
+                    assert outcome == OK
+                    assert np.array_equal(data, thing.bytes)
+
+    def test_many_keys_per_call(self, bench):
+        things = [bench.thing(("many", i), blocks=1 + i % 7, layers=4) for i in range(64)]
+        assert save(bench, bench.first, things) == [OK] * 64
+        assert seen(bench, *things) == [[True] * 64] * len(bench.clients)
+        for client in bench.clients:
+            for thing, (outcome, data) in zip(things, load(bench, client, things, ARENA // 2, (1, 2)), strict=True):
+                assert outcome == OK
+                assert np.array_equal(data, thing.bytes)
+
+    def test_one_layer_objects(self, bench):
+        one = bench.thing("flat", layers=1)
+        assert save(bench, bench.first, [one]) == [OK]
+        [(outcome, data)] = load(bench, bench.clients[-1], [one], ARENA // 2)
+        assert outcome == OK
+        assert np.array_equal(data, one.bytes)
+
+    # Not there -----------------------------------------------------------------------------------
+
+    def test_what_is_missing_spoils_nothing(self, bench):
+        here = [bench.thing(i) for i in range(3)]
+        assert save(bench, bench.first, here) == [OK] * 3
+        absent = bench.thing("absent")
+        for client in bench.clients:
+            mixed = [here[0], absent, here[1], here[2]]
+            assert client.backend.lookup([thing.key for thing in mixed], soon()) == [True, False, True, True]
+            results = load(bench, client, mixed, ARENA // 2, (2,))
+            assert [outcome for outcome, _ in results] == [OK, MISSING, OK, OK]
+            for thing, (_, data) in zip(here, [results[0], *results[2:]], strict=True):
+                assert np.array_equal(data, thing.bytes)
+
+    @pytest.mark.parametrize("wrong", [{"layer_bytes": 2 * BLOCK}, {"layers": 4}, {"layers": 6}], ids=str)
+    def test_another_size_is_missing(self, bench, wrong):
+        one, other = bench.thing("one"), bench.thing("other")
+        assert save(bench, bench.first, [one, other]) == [OK, OK]
+        for client in bench.clients:
+            places = [replace(one, **wrong).at(client, ARENA // 2), other.at(client, ARENA // 4)]
+            assert outcomes(client.backend.open_fetch(places, soon())) == [MISSING, OK]
+            client.backend.close_fetch(places[1:])
+
+    def test_unknown_ones_are_ignored(self, bench):
+        absent = bench.thing("absent")
+        for client in bench.clients:
+            place = absent.at(client, 0)
+            client.backend.close_fetch([place])
+            client.backend.revoke([place])
+            client.backend.hide([absent.key])
+            client.backend.close_fetch([place, place])
+            assert client.backend.lookup([absent.key], soon()) == [False]
+
+    def test_closing_twice(self, bench):
+        one = bench.thing("one")
+        assert save(bench, bench.first, [one]) == [OK]
+        place = one.at(bench.first, ARENA // 2)
+        assert outcomes(bench.first.backend.open_fetch([place], soon())) == [OK]
+        bench.first.backend.close_fetch([place])
+        bench.first.backend.close_fetch([place])
+        bench.first.backend.revoke([place])
+        [(outcome, data)] = load(bench, bench.first, [one], ARENA // 2)
+        assert outcome == OK
+        assert np.array_equal(data, one.bytes)
+
+    def test_empty_batches(self, bench):
+        for client in bench.clients:
+            backend = client.backend
+            assert list(backend.lookup([], soon())) == []
+            assert list(backend.open_fetch([], soon())) == list(backend.fetch([], 0, 1, soon())) == []
+            assert list(backend.open_write([], soon())) == list(backend.write([], 0, 1, soon())) == []
+            assert list(backend.commit([], soon())) == []
+            backend.close_fetch([])
+            backend.revoke([])
+            backend.hide([])
+
+    def test_hide_removes(self, bench):
+        one, other = bench.thing("one"), bench.thing("other")
+        assert save(bench, bench.first, [one, other]) == [OK, OK]
+        bench.first.backend.hide([one.key, bench.key("absent")])
+        assert seen(bench, one, other) == [[False, True]] * len(bench.clients)
+        assert load(bench, bench.first, [one], ARENA // 2)[0][0] == MISSING
+        fresh = bench.thing("one", variant=1)
+        assert save(bench, bench.first, [fresh]) == [OK]
+        [(outcome, data)] = load(bench, bench.clients[-1], [fresh], ARENA // 2)
+        assert outcome == OK
+        assert np.array_equal(data, fresh.bytes)
+
+    def test_alive(self, bench):
+        for client in bench.clients:
+            client.backend.check()
+            assert all(isinstance(value, int | float) for value in client.backend.statistics().values())
+
+    # Full ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def filling(bench: Bench) -> tuple[int, int]:
+        """Blocks of an object of which the pool holds some two dozen (or as large as the arena allows); how many do."""
+        blocks = max(1, min(bench.capacity // 24, ARENA // 4) // (4 * BLOCK))
+        return blocks, bench.capacity // (blocks * 4 * BLOCK)
+
+    def test_a_full_pool(self, bench):
+        """FULL, or something older goes; never wrong bytes."""
+        blocks, count = self.filling(bench)
+        things = [bench.thing(("filling", i), blocks, 4) for i in range(count + count // 3)]
+        stored: list[Thing] = []
+        refused = 0
+        for thing in things:
+            [outcome] = save(bench, bench.first, [thing], wait=PATIENCE_S if bench.evicts else 0.2)
+            assert outcome in (OK, FULL)
+            if outcome == FULL:
+                assert not bench.evicts, "a pool that evicts makes room in time"
+                refused += 1
+                if refused == 2:
+                    break
+            else:
+                stored.append(thing)
+        assert stored
+        assert refused or bench.evicts
+        present = [thing for thing in stored if all(row == [True] for row in seen(bench, thing))]
+        assert present
+        assert sum(thing.nbytes for thing in present) <= bench.capacity
+        assert len(present) == len(stored) or bench.evicts
+        for thing in present[:: max(1, len(present) // 16)]:
+            [(outcome, data)] = load(bench, bench.clients[-1], [thing], ARENA // 2, (1,))
+            assert outcome == OK or bench.evicts
+            assert outcome != OK or np.array_equal(data, thing.bytes)
+
+    def test_too_large(self, bench):
+        huge = replace(bench.thing("huge"), layer_bytes=bench.capacity // BLOCK * BLOCK)
+        one = bench.thing("one")
+        places = [huge.at(bench.first, 0), one.at(bench.first, 0)]
+        first, other = outcomes(bench.first.backend.open_write(places, soon(1.0)))
+        assert first in (TOO_LARGE, FULL)
+        assert other == OK
+        bench.first.backend.revoke(places[1:])
+        assert seen(bench, huge, one) == [[False, False]] * len(bench.clients)
+
+    def test_an_object_that_leaves_while_it_is_read(self, bench):
+        """It stays until the end of the fetch, or the fetch says that it went; what was OK is right."""
+        blocks, count = self.filling(bench)
+        one = bench.thing("read slowly", blocks, 4)
+        assert save(bench, bench.first, [one]) == [OK]
+        reader, at = bench.clients[-1], ARENA // 2
+        place = one.at(reader, at, known=False)
+        assert outcomes(reader.backend.open_fetch([place], soon())) == [OK]
+        opened = True
+        for layer in range(one.layers):
+            if opened:
+                [outcome] = outcomes(reader.backend.fetch([place], layer, layer + 1, soon()))
+                assert outcome in (OK, MISSING, EXPIRED, BROKEN)
+                opened = outcome == OK
+                if opened:
+                    lo, hi = place.start(layer), place.start(layer + 1)
+                    assert np.array_equal(bench.arena.array[at + lo : at + hi], one.bytes[lo:hi])
+            for i in range(count // 3 + 1):
+                save(bench, bench.first, [bench.thing(("pushing", layer, i), blocks, 4)], wait=0.2)
+        reader.backend.close_fetch([place])
+
+    def test_eviction_under_load(self, bench):
+        """One thread writes twice what the pool holds, another reads what lookup says is there."""
+        blocks, count = self.filling(bench)
+        count = min(count, 200)
+        stored: list[Thing] = []
+        failures: list[BaseException] = []
+        over = threading.Event()
+
+        def write() -> None:
+            try:
+                for i in range(2 * count):
+                    thing = bench.thing(("load", i), blocks, 4)
+                    if save(bench, bench.first, [thing], wait=0.2) == [OK]:
+                        stored.append(thing)
+            except BaseException as error:  # noqa: BLE001 - it is the test's to report
+                failures.append(error)
+            finally:
+                over.set()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            reader, right, turn = bench.clients[-1], 0, 0
+            while not over.is_set() or not right:
+                turn += 1
+                known = stored[-2:] + stored[:: max(1, len(stored) // 2)]
+                there = [t for t in known if reader.backend.lookup([t.key], soon())[0]]
+                for thing in there:
+                    [(outcome, data)] = load(bench, reader, [thing], ARENA // 2, (1, 2))
+                    assert outcome in (OK, MISSING, EXPIRED, BROKEN)
+                    if outcome == OK:
+                        assert np.array_equal(data, thing.bytes)
+                        right += 1
+                assert turn < 100_000
+        finally:
+            writer.join()
+        assert failures == []
