@@ -1,9 +1,10 @@
 """The contract of a backend: a pool behind the arena, as its host process sees it.
 
 A backend moves objects between the arena and its pool. It may block, spin and crash: it lives in a
-child process, and killing that process is the fence. Its methods are called from three threads of the
-host (*ask*, *fetch*, *write*, named with each method), never twice at once from one of them. All are
-batched, and each object has its own :class:`Verdict`: one bad object never spoils the others.
+child process, and killing that process is the fence. Its methods are called from four threads of the
+host (*ask*, *fetch*, *write*, *check*, named with each method), never twice at once from one of them; so
+`check` and `statistics` may run beside a lookup. All are batched, and each object has its own
+:class:`Verdict`: one bad object never spoils the others.
 
 `until` is a moment on the monotonic clock. A method returns by then, with what is not done as FAILED;
 only a hung native call may take longer, and then the server kills the process.
@@ -135,10 +136,15 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Is the pool alive? Called about twice a second, also while transfers run. *ask* thread.
+        """Is the pool alive? Called about twice a second, also while lookups and transfers run. *check* thread.
 
         :raises Unreachable: no. Calls that are under way may still block until their own time-outs.
+        :raises Unusable: and a new process would be needed, or nothing would help: the host exits.
         """
+
+    @abc.abstractmethod
+    def statistics(self) -> dict[str, float]:
+        """Counters and gauges for metrics, by snake_case name with unit. After each :meth:`check`; *check* thread."""
 
     # Looking ----------------------------------------------------------------- ask thread
 
@@ -152,10 +158,6 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def hide(self, keys: Sequence[bytes]) -> None:
         """Remove complete objects whose bytes were found broken, as far as that can be done."""
-
-    @abc.abstractmethod
-    def statistics(self) -> dict[str, float]:
-        """Counters and gauges for metrics, by snake_case name with unit."""
 
     # Reading --------------------------------------------------------------- fetch thread
 
