@@ -1,6 +1,7 @@
 """Typed settings: flags beat the environment, which beats the TOML file, which beats the defaults.
 
-Every key is also ``LAYERFLOW_SECTION__KEY``. Settings are frozen: a change while running is a new
+Every key is also ``LAYERFLOW_SECTION__KEY``; a section may hold sections, whose keys are
+``section.inner.key`` and ``LAYERFLOW_SECTION__INNER__KEY``. Settings are frozen: a change while running is a new
 :class:`Settings`, and :func:`live_changes` says whether the running server may take it.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from layerflow.config_pool import DiskSettings, MemcacheSettings, MooncakeSettings, PoolSettings
 from layerflow.config_reference import ReferenceRow, live_only, reference_rows
 from layerflow.config_sources import (
     ALIASES,
@@ -21,6 +23,7 @@ from layerflow.config_sources import (
     env_name,
     explain,
     merge,
+    nested,
     read_environment,
     read_overrides,
     read_toml,
@@ -31,7 +34,10 @@ from layerflow.errors import ConfigError
 __all__ = [
     "ALIASES",
     "REFUSED",
+    "DiskSettings",
     "LogSettings",
+    "MemcacheSettings",
+    "MooncakeSettings",
     "PoolSettings",
     "ReferenceRow",
     "ServerSettings",
@@ -47,7 +53,6 @@ __all__ = [
 
 # sun_path holds 107 bytes and a zero (unix(7)); the arena's socket lies beside the control socket.
 MAX_IPC_PATH_BYTES = 100
-_LATER_BACKENDS = ("mooncake", "memcache", "memcache_hybrid")
 _DAY_MS = 86_400_000
 
 
@@ -135,36 +140,6 @@ class ServerSettings(Section):
                 "on a network without knowing its peers"
             )
         return self
-
-
-class PoolSettings(Section):
-    """The pool of objects and the arena that holds them."""
-
-    backend: str = setting("memory", 'Where objects live; this version has "memory", the arena of this machine.')
-    size: Size = setting(1 << 30, "Bytes of the arena.", unit="bytes", ge=64 << 10)
-    warm: bool = setting(True, "Touch the arena's pages in the background at start, so that no transfer pays for them.")
-    hugepages: bool = setting(False, "Back the arena with huge pages; they must be reserved on the machine.")
-    lease_ms: Whole = setting(
-        10_000, "A lookup's hits stay pinned so long without being used.", unit="ms", ge=1, le=_DAY_MS
-    )
-    link_gbps: Real = setting(
-        0.0,
-        "Emulate a link of so many gigabytes (10^9 bytes) per second between engines and arena; 0 = off.",
-        unit="GB/s",
-        ge=0,
-        le=10_000,
-    )
-    link_latency_us: Whole = setting(0, "Latency of the emulated link, per batch.", unit="us", ge=0, le=1_000_000)
-
-    @field_validator("backend")
-    @classmethod
-    def _available(cls, value: str) -> str:
-        name = value.strip().lower()
-        if name in _LATER_BACKENDS:
-            raise ValueError(f'this version cannot put objects into {name}; use backend = "memory"')
-        if name != "memory":
-            raise ValueError('no such backend; use "memory"')
-        return name
 
 
 class TransferSettings(Section):
@@ -275,22 +250,25 @@ class Settings(BaseSettings):
         return (init_settings,)
 
     @classmethod
-    def load(cls, path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
+    def load(
+        cls, path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, called: str = "a flag"
+    ) -> Settings:
         """Overrides, then environment, then the file, then defaults.
 
         :param path: a TOML file; None = none.
         :param overrides: ``{"pool.size": "4GiB"}`` or ``{"pool": {"size": ...}}``; None values are ignored.
+        :param called: what messages call the overrides.
         :raises ConfigError: one line per problem, with the key, where it was set and what to write instead.
         """
         file = read_toml(cls, path) if path is not None else {}
-        environment, flags = read_environment(cls), read_overrides(cls, overrides or {})
+        environment, flags = read_environment(cls), read_overrides(cls, overrides or {}, called)
         origin = {f"{section}.{key}": str(path) for section in file for key in file[section]}
         origin |= {
             f"{section}.{key}": env_name(section, key) for section in environment for key in environment[section]
         }
-        origin |= {f"{section}.{key}": "a flag" for section in flags for key in flags[section]}
+        origin |= {f"{section}.{key}": called for section in flags for key in flags[section]}
         try:
-            return cls(**merge((file, environment, flags)))
+            return cls(**nested(merge((file, environment, flags))))
         except ConfigError as error:
             if isinstance(error.__cause__, ValidationError):
                 raise ConfigError(explain(cls, error.__cause__, origin)) from None

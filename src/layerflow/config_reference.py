@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from layerflow.config_sources import env_name, sections
+from layerflow.config_sources import env_name, own_keys, sections
 from layerflow.config_values import format_size, marks
 from layerflow.errors import ConfigError
 
@@ -19,7 +20,7 @@ from layerflow.errors import ConfigError
 class ReferenceRow:
     """One setting as the documentation shows it.
 
-    :param key: ``section.key``.
+    :param key: ``section.key`` or ``section.inner.key``.
     :param unit: what the number counts, ``""`` for text and switches.
     :param bounds: e.g. ``"0 ... 65535"``; ``""`` if unbounded.
     :param live: whether the running server takes a new value.
@@ -39,9 +40,9 @@ class ReferenceRow:
 def reference_rows(model: type[BaseModel]) -> list[ReferenceRow]:
     """A row for every key, in the order of the classes."""
     return [
-        _row(name, section, key, field)
+        _row(name, section, key, section.model_fields[key])
         for name, section in sections(model).items()
-        for key, field in section.model_fields.items()
+        for key in own_keys(section)
     ]
 
 
@@ -50,8 +51,8 @@ def changed(old: BaseModel, new: BaseModel) -> tuple[dict[str, Any], dict[str, t
     live: dict[str, Any] = {}
     fixed: dict[str, tuple[Any, Any]] = {}
     for name, section in sections(type(old)).items():
-        before, after = getattr(old, name), getattr(new, name)
-        for key in section.model_fields:
+        before, after = attrgetter(name)(old), attrgetter(name)(new)
+        for key in own_keys(section):
             pair = getattr(before, key), getattr(after, key)
             if pair[0] == pair[1]:
                 continue

@@ -1,7 +1,8 @@
 """Where settings come from: the TOML file, the environment, overrides; and what users call them elsewhere.
 
-Each source is brought to the same shape, ``{section: {key: value}}`` with layerflow's own names,
-before sources are merged: a flag under layerflow's name then beats a file that uses an alias.
+Each source is brought to the same shape, ``{section: {key: value}}`` with layerflow's own names
+(``pool.disk`` for the section in a section), before sources are merged: a flag under layerflow's name
+then beats a file that uses an alias.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource, TomlConfigSettingsSource
+from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
 from layerflow.errors import ConfigError
 
@@ -38,21 +39,30 @@ _ALIAS_TABLES = ("", "transfer")
 
 def env_name(section: str, key: str) -> str:
     """The environment variable that sets ``section.key``."""
-    return f"{ENV_PREFIX}{section}__{key}".upper()
+    return f"{ENV_PREFIX}{section}__{key}".replace(".", "__").upper()
 
 
 def sections(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The section classes of a settings class, by name."""
-    return {
-        name: field.annotation
-        for name, field in model.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-    }
+    """The section classes of a settings class by dotted name, each before those inside it."""
+    return dict(_sections(model, ""))
+
+
+def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    for key, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield prefix + key, field.annotation
+            yield from _sections(field.annotation, f"{prefix}{key}.")
+
+
+def own_keys(section: type[BaseModel]) -> list[str]:
+    """A section's keys, without the sections inside it."""
+    inner = dict(_sections(section, ""))
+    return [key for key in section.model_fields if key not in inner]
 
 
 def known_keys(model: type[BaseModel]) -> list[str]:
     """Every ``section.key``."""
-    return [f"{name}.{key}" for name, section in sections(model).items() for key in section.model_fields]
+    return [f"{name}.{key}" for name, section in sections(model).items() for key in own_keys(section)]
 
 
 def read_toml(model: type[BaseSettings], path: Path) -> Values:
@@ -80,35 +90,28 @@ def read_environment(model: type[BaseSettings]) -> Values:
     :raises ConfigError: for an unknown section or key.
     """
     known = sections(model)
-    for variable in os.environ:
-        section, found, key = variable.removeprefix(ENV_PREFIX).lower().partition("__")
-        if not variable.startswith(ENV_PREFIX):
+    found: dict[str, Any] = {}
+    for variable, value in os.environ.items():
+        if not variable.upper().startswith(ENV_PREFIX):
             continue
-        if found and section not in known:
-            raise ConfigError(f"{variable}: {_unknown(model, f'{section}.{key}')}")
-        if section in known and not found:
-            raise ConfigError(f"{variable}: {section} is a section; write {variable}__KEY=value")
-    source = EnvSettingsSource(model, case_sensitive=False, env_prefix=ENV_PREFIX, env_nested_delimiter="__")
-    return _canonical(model, source(), "environment")
+        place = variable[len(ENV_PREFIX) :].lower().replace("__", ".")
+        if place in known:
+            raise ConfigError(f"{variable}: {place} is a section; write {variable}__KEY=value")
+        if "." not in place:
+            continue
+        if place.partition(".")[0] not in known:
+            raise ConfigError(f"{variable}: {_unknown(model, place)}")
+        found[place] = value
+    return _canonical(model, found, "environment")
 
 
-def read_overrides(model: type[BaseSettings], overrides: Mapping[str, Any]) -> Values:
+def read_overrides(model: type[BaseSettings], overrides: Mapping[str, Any], called: str) -> Values:
     """Flags: ``{"section.key": value}`` or ``{"section": {"key": value}}``; None = not given.
 
+    :param called: what messages call them.
     :raises ConfigError: for an unknown section or key.
     """
-    raw: dict[str, Any] = {}
-    for name, value in overrides.items():
-        section, dotted, key = name.partition(".")
-        if value is None:
-            continue
-        if dotted:
-            raw.setdefault(section, {})[key] = value
-        elif isinstance(value, Mapping):
-            raw.setdefault(section, {}).update(value)
-        else:
-            raw[name] = value
-    return _canonical(model, raw, "flags")
+    return _canonical(model, {name: value for name, value in overrides.items() if value is not None}, called)
 
 
 def merge(sources: Iterable[Values]) -> Values:
@@ -118,6 +121,17 @@ def merge(sources: Iterable[Values]) -> Values:
         for section, table in source.items():
             merged.setdefault(section, {}).update(table)
     return merged
+
+
+def nested(values: Values) -> dict[str, Any]:
+    """`values` with the sections in sections where the settings classes have them."""
+    tree: dict[str, Any] = {}
+    for section, table in values.items():
+        inner = tree
+        for name in section.split("."):
+            inner = inner.setdefault(name, {})
+        inner.update(table)
+    return tree
 
 
 def explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str, str] | None = None) -> str:
@@ -144,21 +158,39 @@ def explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str,
 
 def _unknown(model: type[BaseModel], place: str) -> str:
     """`place` is no setting; the closest ones by whole name, else by key in whatever section."""
-    known = known_keys(model)
+    known, tables = known_keys(model), sections(model)
     bare = place.rpartition(".")[2]
-    by_key = {key.rpartition(".")[2]: key for key in known} | {old: ".".join(new) for old, new in ALIASES.items()}
-    same_section = difflib.get_close_matches(place, known, n=1, cutoff=0.75) if "." in place else []
-    elsewhere = [by_key[name] for name in difflib.get_close_matches(bare, by_key, n=1, cutoff=0.6)]
-    exact = [by_key[bare]] if bare in by_key else []
-    section = difflib.get_close_matches(place, sections(model), n=1, cutoff=0.75)
-    close = exact or section or same_section or elsewhere
+    by_key: dict[str, list[str]] = {}
+    for key in known:
+        by_key.setdefault(key.rpartition(".")[2], []).append(key)
+    for old, new in ALIASES.items():
+        by_key.setdefault(old, []).append(".".join(new))
+    by_table = {name.rpartition(".")[2]: name for name in tables} | {name: name for name in tables}
+
+    def nearest(names: list[str]) -> list[str]:
+        return sorted(names, key=lambda name: difflib.SequenceMatcher(None, place, name).ratio(), reverse=True)[:1]
+
+    near = difflib.get_close_matches(place, [*by_table, *known] if "." in place else by_table, n=1, cutoff=0.75)
+    whole = [by_table.get(name, name) for name in near]
+    elsewhere = [key for name in difflib.get_close_matches(bare, by_key, n=1, cutoff=0.6) for key in by_key[name]]
+    close = nearest(by_key.get(bare, [])) or whole or nearest(elsewhere)
     hint = f"did you mean {close[0]}?" if close else "`layerflow config` lists every key"
     return f"{place} is not a setting; {hint}"
 
 
+def _flat(known: Container[str], raw: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
+    """``section.key`` and value of everything in `raw`; a mapping that is no section stays a value."""
+    for name, value in raw.items():
+        place = f"{table}.{name}" if table else name
+        if place in known and isinstance(value, Mapping):
+            yield from _flat(known, value, place)
+        else:
+            yield place, value
+
+
 def _canonical(model: type[BaseModel], raw: Mapping[str, Any], origin: str) -> Values:
     """Rename aliases, refuse what layerflow does not have; every problem in one error."""
-    known = sections(model)
+    known = {name: own_keys(section) for name, section in sections(model).items()}
     values: Values = {}
     problems: list[str] = []
 
@@ -167,20 +199,15 @@ def _canonical(model: type[BaseModel], raw: Mapping[str, Any], origin: str) -> V
             problems.append(f"{place} and {section}.{key} are the same setting; keep one of them")
         values[section][key] = value
 
-    flat: list[tuple[str, str, Any]] = []
-    for name, value in raw.items():
-        if name in known and isinstance(value, Mapping):
-            flat += [(name, key, item) for key, item in value.items()]
-        elif name in known:
-            problems.append(f"{name} is a section; write [{name}] and its keys below it")
-        else:
-            flat.append(("", name, value))
+    flat = [(*place.rpartition(".")[::2], value) for place, value in dict(_flat(known, raw)).items()]
     # A section's own keys first, so that an alias finds what it repeats.
-    flat.sort(key=lambda item: not item[0] or item[1] not in known[item[0]].model_fields)
+    flat.sort(key=lambda item: item[1] not in known.get(item[0], ()))
     for table, key, value in flat:
         place = f"{table}.{key}" if table else key
-        if table and key in known[table].model_fields:
+        if key in known.get(table, ()):
             put(place, table, key, value)
+        elif place in known:
+            problems.append(f"{place} is a section; write [{place}] and its keys below it")
         elif key in REFUSED:
             problems.append(f"{place}: {REFUSED[key]}")
         elif table in _ALIAS_TABLES and key in ALIASES:

@@ -1,0 +1,136 @@
+"""The settings of what is behind the arena: sections inside a section."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from layerflow.config import PoolSettings, Settings, live_changes, reference
+from layerflow.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LAYERFLOW_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def toml(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "layerflow.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(path: Path | None = None, overrides: dict | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(path, overrides or {})
+    return str(caught.value).splitlines()
+
+
+def test_flags_environment_file_defaults_in_a_section_inside_a_section(toml, monkeypatch):
+    path = toml('[pool]\nbackend = "mooncake"\n[pool.mooncake]\nmaster = "a:1"\nhostname = "file"\nreplicas = 2\n')
+    monkeypatch.setenv("LAYERFLOW_POOL__MOONCAKE__MASTER", "b:2")
+    monkeypatch.setenv("LAYERFLOW_POOL__MOONCAKE__HOSTNAME", "environment")
+    pool = Settings.load(path, {"pool.mooncake.master": "c:3"}).pool
+    assert (pool.backend, pool.size) == ("mooncake", 1 << 30)
+    mooncake = pool.mooncake
+    assert (mooncake.master, mooncake.hostname, mooncake.replicas) == ("c:3", "environment", 2)
+    assert mooncake.segment_size == 1 << 30
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"pool.disk.path": "/x", "pool.disk.capacity": "2GiB"},
+        {"pool.disk": {"path": "/x", "capacity": "2GiB"}},
+        {"pool": {"disk": {"path": "/x", "capacity": "2GiB"}}},
+        {"pool": {"disk": {"path": "/y", "capacity": "2GiB"}}, "pool.disk.path": "/x"},
+    ],
+)
+def test_overrides_in_every_shape(overrides):
+    disk = Settings.load(None, overrides).pool.disk
+    assert (disk.path, disk.capacity) == ("/x", 2 << 30)
+
+
+def test_a_section_can_go_to_a_host_process_as_it_is():
+    for section in (PoolSettings().disk, PoolSettings().mooncake, PoolSettings().memcache):
+        assert json.loads(json.dumps(section.model_dump())) == section.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "hint"),
+    [
+        ("[pool.mooncake]\nmastr = 'x:1'\n", "pool.mooncake.mastr ", "pool.mooncake.master?"),
+        ("[pool.memcache]\nmaster = 'x:1'\n", "pool.memcache.master ", "pool.mooncake.master?"),
+        ("[pool]\nmaster = 'x:1'\n", "pool.master ", "pool.mooncake.master?"),
+        ("[pool.memcash]\nworld_size = 4\n", "pool.memcash ", "pool.memcache?"),
+        ("[mooncake]\nmaster = 'x:1'\n", "mooncake ", "pool.mooncake?"),
+        ("[pool.memcache]\nprotocols = 'x'\n", "pool.memcache.protocols ", "pool.memcache.protocol?"),
+    ],
+)
+def test_an_unknown_key_names_the_closest(toml, text, place, hint):
+    path = toml(text)
+    (line,) = refusal(path)
+    assert line.startswith(f"{path}: {place}is not a setting") and line.endswith(hint)
+
+
+def test_the_same_in_the_environment_and_in_flags(monkeypatch):
+    assert refusal(None, {"pool.mooncake.mastr": "x:1"})[0].endswith("did you mean pool.mooncake.master?")
+    assert refusal(None, {"pool.disk": "/x"})[0].endswith(
+        "pool.disk is a section; write [pool.disk] and its keys below it"
+    )
+    monkeypatch.setenv("LAYERFLOW_POOL__MOONCAKE__MASTR", "x:1")
+    assert refusal()[0].endswith("did you mean pool.mooncake.master?")
+    monkeypatch.delenv("LAYERFLOW_POOL__MOONCAKE__MASTR")
+    monkeypatch.setenv("LAYERFLOW_POOL__DISK", "/x")
+    assert "write LAYERFLOW_POOL__DISK__KEY=value" in refusal()[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"pool.backend": "mooncake", "pool.disk.path": "/x"}, 'needs backend = "memory"'),
+        ({"pool.mooncake.segment_size": "1MiB"}, "at least 16MiB"),
+        ({"pool.mooncake.master": "localhost"}, "host:port"),
+        ({"pool.mooncake.master": "localhost:70000"}, "host:port"),
+        ({"pool.mooncake.hostname": " "}, "not be empty"),
+        ({"pool.mooncake.metrics": "127.0.0.1:9003"}, "http://host:port"),
+        ({"pool.memcache.meta_service_url": "127.0.0.1:5000"}, "tcp://host:port"),
+        ({"pool.memcache.dram_size": "65GiB"}, "max_dram_size = 64GiB"),
+        ({"pool.disk.capacity": 5}, "1048576"),
+    ],
+)
+def test_contradictions_are_refused(overrides, words):
+    (line,) = refusal(None, overrides)
+    assert words in line
+
+
+def test_a_problem_names_its_key_and_where_it_was_set(toml, monkeypatch):
+    path = toml("[pool.mooncake]\nport = -1\n")
+    monkeypatch.setenv("LAYERFLOW_POOL__DISK__CAPACITY", "much")
+    lines = sorted(refusal(path, {"pool.memcache.world_size": 0}))
+    assert lines[0].startswith("pool.disk.capacity = 'much' (set by LAYERFLOW_POOL__DISK__CAPACITY): ")
+    assert lines[1].startswith("pool.memcache.world_size = 0 (set by a flag): ")
+    assert lines[2].startswith(f"pool.mooncake.port = -1 (set by {path}): ")
+
+
+def test_none_of_it_changes_while_running():
+    new = Settings(pool={"disk": {"path": "/x", "capacity": "2GiB"}}, transfer={"mode": "bulk"})
+    with pytest.raises(ConfigError) as caught:
+        live_changes(Settings(), new)
+    assert "pool.disk.path ( -> /x), pool.disk.capacity (64GiB -> 2GiB)" in str(caught.value)
+    assert live_changes(new, Settings(pool={"disk": {"path": "/x", "capacity": "2GiB"}})) == {"transfer.mode": "auto"}
+
+
+def test_the_reference_lists_sections_one_after_the_other():
+    rows = [row.key for row in reference()]
+    order = list(dict.fromkeys(key.rpartition(".")[0] for key in rows))
+    assert order == ["server", "pool", "pool.disk", "pool.mooncake", "pool.memcache", "transfer", "log"]
+    assert "pool.disk" not in rows
+    (master,) = (row for row in reference() if row.key == "pool.mooncake.master")
+    assert (master.env, master.default) == ("LAYERFLOW_POOL__MOONCAKE__MASTER", '"127.0.0.1:50051"')
