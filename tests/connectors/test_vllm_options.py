@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from layerflow.config import Settings
 from layerflow.connectors.vllm.options import Options, parse_options
 from layerflow.errors import ConfigError
 
@@ -65,12 +66,27 @@ def test_the_embedded_server_takes_the_tuning_keys() -> None:
     }
 
 
+def test_the_embedded_server_may_use_every_backend() -> None:
+    extra = {"backend": "mooncake", "mooncake": {"master": "store:50051", "segment_size": "2GiB"}, "pool_size": "2GiB"}
+    pool = Settings.load(None, both(extra).server).pool
+    assert (pool.backend, pool.size) == ("mooncake", 2 << 30)
+    assert (pool.mooncake.master, pool.mooncake.segment_size) == ("store:50051", 2 << 30)
+    assert Settings.load(None, both({"disk": {"path": "/cache"}}).server).pool.disk.path == "/cache"
+    memcache = Settings.load(None, both({"backend": "memcache_hybrid", "memcache": {"world_size": 8}}).server).pool
+    assert (memcache.backend, memcache.memcache.world_size) == ("memcache", 8)
+
+
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
         ({"endpont": ENDPOINT}, "unknown key 'endpont'"),
         ({"backend": "yuanrong"}, "memory, mooncake, memcache"),
         ({"endpoint": ENDPOINT, "backend": "yuanrong"}, "memory, mooncake, memcache"),
+        ({"mooncake": {"mastr": "x:1"}}, "did you mean pool.mooncake.master?"),
+        ({"mooncake": {"port": -1}}, "pool.mooncake.port = -1 (set by kv_connector_extra_config)"),
+        ({"mooncake": "x:1"}, "the keys of [pool.mooncake]"),
+        ({"backend": "mooncake", "disk": {"path": "/cache"}}, 'needs backend = "memory"'),
+        ({"endpoint": ENDPOINT, "disk": {"path": "/cache"}}, "pool.disk in the config of `layerflow run`"),
         ({"layerwise_num_shared_buffers": 4}, "pool_size"),
         ({"lookup_rpc_port": 5000}, "`endpoint`"),
         ({"mooncake_rpc_port": 5000}, "`endpoint`"),

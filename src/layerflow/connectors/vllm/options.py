@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from layerflow.config import Settings
+from layerflow.config_pool import BACKEND_ALIASES, BACKENDS
 from layerflow.errors import ConfigError
 
 ModeSetting = Literal["auto", "layerwise", "bulk"]
@@ -22,6 +23,8 @@ _SERVER_KEYS = {
     "h2d_stagger_us": "transfer.h2d_stagger_us",
     "pool_size": "pool.size",
 }
+# Tables of the server's TOML file, below [pool]; with an endpoint they are the operator's as well.
+_POOL_TABLES = ("disk", "mooncake", "memcache")
 _REFUSED = {
     "layerwise_num_shared_buffers": "layerflow shares one arena between all layers; size it with pool.size "
     "in the server's config (pool_size here if the server is embedded)",
@@ -32,7 +35,7 @@ _OWN_KEYS = (
     "endpoint", "mode", "use_layerwise", "load_async", "backend", "chunk_tokens", "discard_partial_chunks",
     "save_decode_cache", "consumer_is_to_load", "consumer_is_to_put", "lookup_wait_ms", "model_content",
 )  # fmt: skip
-_BACKENDS = ("memory", "mooncake", "memcache")
+_WHERE = "kv_connector_extra_config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class Options:
     :param save_partial: also the prompt's last, partial chunk.
     :param lookup_wait_s: how long one scheduling pass may wait for a lookup, seconds.
     :param model_content: names the weights where they are not safetensors files; "" = digest of the checkpoint.
-    :param server: settings of the embedded server, ``{"transfer.prefetch_layers": 3}``.
+    :param server: settings of the embedded server, ``{"transfer.prefetch_layers": 3, "pool.disk": {"path": "/x"}}``.
     """
 
     endpoint: str = ""
@@ -73,31 +76,34 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
     """
     for key in extra:
         if key in _REFUSED:
-            raise ConfigError(f"kv_connector_extra_config: {key} has no use here: {_REFUSED[key]}")
-        if key not in _OWN_KEYS and key not in _SERVER_KEYS:
-            known = ", ".join(sorted((*_OWN_KEYS, *_SERVER_KEYS)))
-            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; known are {known}")
+            raise ConfigError(f"{_WHERE}: {key} has no use here: {_REFUSED[key]}")
+        if key not in (*_OWN_KEYS, *_SERVER_KEYS, *_POOL_TABLES):
+            known = ", ".join(sorted((*_OWN_KEYS, *_SERVER_KEYS, *_POOL_TABLES)))
+            raise ConfigError(f"{_WHERE}: unknown key {key!r}; known are {known}")
     endpoint = _text(extra, "endpoint")
     if endpoint.startswith("tcp://"):
         raise ConfigError(
-            f"kv_connector_extra_config: endpoint {endpoint!r}: workers share memory with the server, so it must run "
+            f"{_WHERE}: endpoint {endpoint!r}: workers share memory with the server, so it must run "
             "on this machine; give its ipc:// endpoint"
         )
-    _check_backend(_text(extra, "backend") or "memory", embedded=not endpoint)
+    backend = _backend(extra)
     server = {setting: extra[key] for key, setting in _SERVER_KEYS.items() if key in extra}
+    server |= {f"pool.{table}": _table(extra, table) for table in _POOL_TABLES if table in extra}
     if endpoint and server:
-        keys = ", ".join(key for key in _SERVER_KEYS if key in extra)
+        keys = ", ".join(key for key in (*_SERVER_KEYS, *_POOL_TABLES) if key in extra)
         raise ConfigError(
-            f"kv_connector_extra_config: {keys}: the server at {endpoint} has its own settings; set "
+            f"{_WHERE}: {keys}: the server at {endpoint} has its own settings; set "
             f"{', '.join(server)} in the config of `layerflow run`"
         )
-    Settings.load(None, server)  # refuses bad values now, with their names
+    if backend and not endpoint:
+        server["pool.backend"] = backend
+    Settings.load(None, server, called=_WHERE)  # refuses bad values now, with their names
     chunk_tokens = _number(extra, "chunk_tokens", 0)
     if chunk_tokens != int(chunk_tokens) or chunk_tokens < 0:
-        raise ConfigError(f"kv_connector_extra_config: chunk_tokens = {chunk_tokens}: should be a whole number")
+        raise ConfigError(f"{_WHERE}: chunk_tokens = {chunk_tokens}: should be a whole number")
     wait_ms = _number(extra, "lookup_wait_ms", DEFAULT_LOOKUP_WAIT_MS)
     if not 0 <= wait_ms <= 1000:
-        raise ConfigError(f"kv_connector_extra_config: lookup_wait_ms = {wait_ms}: should be 0 to 1000")
+        raise ConfigError(f"{_WHERE}: lookup_wait_ms = {wait_ms}: should be 0 to 1000")
     return Options(
         endpoint=endpoint,
         mode=_mode(extra),
@@ -115,7 +121,7 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
 def _mode(extra: Mapping[str, Any]) -> ModeSetting:
     mode = _text(extra, "mode")
     if mode and mode not in ("auto", "layerwise", "bulk"):
-        raise ConfigError(f"kv_connector_extra_config: mode = {mode!r}: should be auto, layerwise or bulk")
+        raise ConfigError(f"{_WHERE}: mode = {mode!r}: should be auto, layerwise or bulk")
     wanted = {mode} if mode else set()
     if "use_layerwise" in extra:
         wanted.add("layerwise" if _switch(extra, "use_layerwise", True) else "bulk")
@@ -129,29 +135,38 @@ def _mode(extra: Mapping[str, Any]) -> ModeSetting:
     return wanted.pop() if wanted else "auto"  # type: ignore[return-value]
 
 
-def _check_backend(backend: str, *, embedded: bool) -> None:
-    if backend not in _BACKENDS:
-        raise ConfigError(f"kv_connector_extra_config: backend {backend!r}: should be one of {', '.join(_BACKENDS)}")
-    if embedded:
-        Settings.load(None, {"pool.backend": backend})
+def _backend(extra: Mapping[str, Any]) -> str:
+    """The backend by layerflow's name, "" if not given; checked with an endpoint too, though it decides there."""
+    written = _text(extra, "backend")
+    name = BACKEND_ALIASES.get(written, written)
+    if written and name not in BACKENDS:
+        raise ConfigError(f"{_WHERE}: backend {written!r}: should be one of {', '.join(BACKENDS)}")
+    return name
+
+
+def _table(extra: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = extra[key]
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{_WHERE}: {key} = {value!r}: should be an object with the keys of [pool.{key}]")
+    return dict(value)
 
 
 def _text(extra: Mapping[str, Any], key: str) -> str:
     value = extra.get(key, "")
     if not isinstance(value, str):
-        raise ConfigError(f"kv_connector_extra_config: {key} = {value!r}: should be text")
+        raise ConfigError(f"{_WHERE}: {key} = {value!r}: should be text")
     return value
 
 
 def _switch(extra: Mapping[str, Any], key: str, default: bool) -> bool:
     value = extra.get(key, default)
     if not isinstance(value, bool):
-        raise ConfigError(f"kv_connector_extra_config: {key} = {value!r}: should be true or false")
+        raise ConfigError(f"{_WHERE}: {key} = {value!r}: should be true or false")
     return value
 
 
 def _number(extra: Mapping[str, Any], key: str, default: float) -> float:
     value = extra.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"kv_connector_extra_config: {key} = {value!r}: should be a number")
+        raise ConfigError(f"{_WHERE}: {key} = {value!r}: should be a number")
     return value
