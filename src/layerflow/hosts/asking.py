@@ -1,0 +1,62 @@
+"""The ask thread: what is there, and what is to be hidden."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from layerflow.hosts.backend import Backend, BackendError, Unreachable
+from layerflow.hosts.lane import Judge, Lane, Tell, describe, log
+from layerflow.hosts.messages import Ask, Found, Hide, split_keys
+
+
+class AskLane(Lane[tuple[Ask | Hide, float]]):
+    """Items are messages with the moment they came.
+
+    :param judge: is told where the backend seems to be out of reach.
+    """
+
+    def __init__(self, backend: Backend, tell: Tell, judge: Judge) -> None:
+        super().__init__("ask")
+        self._backend, self._tell, self._judge = backend, tell, judge
+        self._waiting: deque[tuple[Ask | Hide, float]] = deque()
+
+    def _accept(self, item: tuple[Ask | Hide, float]) -> None:
+        self._waiting.append(item)
+
+    def _patience(self) -> float | None:
+        return 0 if self._waiting else None
+
+    def _turn(self) -> None:
+        if not self._waiting:
+            return
+        message, came = self._waiting.popleft()
+        if isinstance(message, Hide):
+            keys = split_keys(message.keys)
+            self._judge.quietly("hide", lambda: self._backend.hide(keys))
+        else:
+            self._tell(self._answer(message, came + message.timeout_ms / 1e3))
+
+    def _answer(self, message: Ask, until: float) -> Found:
+        keys = split_keys(message.keys)
+        if time.monotonic() >= until:
+            return unknown(message, "the lookups before it took too long")
+        try:
+            present = self._backend.lookup(keys, until)
+            if len(present) != len(keys):
+                raise BackendError(f"the backend answered for {len(present)} of {len(keys)} keys")
+        except Unreachable as error:
+            self._judge.suspect()
+            return unknown(message, f"unreachable: {error}")
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything; it costs this lookup only
+            log.exception("backend_call_failed", call="lookup", objects=len(keys), error=describe(error))
+            return unknown(message, describe(error))
+        return Found(message.id, bytes(map(bool, present)))
+
+    def _leave(self) -> None:
+        self._waiting.clear()
+
+
+def unknown(message: Ask, reason: str) -> Found:
+    """Nothing could be learnt."""
+    return Found(message.id, bytes(len(split_keys(message.keys))), reason)

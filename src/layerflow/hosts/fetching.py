@@ -1,0 +1,138 @@
+"""The fetch thread: jobs in slices of layers, in turn, so that all sessions' first layers come early."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from layerflow.errors import LayerflowError, PoolError
+from layerflow.hosts.backend import OK, Backend, Outcome, Place, Verdict
+from layerflow.hosts.lane import Job, Judge, Lane, Tell
+from layerflow.hosts.messages import Failure, Fetch, Fetched, Unfetch
+from layerflow.hosts.places import count_of, places_of
+from layerflow.memfd import SharedMemory
+from layerflow.objects import HEADER_BYTES, check_header
+
+SLICE_BYTES = 1 << 20
+"""A call moves at least so much: some 0.1 to 0.2 ms at 5 to 10 GB/s, several times what a call and a report cost.
+Larger slices would only make the other jobs wait."""
+
+
+@dataclass(slots=True, eq=False)
+class FetchJob(Job):
+    """:param at: so many leading layers have come. :param opened: to be closed when the job ends."""
+
+    at: int = 0
+    opened: list[Place] = field(default_factory=list)
+    wanted: bool = True
+
+
+class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
+    """Items are messages with the moment they came.
+
+    :param hide: told keys whose bytes are not those of the object.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        arena: SharedMemory,
+        tell: Tell,
+        judge: Judge,
+        hide: Callable[[Sequence[bytes]], None],
+    ) -> None:
+        super().__init__("fetch")
+        self._backend, self._arena, self._tell, self._judge, self._hide = backend, arena, tell, judge, hide
+        self._jobs: dict[int, FetchJob] = {}
+        self._new: deque[FetchJob] = deque()
+        self._begun: deque[FetchJob] = deque()
+        self._new_had_it = False
+
+    def _accept(self, item: tuple[Fetch | Unfetch, float]) -> None:
+        message, came = item
+        if isinstance(message, Unfetch):
+            if message.id in self._jobs:
+                self._jobs[message.id].wanted = False
+            return
+        try:
+            places = dict(enumerate(places_of(message.objects, self._arena)))
+        except LayerflowError as error:
+            reason = str(error)
+            failed = tuple(Failure(at, int(Outcome.FAILED), reason) for at in range(count_of(message.objects)))
+            self._tell(Fetched(message.id, 0, True, failed))
+            raise
+        job = FetchJob(message.id, places, message.objects.layers, came + message.timeout_ms / 1e3)
+        self._jobs[job.id] = job
+        self._new.append(job)
+
+    def _patience(self) -> float | None:
+        return 0 if self._jobs else None
+
+    def _turn(self) -> None:
+        """One slice of one job: a new one's first layer and the next of those under way, alternately."""
+        if not self._jobs:
+            return
+        self._new_had_it = bool(self._new) and not (self._new_had_it and self._begun)
+        job = (self._new if self._new_had_it else self._begun).popleft()
+        try:
+            self._slice(job)
+        except BaseException:
+            job.fail("the host failed; see its log")
+            raise
+        finally:
+            if job.places and job.at < job.layers:
+                self._begun.append(job)
+            else:
+                self._end(job)
+
+    def _slice(self, job: FetchJob) -> None:
+        if not job.wanted:
+            job.fail("nobody wants it any more")
+        elif time.monotonic() >= job.until:
+            job.fail("its time ran out")
+        elif not job.at:
+            self._open(job)
+        if not job.places:
+            return
+        lo, positions, places = job.at, list(job.places), list(job.places.values())
+        hi = min(job.layers, lo + -(-SLICE_BYTES // job.layer_bytes)) if lo else 1
+        verdicts = self._judge.verdicts("fetch", len(places), lambda: self._backend.fetch(places, lo, hi, job.until))
+        if not lo:
+            verdicts = [self._compare(*pair) for pair in zip(places, verdicts, strict=True)]
+        broken = [place.key for place, verdict in zip(places, verdicts, strict=True) if verdict[0] is Outcome.BROKEN]
+        job.settle(positions, verdicts)
+        if broken:
+            self._hide(broken)
+        job.at = hi
+        if job.places and hi < job.layers:
+            self._tell(Fetched(job.id, hi, False, job.take_failures()))
+
+    def _open(self, job: FetchJob) -> None:
+        places = list(job.places.values())
+        verdicts = self._judge.verdicts("open_fetch", len(places), lambda: self._backend.open_fetch(places, job.until))
+        job.opened = [place for place, verdict in zip(places, verdicts, strict=True) if verdict[0] is Outcome.OK]
+        job.settle(list(job.places), verdicts)
+
+    def _compare(self, place: Place, verdict: Verdict) -> Verdict:
+        """The header has come with the first layer: is it that of the object?"""
+        if verdict[0] is not Outcome.OK:
+            return verdict
+        try:
+            header = self._arena.view[place.offset : place.offset + HEADER_BYTES]
+            check_header(header, place.key, place.blocks)
+        except PoolError as error:
+            return Verdict(Outcome.BROKEN, str(error))
+        return OK
+
+    def _end(self, job: FetchJob) -> None:
+        del self._jobs[job.id]
+        if job.opened:
+            self._judge.quietly("close_fetch", lambda: self._backend.close_fetch(job.opened))
+        self._tell(Fetched(job.id, job.at, True, job.take_failures()))
+
+    def _leave(self) -> None:
+        for job in list(self._jobs.values()):
+            job.fail("the host stops")
+            self._end(job)

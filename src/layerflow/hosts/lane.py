@@ -1,0 +1,166 @@
+"""What the host's threads have in common: an inbox, one thread, calls to the backend that cannot end it."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import structlog
+
+from layerflow.hosts.backend import BackendError, Outcome, Place, Unreachable, Verdict
+from layerflow.hosts.messages import Failure, ToServer
+
+log = structlog.get_logger(__name__)
+
+Tell = Callable[[ToServer], None]
+"""Sends to the server; any thread."""
+
+Item = TypeVar("Item")
+
+REASON_CHARS = 500
+"""Native libraries put whole traces into their errors; a failure's reason is for one line of a log."""
+
+
+class Lane(abc.ABC, Generic[Item]):
+    """A thread that is given items, and works on what they lead to.
+
+    :param name: of the thread; shows in `top -H` and in traces.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._inbox: list[Item] = []
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"layerflow-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Once."""
+        self._thread.start()
+
+    def put(self, item: Item) -> None:
+        """Any thread."""
+        with self._changed:
+            self._inbox.append(item)
+            self._changed.notify()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Take no more; leave what is open. Whether the thread has ended in time."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @abc.abstractmethod
+    def _accept(self, item: Item) -> None:
+        """An item has come. May raise: it is logged, and the lane lives on."""
+
+    @abc.abstractmethod
+    def _turn(self) -> None:
+        """One call's worth of work, if there is any. May raise, like :meth:`_accept`, having ended what it was at."""
+
+    @abc.abstractmethod
+    def _patience(self) -> float | None:
+        """How long it may sleep if nothing comes, in seconds: 0 = there is work; None = for ever."""
+
+    @abc.abstractmethod
+    def _leave(self) -> None:
+        """The last thing on the thread: give back what is open."""
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._inbox and not self._stopping and (patience := self._patience()) != 0:
+                    self._changed.wait(patience)
+                if self._stopping:
+                    break
+                items, self._inbox = self._inbox, []
+            for item in items:
+                self._guarded(self._accept, item)
+            self._guarded(self._turn)
+        self._guarded(self._leave)
+
+    def _guarded(self, work: Callable[..., None], *items: Item) -> None:
+        try:
+            work(*items)
+        except Exception as error:
+            log.exception("lane_failed", lane=self._thread.name, error=describe(error))
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Objects that travel together.
+
+    :param places: those that have not failed, by position in the server's message.
+    :param until: on the monotonic clock.
+    :param failures: not told to the server yet.
+    """
+
+    id: int
+    places: dict[int, Place]
+    layers: int
+    until: float
+    failures: list[Failure] = field(default_factory=list)
+
+    def settle(self, positions: Sequence[int], verdicts: Sequence[Verdict]) -> list[Place]:
+        """What became of these; those that are not OK leave the job, and are returned."""
+        left: list[Place] = []
+        for position, (outcome, reason) in zip(positions, verdicts, strict=True):
+            if outcome is not Outcome.OK:
+                left.append(self.places.pop(position))
+                self.failures.append(Failure(position, int(outcome), reason[:REASON_CHARS]))
+        return left
+
+    def fail(self, reason: str) -> list[Place]:
+        """All that is left of it has failed."""
+        return self.settle(list(self.places), [Verdict(Outcome.FAILED, reason)] * len(self.places))
+
+    def take_failures(self) -> tuple[Failure, ...]:
+        """For the next report."""
+        taken, self.failures = tuple(self.failures), []
+        return taken
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of all that is left."""
+        return sum(place.layer_bytes for place in self.places.values())
+
+
+class Judge:
+    """Calls the backend for a lane.
+
+    :param suspect: told that the backend seems to be out of reach.
+    """
+
+    def __init__(self, suspect: Callable[[], None]) -> None:
+        self.suspect = suspect
+
+    def verdicts(self, name: str, count: int, call: Callable[[], list[Verdict]]) -> list[Verdict]:
+        """The backend's verdicts on `count` objects; an exception is the failure of all of them."""
+        try:
+            verdicts = call()
+            if len(verdicts) != count:
+                raise BackendError(f"the backend judged {len(verdicts)} of {count} objects")
+            return verdicts
+        except Unreachable as error:
+            self.suspect()
+            reason = f"unreachable: {error}"
+        except Exception as error:
+            log.exception("backend_call_failed", call=name, objects=count, error=describe(error))
+            reason = f"{name}: {describe(error)}"
+        return [Verdict(Outcome.FAILED, reason)] * count
+
+    def quietly(self, name: str, call: Callable[[], None]) -> None:
+        """A call that promises never to raise."""
+        try:
+            call()
+        except Exception as error:
+            log.exception("backend_call_failed", call=name, error=describe(error))
+
+
+def describe(error: BaseException) -> str:
+    """An exception in a few words."""
+    return f"{type(error).__name__}: {error}"[:REASON_CHARS]

@@ -1,0 +1,159 @@
+"""A backend in the host's own memory, with switches for everything that goes wrong with real ones.
+
+A host finds it by the name :data:`NAME` where the folder above this one is on its path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from layerflow.hosts.backend import OK, Attached, Backend, Entry, Outcome, Place, Unreachable, Unusable, Verdict
+from layerflow.memfd import SharedMemory
+from layerflow.objects import HEADER_BYTES
+
+NAME = "hosts.fake_backend:FakeBackend"
+
+
+class FakeBackend(Backend):
+    """Options, all of them optional:
+
+    * ``journal``: a FIFO or file; one line for each call as it begins: ``write 2 0:3`` (objects, layers).
+    * ``gates``: by method, a FIFO: each call takes one byte from it before it goes on.
+    * ``raises``: by method, the text of an exception that each call raises.
+    * ``dies``: by method, how the process ends in it: ``segfault``, ``gil`` (held for ever), ``exit``.
+    * ``away``: a file; while it exists the backend is unreachable.
+    * ``unusable``: attaching says so.
+    * ``says``: lines that attaching prints.
+    * ``holds``: number of objects in its index; with it, it has one.
+    * ``full``, ``existing``: hex keys that cannot be opened for writing.
+    * ``spoilt``: hex keys that come with a wrong header.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._arena: SharedMemory | None = None
+        self._objects: dict[bytes, bytes] = {}
+        self._writing: dict[bytes, bytearray] = {}
+        self._calls = 0
+        self._lock = threading.Lock()
+
+    def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> Attached:
+        self._enter("attach")
+        if "unusable" in self._options:
+            raise Unusable(self._options["unusable"])
+        self._reach()
+        for line in self._options.get("says", ()):
+            print(line)
+        self._arena = arena
+        index = None
+        if "holds" in self._options:
+            index = [Entry(number.to_bytes(24), number, 16, b"") for number in range(1, self._options["holds"] + 1)]
+        return Attached({"version": "fake"}, index)
+
+    def check(self) -> None:
+        self._reach()
+        self._enter("check")
+
+    def statistics(self) -> dict[str, float]:
+        return {"calls": float(self._calls)}
+
+    def lookup(self, keys: Sequence[bytes], until: float) -> list[bool]:
+        self._enter("lookup", len(keys))
+        return [key in self._objects for key in keys]
+
+    def hide(self, keys: Sequence[bytes]) -> None:
+        self._enter("hide", len(keys))
+        for key in keys:
+            self._objects.pop(key, None)
+
+    def open_fetch(self, places: Sequence[Place], until: float) -> list[Verdict]:
+        self._enter("open_fetch", len(places))
+        missing = Verdict(Outcome.MISSING, "not there")
+        return [OK if len(self._objects.get(place.key, b"")) == place.nbytes else missing for place in places]
+
+    def fetch(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+        self._enter("fetch", len(places), f"{lo}:{hi}")
+        spoilt = self._options.get("spoilt", ())
+        for place in places:
+            start, stop = place.start(lo) if lo else 0, place.start(hi)
+            self._view[place.offset + start : place.offset + stop] = self._objects[place.key][start:stop]
+            if place.key.hex() in spoilt and not lo:
+                self._view[place.offset : place.offset + HEADER_BYTES] = bytes(HEADER_BYTES)
+        return [OK] * len(places)
+
+    def close_fetch(self, places: Sequence[Place]) -> None:
+        self._enter("close_fetch", len(places))
+
+    def open_write(self, places: Sequence[Place], until: float) -> list[Verdict]:
+        self._enter("open_write", len(places))
+        return [self._open(place) for place in places]
+
+    def write(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+        self._enter("write", len(places), f"{lo}:{hi}")
+        for place in places:
+            start, stop = place.start(lo), place.start(hi)
+            self._writing[place.key][start:stop] = self._view[place.offset + start : place.offset + stop]
+        return [OK] * len(places)
+
+    def commit(self, places: Sequence[Place], until: float) -> list[Verdict]:
+        self._enter("commit", len(places))
+        for place in places:
+            whole = self._writing.pop(place.key)
+            whole[:HEADER_BYTES] = self._view[place.offset : place.offset + HEADER_BYTES]
+            self._objects[place.key] = bytes(whole)
+        return [OK] * len(places)
+
+    def revoke(self, places: Sequence[Place]) -> None:
+        self._enter("revoke", len(places))
+        for place in places:
+            del self._writing[place.key]
+
+    def close(self) -> None:
+        self._enter("close")
+
+    @property
+    def _view(self) -> memoryview:
+        assert self._arena is not None
+        return self._arena.view
+
+    def _open(self, place: Place) -> Verdict:
+        name = place.key.hex()
+        if place.key in self._objects or name in self._options.get("existing", ()):
+            return Verdict(Outcome.EXISTS, "complete already")
+        if name in self._options.get("full", ()):
+            return Verdict(Outcome.FULL, "no room")
+        self._writing[place.key] = bytearray(place.nbytes)
+        return OK
+
+    def _reach(self) -> None:
+        if Path(self._options.get("away", "/nowhere")).exists():
+            raise Unreachable("it is away")
+
+    def _enter(self, method: str, *what: object) -> None:
+        with self._lock:
+            self._calls += 1
+            if method != "check" and (journal := self._options.get("journal")):
+                with open(journal, "a", encoding="utf-8") as file:
+                    file.write(" ".join([method, *map(str, what)]) + "\n")
+        if gate := self._options.get("gates", {}).get(method):
+            with open(gate, "rb", buffering=0) as file:
+                file.read(1)
+        if method in self._options.get("raises", {}):
+            raise RuntimeError(self._options["raises"][method])
+        match self._options.get("dies", {}).get(method):
+            case "segfault":
+                ctypes.string_at(0)
+            case "gil":
+                ctypes.PyDLL(None).sleep(3600)
+            case "exit":
+                print("the end", file=sys.stderr)
+                os._exit(7)
+            case "hang":
+                time.sleep(3600)
