@@ -10,6 +10,7 @@ import layerflow
 from layerflow_cli.bench_command import bench
 from layerflow_cli.config_command import config
 from layerflow_cli.demo_command import demo
+from layerflow_cli.doctor_command import doctor
 from layerflow_cli.errors import LayerflowGroup
 from layerflow_cli.run_command import run
 from layerflow_cli.status_command import status
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command(short_help="Run the server.")(run)
 app.command(short_help="Show a running server's state.")(status)
 app.command(short_help="Print every setting, or check a file.")(config)
+app.command(short_help="Check a configuration on this machine.")(doctor)
 app.command(short_help="Show layer-wise beside bulk loading.")(demo)
 app.add_typer(bench)
 

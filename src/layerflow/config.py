@@ -43,12 +43,14 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "TransferSettings",
+    "check_private",
     "default_endpoint",
     "format_size",
     "live_changes",
     "make_private_directory",
     "parse_size",
     "reference",
+    "socket_directory",
 ]
 
 # sun_path holds 107 bytes and a zero (unix(7)); the arena's socket lies beside the control socket.
@@ -61,25 +63,40 @@ def default_endpoint() -> str:
     return f"ipc://{os.environ.get('XDG_RUNTIME_DIR') or '/tmp'}/layerflow-{os.getuid()}/control"  # noqa: S108
 
 
-def make_private_directory(endpoint: str) -> None:
-    """Make the directory of an ``ipc://`` endpoint, 0700; other endpoints need none.
-
-    :raises ConfigError: if it cannot be made, or exists and another user owns it or can write to it:
-        whoever can replace the socket can read every prompt's KV.
-    """
+def socket_directory(endpoint: str) -> Path | None:
+    """The directory of an ``ipc://`` endpoint; None for other endpoints, which need none."""
     if not endpoint.startswith("ipc://") or endpoint.startswith("ipc://@"):
-        return
-    folder = Path(endpoint.removeprefix("ipc://")).parent
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot make the directory of server.endpoint: {error.strerror}") from None
+        return None
+    return Path(endpoint.removeprefix("ipc://")).parent
+
+
+def check_private(folder: Path) -> None:
+    """Refuse a directory whose sockets another user could replace, and so read every prompt's KV.
+
+    :raises ConfigError: another user owns it or can write to it.
+    :raises OSError: there is none.
+    """
+    found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ConfigError(
             f"{folder}: another user owns or can write to the directory of server.endpoint; "
             "give the endpoint a directory of its own with mode 0700"
         )
+
+
+def make_private_directory(endpoint: str) -> None:
+    """Make the directory of an ``ipc://`` endpoint, 0700; other endpoints need none.
+
+    :raises ConfigError: if it cannot be made, or is not private; see :func:`check_private`.
+    """
+    folder = socket_directory(endpoint)
+    if folder is None:
+        return
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot make the directory of server.endpoint: {error.strerror}") from None
 
 
 class ServerSettings(Section):

@@ -1,0 +1,65 @@
+"""``layerflow doctor``: would this configuration work on this machine?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerflow_cli.options import ConfigFile, overrides
+
+if TYPE_CHECKING:
+    from layerflow.doctor import Finding
+
+EXIT_PROBLEM = 1
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def doctor(
+    config: ConfigFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as a JSON list.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")
+    ] = None,
+) -> None:
+    """Check a configuration on this machine without starting the server.
+
+    Exit code 1 if something would not work, 2 if the configuration itself is wrong.
+
+    \b
+    Examples:
+      layerflow doctor --config layerflow.toml
+      layerflow doctor --set pool.backend=mooncake --set pool.mooncake.master=store:50051 --json
+    """
+    from layerflow.config import Settings  # noqa: PLC0415 - `--help` stays quick
+
+    wanted = Settings.load(config, overrides(settings or [], {}))
+
+    from layerflow.doctor import State, examine  # noqa: PLC0415 - pulls zmq in
+
+    findings = list(examine(wanted))
+    if as_json:
+        from layerflow_cli.output import to_json  # noqa: PLC0415
+
+        typer.echo(to_json([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        _print(findings)
+    if any(finding.state is State.PROBLEM for finding in findings):
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    from layerflow_cli.output import console  # noqa: PLC0415
+
+    table = Table("check", "state", "found", "what to do", title="Doctor", title_justify="left")
+    for column in table.columns[:2]:
+        column.no_wrap = True
+    for finding in findings:
+        state = Text(finding.state.value, style=_STYLES[finding.state.value])
+        table.add_row(Text(finding.check), state, Text(finding.found), Text(finding.advice))
+    console().print(table)

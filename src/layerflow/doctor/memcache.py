@@ -1,0 +1,165 @@
+"""memcache_hybrid: its packages, CANN, the MetaService, the transport."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerflow.config import MemcacheSettings, Settings, parse_size
+from layerflow.doctor import machine, probes
+from layerflow.doctor.finding import Finding, ok, problem, warning
+from layerflow.doctor.memory import fits
+from layerflow.errors import ConfigError
+
+_INSTALL = 'pip install "layerflow[ascend]"'
+_OLDEST, _BEFORE = (1, 3), (1, 4)
+_HOST = ("host_rdma", "host_urma", "host_tcp", "host_shm")
+_DEVICE = ("device_rdma", "device_urma", "device_uboe", "device_sdma")
+_IMPORT = """
+from memcache_hybrid import DistributedObjectStore as Store
+for name in ("batch_alloc", "batch_copy", "batch_write_finish", "batch_add_lease"):
+    if not hasattr(Store, name):
+        raise SystemExit(f"it has no {name}")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What counts: the settings, or the package's own file where one is given."""
+
+    meta: str
+    store: str
+    protocol: str
+    dram: int
+
+
+def examine_memcache(settings: Settings, running: bool) -> Iterator[Finding]:
+    """Everything that `backend = "memcache"` needs."""
+    memcache, pool = settings.pool.memcache, settings.pool
+    yield from _packages()
+    yield _cann(memcache)
+    wanted = _wanted(memcache)
+    if wanted is None:
+        yield problem(
+            "memcache file",
+            f"{memcache.config_file} cannot be read, or sets no ock.mmc.meta_service_url",
+            "correct pool.memcache.config_file; the package brings config/mmc-local.conf as an example",
+        )
+        return
+    yield from _meta_service(memcache, wanted)
+    yield _transport(memcache, wanted)
+    if wanted.dram:
+        arena = 0 if pool.hugepages else pool.size
+        yield fits("memcache memory", wanted.dram, arena, "pool.memcache.dram_size", running)
+
+
+def _packages() -> Iterator[Finding]:
+    check = "memcache packages"
+    versions = {name: probes.installed(name) for name in ("memcache_hybrid", "memfabric_hybrid")}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        yield problem(check, f"not installed: {', '.join(missing)}", _INSTALL)
+        return
+    found = ", ".join(f"{name} {version}" for name, version in versions.items())
+    releases = {probes.release(version or "") for version in versions.values()}
+    if len(releases) > 1:
+        yield problem(check, f"{found}: these do not work together", "install the same version of both")
+    elif not _OLDEST <= min(releases)[:2] < _BEFORE:
+        yield problem(check, f"{found}: layerflow works with 1.3", _INSTALL)
+    elif why := probes.child(_IMPORT):
+        yield problem(check, f"{found} cannot be used: {why}", f"{_INSTALL} --force-reinstall")
+    else:
+        yield ok(check, found)
+
+
+def _cann(settings: MemcacheSettings) -> Finding:
+    check = "cann"
+    if settings.cann_emulator:
+        if not any(Path(settings.cann_emulator).rglob("*.so*")):
+            return problem(
+                check,
+                f"no libraries in pool.memcache.cann_emulator = {settings.cann_emulator!r}",
+                'build the emulator, or set it to "" for the real CANN',
+            )
+        return warning(check, f"emulated: {settings.cann_emulator}", "for tests and demos only; no NPU is used")
+    home = os.environ.get("ASCEND_HOME_PATH", "")
+    if not home or not (Path(home) / "lib64" / "libascendcl.so").exists():
+        found = f"no lib64/libascendcl.so in {home}" if home else "ASCEND_HOME_PATH is not set"
+        return problem(check, found, "install CANN and source its set_env.sh before the server starts")
+    return ok(check, home)
+
+
+def _wanted(settings: MemcacheSettings) -> _Wanted | None:
+    if not settings.config_file:
+        return _Wanted(settings.meta_service_url, settings.config_store_url, settings.protocol, settings.dram_size)
+    try:
+        lines = Path(settings.config_file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    pairs = (line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#"))
+    keys = {key.strip(): value.strip() for key, _, value in pairs}
+    local = "ock.mmc.local_service."
+    if "ock.mmc.meta_service_url" not in keys:
+        return None
+    try:
+        dram = parse_size(keys.get(f"{local}dram.size", "0"))
+    except ConfigError:
+        dram = 0  # the package knows more spellings than layerflow; its own check comes at start
+    protocol = keys.get(f"{local}protocol", settings.protocol)
+    return _Wanted(keys["ock.mmc.meta_service_url"], keys.get(f"{local}config_store_url", ""), protocol, dram)
+
+
+def _meta_service(settings: MemcacheSettings, wanted: _Wanted) -> Iterator[Finding]:
+    for check, url, key in (
+        ("memcache meta service", wanted.meta, "meta_service_url"),
+        ("memcache config store", wanted.store, "config_store_url"),
+    ):
+        why = probes.connects(url) if url else ""
+        if why:
+            advice = f"start the MetaService, or correct {key}"
+            yield problem(check, f"{url} cannot be reached: {why}", advice)
+        elif url:
+            yield ok(check, f"{url} accepts connections")
+    if settings.metrics_url and not settings.config_file:
+        yield _health(settings.metrics_url.rstrip("/") + "/health")
+
+
+def _health(url: str) -> Finding:
+    why, body = probes.http_get(url)
+    if not why:
+        try:
+            told = json.loads(body)
+            ready = told.get("status") == "ok" and told.get("service_ready", True)
+        except (ValueError, AttributeError):
+            ready = False
+        why = "" if ready else f"not ready: {body[:120].decode(errors='replace')!r}"
+    if why:
+        advice = 'look at the MetaService\'s log, or correct pool.memcache.metrics_url ("" = do not ask)'
+        return problem("memcache health", f"{url}: {why}", advice)
+    return ok("memcache health", f"{url} answers")
+
+
+def _transport(settings: MemcacheSettings, wanted: _Wanted) -> Finding:
+    check, protocol = "memcache transport", wanted.protocol
+    if protocol not in (*_HOST, *_DEVICE):
+        return problem(check, f"{protocol!r} is none", f"choose one of {', '.join((*_HOST, *_DEVICE))}")
+    if settings.cann_emulator and protocol not in ("host_tcp", "host_shm"):
+        return problem(check, f"{protocol} does not work with the emulator", "choose host_tcp or host_shm")
+    if protocol in _DEVICE and not machine.devices(f"davinci{settings.device_id}"):
+        return problem(
+            check, f"{protocol}: no /dev/davinci{settings.device_id}", "correct device_id, or choose host_tcp"
+        )
+    if protocol == "host_rdma" and not machine.rdma_devices():
+        return problem(
+            check, "host_rdma: this machine has no RDMA device", "choose host_tcp, or host_shm on one machine"
+        )
+    if protocol == "host_shm" and not probes.is_local(wanted.meta):
+        return warning(
+            check,
+            "host_shm reaches processes of this machine only, and the MetaService is elsewhere",
+            "choose host_rdma or host_tcp to share objects between machines",
+        )
+    return ok(check, protocol)

@@ -1,0 +1,91 @@
+"""A Mooncake store: the package, what it loads, its master, the segment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from layerflow.config import MooncakeSettings, Settings
+from layerflow.doctor import machine, probes
+from layerflow.doctor.finding import Finding, ok, problem, warning
+from layerflow.doctor.memory import fits
+
+_OLDEST = (0, 3, 13)
+_INSTALL = 'pip install "layerflow[mooncake]"'
+_VERBS = "import ctypes\nctypes.CDLL('libibverbs.so.1')"
+_SESSIONS = """
+from mooncake.store import MooncakeDistributedStore as Store
+for name in ("batch_put_session_start", "batch_get_session_start", "batch_put_from_multi_buffer_ranges"):
+    if not hasattr(Store, name):
+        raise SystemExit(f"it has no {name}")
+"""
+
+
+def examine_mooncake(settings: Settings, running: bool) -> Iterator[Finding]:
+    """Everything that `backend = "mooncake"` needs."""
+    mooncake, pool = settings.pool.mooncake, settings.pool
+    yield from _package()
+    yield _master(mooncake)
+    if mooncake.metrics:
+        yield _health(mooncake)
+    yield from _transport(mooncake)
+    if mooncake.segment_size:
+        arena = 0 if pool.hugepages else pool.size
+        yield fits("mooncake segment", mooncake.segment_size, arena, "pool.mooncake.segment_size", running)
+
+
+def _package() -> Iterator[Finding]:
+    check = "mooncake package"
+    if not probes.has_module("mooncake"):
+        yield problem(check, "not installed", _INSTALL)
+        return
+    name, version = probes.distribution_of("mooncake") or ("mooncake", "")
+    if version and probes.release(version) < _OLDEST:
+        yield problem(check, f"{name} {version} has no sessions; 0.3.13 is the first that has", f"{_INSTALL} --upgrade")
+        return
+    why = probes.child(_VERBS)
+    if why:
+        yield problem("libibverbs", f"libibverbs.so.1 cannot be loaded: {why}", "apt-get install libibverbs1")
+        return
+    yield ok("libibverbs", "libibverbs.so.1 can be loaded")
+    why = probes.child(_SESSIONS)
+    if why:
+        yield problem(check, f"{name} {version} cannot be used: {why}", f"{_INSTALL} --upgrade")
+    else:
+        yield ok(check, f"{name} {version}, with sessions")
+
+
+def _master(settings: MooncakeSettings) -> Finding:
+    why = probes.connects(settings.master)
+    if why:
+        return problem(
+            "mooncake master",
+            f"{settings.master} cannot be reached: {why}",
+            "start mooncake_master, or correct pool.mooncake.master",
+        )
+    return ok("mooncake master", f"{settings.master} accepts connections")
+
+
+def _health(settings: MooncakeSettings) -> Finding:
+    url = settings.metrics.rstrip("/") + "/health"
+    why, _ = probes.http_get(url)
+    if why:
+        advice = 'look at the master\'s log, or correct pool.mooncake.metrics ("" = do not ask)'
+        return problem("mooncake health", f"{url}: {why}", advice)
+    return ok("mooncake health", f"{url} answers")
+
+
+def _transport(settings: MooncakeSettings) -> Iterator[Finding]:
+    if settings.protocol == "rdma" and not machine.rdma_devices():
+        yield warning(
+            "mooncake transport",
+            "this machine has no RDMA device; Mooncake then silently uses TCP",
+            'set pool.mooncake.protocol = "tcp", or install the device\'s driver',
+        )
+    else:
+        yield ok("mooncake transport", settings.protocol)
+    if probes.is_local(f"{settings.hostname}:1") and not probes.is_local(settings.master):
+        yield warning(
+            "mooncake hostname",
+            f"{settings.hostname} is this machine only, and the master is elsewhere",
+            "set pool.mooncake.hostname to an address that the other machines reach",
+        )

@@ -1,0 +1,100 @@
+"""Questions to the outside: is a package there, does a child process get through, does somebody answer."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+CHILD_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 1.5
+
+
+def has_module(name: str) -> bool:
+    """Whether a top-level module could be imported; it is not."""
+    return importlib.util.find_spec(name) is not None
+
+
+def installed(package: str) -> str | None:
+    """The version of a distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def distribution_of(module: str) -> tuple[str, str] | None:
+    """Name and version of the distribution that brings a top-level module."""
+    names = importlib.metadata.packages_distributions().get(module, [])
+    return (names[0], importlib.metadata.version(names[0])) if names else None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The three leading numbers: ``"0.3.13.post1"`` is ``(0, 3, 13)``."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def child(code: str, environment: Mapping[str, str] | None = None, timeout_s: float = CHILD_TIMEOUT_S) -> str:
+    """Run Python code in a process of its own.
+
+    Native libraries crash, hang and take signal handlers, so none is ever loaded here.
+
+    :param environment: variables on top of this process's.
+    :returns: "" if it got through, else why not, in one line.
+    """
+    variables = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} | dict(environment or {})
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], env=variables, capture_output=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not finish in {timeout_s:g} s"
+    if ended.returncode == 0:
+        return ""
+    if ended.returncode < 0:
+        return f"died of {signal.Signals(-ended.returncode).name}"
+    lines = ended.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"ended with exit code {ended.returncode}"
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of ``host:port`` with or without a scheme, as the settings let it through."""
+    url = urlsplit(address if "://" in address else f"tcp://{address}")
+    return url.hostname or "", url.port or (80 if url.scheme == "http" else 0)
+
+
+def connects(address: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
+    """Whether somebody listens at ``host:port``: "" if so, else why not."""
+    try:
+        socket.create_connection(host_and_port(address), timeout=timeout_s).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def http_get(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[str, bytes]:
+    """The first bytes of a page: "" and the body, or why not and what there is of one."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:  # noqa: S310 - the settings allow http only
+            return "", answer.read(64 << 10)
+    except urllib.error.HTTPError as error:
+        with error:
+            return f"answered {error.code} {error.reason}", error.read(64 << 10)
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        return getattr(reason, "strerror", None) or str(reason), b""
+
+
+def is_local(address: str) -> bool:
+    """Whether ``host:port`` is this machine's loopback, which others cannot reach."""
+    host = host_and_port(address)[0]
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,59 @@
+"""Things for the doctor to look at: ports that answer and ports that do not."""
+
+import http.server
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    for name in [name for name in os.environ if name.startswith("LAYERFLOW_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port that refuses connections for as long as the test runs."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+@pytest.fixture
+def open_port() -> Iterator[int]:
+    """A port that accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+@pytest.fixture
+def health() -> Iterator[Callable[[int, bytes], str]]:
+    """Makes HTTP servers: status and body of ``/health`` in, URL out."""
+    running: list[tuple[http.server.ThreadingHTTPServer, threading.Thread]] = []
+
+    def serve(status: int, body: bytes) -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(status if self.path == "/health" else 404)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        running.append((server, thread))
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield serve
+    for server, thread in running:
+        server.shutdown()
+        server.server_close()
+        thread.join()
