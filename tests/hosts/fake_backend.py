@@ -9,7 +9,6 @@ import ctypes
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ NAME = "hosts.fake_backend:FakeBackend"
 class FakeBackend(Backend):
     """Options, all of them optional:
 
-    * ``journal``: a FIFO or file; one line for each call as it begins: ``write 2 0:3`` (objects, layers).
     * ``gates``: by method, a FIFO: each call takes one byte from it before it goes on.
     * ``raises``: by method, the text of an exception that each call raises.
-    * ``dies``: by method, how the process ends in it: ``segfault``, ``gil`` (held for ever), ``exit``.
+    * ``dies``: by method, how the process ends in it: ``segfault``, ``exit``; ``gil`` holds it for ever.
     * ``away``: a file; while it exists the backend is unreachable.
     * ``unusable``: attaching says so.
     * ``says``: lines that attaching prints.
@@ -137,11 +135,12 @@ class FakeBackend(Backend):
             raise Unreachable("it is away")
 
     def _enter(self, method: str, *what: object) -> None:
+        """A call begins.
+
+        :param what: objects, and layers as ``lo:hi``.
+        """
         with self._lock:
             self._calls += 1
-            if method != "check" and (journal := self._options.get("journal")):
-                with open(journal, "a", encoding="utf-8") as file:
-                    file.write(" ".join([method, *map(str, what)]) + "\n")
         if gate := self._options.get("gates", {}).get(method):
             with open(gate, "rb", buffering=0) as file:
                 file.read(1)
@@ -155,5 +154,3 @@ class FakeBackend(Backend):
             case "exit":
                 print("the end", file=sys.stderr)
                 os._exit(7)
-            case "hang":
-                time.sleep(3600)

@@ -48,7 +48,6 @@ class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
         self._jobs: dict[int, FetchJob] = {}
         self._new: deque[FetchJob] = deque()
         self._begun: deque[FetchJob] = deque()
-        self._new_had_it = False
 
     def _accept(self, item: tuple[Fetch | Unfetch, float]) -> None:
         message, came = item
@@ -71,11 +70,10 @@ class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
         return 0 if self._jobs else None
 
     def _turn(self) -> None:
-        """One slice of one job: a new one's first layer and the next of those under way, alternately."""
+        """One slice of one job: a new one's first layer, for its engine waits; else the next of those under way."""
         if not self._jobs:
             return
-        self._new_had_it = bool(self._new) and not (self._new_had_it and self._begun)
-        job = (self._new if self._new_had_it else self._begun).popleft()
+        job = (self._new or self._begun).popleft()
         try:
             self._slice(job)
         except BaseException:
@@ -92,7 +90,7 @@ class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
             job.fail("nobody wants it any more")
         elif time.monotonic() >= job.until:
             job.fail("its time ran out")
-        elif not job.at:
+        elif not job.at and job.places:
             self._open(job)
         if not job.places:
             return

@@ -1,0 +1,42 @@
+"""Benches for the host's threads, and the path by which a host finds the fake backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hosts.bench import PATIENCE_S, Bench, MakeBench, Seen
+from layerflow.memfd import SharedMemory
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def bench() -> Iterator[MakeBench]:
+    """Benches; their lanes are stopped at the end. Gates are opened for good first."""
+    made: list[Bench] = []
+
+    def make(nbytes: int = 1 << 20, gated: tuple[str, ...] = (), **options: Any) -> Bench:
+        arena = SharedMemory.create(nbytes)
+        backend = Seen(options, gated)
+        backend.attach(arena, lambda keys: None)
+        backend.calls.get()
+        made.append(Bench(arena, backend))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for gate in one.backend.gates.values():
+            gate.release(1000)
+        assert one.lane is None or one.lane.stop(PATIENCE_S)
+        one.arena.close()
+
+
+@pytest.fixture
+def fake_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host started now can import the fake backend."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))

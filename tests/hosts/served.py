@@ -1,0 +1,63 @@
+"""A host process with the fake backend, and what it says, for tests on an asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hosts.bench import PATIENCE_S
+from hosts.fake_backend import NAME
+from layerflow.hosts.messages import Pong, ToServer
+from layerflow.memfd import SharedMemory
+from layerflow.server.host_process import HostProcess
+
+
+class Served:
+    """Use with ``async with``: the host is up to nothing yet, and dead afterwards.
+
+    :param limits: of :class:`HostProcess`.
+    :param options: of the fake backend.
+    """
+
+    def __init__(self, limits: dict[str, float] | None = None, backend: str = NAME, **options: Any) -> None:
+        self.arena = SharedMemory.create(1 << 20)
+        self.said: asyncio.Queue[ToServer] = asyncio.Queue()
+        self.lost: asyncio.Queue[str] = asyncio.Queue()
+        self.pong = asyncio.Event()
+        limits = limits or {}
+        self.host = HostProcess(backend, options, self.arena.fd, self.arena.nbytes, self, **limits)
+
+    def host_said(self, message: ToServer) -> None:
+        if isinstance(message, Pong):
+            self.pong.set()
+        else:
+            self.said.put_nowait(message)
+
+    def host_lost(self, why: str) -> None:
+        self.lost.put_nowait(why)
+
+    async def hear(self, kind: Any = object) -> Any:
+        """The next message, which is a `kind`."""
+        async with asyncio.timeout(PATIENCE_S):
+            message = await self.said.get()
+        assert isinstance(message, kind), message
+        return message
+
+    async def lose(self) -> str:
+        """Why it was lost."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.lost.get()
+
+    async def answer(self) -> None:
+        """Its main thread has answered once more."""
+        self.pong.clear()
+        async with asyncio.timeout(PATIENCE_S):
+            await self.pong.wait()
+
+    async def __aenter__(self) -> Served:
+        self.host.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.host.close()
+        self.arena.close()

@@ -1,0 +1,336 @@
+"""A host as the server sees it: a real process, a real socket, the fake backend."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hosts.bench import PATIENCE_S, Thing, key_of
+from hosts.fake_backend import NAME
+from hosts.served import Served
+from layerflow.hosts.backend import Outcome
+from layerflow.hosts.messages import (
+    Advance,
+    Ask,
+    Down,
+    Fetch,
+    Fetched,
+    Finish,
+    Found,
+    Held,
+    Hide,
+    Up,
+    Write,
+    Written,
+    split_keys,
+    unpack_u32,
+)
+from layerflow.server import host_child, host_output
+
+pytestmark = pytest.mark.usefixtures("fake_on_path")
+
+TWO = Thing(101, 2, 3, 4096)
+
+
+async def test_a_save_and_a_load() -> None:
+    async with Served() as it:
+        assert await it.hear() == Up({"version": "fake"})
+        state = it.host.state
+        assert (state.state, state.reason, state.restarts) == ("up", "", 0) and state.pid and state.up_since
+        TWO.fill(it.arena)
+        for message in (Write(1, TWO.said(), 1, 10_000), Advance(1, 2), Finish(1)):
+            assert it.host.send(message)
+        assert await it.hear() == Written(1)
+        TWO.wipe(it.arena)
+        it.host.send(Ask(1, b"".join([*TWO.keys, key_of(9)]), 10_000))
+        assert await it.hear() == Found(1, b"\1\1\0")
+        it.host.send(Fetch(2, TWO.said(), 10_000))
+        assert [await it.hear(), await it.hear()] == [Fetched(2, 1, False), Fetched(2, 3, True)]
+        assert TWO.intact(it.arena) == [True, True]
+        it.host.send(Hide(TWO.keys[0]))
+        it.host.send(Ask(3, b"".join(TWO.keys), 10_000))
+        assert await it.hear() == Found(3, b"\0\1")
+        while it.host.statistics.get("calls", 0) < 9:  # attach, 3 to write, 4 to fetch, 2 lookups, hide; checks
+            await it.answer()
+    assert it.host.state.state == "stopped" and not it.host.send(Finish(1))
+    assert await it.lose() == "the server stops"
+
+
+async def test_broken_bytes_are_hidden_by_the_host_itself() -> None:
+    async with Served(spoilt=[TWO.keys[1].hex()]) as it:
+        await it.hear(Up)
+        TWO.fill(it.arena)
+        it.host.send(Write(1, TWO.said(), 3, 10_000))
+        it.host.send(Finish(1))
+        assert await it.hear() == Written(1)
+        it.host.send(Fetch(2, TWO.said(), 10_000))
+        first = await it.hear(Fetched)
+        assert [(failure.position, failure.outcome) for failure in first.failed] == [(1, Outcome.BROKEN)]
+        await it.hear(Fetched)
+        it.host.send(Ask(3, b"".join(TWO.keys), 10_000))
+        assert (await it.hear(Found)).present == b"\1\0"
+
+
+@pytest.mark.parametrize(("holds", "pieces"), [(0, [0]), (5000, [4096, 904])])
+async def test_an_index_comes_in_pieces(holds: int, pieces: list[int]) -> None:
+    async with Served(holds=holds) as it:
+        assert await it.hear() == Up({"version": "fake"}, True)
+        held = [await it.hear(Held) for _ in pieces]
+        assert [len(split_keys(piece.keys)) for piece in held] == pieces
+        assert [piece.last for piece in held] == [False] * (len(pieces) - 1) + [True]
+        blocks = [count for piece in held for count in unpack_u32(piece.blocks)]
+        assert blocks == list(range(1, holds + 1))
+
+
+async def test_away_at_first_and_again_later(tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    away.touch()
+    async with Served(away=str(away), holds=1) as it:
+        assert await it.hear() == Down("it is away")
+        assert (it.host.state.state, it.host.state.reason) == ("down", "it is away")
+        pid = it.host.state.pid
+        await refused(it)
+        away.unlink()
+        await it.hear(Up)
+        assert len((await it.hear(Held)).keys) == 24
+        TWO.fill(it.arena)
+        it.host.send(Write(1, TWO.said(), 3, 10_000))
+        it.host.send(Finish(1))
+        assert await it.hear() == Written(1)
+        away.touch()
+        assert await it.hear() == Down("it is away")
+        await refused(it)
+        away.unlink()
+        assert (await it.hear(Up)).indexed
+        # The object of its first index and the two that were written are told anew.
+        assert len((await it.hear(Held)).keys) == 3 * 24
+        assert it.host.state.pid == pid
+
+
+async def refused(it: Served) -> None:
+    it.host.send(Ask(7, key_of(1), 10_000))
+    assert await it.hear() == Found(7, b"\0", "unreachable: it is away")
+    it.host.send(Fetch(8, TWO.said(), 10_000))
+    it.host.send(Write(9, TWO.said(), 3, 10_000))
+    it.host.send(Finish(9))
+    for ended in (await it.hear(Fetched), await it.hear(Written)):
+        assert [failure.reason for failure in ended.failed] == ["unreachable: it is away"] * 2
+    await it.answer()
+
+
+async def test_an_unusable_backend_is_tried_again_much_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Recorder(monkeypatch, "host_process")
+    async with Served(unusable="the library is of 1970; install another") as it:
+        assert await it.hear() == Down("the library is of 1970; install another", fatal=True)
+        assert await it.lose() == "the library is of 1970; install another"
+        assert (it.host.state.state, it.host.state.pid) == ("restarting", 0)
+        assert it.host.state.reason == "the library is of 1970; install another"
+        assert not it.host.send(Finish(1))
+    assert log.fields("host_lost")[0]["again_in_s"] == 30
+
+
+async def test_a_backend_that_nobody_knows() -> None:
+    async with Served(backend="floppy") as it:
+        down = await it.hear(Down)
+        assert down.fatal and "'floppy' is unknown; choose one of disk, memcache, mooncake" in down.reason
+
+
+@pytest.mark.parametrize(
+    ("dies", "why"),
+    [("segfault", "killed by SIGSEGV"), ("exit", "exited with code 7"), ("gil", "hung: no answer for 1")],
+)
+async def test_a_death_in_a_call(dies: str, why: str) -> None:
+    async with Served({"liveness_s": 1.0}, dies={"lookup": dies}) as it:
+        await it.hear(Up)
+        pid = it.host.state.pid
+        it.host.send(Ask(1, key_of(1), 10_000))
+        assert why in await it.lose()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        await it.hear(Up)
+        assert it.host.state.pid != pid and it.host.state.restarts == 1
+
+
+async def test_a_stopped_host_is_killed() -> None:
+    async with Served({"liveness_s": 1.0}) as it:
+        await it.hear(Up)
+        os.kill(it.host.state.pid, signal.SIGSTOP)
+        assert "hung" in await it.lose()
+        await it.hear(Up)
+
+
+def hold_up_the_loop(seconds: float) -> None:
+    """As SIGSTOP would; longer than a host may be silent."""
+    time.sleep(seconds)
+
+
+async def test_a_server_that_was_stopped_itself_kills_nobody() -> None:
+    async with Served({"liveness_s": 1.0}) as it:
+        await it.hear(Up)
+        pid = it.host.state.pid
+        hold_up_the_loop(1.6)
+        it.host.send(Ask(1, key_of(1), 10_000))
+        assert (await it.hear(Found)).id == 1
+        assert it.host.state.pid == pid and it.lost.empty()
+
+
+async def test_a_host_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with Served(gates={"close": str(gate)}) as it:
+        await it.hear(Up)
+        pid = it.host.state.pid
+    assert await it.lose() == "the server stops"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_host_that_reads_nothing_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_child, "MAX_UNREAD_BYTES", 1 << 20)
+    async with Served({"liveness_s": 60.0}) as it:
+        await it.hear(Up)
+        os.kill(it.host.state.pid, signal.SIGSTOP)
+        while it.host.send(Ask(1, bytes(24 << 10), 10_000)):
+            pass
+        assert "does not read" in await it.lose()
+
+
+async def test_messages_of_any_size_arrive_in_order() -> None:
+    async with Served() as it:
+        await it.hear(Up)
+        for number in range(8):
+            it.host.send(Ask(number, bytes(24 << 16), 60_000))
+        assert [(await it.hear(Found)).id for _ in range(8)] == list(range(8))
+
+
+async def test_it_ends_with_its_server() -> None:
+    script = (
+        "import asyncio, sys\n"
+        "from hosts.served import Served\n"
+        "async def main():\n"
+        "    async with Served() as it:\n"
+        "        await it.hear()\n"
+        "        print(it.host.state.pid, flush=True)\n"
+        "        await it.lose()\n"
+        "asyncio.run(main())\n"
+    )
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    assert server.stdout is not None
+    while not (line := await server.stdout.readline()).strip().isdigit():
+        assert line, "the server has ended"
+    host = os.pidfd_open(int(line))
+    try:
+        os.kill(int(line), signal.SIGSTOP)  # not by reading the end of its socket: it runs no code any more
+        server.kill()
+        await server.wait()
+        assert select.select([host], [], [], PATIENCE_S)[0]
+    finally:
+        os.close(host)
+
+
+async def test_kills_are_survived_and_leave_nothing() -> None:
+    await kill_and_count(6)
+
+
+@pytest.mark.campaign
+async def test_fifty_kills() -> None:
+    assert max(await kill_and_count(50)) < 2.0
+
+
+async def kill_and_count(rounds: int) -> list[float]:
+    """Seconds until it is up again, for each; nothing is left behind."""
+    async with Served() as it:
+        await it.hear(Up)
+    gc.collect()  # what other tests left must not be taken for a leak of this one, nor hide one
+    before, threads = descriptors(), threading.active_count()
+    took: list[float] = []
+    async with Served() as it:
+        await it.hear(Up)
+        for count in range(1, rounds + 1):
+            pid = it.host.state.pid
+            began = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            assert await it.lose() == "it was killed by SIGKILL"
+            await it.hear(Up)
+            took.append(time.monotonic() - began)
+            assert it.host.state.restarts == count
+    assert descriptors() - before == set() and threading.active_count() == threads
+    return took
+
+
+def descriptors() -> set[str]:
+    """What this process has open."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return {name for name in found if "/proc/" not in name}
+
+
+# Output ----------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands in for a module's log."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+        self.events: list[tuple[str, str, dict[str, Any]]] = []
+        monkeypatch.setattr(f"layerflow.server.{module}.log", self)
+
+    def __getattr__(self, level: str) -> Any:
+        return lambda event, **fields: self.events.append((level, event, fields))
+
+    def fields(self, event: str) -> list[dict[str, Any]]:
+        return [fields for _, name, fields in self.events if name == event]
+
+
+async def test_what_it_prints_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Recorder(monkeypatch, "host_output")
+    async with Served(says=["hello", "", "x" * 5000, '{"event": "fake", "level": "info"}']) as it:
+        await it.hear(Up)
+        pid = it.host.state.pid
+    lines = log.fields("host_output")
+    assert lines[0] == {"backend": NAME, "pid": pid, "stream": "stdout", "line": "hello"}
+    assert [len(fields["line"]) for fields in lines] == [5, 2000, 34]
+
+
+async def test_its_own_log_lines_keep_their_event_and_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Recorder(monkeypatch, "host_output")
+    async with Served(raises={"lookup": "the library is upset"}) as it:
+        await it.hear(Up)
+        it.host.send(Ask(1, key_of(1), 10_000))
+        assert (await it.hear(Found)).reason == "RuntimeError: the library is upset"
+    (level, event, fields) = log.events[0]
+    assert (level, event) == ("error", "backend_call_failed")
+    assert fields["backend"] == NAME and fields["call"] == "lookup"
+    assert fields["error"] == "RuntimeError: the library is upset" and "Traceback" in fields["exception"]
+
+
+async def test_last_words_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Recorder(monkeypatch, "host_output")
+    async with Served(dies={"lookup": "segfault"}) as it:
+        await it.hear(Up)
+        it.host.send(Ask(1, key_of(1), 10_000))
+        await it.lose()
+        lines = [fields["line"] for fields in log.fields("host_output")]
+    assert lines[0] == "Fatal Python error: Segmentation fault"
+    assert any("fake_backend.py" in line for line in lines)
+
+
+async def test_a_flood_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Recorder(monkeypatch, "host_output")
+    async with Served(says=[f"line {number}" for number in range(1000)]) as it:
+        await it.hear(Up)
+    assert len(log.fields("host_output")) == host_output.WINDOW_LINES
+    assert log.fields("host_output_dropped")[0]["lines"] == 1000 - host_output.WINDOW_LINES
