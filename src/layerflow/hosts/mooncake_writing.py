@@ -1,0 +1,203 @@
+"""Writing to Mooncake: put sessions. An object is visible when its session has ended well, and not before.
+
+The library publishes whatever part of an object was written, so the layers are counted here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from layerflow.hosts.backend import OK, Outcome, Place, Unreachable, Verdict, pool_name
+from layerflow.hosts.mooncake_calls import Calls
+from layerflow.hosts.mooncake_codes import INVALID, NO_ROOM, NOT_OURS, moved, opening, writing
+from layerflow.hosts.mooncake_master import Master
+from layerflow.hosts.mooncake_reading import LATE
+from layerflow.objects import HEADER_BYTES
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
+"""A full store evicts by itself, in the background, once a put has found it full."""
+SESSION_S = 300.0
+"""A session older than this writes no more: after `put_start_release_timeout_sec` (by default 600) the master
+gives its room to others, and writes into it would still succeed."""
+QUARANTINE_S = 60.0
+"""So long the room of a write that failed under way stays taken: what hangs at its owner may still land there."""
+
+_TOO_LARGE = Verdict(Outcome.TOO_LARGE, "it is larger than any segment of the store")
+_BEING_WRITTEN = Verdict(Outcome.EXISTS, "it is being written")
+_LANDING = Verdict(Outcome.FAILED, "an earlier write of it failed under way, and may still be landing")
+_NOT_OPEN = Verdict(Outcome.FAILED, "it is written without having been opened")
+_NEW_MASTER = Verdict(Outcome.FAILED, "Mooncake's master ended, and with it the room for this object")
+_STALE = Verdict(Outcome.FAILED, f"its put session was open for more than {SESSION_S:.0f} s")
+_OUT_OF_ORDER = Verdict(Outcome.FAILED, "its layers came out of order, or not all")
+
+
+@dataclass(slots=True)
+class _Session:
+    """:param layers: so many have been written. :param term: of the master that gave the room."""
+
+    term: int
+    opened: float
+    layers: int = 0
+
+
+class Writer:
+    """The write thread's.
+
+    :param replicate: the library's ``ReplicateConfig``.
+    """
+
+    def __init__(self, calls: Calls, master: Master) -> None:
+        self._calls, self._master = calls, master
+        self.replicate: Any = None
+        self._open: dict[bytes, _Session] = {}
+        self._landing: dict[bytes, float] = {}  # until when their room stays taken
+
+    def open(self, places: Sequence[Place], until: float) -> list[Verdict]:
+        """Room, tried again while the store evicts."""
+        self._free_landed()
+        verdicts: dict[int, Verdict] = {}
+        pending: dict[bytes, int] = {}
+        for at, place in enumerate(places):
+            if place.key in self._landing:
+                verdicts[at] = _LANDING
+            elif place.key in self._open or place.key in pending:
+                verdicts[at] = _BEING_WRITTEN
+            else:
+                pending[place.key] = at
+        wanted, pause = list(pending.values()), FIRST_RETRY_S
+        while wanted:
+            if time.monotonic() >= until:
+                verdicts |= {at: verdicts.get(at, LATE) for at in wanted}
+                break
+            term = self._master.reach()
+            codes = self._start([places[at] for at in wanted])
+            now = time.monotonic()
+            full: list[int] = []
+            for at, code in zip(wanted, codes, strict=True):
+                verdicts[at] = opening(code)
+                if code == 0:
+                    self._open[places[at].key] = _Session(term, now)
+                elif code == NO_ROOM:
+                    full.append(at)
+            if full:
+                largest = self._master.largest_segment()
+                for at in full:
+                    if 0 < largest < places[at].nbytes:
+                        verdicts[at] = _TOO_LARGE
+                full = [at for at in full if verdicts[at] is not _TOO_LARGE]
+                self._calls.count("full_retries", len(full))
+            wanted = full
+            if wanted:
+                time.sleep(max(0.0, min(pause, until - time.monotonic())))
+                pause = min(2 * pause, LAST_RETRY_S)
+        return [verdicts[at] for at in range(len(places))]
+
+    def write(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+        """One range an object, without its header."""
+        verdicts = [self._writable(place, lo) for place in places]
+        spans = [(place.start(lo), place.start(hi)) for place in places]
+        verdicts = self._put(places, spans, verdicts, until)
+        for place, verdict in zip(places, verdicts, strict=True):
+            if verdict is OK:
+                self._open[place.key].layers = hi
+        return verdicts
+
+    def commit(self, places: Sequence[Place], until: float) -> list[Verdict]:
+        """The headers, then the end of the sessions."""
+        verdicts = [self._writable(place, place.layers) for place in places]
+        verdicts = self._put(places, [(0, HEADER_BYTES)] * len(places), verdicts, until)
+        ready = [at for at, verdict in enumerate(verdicts) if verdict is OK]
+        lost: list[Place] = [place for place, verdict in zip(places, verdicts, strict=True) if verdict is not OK]
+        try:
+            if ready:
+                names = [pool_name(places[at].key) for at in ready]
+                for at, code in zip(ready, self._calls.codes("batch_put_session_end", names), strict=True):
+                    verdicts[at] = writing(code)
+                    if code == 0:
+                        del self._open[places[at].key]
+                    else:
+                        lost.append(places[at])
+                    if code == NOT_OURS:
+                        self._calls.count("sessions_taken_over")
+        finally:
+            self.revoke(lost)
+            for at in ready:
+                self._open.pop(places[at].key, None)
+        return verdicts
+
+    def revoke(self, places: Sequence[Place]) -> None:
+        """Give the room back; what may still be landing there keeps it for a while."""
+        ended = [place.key for place in places if self._open.pop(place.key, None)]
+        self._revoke([key for key in ended if key not in self._landing])
+
+    def forget(self) -> None:
+        """The client they were opened with is gone."""
+        self._open.clear()
+        self._landing.clear()
+
+    def _start(self, places: Sequence[Place]) -> list[int]:
+        names, sizes = [pool_name(place.key) for place in places], [place.nbytes for place in places]
+        codes = self._calls.codes("batch_put_session_start", names, sizes, self.replicate)
+        # The library keeps a session whose end the master refused or did not hear, and will not start another one.
+        left = [at for at, code in enumerate(codes) if code == INVALID]
+        if left:
+            self._calls("batch_put_session_revoke", [names[at] for at in left])
+            again = self._calls.codes(
+                "batch_put_session_start", [names[at] for at in left], [sizes[at] for at in left], self.replicate
+            )
+            for at, code in zip(left, again, strict=True):
+                codes[at] = code
+        return codes
+
+    def _writable(self, place: Place, layers: int) -> Verdict:
+        session = self._open.get(place.key)
+        if session is None:
+            return _NOT_OPEN
+        if place.key in self._landing:
+            return _LANDING
+        if session.layers != layers:
+            return _OUT_OF_ORDER
+        if session.term != self._master.term:
+            return _NEW_MASTER
+        return _STALE if time.monotonic() - session.opened > SESSION_S else OK
+
+    def _put(
+        self, places: Sequence[Place], spans: Sequence[tuple[int, int]], verdicts: list[Verdict], until: float
+    ) -> list[Verdict]:
+        """Copy a span of each object whose verdict is OK so far."""
+        wanted = [at for at, verdict in enumerate(verdicts) if verdict is OK]
+        if not wanted:
+            return verdicts
+        if time.monotonic() >= until:
+            return [LATE if verdict is OK else verdict for verdict in verdicts]
+        codes = self._calls.codes(
+            "batch_put_from_multi_buffer_ranges",
+            [pool_name(places[at].key) for at in wanted],
+            [[places[at].address + spans[at][0]] for at in wanted],
+            [[spans[at][1] - spans[at][0]] for at in wanted],
+            [[spans[at][0]] for at in wanted],
+        )
+        for at, code in zip(wanted, codes, strict=True):
+            verdicts[at] = writing(moved(code, spans[at][1] - spans[at][0]))
+            if verdicts[at] is not OK:
+                self._landing[places[at].key] = time.monotonic() + QUARANTINE_S
+        return verdicts
+
+    def _free_landed(self) -> None:
+        now = time.monotonic()
+        landed = [key for key, until in self._landing.items() if until <= now]
+        for key in landed:
+            del self._landing[key]
+        self._revoke(landed)
+
+    def _revoke(self, keys: Sequence[bytes]) -> None:
+        # Without the master there is nothing to give back; what the library keeps is revoked where it is in the way.
+        if not keys or not self._master.term:
+            return
+        try:
+            self._calls.codes("batch_put_session_revoke", [pool_name(key) for key in keys])
+        except Unreachable:
+            self._calls.count("failed_revokes", len(keys))
