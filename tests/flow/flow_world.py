@@ -26,13 +26,14 @@ from layerflow.flow.events import (
     BatchFailed,
     Direction,
     Event,
+    FetchFailed,
     FrontierReached,
     LayersComputed,
+    LayersFetched,
     LayerShape,
     Limits,
     LimitsChanged,
     LoadsFenced,
-    PartFetched,
     RequestAborted,
     SessionLost,
     SessionOpened,
@@ -69,6 +70,9 @@ class World:
     def open(self, session, step, loads=(), saves=(), deadline=1e6, save_deadline=1e6) -> list[Command]:
         return self.send(StepOpened(session, step, deadline, save_deadline, tuple(loads), tuple(saves)))
 
+    def fetched(self, session, step, fetch, layers, group=0) -> list[Command]:
+        return self.send(LayersFetched(session, step, fetch, group, layers))
+
     def done(self, batch: Submit) -> list[Command]:
         return self.send(BatchDone(batch.session, batch.batch))
 
@@ -83,6 +87,8 @@ class World:
         if lost is not None:
             assert not [key for key in self.live if key[0] == lost]
             del self.layers[lost]
+        if isinstance(event, FetchFailed):
+            self._fetch_failed(event)
         self._ready()
         if self.validate:
             self.flow.validate()
@@ -121,8 +127,11 @@ class World:
             case LoadsFenced(session=session, step=number) if (session, number) in self.live:
                 self.live[session, number].sides[LOAD].cut = True
                 self._call_back(session, number, LOAD)
-            case PartFetched(session=session, step=number, part=part) if (session, number) in self.live:
-                self.live[session, number].sides[LOAD].unfetched.discard(part)
+            case LayersFetched(session=session, step=number) if (session, number) in self.live:
+                arrived = self.live[session, number].sides[LOAD].arrived
+                arrived[event.fetch, event.group] = max(arrived[event.fetch, event.group], event.layers)
+            case FetchFailed(session=session, step=number, parts=parts) if (session, number) in self.live:
+                self.live[session, number].sides[LOAD].dead |= set(parts)
             case RequestAborted(session=session, request=request):
                 watch = set()
                 for (owner, _), one in self.live.items():
@@ -167,6 +176,14 @@ class World:
         ranges = getattr(self._side_of(submit), book).setdefault(submit.layer, [])
         assert all(hi <= start or end <= lo for start, end in ranges), f"{submit} moves bytes a second time"
         ranges.append((lo, hi))
+
+    def arriving(self, session: int, step: int) -> list[tuple[int, int, int, int]]:
+        """What arrivals of living parts have still to bring: (number, group, layers that are there, layers in all)."""
+        groups = [shape.group for shape in self.layers[session]]
+        side = self.steps[session, step].sides[LOAD]
+        alive = {(part.fetch, part.group) for i, part in enumerate(side.parts) if i not in side.dead}
+        counts = [(*key, there, groups.count(key[1])) for key, there in side.arrived.items() if key in alive]
+        return [count for count in counts if count[2] < count[3]]
 
     def inflight(self, direction: Direction) -> int:
         return sum(submit.nbytes for submit in self.flying.values() if submit.direction is direction)
@@ -252,7 +269,11 @@ class World:
         assert hit and submit.hi <= max(
             hi for i, (_, hi) in enumerate(side.ranges) if side.parts[i].group == shape.group
         )
-        assert not hit & side.unfetched, "carved before it was fetched"
+        place = sum(other.group == shape.group for other in self.layers[submit.session][: submit.layer])
+        for part in (side.parts[i] for i in hit):
+            assert submit.direction is SAVE or place < side.arrived.get((part.fetch, part.group), place + 1), (
+                "not there"
+            )
         assert not hit & side.dead, "carved a dead part"
         assert not hit & (side.committed | side.revoked)
         assert submit.layer not in side.sealed, "carved after the seal"
@@ -287,6 +308,12 @@ class World:
                 if step >= command.step:
                     assert not spoiled & saves.committed, "published what a failed load had spoiled"
                 saves.dead |= spoiled - saves.committed
+
+    def _fetch_failed(self, event: FetchFailed) -> None:
+        side = self.steps[event.session, event.step].sides[LOAD]
+        for part, (lo, hi) in ((side.parts[i], side.ranges[i]) for i in event.parts):
+            failed = [(start, end) for group, start, end in side.failed if group == part.group]
+            assert (event.session, part.request) in self.aborted or covered(failed, lo, hi), "not failed whole"
 
     def _commit(self, session: int, one: Pass, parts: tuple[int, ...]) -> None:
         side = one.sides[SAVE]
@@ -355,9 +382,9 @@ class World:
 
     def drain(self) -> None:
         """Let everything end well from here, and check that the core has forgotten all of it."""
-        for (session, step), one in list(self.live.items()):
-            for part in sorted(one.sides[LOAD].unfetched):
-                self.send(PartFetched(session, step, part, True))
+        for session, step in list(self.live):
+            for fetch, group, _, layers in self.arriving(session, step):
+                self.fetched(session, step, fetch, layers, group)
             self.send(LayersComputed(session, step, len(self.layers[session])))
             self.send(StepClosed(session, step, True))
         while self.flying:

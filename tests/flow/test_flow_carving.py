@@ -1,4 +1,4 @@
-"""Batches: caps, splits, dead and unfetched parts, seals."""
+"""Batches: caps, splits, dead parts, seals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from flow_world import LOAD, SAVE, World, of, submits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerflow.flow.commands import LoadFailed, LoadsDone, Seal
-from layerflow.flow.events import FrontierReached, Limits, LimitsChanged, Part, PartFetched, RequestAborted
+from layerflow.flow.commands import LoadsDone, Seal
+from layerflow.flow.events import FrontierReached, Limits, LimitsChanged, Part, RequestAborted
 from layerflow.flow.spans import common, joined, touches, without
 
 
@@ -81,48 +81,6 @@ def test_layers_of_a_group_without_parts_are_not_sealed():
     world.open_session(0, [(0, 10), (1, 4)])
     out = world.open(0, 1, [Part("a", 1, 3)])
     assert {s.layer for s in submits(out) if s.seals} == {1} and not of(out, Seal)
-
-
-def test_unfetched_parts_are_carved_once_fetched_and_seal_then():
-    world = World()
-    world.open_session(0, [(0, 10)] * 3)
-    out = world.open(0, 1, [Part("a", 0, 2), Part("b", 0, 3, fetched=False), Part("c", 0, 2)])
-    assert ranges(out, layer=0) == [(0, 2), (5, 7)]
-    assert not any(s.seals for s in submits(out))
-    late = submits(world.send(PartFetched(0, 1, 1, True)))
-    assert [(s.layer, s.lo, s.hi, s.seals) for s in late] == [(i, 2, 5, True) for i in range(3)]
-
-
-def test_parts_fetched_before_anything_moved_join_one_batch():
-    world = World(Limits(max_inflight_bytes=200, max_transfer_bytes=200))
-    world.open_session(0, [(0, 10)] * 2)
-    world.open_session(1, [(0, 10)] * 3)
-    world.open(1, 1, [Part("busy", 0, 10)])
-    world.open(0, 1, [Part(f"r{i}", 0, 2, fetched=False) for i in range(4)])
-    for part in (2, 0, 3, 1):
-        assert not submits(world.send(PartFetched(0, 1, part, True)))
-    seen = []
-    while world.flying:
-        seen += [(s.layer, s.lo, s.hi) for s in submits(world.done(next(iter(world.flying.values())))) if not s.session]
-    assert seen == [(0, 0, 8), (1, 0, 8)]
-
-
-def test_a_late_cohort_merges_where_it_catches_up():
-    world = World(Limits(prefetch_layers=2))
-    world.open_session(0, [(0, 10)] * 4)
-    world.open(0, 1, [Part("a", 0, 2), Part("b", 0, 3, fetched=False)])
-    assert ranges(world.send(PartFetched(0, 1, 1, True))) == [(2, 5), (2, 5)]
-    assert ranges(world.send(FrontierReached(0, 1, 0))) == [(0, 5)]
-
-
-def test_a_part_that_is_never_fetched_fails_and_seals_what_waited_for_it():
-    world = World()
-    world.open_session(0, [(0, 10)] * 3)
-    world.open(0, 1, [Part("a", 0, 2), Part("b", 0, 3, fetched=False)])
-    out = world.send(PartFetched(0, 1, 1, False))
-    assert [(c.request, c.lo, c.hi) for c in of(out, LoadFailed)] == [("b", 2, 5)]
-    assert [c.layer for c in of(out, Seal)] == [0, 1, 2]
-    assert out.index(of(out, LoadFailed)[0]) < out.index(of(out, Seal)[0])
 
 
 def test_a_dead_part_in_the_middle_splits_the_range():

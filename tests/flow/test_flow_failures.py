@@ -100,7 +100,7 @@ def test_one_commit_with_all_parts_after_the_last_layer():
 def test_a_fence_fails_what_is_not_done_and_awaits_what_is_in_flight():
     world = World(Limits(max_transfer_blocks=3, max_inflight_bytes=60))
     world.open_session(0, [(0, 10)])
-    first, second = submits(world.open(0, 1, [Part("a", 0, 3), Part("b", 0, 3), Part("c", 0, 3, fetched=False)]))
+    first, second = submits(world.open(0, 1, [Part("a", 0, 3), Part("b", 0, 3), Part("c", 0, 3, fetch=1)]))
     world.done(first)
     out = world.send(LoadsFenced(0, 1, "cut"))
     assert failed(out) == [("b", 0, 3, 6), ("c", 0, 6, 9)]
@@ -201,7 +201,7 @@ def test_abort_said_twice_releases_once():
 def test_abort_ends_the_wait_for_a_fetch_that_never_comes():
     world = World()
     world.open_session(0, [(0, 10)] * 2)
-    world.open(0, 1, [Part("a", 0, 1, fetched=False)])
+    world.open(0, 1, [Part("a", 0, 1, fetch=1)])
     out = world.send(RequestAborted(0, "a"))
     assert [c.layer for c in of(out, Seal)] == [0, 1] and of(out, LoadsDone) and of(out, Release)
 
@@ -219,6 +219,16 @@ def test_a_lost_session_vanishes_at_once_and_frees_the_budget():
     world.send(LayersComputed(0, 1, 1))
     assert world.flow.statistics().late_reports == before + 2
     world.drain()
+
+
+def test_a_lost_session_gives_back_what_was_cut_and_waited_for_a_batch_of_another_group():
+    world = World(Limits(max_inflight_bytes=20))
+    world.open_session(0, [(0, 10), (1, 10)])
+    (save,) = submits(world.open(0, 1, (), [Part("a", 0, 1), Part("a", 1, 1)], save_deadline=200.0))
+    assert save.layer == 0
+    world.now = 200.0
+    assert not of(world.send(Tick()), Revoke)
+    assert [c.parts for c in of(world.send(SessionLost(0)), Revoke)] == [(0, 1)]
 
 
 def test_saves_past_the_backlog_are_shed_and_counted():

@@ -9,12 +9,13 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import (
     BatchDone,
+    FetchFailed,
     FrontierReached,
     LayersComputed,
+    LayersFetched,
     LayerShape,
     Limits,
     Part,
-    PartFetched,
     RequestAborted,
     SessionOpened,
     StepClosed,
@@ -29,7 +30,8 @@ def opened():
     world = World(Limits(prefetch_layers=1))
     world.open_session(0, [(0, 10), (1, 10)])
     world.open_session(1, [(0, 10)])
-    world.open(0, 1, [Part("a", 0, 1), Part("b", 1, 1, fetched=False)])
+    world.open(0, 1, [Part("a", 0, 1), Part("b", 1, 1, 4), Part("c", 1, 1, 5)])
+    world.fetched(0, 1, 5, 1, group=1)
     return world
 
 
@@ -46,8 +48,14 @@ def opened():
         (StepOpened(0, 2, float("nan"), 1e6), "not a number"),
         (StepOpened(0, 2, 1e6, 1e6, (Part("a", 0, 1), Part("a", 0, 0))), "load part 1"),
         (StepOpened(0, 2, 1e6, 1e6, (), (Part("a", 7, 1),)), "save part 0"),
-        (PartFetched(0, 1, 2, True), "load part 2"),
-        (PartFetched(0, 1, 0, False), "after it was fetched"),
+        (LayersFetched(0, 1, 9, 1, 1), "arrival 9"),
+        (LayersFetched(0, 1, 4, 0, 1), "arrival 4, group 0"),
+        (LayersFetched(0, 1, 0, 0, 1), "arrival 0"),
+        (LayersFetched(0, 1, 4, 1, 2), "2 layers of group 1, which has 1"),
+        (LayersFetched(0, 1, 4, 1, -1), "-1 layers"),
+        (FetchFailed(0, 1, (1, 3), "gone"), "load part 3"),
+        (FetchFailed(0, 1, (1, 0), "gone"), "load part 0 after"),
+        (FetchFailed(0, 1, (1, 2), "gone"), "load part 2 after"),
         (FrontierReached(0, 1, 2), "layer 2"),
         (FrontierReached(0, 1, -1), "layer -1"),
         (LayersComputed(0, 1, 3), "3 layers"),
@@ -70,7 +78,7 @@ def test_the_story_tells_what_happened_to_the_step():
     world.send(FrontierReached(0, 1, 0))
     with pytest.raises(InvalidTransition) as caught:
         world.flow.handle(FrontierReached(0, 1, 5), world.now)
-    assert caught.value.story[0].startswith("StepOpened(2 loads, 0 saves")
+    assert caught.value.story[0].startswith("StepOpened(3 loads, 0 saves")
     assert caught.value.story[-1] == "FrontierReached(session=0, step=1, layer=5)"
 
 

@@ -13,13 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import (
     BatchDone,
+    FetchFailed,
     FrontierReached,
     LayersComputed,
+    LayersFetched,
     Limits,
     LimitsChanged,
     LoadsFenced,
     Part,
-    PartFetched,
     RequestAborted,
     SessionLost,
     StepClosed,
@@ -69,22 +70,44 @@ class FlowMachine(RuleBasedStateMachine):
     def step_opened(self, data):
         session = data.draw(st.sampled_from(sorted(self.world.layers)))
         groups = sorted({shape.group for shape in self.world.layers[session]})
-        part = st.builds(
-            Part, REQUESTS, st.sampled_from(groups), st.integers(1, 6), st.sampled_from([True, True, False])
-        )
+        part = st.builds(Part, REQUESTS, st.sampled_from(groups), st.integers(1, 6), st.sampled_from([0, 0, 1, 1, 2]))
         loads = data.draw(st.lists(part, max_size=5))
-        saves = [replace(one, fetched=True) for one in data.draw(st.lists(part, max_size=4))]
+        saves = [replace(one, fetch=0) for one in data.draw(st.lists(part, max_size=4))]
         deadline = self.world.now + data.draw(st.sampled_from([1.0, 8.0, 50.0]))
         save_deadline = self.world.now + data.draw(st.sampled_from([1.0, 8.0, 50.0]))
         self.numbers += 1
         self.world.open(session, self.numbers, loads, saves, deadline, save_deadline)
 
-    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
-    @precondition(lambda self: any(one.sides[LOAD].unfetched for one in self.world.live.values()))
-    def part_fetched(self, data, ok):
-        waiting = sorted((key, part) for key, one in self.world.live.items() for part in one.sides[LOAD].unfetched)
-        (session, step), part = data.draw(st.sampled_from(waiting))
-        self.world.send(PartFetched(session, step, part, ok))
+    def _arriving(self):
+        return sorted((*key, *arriving) for key in self.world.live for arriving in self.world.arriving(*key))
+
+    @rule(data=st.data(), more=st.integers(1, 4), times=st.integers(1, 3))
+    @precondition(lambda self: self._arriving())
+    def layers_fetched(self, data, more, times):
+        for _ in range(times):
+            arriving = self._arriving()
+            if arriving:
+                session, step, fetch, group, there, layers = data.draw(st.sampled_from(arriving))
+                self.world.fetched(session, step, fetch, min(there + more, layers), group)
+
+    @rule(data=st.data(), fewer=st.integers(0, 2))
+    @precondition(lambda self: any(one.sides[LOAD].arrived for one in self.world.live.values()))
+    def layers_fetched_late(self, data, fewer):
+        known = [(key, *arrival) for key, one in self.world.live.items() for arrival in one.sides[LOAD].arrived.items()]
+        (session, step), (fetch, group), there = data.draw(st.sampled_from(sorted(known)))
+        before = self.world.flow.statistics().late_reports
+        assert not self.world.fetched(session, step, fetch, max(0, there - fewer), group)
+        assert self.world.flow.statistics().late_reports == before + 1
+
+    @rule(data=st.data())
+    @precondition(lambda self: self._arriving())
+    def fetch_failed(self, data):
+        session, step, fetch, *_ = data.draw(st.sampled_from(self._arriving()))
+        coming = {(number, group) for number, group, *_ in self.world.arriving(session, step)}
+        parts = self.world.live[session, step].sides[LOAD].parts
+        hit = [i for i, part in enumerate(parts) if part.fetch == fetch and (fetch, part.group) in coming]
+        lost = data.draw(st.lists(st.sampled_from(hit), min_size=1))
+        self.world.send(FetchFailed(session, step, tuple(lost), "no longer there"))
 
     @rule(data=st.data(), count=st.integers(1, 8))
     @precondition(lambda self: self._landable())
@@ -169,7 +192,9 @@ class FlowMachine(RuleBasedStateMachine):
                 [
                     StepOpened(session, step, 1.0, 1.0),
                     StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 9, 1),)),
-                    PartFetched(session, step, 99, True),
+                    LayersFetched(session, step, 99, 0, 1),
+                    LayersFetched(session, step, 1, 0, 99),
+                    FetchFailed(session, step, (99,), "gone"),
                     FrontierReached(session, step, 99),
                     LayersComputed(session, step, 99),
                     BatchDone(session, 10**9),

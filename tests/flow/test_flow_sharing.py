@@ -151,7 +151,7 @@ def test_a_commit_waits_neither_for_other_requests_nor_for_later_steps():
 def test_a_held_commit_goes_on_once_the_loads_are_decided(event):
     world = World()
     world.open_session(0, [(0, 10)])
-    world.open(0, 1, [Part("r", 0, 1), Part("x", 0, 1, fetched=False)])
+    world.open(0, 1, [Part("r", 0, 1), Part("x", 0, 1, fetch=1)])
     (save,) = submits(world.open(0, 2, (), [Part("r", 0, 1)]))
     world.send(LayersComputed(0, 2, 1))
     (load,) = [batch for batch in world.flying.values() if batch.direction is LOAD]

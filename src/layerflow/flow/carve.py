@@ -1,9 +1,10 @@
 """Carving batches from live ranges.
 
 A *cohort* is a set of blocks of one strand that advance through the layers together: its spans and
-one cursor (layer, block, byte within a block that is split). A strand starts as one cohort; parts
-that reach the arena later start another one at the first layer, and cohorts that meet become one
-again. That is all the core holds of what is still to be moved, whatever the number of layers.
+one cursor (layer, block, byte within a block that is split). A strand starts as one cohort, and one
+more for each arrival that brings objects into the arena layer by layer: that one is carved as far as
+they are there, and waits. Cohorts that have all their layers and meet become one again. That is all
+the core holds of what is still to be moved, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Cohort:
     """Blocks of a strand that have reached the same layer.
 
     :param index: position of the cursor's layer within the strand's layers; their number when all is carved.
+    :param fetch: number of the arrival that has layers to bring yet; 0 = every layer is in the arena.
+    :param limit: so many layers may be carved.
     :param at: next block of that layer.
     :param byte_at: bytes of block `at` that are carved already.
     """
@@ -41,12 +44,15 @@ class Cohort:
     index: int = 0
     cursor: int = 0
     byte_at: int = 0
+    fetch: int = 0
+    limit: int = field(init=False)
     at: int = field(init=False)
     end: int = field(init=False)
     layer: int = field(init=False)
     block_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.limit = 0 if self.fetch else len(self.strand.shape.layers)
         self._enter(self.index)
 
     def _enter(self, index: int) -> None:
@@ -63,9 +69,20 @@ class Cohort:
         return self.index >= len(self.strand.shape.layers)
 
     @property
+    def waiting(self) -> bool:
+        """What may be carved is carved."""
+        return self.index >= self.limit
+
+    @property
     def fresh(self) -> bool:
         """Nothing of the cursor's layer is carved of the blocks that are left."""
         return not self.byte_at and self.at == self.spans[0][0]
+
+    def permit(self, layers: int) -> None:
+        """So many layers are in the arena."""
+        self.limit = layers
+        if layers == len(self.strand.shape.layers):
+            self.fetch = 0
 
     def next_cut(self, max_blocks: int, max_bytes: int) -> Cut:
         """The next batch under the caps; the cursor stays."""

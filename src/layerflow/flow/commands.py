@@ -73,6 +73,16 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersStored:
+    """The first `layers` layers of the group's live save parts are wholly stored; see ``StepOpened.tell_stored``."""
+
+    session: int
+    step: int
+    group: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Publish the objects of these save parts (positions in ``StepOpened.saves``): every layer is stored."""
 
@@ -124,4 +134,4 @@ class WakeAt:
     when: float
 
 
-Command = Submit | Seal | LoadFailed | Cancel | Commit | Revoke | LoadsDone | Release | StepDone | WakeAt
+Command = Submit | Seal | LoadFailed | Cancel | LayersStored | Commit | Revoke | LoadsDone | Release | StepDone | WakeAt

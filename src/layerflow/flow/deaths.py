@@ -25,11 +25,6 @@ def bury(state: State, leg: Leg, positions: Iterable[int]) -> list[int]:
         if position not in leg.dead and not (leg.direction is Direction.SAVE and leg.strand_of(position).committed)
     ]
     leg.dead.update(fresh)
-    if leg.unfetched:
-        for position in fresh:
-            if position in leg.unfetched:
-                leg.unfetched.discard(position)
-                leg.strand_of(position).unfetched -= 1
     if leg.cohorts and fresh:
         for strand, holes in leg.spans_of(fresh):
             _uncarve(leg, strand, holes)
@@ -127,7 +122,7 @@ def fail_load_range(state: State, strand: Strand, span: Span, reason: str, out: 
 def fence_loads(state: State, leg: Leg, reason: str, out: list[Command], *, cancel: bool) -> None:
     """Every load part with anything outstanding fails; what is in flight is awaited."""
     leg.cancelled = True
-    outstanding: set[int] = set(leg.unfetched)
+    outstanding: set[int] = set()
     for strand in leg.strands.values():
         ranges = [span for cohort in strand.cohorts() for span in cohort.spans]
         ranges += [(flight.lo, flight.hi) for flight in strand.flights.values()]

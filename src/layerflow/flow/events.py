@@ -30,13 +30,15 @@ class LayerShape:
 class Part:
     """One request's blocks of one group within a step, in one direction.
 
-    :param fetched: False for a load whose objects are still on their way into the arena.
+    :param fetch: loads: 0 = the objects are in the arena; otherwise the caller's number of the arrival that
+        brings them, layer by layer. Several parts of several groups may share a number; it means
+        something within its step only.
     """
 
     request: str
     group: int
     blocks: int
-    fetched: bool = True
+    fetch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class StepOpened:
 
     :param deadline: when unfinished loads fail.
     :param save_deadline: when unfinished saves are revoked.
+    :param tell_stored: say with ``LayersStored`` how far its saves are.
     """
 
     session: int
@@ -100,16 +103,32 @@ class StepOpened:
     save_deadline: float
     loads: tuple[Part, ...] = ()
     saves: tuple[Part, ...] = ()
+    tell_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class PartFetched:
-    """The objects of load part number `part` are in the arena, or will never be."""
+class LayersFetched:
+    """The first layers of a group are in the arena, for all load parts that share an arrival.
+
+    :param fetch: the arrival's number, as in ``Part.fetch``.
+    :param layers: how many, counted within the layers of `group`; it only rises.
+    """
 
     session: int
     step: int
-    part: int
-    ok: bool
+    fetch: int
+    group: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """The objects of these load parts (positions in ``StepOpened.loads``) will never all be in the arena."""
+
+    session: int
+    step: int
+    parts: tuple[int, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +215,8 @@ Event = (
     SessionOpened
     | SessionLost
     | StepOpened
-    | PartFetched
+    | LayersFetched
+    | FetchFailed
     | FrontierReached
     | LayersComputed
     | BatchDone

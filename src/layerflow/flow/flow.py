@@ -19,18 +19,20 @@ from typing import Any
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow import deaths
+from layerflow.flow.arrivals import fetch_failed, layers_fetched
 from layerflow.flow.commands import Command, WakeAt
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
     Direction,
     Event,
+    FetchFailed,
     FrontierReached,
     LayersComputed,
+    LayersFetched,
     Limits,
     LimitsChanged,
     LoadsFenced,
-    PartFetched,
     RequestAborted,
     SessionLost,
     SessionOpened,
@@ -64,7 +66,8 @@ class Flow:
             SessionOpened: self._session_opened,
             SessionLost: self._session_lost,
             StepOpened: self._step_opened,
-            PartFetched: self._part_fetched,
+            LayersFetched: self._layers_fetched,
+            FetchFailed: self._fetch_failed,
             FrontierReached: self._frontier_reached,
             LayersComputed: self._layers_computed,
             BatchDone: self._batch_done,
@@ -138,33 +141,22 @@ class Flow:
         if session is not None:
             open_step(self._state, session, event, out)
 
-    def _part_fetched(self, event: PartFetched, out: list[Command]) -> None:
+    def _layers_fetched(self, event: LayersFetched, _: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)
-        if step is None:
-            return
-        leg = step.loads
-        if leg is None or not 0 <= event.part < len(leg.parts):
-            raise InvalidTransition(_of(step, f"fetched load part {event.part}, which it does not have"), step.told())
-        if event.part not in leg.unfetched:
-            if not event.ok and event.part not in leg.dead:
-                raise InvalidTransition(_of(step, f"lost load part {event.part} after it was fetched"), step.told())
-            self._state.counters.late_reports += 1
-        elif event.ok:
-            strand = leg.strand_of(event.part)
-            leg.unfetched.discard(event.part)
-            strand.unfetched -= 1
-            strand.add_cohort([strand.span(event.part)])
-            self._state.carve_later(leg)
-        else:
-            deaths.fail_loads(self._state, leg, [event.part], "its objects did not reach the arena", out)
-            self._state.unsettled.append(step)
+        if step is not None:
+            layers_fetched(self._state, step, event)
+
+    def _fetch_failed(self, event: FetchFailed, out: list[Command]) -> None:
+        step = self._state.step(event, event.session, event.step)
+        if step is not None:
+            fetch_failed(self._state, step, event, out)
 
     def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)
         if step is None:
             return
         if not 0 <= event.layer < step.session.num_layers:
-            raise InvalidTransition(_of(step, f"reached layer {event.layer}, which it does not have"), step.told())
+            raise step.impossible(f"reached layer {event.layer}, which it does not have")
         self._advance(step, event.layer)
 
     def _layers_computed(self, event: LayersComputed, _: list[Command]) -> None:
@@ -172,7 +164,7 @@ class Flow:
         if step is None:
             return
         if not 0 <= event.count <= step.session.num_layers:
-            raise InvalidTransition(_of(step, f"computed {event.count} layers, which it does not have"), step.told())
+            raise step.impossible(f"computed {event.count} layers, which it does not have")
         self._computed(step, event.count)
 
     def _computed(self, step: Step, count: int) -> None:
@@ -191,7 +183,7 @@ class Flow:
         if layer <= step.frontier:
             return
         step.frontier = layer
-        if step.loads is not None and step.loads.cohorts:
+        if step.loads is not None and step.loads.cohorts and step.loads.head() is not None:
             self._state.rings[Direction.LOAD].join(step.session)
 
     def _batch_done(self, event: BatchDone, out: list[Command]) -> None:
@@ -262,7 +254,3 @@ class Flow:
         if now >= max(step.deadline, step.save_deadline):
             step.closed = True
         state.unsettled.append(step)
-
-
-def _of(step: Step, what: str) -> str:
-    return f"session {step.session.number} step {step.number} {what}"

@@ -98,9 +98,8 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
             unfinished = [
                 position
                 for strand in step.saves.strands.values()
-                if not strand.committed
                 for position in strand.members
-                if position not in step.saves.revoked
+                if position not in step.saves.revoked and not (strand.committed and position not in step.saves.dead)
             ]
             state.counters.revoked_parts += len(unfinished)
             out.append(Revoke(session.number, step.number, tuple(sorted(unfinished)), "the session was lost"))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from layerflow.errors import InvalidTransition
+from layerflow.flow.arrivals import lay_out
 from layerflow.flow.commands import Command, Revoke
 from layerflow.flow.events import Direction, Part, StepOpened
 from layerflow.flow.sessions import Session
@@ -33,8 +34,7 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     session.steps[event.step] = step
     if event.loads:
         step.loads = _leg(step, Direction.LOAD, event.loads)
-        if step.loads.cohorts:
-            state.carve_later(step.loads)
+        state.carve_later(step.loads)
     if event.saves:
         saves = _leg(step, Direction.SAVE, event.saves)
         nbytes = sum(strand.starts[-1] * strand.shape.tail_bytes[0] for strand in saves.strands.values())
@@ -66,8 +66,7 @@ def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str
 def _leg(step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
     leg = Leg(step, direction, parts)
     groups = {part.group for part in parts}
-    if direction is Direction.LOAD and False in [part.fetched for part in parts]:
-        leg.unfetched = {position for position, part in enumerate(parts) if not part.fetched}
+    arrives = direction is Direction.LOAD and any([part.fetch for part in parts])
     for group in sorted(groups):
         members: Sequence[int] = range(len(parts))
         if len(groups) > 1:
@@ -75,23 +74,8 @@ def _leg(step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
         starts = list(accumulate([parts[position].blocks for position in members], initial=0))
         strand = Strand(leg, step.session.groups[group], members, starts)
         leg.strands[group] = strand
-        spans = [(0, starts[-1])]
-        if leg.unfetched:
-            strand.unfetched = sum(position in leg.unfetched for position in members)
-            spans = _fetched_spans(leg, strand)
-        if spans:
-            strand.add_cohort(spans)
-    return leg
-
-
-def _fetched_spans(leg: Leg, strand: Strand) -> list[tuple[int, int]]:
-    spans: list[tuple[int, int]] = []
-    for member, position in enumerate(strand.members):
-        if position in leg.unfetched:
-            continue
-        lo, hi = strand.starts[member], strand.starts[member + 1]
-        if spans and spans[-1][1] == lo:
-            spans[-1] = (spans[-1][0], hi)
+        if arrives:
+            lay_out(strand)
         else:
-            spans.append((lo, hi))
-    return spans
+            strand.add_cohort([(0, starts[-1])])
+    return leg

@@ -48,7 +48,8 @@ def group_shapes(layers: Sequence[LayerShape]) -> dict[int, GroupShape]:
 class Session:
     """One attached engine worker.
 
-    :param carving: per direction, the legs that have something to be carved, in the order of their steps.
+    :param carving: per direction, the legs that have something to be carved, now or once it is in the arena, in
+        the order of their steps.
     :param credit: per direction, bytes it may still take in this turn.
     :param queued: per direction, whether it stands in the ring.
     :param unsaved: bytes of its saves that are neither stored nor given up.
@@ -72,8 +73,8 @@ class Session:
     def next_cohort(self, direction: Direction, budget: Budget) -> Cohort | None:
         """What it moves next: loads by distance to the frontier, then by deadline; saves oldest step first.
 
-        Loads more than `prefetch_layers` past the frontier must wait, and so must saves that are not
-        computed while the session has as much in flight as it may be granted ahead.
+        Loads more than `prefetch_layers` past the frontier or not in the arena must wait, and so must saves
+        that are not computed while the session has as much in flight as it may be granted ahead.
         """
         if direction is Direction.SAVE:
             return self._next_save(budget)
@@ -82,6 +83,8 @@ class Session:
         order = (0, 0.0)
         for leg in legs.values():
             head, step = leg.head(), leg.step
+            if head is None:
+                continue
             distance = head.layer - step.frontier
             if prefetch_layers and distance > prefetch_layers:
                 continue
@@ -93,6 +96,8 @@ class Session:
         ahead = True
         for leg in self.carving[Direction.SAVE].values():
             head = leg.head()
+            if head is None:
+                continue
             if head.layer < leg.step.computed:
                 return head
             if ahead:

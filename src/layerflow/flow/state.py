@@ -68,10 +68,11 @@ class State:
         return step
 
     def carve_later(self, leg: Leg) -> None:
-        """The leg has something to be carved: queue it, and its session."""
+        """The leg has something to be carved: keep it, and queue its session unless all of it waits."""
         session = leg.step.session
         session.carving[leg.direction][leg.step.number] = leg
-        self.rings[leg.direction].join(session)
+        if leg.head() is not None:
+            self.rings[leg.direction].join(session)
 
     def save_later(self, session: Session) -> None:
         """More saves of the session may be permitted now."""

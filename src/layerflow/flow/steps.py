@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Charge
 from layerflow.flow.carve import Cohort
 from layerflow.flow.events import Direction, Event, Part, StepOpened
@@ -47,8 +48,8 @@ class Strand:
 
     :param members: positions in the leg's parts, ascending.
     :param starts: first block of each member, and the number of blocks at the end.
-    :param carving: cohorts of this strand.
-    :param unfetched: live parts whose objects are still on their way into the arena.
+    :param arrivals: loads: by number of each arrival, so many layers of its parts are in the arena.
+    :param carving: cohorts of this strand, waiting ones among them.
     :param sealed: so many of the group's layers are sealed.
     :param committed: saves: every layer is stored, and said so.
     """
@@ -57,16 +58,14 @@ class Strand:
     shape: GroupShape
     members: Sequence[int]
     starts: list[int]
+    arrivals: dict[int, int] = field(default_factory=dict)
     carving: int = 0
-    unfetched: int = 0
     sealed: int = 0
     committed: bool = False
     flights: dict[int, Flight] = field(default_factory=dict)
 
     def low(self) -> int:
         """So many layers of the group have nothing left to be carved."""
-        if self.unfetched:
-            return 0
         if not self.carving:
             return len(self.shape.layers)
         if len(self.leg.cohorts) == 1:
@@ -86,19 +85,25 @@ class Strand:
         """Positions of the parts that have blocks in `lo` to `hi`."""
         return self.members[bisect_right(self.starts, lo) - 1 : bisect_left(self.starts, hi)]
 
-    def add_cohort(self, spans: list[Span]) -> None:
-        """Blocks that may be carved from the first layer on."""
-        cohort = Cohort(self, spans)
-        self.leg.cohorts.append(cohort)
+    def add_cohort(self, spans: list[Span], fetch: int = 0) -> None:
+        """Blocks that may be carved from the first layer on, once arrival `fetch` has brought it."""
+        self.leg.cohorts.append(Cohort(self, spans, fetch=fetch))
         self.carving += 1
-        self.merge(cohort)
+        if fetch:
+            self.arrivals[fetch] = 0
+
+    def arriving(self, fetch: int) -> Cohort | None:
+        """What waits for this arrival; None when all of it is there, or dead."""
+        return next((c for c in self.leg.cohorts if c.strand is self and c.fetch == fetch), None)
 
     def merge(self, cohort: Cohort) -> None:
-        """Make cohorts one that are about to start the same layer."""
-        if self.carving == 1:
+        """Make cohorts one that are about to start the same layer, all their layers being in the arena."""
+        if self.carving == 1 or cohort.fetch:
             return
         for other in self.leg.cohorts:
-            if other is not cohort and other.strand is self and other.index == cohort.index and other.fresh:
+            if other.strand is self and other.index == cohort.index and other.fresh:
+                if other is cohort or other.fetch:
+                    continue
                 cohort.absorb(other)
                 self.remove(other)
                 return
@@ -131,7 +136,6 @@ class Leg:
     parts: tuple[Part, ...]
     strands: dict[int, Strand] = field(default_factory=dict)
     cohorts: list[Cohort] = field(default_factory=list)
-    unfetched: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
     failed: dict[int, list[Span]] = field(default_factory=dict)
     revoked: set[int] = field(default_factory=set)
@@ -147,12 +151,15 @@ class Leg:
     @property
     def idle(self) -> bool:
         """Nothing to carve, nothing to wait for."""
-        return not (self.flying or self.cohorts or self.unfetched)
+        return not (self.flying or self.cohorts)
 
-    def head(self) -> Cohort:
-        """The cohort that is nearest to the first layer. There must be one."""
+    def head(self) -> Cohort | None:
+        """The cohort that is nearest to the first layer; None when all of them wait for their objects."""
         cohorts = self.cohorts
-        return cohorts[0] if len(cohorts) == 1 else min(cohorts, key=lambda cohort: (cohort.layer, cohort.at))
+        if len(cohorts) == 1:
+            return cohorts[0] if cohorts[0].index < cohorts[0].limit else None
+        ready = (cohort for cohort in cohorts if cohort.index < cohort.limit)
+        return min(ready, key=lambda cohort: (cohort.layer, cohort.at), default=None)
 
     def strand_of(self, position: int) -> Strand:
         """The strand that the part at `position` is in."""
@@ -221,6 +228,10 @@ class Step:
         if when == math.inf and not self.closed:
             when = max(self.deadline, self.save_deadline)
         return when
+
+    def impossible(self, what: str) -> InvalidTransition:
+        """The error for a report that cannot be, with the step's story."""
+        return InvalidTransition(f"session {self.session.number} step {self.number} {what}", self.told())
 
     def told(self) -> tuple[str, ...]:
         """The step's events so far, oldest first and short."""

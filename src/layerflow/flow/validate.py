@@ -10,7 +10,7 @@ from layerflow.flow.carve import Cohort
 from layerflow.flow.events import Direction
 from layerflow.flow.sessions import Session
 from layerflow.flow.settle import builds_on_loads
-from layerflow.flow.spans import touches
+from layerflow.flow.spans import joined, touches
 from layerflow.flow.state import State
 from layerflow.flow.steps import Flight, Leg, Step, Strand
 
@@ -68,7 +68,6 @@ def _leg(state: State, leg: Leg) -> None:
         f"{leg.direction.name}: {leg.flying} batches in flight do not match the strands",
     )
     _require(not (leg.cancelled and leg.direction is Direction.LOAD and leg.cohorts), step, "carves fenced loads")
-    _require(not leg.unfetched & leg.dead, step, "waits for the objects of dead parts")
     for strand in leg.strands.values():
         _strand(state, strand)
 
@@ -78,8 +77,6 @@ def _strand(state: State, strand: Strand) -> None:
     step = leg.step
     cohorts = strand.cohorts()
     _require(strand.carving == len(cohorts), step, "miscounts its cohorts")
-    waiting = sum(position in leg.unfetched for position in strand.members)
-    _require(strand.unfetched == waiting, step, "miscounts what is not fetched")
     if not leg.cancelled:
         _require(strand.sealed == strand.low(), step, f"sealed {strand.sealed} layers of {strand.low()}")
     _require(0 <= strand.sealed <= layers, step, f"sealed {strand.sealed} layers of {layers}")
@@ -89,16 +86,42 @@ def _strand(state: State, strand: Strand) -> None:
         covered += cohort.spans
     covered.sort()
     _require(all(left[1] <= right[0] for left, right in itertools.pairwise(covered)), step, "cohorts overlap")
-    for position in leg.dead | leg.unfetched:
+    _arrivals(strand, cohorts)
+    for position in leg.dead:
         if leg.strand_of(position) is strand:
-            _require(not touches(covered, *strand.span(position)), step, f"part {position} may not be carved now")
+            _require(not touches(covered, *strand.span(position)), step, f"dead part {position} is still carved")
     for number, flight in strand.flights.items():
         _require(flight.number == number and state.flights.get(number) is flight, step, f"lost batch {number}")
         _flight(strand, flight)
 
 
+def _arrivals(strand: Strand, cohorts: list[Cohort]) -> None:
+    leg, layers = strand.leg, len(strand.shape.layers)
+    numbers = {leg.parts[position].fetch for position in strand.members} - {0}
+    if leg.direction is Direction.SAVE:
+        numbers = set()
+    _require(strand.arrivals.keys() == numbers, leg.step, f"knows arrivals {strand.arrivals} of {numbers}")
+    waiting = {cohort.fetch: cohort for cohort in cohorts if cohort.fetch}
+    _require(len(waiting) == sum(bool(c.fetch) for c in cohorts), leg.step, "has two cohorts of one arrival")
+    for number, there in strand.arrivals.items():
+        live = [p for p in strand.members if leg.parts[p].fetch == number and p not in leg.dead]
+        cohort = waiting.pop(number, None)
+        known = live if there < layers else []
+        _require((cohort.spans if cohort else []) == joined(map(strand.span, known)), leg.step, "waits for other parts")
+        _require(cohort is None or cohort.limit == there, leg.step, f"arrival {number} has {there} layers")
+        for flight in strand.flights.values():
+            early = strand.shape.layers.index(flight.layer) >= there
+            blocks = [strand.span(p) for p in live]
+            _require(not (early and touches(blocks, flight.lo, flight.hi)), leg.step, "carved what was not fetched")
+    _require(not waiting, leg.step, f"waits for arrivals {sorted(waiting)}, which it does not have")
+
+
 def _cohort(strand: Strand, cohort: Cohort) -> None:
     step, at = strand.leg.step, cohort.at
+    whole = cohort.limit == len(strand.shape.layers)
+    _require((cohort.fetch == 0) == whole, step, f"waits for arrival {cohort.fetch} at {cohort.limit} layers")
+    past = cohort.index > cohort.limit or (cohort.waiting and not cohort.fresh)
+    _require(not past, step, f"carved layer {cohort.layer}, which is not in the arena")
     _require(not cohort.exhausted and bool(cohort.spans), step, "keeps a cohort that has ended")
     lo, hi = cohort.spans[cohort.cursor]
     _require(lo <= at < hi == cohort.end, step, f"cursor {at} is not in {lo}..{hi}")
@@ -193,6 +216,8 @@ def _conserving(state: State) -> None:
                 )
         queue = state.rings[direction].queue
         first = queue[0].next_cohort(direction, budget) if queue else None
+        if first is None and queue and direction is Direction.LOAD:
+            raise InvalidTransition(f"session {queue[0].number} has its turn with no load that is permitted")
         if first is not None:
             cut = first.next_cut(limits.max_transfer_blocks, budget.max_batch[direction])
             computed = first.strand.leg.step.computed
