@@ -541,7 +541,7 @@ class BackendContract:
         count = min(count, 200)
         stored: list[Thing] = []
         failures: list[BaseException] = []
-        over = threading.Event()
+        begun, over = threading.Event(), threading.Event()
 
         def write() -> None:
             try:
@@ -549,17 +549,20 @@ class BackendContract:
                     thing = bench.thing(("load", i), blocks, 4)
                     if save(bench, bench.first, [thing], wait=0.2) == [OK]:
                         stored.append(thing)
+                        begun.set()
             except BaseException as error:  # noqa: BLE001 - it is the test's to report
                 failures.append(error)
             finally:
+                begun.set()
                 over.set()
 
         writer = threading.Thread(target=write)
         writer.start()
         try:
-            reader, right, turn = bench.clients[-1], 0, 0
-            while not over.is_set() or not right:
-                turn += 1
+            reader, right, last = bench.clients[-1], 0, False
+            assert begun.wait(PATIENCE_S)
+            while not last:
+                last = over.is_set()
                 known = stored[-2:] + stored[:: max(1, len(stored) // 2)]
                 there = [t for t in known if reader.backend.lookup([t.key], soon())[0]]
                 for thing in there:
@@ -568,7 +571,7 @@ class BackendContract:
                     if outcome == OK:
                         assert np.array_equal(data, thing.bytes)
                         right += 1
-                assert turn < 100_000
         finally:
             writer.join()
         assert failures == []
+        assert right
