@@ -22,6 +22,8 @@ def view(found: Mapping[str, Any], everything: bool = False) -> RenderableType:
     parts.append(records_table("sessions", sessions) if sessions else Text("no engine worker is attached\n"))
     parts += tables("transfer", _transfer(found))
     parts += tables("pool", _pool(found.get("pool") or {}))
+    if found.get("tier"):
+        parts += tables("behind the arena", _tier(found["tier"]))
     parts += tables("limits", found.get("limits") or {})
     if everything:
         parts += tables("core", found.get("flow") or {})
@@ -68,6 +70,22 @@ def _transfer(found: Mapping[str, Any]) -> dict[str, Any]:
     if "loop_lag_max_seconds" in figures:
         shown["loop lag, largest_us"] = figures["loop_lag_max_seconds"] * 1e6
     return shown
+
+
+def _tier(tier: Mapping[str, Any]) -> dict[str, Any]:
+    """The backend first, then what it says of itself, then what the server counted."""
+    host = tier.get("host") or {}
+    shown: dict[str, Any] = {"backend": tier.get("backend", "?"), "state": "up" if tier.get("up") else "down"}
+    if tier.get("reason"):
+        shown["reason"] = tier["reason"]
+    shown |= {f"host {key}": value for key, value in host.items() if key != "reason" and value not in (None, "")}
+    shown |= tier.get("details") or {}
+    shown |= tier.get("backend_figures") or {}
+    plain = {
+        key: value for key, value in tier.items() if isinstance(value, int | float) and key not in ("up", "restarts")
+    }
+    failures = {f"failures, {outcome}": count for outcome, count in (tier.get("failures") or {}).items()}
+    return shown | plain | failures
 
 
 def _pool(pool: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,12 +65,12 @@ def valid_messages(spec: ModelSpec, step: int) -> list[Message]:
     now = time.monotonic()
     tokens = spec.chunk_tokens
     blocks = tokens // spec.groups[0].block_size
-    load = wire.LoadPart("r", 0, DIGEST, U32([blocks]))
+    load = wire.LoadPart("r", 0, DIGEST, U32([blocks]), 0, b"")
     save = wire.SavePart("r", 0, DIGEST, U32([blocks]), U32([tokens]), b"")
     return [
         wire.Hello("hostile", "agent", 1),
         wire.Attach(spec, True),
-        wire.Lookup(1, "r", DIGEST, DIGEST, tokens + 1, 100),
+        wire.Lookup(1, "r", DIGEST, DIGEST, tokens + 1, 100, DIGEST),
         wire.OpenStep(step, now + 0.05, now + 0.05, [load], [save]),
         wire.Report([1], [wire.Failure(2, "x")], [wire.Fence(step, "x")], [wire.Progress(step, 0, 0)]),
         wire.Abort(["r"]),
@@ -114,8 +114,10 @@ def contradictions(spec: ModelSpec, step: int) -> list[Message]:
     nan, inf = math.nan, math.inf
     most = spec.chunk_tokens // spec.groups[0].block_size
 
-    def load(group: int = 0, digests: bytes = DIGEST, counts: bytes = U32([1])) -> list[wire.LoadPart]:
-        return [wire.LoadPart("r", group, digests, counts)]
+    def load(
+        group: int = 0, digests: bytes = DIGEST, counts: bytes = U32([1]), tail: int = 0, parent: bytes = b""
+    ) -> list[wire.LoadPart]:
+        return [wire.LoadPart("r", group, digests, counts, tail, parent)]
 
     def save(
         group: int = 0,
@@ -129,12 +131,18 @@ def contradictions(spec: ModelSpec, step: int) -> list[Message]:
     return [
         wire.Hello("again", "agent", -1),
         wire.Attach(spec, True),
-        wire.Lookup(1, "r", b"", DIGEST, spec.chunk_tokens, 100),
-        wire.Lookup(1, "r", DIGEST, DIGEST[:5], spec.chunk_tokens, 100),
-        wire.Lookup(1, "r", DIGEST, DIGEST, -5, 100),
-        wire.Lookup(1, "r", DIGEST, DIGEST, 2**62, 100),
-        wire.Lookup(1, "r", DIGEST, DIGEST, spec.chunk_tokens, -1),
-        wire.Lookup(2**63, "r", DIGEST, DIGEST, spec.chunk_tokens, 2**60),
+        wire.Lookup(1, "r", b"", DIGEST, spec.chunk_tokens, 100, b""),
+        wire.Lookup(1, "r", DIGEST, DIGEST[:5], spec.chunk_tokens, 100, b""),
+        wire.Lookup(1, "r", DIGEST, DIGEST, -5, 100, b""),
+        wire.Lookup(1, "r", DIGEST, DIGEST, 2**62, 100, b""),
+        wire.Lookup(1, "r", DIGEST, DIGEST, spec.chunk_tokens, -1, b""),
+        wire.Lookup(2**63, "r", DIGEST, DIGEST, spec.chunk_tokens, 2**60, b""),
+        wire.Lookup(1, "r", DIGEST, DIGEST, spec.chunk_tokens, 100, DIGEST),
+        wire.Lookup(1, "r", DIGEST, DIGEST, spec.chunk_tokens + 1, 100, DIGEST[:7]),
+        wire.OpenStep(step, soon, soon, load(tail=3), []),
+        wire.OpenStep(step, soon, soon, load(tail=spec.chunk_tokens, parent=DIGEST), []),
+        wire.OpenStep(step, soon, soon, load(tail=-1, parent=DIGEST), []),
+        wire.OpenStep(step, soon, soon, load(parent=DIGEST), []),
         wire.OpenStep(step, nan, soon, load(), []),
         wire.OpenStep(step, soon, nan, load(), []),
         wire.OpenStep(step, inf, inf, load(), []),

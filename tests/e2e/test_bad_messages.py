@@ -174,7 +174,7 @@ def test_the_wrong_beginning(serve: Callable[..., ServerProcess], context: zmq.C
     assert _problem(stranger).code == "no_arena"
     stranger.send(wire.OpenStep(1, 1.0, 1.0, [], []))
     assert _problem(stranger).code == "no_memory"
-    stranger.send(wire.Lookup(1, "r", bytes(16), b"", 3, 100))
+    stranger.send(wire.Lookup(1, "r", bytes(16), b"", 3, 100, b""))
     assert _problem(stranger).code == "not_attached"
     absurd = codec.encode(wire.Attach(spec, False)).replace(
         b"chunk_tokens" + msgspec.msgpack.encode(spec.chunk_tokens), b"chunk_tokens" + msgspec.msgpack.encode(0)

@@ -15,7 +15,7 @@ from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
-from layerflow.server.lookup import MAX_TAILS, HitLength, find_hit, lease
+from layerflow.server.lookup import MAX_TAILS, HitLength, find_hit, hit_keys
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 ROOT = b"r" * 16
@@ -163,7 +163,9 @@ def test_a_client_that_does_not_ask_would_have_found_nothing(world: World, data:
 def test_a_lease_holds_all_that_a_load_reads(world: World) -> None:
     tokens = len(world.chain)
     hit = find_hit(world.pool, world.spec, ROOT, world.chain.digests, tokens)
-    lease(world.pool, world.spec, world.chain.digests, hit, "lease", until=5.0)
+    keys = hit_keys(world.spec, world.chain.digests, hit)
+    there = [key for key, here in zip(keys, world.pool.lookup(keys), strict=True) if here]
+    world.pool.acquire(there, "lease", until=5.0)
     # Eviction takes whatever is not pinned: fill the pool, then look whether the hit is still whole.
     filler = Chain(b"f" * 16, np.arange(600 * CHUNK), CHUNK)
     for chunk in range(len(filler.digests)):

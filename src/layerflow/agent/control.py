@@ -99,8 +99,7 @@ class Control:
             line = self._connected(deadline)
             if line.misses(chain):
                 return MISS
-            digests = b"".join(chain.digests)
-            message = Lookup(next(self._ids), request, chain.parent(0), digests, len(chain), line.lease_ms)
+            message = lookup_of(next(self._ids), request, chain, line.lease_ms)
             found = cast(Found, self._exchange(message, Found, deadline))
         except RemoteError as error:
             log.warning("lookup_refused", request=request, code=error.code, error=error.message)
@@ -171,6 +170,14 @@ class Control:
         if self._line is not None:
             self._line.hang_up()
             self._line = None
+
+
+def lookup_of(number: int, request: str, chain: Chain, lease_ms: int) -> Lookup:
+    """The question for a prompt."""
+    full = len(chain.digests)
+    rest = len(chain) - full * chain.chunk_tokens
+    tail = chain.partial(full, rest) if rest else b""
+    return Lookup(number, request, chain.parent(0), b"".join(chain.digests), len(chain), lease_ms, tail)
 
 
 def hit_of(found: Found, chain: Chain, spec: ModelSpec) -> Hit:

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import structlog
 import zmq
 
-from layerflow.agent.control import DEFAULT_LOOKUP_TIMEOUT_S, hit_of
+from layerflow.agent.control import DEFAULT_LOOKUP_TIMEOUT_S, hit_of, lookup_of
 from layerflow.agent.line import Line
 from layerflow.agent.values import MISS, Hit
 from layerflow.errors import DeadlineExceeded, LayerflowError
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
-from layerflow.wire.messages import STRANGER, DropLease, Found, Lookup, Problem
+from layerflow.wire.messages import STRANGER, DropLease, Found, Problem
 
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 0.1
@@ -91,10 +91,9 @@ class Lookups:
             inquiry.hit = MISS
             return inquiry
         number = next(self._numbers)
-        digests = b"".join(chain.digests)
         self._open[number] = inquiry
         try:
-            line.conversation.send(Lookup(number, request, chain.parent(0), digests, len(chain), line.lease_ms))
+            line.conversation.send(lookup_of(number, request, chain, line.lease_ms))
         except LayerflowError as error:
             self._lost(str(error))
         return inquiry

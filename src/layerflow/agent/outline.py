@@ -47,7 +47,8 @@ class OutlinePart:
 
     def load_message(self) -> LoadPart:
         """As the protocol has it."""
-        return LoadPart(self.request, self.group, self._digests(), self._counts())
+        tail = self.pieces[-1].tokens if self.parent else 0
+        return LoadPart(self.request, self.group, self._digests(), self._counts(), tail, self.parent)
 
     def save_message(self) -> SavePart:
         """As the protocol has it."""
@@ -112,7 +113,9 @@ def outline_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Outl
         for number, group in enumerate(spec.groups):
             pieces = tuple(_load_pieces(spec, group, request, start, stop))
             if pieces:
-                parts.append(OutlinePart(request.request, number, _table(request, number, pieces), pieces))
+                ends_partial = pieces[-1].tokens != spec.chunk_tokens
+                parent = request.chain.parent(request.hit.tail_chunk) if ends_partial else b""
+                parts.append(OutlinePart(request.request, number, _table(request, number, pieces), pieces, parent))
     return parts
 
 

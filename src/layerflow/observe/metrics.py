@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 import layerflow
 from layerflow.observe.readings import LimitsLike, MeasuredLike, PoolLike
+from layerflow.observe.tier_metrics import TierLike, TierMetrics
 
 EXPOSED_BUCKETS_S: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -90,6 +91,8 @@ class Metrics:
         self._pinned = gauge("pool_pinned_objects", "Objects pinned by readers.")
         self._half_written = gauge("pool_half_written_objects", "Reserved objects not yet published.")
         self._pool_seen: dict[Counter, int] = {}
+
+        self._tier = TierMetrics(registry)
 
         self._protocol_errors = counter("protocol_errors", "Messages refused.", "code")
         self._lag = Histogram(
@@ -203,6 +206,10 @@ class Metrics:
             before = self._pool_seen.get(counter, 0)
             counter.inc(count - before if count >= before else count)
             self._pool_seen[counter] = count
+
+    def tier(self, statistics: TierLike) -> None:
+        """A fresh snapshot of what lies behind the arena."""
+        self._tier.read(statistics)
 
     def render(self) -> bytes:
         """Everything in Prometheus's text format 0.0.4; serve it as :attr:`content_type`."""

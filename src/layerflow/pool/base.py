@@ -114,6 +114,10 @@ class Pool(Protocol):
         """
         ...
 
+    def hold(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
+        """As :meth:`acquire`, for bookkeeping: counts neither a hit nor a use; what is not there is left out."""
+        ...
+
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
         ...

@@ -92,6 +92,11 @@ class MemoryPool:
         self._hits += len(places) - misses
         return places
 
+    def hold(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
+        """Pin complete objects without counting a hit or a use; what is not there is left out."""
+        for entry in self._directory.pin(keys, owner, until)[2]:
+            self._policy.park(entry)
+
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
         self._settle(self._directory.unpin(owner, keys))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -14,6 +15,7 @@ from layerflow.flow.commands import (
     Cancel,
     Command,
     Commit,
+    LayersStored,
     LoadFailed,
     LoadsDone,
     Release,
@@ -29,12 +31,17 @@ from layerflow.pool.base import Pool
 from layerflow.server.planner import StepBook
 from layerflow.wire.messages import BROKEN, Batch, Cancelled, Failed, Grant, LayerSealed, Message, Notice, Stored
 
+if TYPE_CHECKING:
+    from layerflow.server.tier import Tier
+
 
 class Driver:
     """The core, the pool, and the books of open steps.
 
     :param send: queue a message for a session.
     :param step_done: told of each finished step (session, loaded bytes, saved bytes).
+
+    `tier`: what lies behind the pool; None = nothing.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class Driver:
         step_done: Callable[[StepDone], None],
     ) -> None:
         self.flow = Flow(limits)
+        self.tier: Tier | None = None
         self._pool = pool
         self._metrics = metrics
         self._send = send
@@ -73,6 +81,8 @@ class Driver:
     def discard(self, key: tuple[int, int]) -> None:
         """Forget a step that the core refused, and give back what was planned for it."""
         self._pool.drop_owner(self._books.pop(key).owner)
+        if self.tier is not None:
+            self.tier.step_done(key)
 
     def handle(self, *events: Event) -> None:
         """Tell the core, then do what it wants; each session gets at most one Grant and one Notice.
@@ -130,12 +140,19 @@ class Driver:
                 self._stored(command, True, "")
             case Revoke():
                 self._stored(command, False, command.reason)
+            case LayersStored():
+                if self.tier is not None:
+                    self.tier.stored((command.session, command.step), command.group, command.layers)
             case LoadsDone():
                 self._pool.release(self._books[command.session, command.step].owner)
+                if self.tier is not None:
+                    self.tier.loads_done((command.session, command.step))
             case Release():
                 self._notice(command.session).released.append(command.request)
             case StepDone():
                 del self._books[command.session, command.step]
+                if self.tier is not None:
+                    self.tier.step_done((command.session, command.step))
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
             case WakeAt():
@@ -154,13 +171,15 @@ class Driver:
         )
 
     def _stored(self, command: Commit | Revoke, committed: bool, reason: str) -> None:
-        book = self._books[command.session, command.step]
-        for part in command.parts:
-            keys = book.save_keys[part]
-            if committed:
-                self._pool.commit(keys, book.owner)
-            else:
-                self._pool.revoke(keys, book.owner)
+        step = (command.session, command.step)
+        book = self._books[step]
+        keys = [key for part in command.parts for key in book.save_keys[part]]
+        if committed:
+            self._pool.commit(keys, book.owner)
+        else:
+            self._pool.revoke(keys, book.owner)
+        if self.tier is not None:
+            (self.tier.committed if committed else self.tier.revoked)(step, keys)
         if reason == SHED:
             self._metrics.saves_shed(len(command.parts))
         elif not committed:

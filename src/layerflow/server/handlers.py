@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import structlog
@@ -27,14 +29,19 @@ from layerflow.keys import DIGEST_BYTES
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
-from layerflow.server.lookup import find_hit, lease
+from layerflow.server.lookup import HitLength, find_hit, hit_keys
 from layerflow.server.planner import plan_step
+from layerflow.server.reach import find_and_bring, unknown_keys
 from layerflow.server.sessions import LOCAL, Session, Sessions
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message, ToServer
 
+if TYPE_CHECKING:
+    from layerflow.server.tier import Tier
+
 MAX_LEASE_MS = 86_400_000
+M = TypeVar("M", bound=ToServer)
 
 
 class Refused(ProtocolError):
@@ -50,6 +57,7 @@ class House:
     """What the handlers work on.
 
     :param send: queue a message for a session.
+    :param tier: what lies behind the pool; None = nothing.
     :param draining: the server takes no new work.
     """
 
@@ -62,6 +70,7 @@ class House:
     status: Callable[[], dict[str, object]]
     arena_bytes: int
     max_workers: int
+    tier: Tier | None = None
     draining: bool = False
 
 
@@ -74,8 +83,11 @@ class Handlers:
 
     def handle(self, session: Session, message: ToServer) -> None:
         """Do what the message asks, or answer with a Problem."""
+        self._guarded(session, message, self._dispatch)
+
+    def _guarded(self, session: Session, message: M, work: Callable[[Session, M], None]) -> None:
         try:
-            self._dispatch(session, message)
+            work(session, message)
         except Refused as error:
             self._refuse(session, message, error.code, error)
         except InvalidTransition as error:
@@ -119,7 +131,10 @@ class Handlers:
                 self._worker(session, "Abort")
                 self._house.driver.handle(*(RequestAborted(session.number, name) for name in message.requests))
             case wire.DropLease():
-                self._house.pool.release(_lease_owner(session.engine, message.request))
+                owner = _lease_owner(session.engine, message.request)
+                self._house.pool.release(owner)
+                if self._house.tier is not None:
+                    self._house.tier.drop_lease(owner)
             case wire.Missed():
                 if session.spec is None:
                     raise Refused("not_attached", "attach a spec before looking up")
@@ -186,12 +201,54 @@ class Handlers:
                 f"request {message.request!r}: {len(digests)} digests and a root of {len(message.root)} bytes for "
                 f"{message.tokens} tokens; {chunks} digests and {DIGEST_BYTES} bytes belong"
             )
+        if len(message.tail) not in (0, DIGEST_BYTES) or (
+            message.tail and not message.tokens % session.spec.chunk_tokens
+        ):
+            raise ProtocolError(
+                f"request {message.request!r}: a tail digest of {len(message.tail)} bytes for {message.tokens} tokens; "
+                f"{DIGEST_BYTES} bytes where the full chunks leave tokens, else none"
+            )
         if not 0 < message.lease_ms <= MAX_LEASE_MS:
             raise ProtocolError(f"request {message.request!r}: lease_ms must be 1 to {MAX_LEASE_MS}")
-        hit = find_hit(self._house.pool, session.spec, message.root, digests, message.tokens)
+        house = self._house
+        if house.tier is None:
+            hit = find_hit(house.pool, session.spec, message.root, digests, message.tokens, message.tail)
+            self._found(session, message, hit)
+            return
+
+        number = session.number
+
+        def answer(found: frozenset[bytes]) -> None:
+            asker = house.sessions.get(number)
+            if asker is not None:
+                self._guarded(asker, message, functools.partial(self._reach, found=found))
+
+        asked = [*digests, message.tail] if message.tail else digests
+        house.tier.ask(unknown_keys(house.pool, house.tier, session.spec, asked), answer)
+
+    def _reach(self, session: Session, message: wire.Lookup, found: frozenset[bytes]) -> None:
+        """The tier has answered: what the hit needs of it is fetched from now on."""
+        pool, tier, spec = self._house.pool, self._house.tier, session.spec
+        assert tier is not None and spec is not None
+        digests = codec.split_digests(message.digests, f"request {message.request!r}")
+        workers = {
+            peer.spec.shard
+            for peer in self._house.sessions
+            if peer.memory and peer.engine == session.engine and peer.spec is not None
+        }
+        prompt = message.root, digests, message.tokens, message.tail
+        self._found(session, message, find_and_bring(pool, tier, spec, [*workers] or spec.shard.peers(), prompt, found))
+
+    def _found(self, session: Session, message: wire.Lookup, hit: HitLength) -> None:
+        assert session.spec is not None
         if hit.tokens or hit.tails:
-            until = time.monotonic() + message.lease_ms / 1e3
-            lease(self._house.pool, session.spec, digests, hit, _lease_owner(session.engine, message.request), until)
+            digests = codec.split_digests(message.digests, f"request {message.request!r}")
+            until, owner = time.monotonic() + message.lease_ms / 1e3, _lease_owner(session.engine, message.request)
+            keys = hit_keys(session.spec, digests, hit)
+            there = self._house.pool.lookup(keys)
+            self._house.pool.acquire([key for key, here in zip(keys, there, strict=True) if here], owner, until)
+            if self._house.tier is not None:
+                self._house.tier.lease(keys, owner, until)
         tails = [wire.TailHit(tail.chunk, tail.tokens, tail.digest) for tail in hit.tails]
         self._house.send(session, wire.Found(message.id, hit.tokens, tails))
         self._house.metrics.lookup(hit.tokens, message.tokens - hit.tokens)
@@ -205,7 +262,7 @@ class Handlers:
         if house.driver.is_open(key):
             raise ProtocolError(f"step {message.step} is already open")
         now = time.monotonic()
-        opening = plan_step(house.pool, session, message, now)
+        opening = plan_step(house.pool, house.tier, session, message, now)
         house.driver.open(key, opening.book)
         # The plan goes first: batches that follow are numbered by it.
         house.send(session, opening.plan)
@@ -214,6 +271,8 @@ class Handlers:
         except InvalidTransition:
             house.driver.discard(key)
             raise
+        if house.tier is not None:
+            house.tier.watch(opening.arrivals)
         for request, keys in opening.loaded:
             # Only what this worker has pinned itself now: the other ranks' objects are still leased for them.
             house.pool.release(_lease_owner(session.engine, request), keys)

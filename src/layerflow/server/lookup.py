@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from layerflow.keys import object_key
 from layerflow.kinds import Kind
-from layerflow.pool.base import Owner, Pool
+from layerflow.pool import base
+from layerflow.pool.base import Pool
 from layerflow.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from layerflow.server.tier import Tier
 
 MAX_TAILS = 16
 """Stored tails offered per lookup: more would mean that many prompts differ within one chunk."""
@@ -33,13 +38,56 @@ class HitLength:
     tails: tuple[Tail, ...]
 
 
-def find_hit(pool: Pool, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int) -> HitLength:
+class Reach(Protocol):
+    """What a hit is searched in: a pool, or a pool with a tier behind it."""
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects can be loaded."""
+        ...
+
+    def tails(self, parent: bytes) -> list[base.Tail]:
+        """Partial chunks that follow `parent`, longest first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The arena and the tier behind it, as one.
+
+    :param found: what the tier was asked for and has.
+    :param barred: what the tier has and cannot be brought now.
+    """
+
+    pool: Pool
+    tier: Tier
+    found: frozenset[bytes] = frozenset()
+    barred: frozenset[bytes] = frozenset()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects can be loaded."""
+        here, behind = self.pool.lookup(keys), self.tier.holds(keys)
+        found, barred = self.found, self.barred
+        return [
+            arena or ((tier or key in found) and key not in barred)
+            for key, arena, tier in zip(keys, here, behind, strict=True)
+        ]
+
+    def tails(self, parent: bytes) -> list[base.Tail]:
+        """Partial chunks that follow `parent`, longest first."""
+        found = {*self.pool.tails(parent), *self.tier.tails(parent)}
+        return sorted(found, key=lambda tail: (-tail.tokens, tail.key))
+
+
+def find_hit(
+    pool: Reach, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int, own: bytes = b""
+) -> HitLength:
     """The longest hit that every group and every shard satisfies, leaving one token to compute.
 
     Where a group's hits are exact, one that would have to be shortened for that token does not count.
 
     :param digests: of the prompt's full chunks, in order.
     :param tokens: length of the prompt.
+    :param own: digest of what the full chunks leave of the prompt; empty = nothing, or unknown.
     """
     rules = [group.rules for group in spec.groups]
     present = _presence(pool, spec, digests)
@@ -53,7 +101,7 @@ def find_hit(pool: Pool, spec: ModelSpec, root: bytes, digests: list[bytes], tok
     for chunk in range(bound, -1, -1):
         parent = digests[chunk - 1] if chunk else root
         room = tokens - chunk * spec.chunk_tokens
-        for tail in _tails(pool, spec, parent, room):
+        for tail in _tails(pool, spec, parent, room, own if chunk == len(digests) else b""):
             if len(tails) == MAX_TAILS:
                 break
             hit = spec.usable(chunk * spec.chunk_tokens + tail[0], tokens)
@@ -65,20 +113,19 @@ def find_hit(pool: Pool, spec: ModelSpec, root: bytes, digests: list[bytes], tok
     return HitLength(0, tuple(tails))
 
 
-def lease(pool: Pool, spec: ModelSpec, digests: list[bytes], hit: HitLength, owner: Owner, until: float) -> None:
-    """Pin everything that a load of this hit (or of one of its tails) would read."""
+def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> list[bytes]:
+    """Everything that a load of this hit (or of one of its tails) would read, there or not."""
     reach = max((tail.chunk * spec.chunk_tokens for tail in hit.tails), default=0)
     chunks = digests[: -(-max(hit.tokens, reach) // spec.chunk_tokens)]
-    keys = [
+    return [
         object_key(digest, group, shard)
         for digest in [*chunks, *(tail.digest for tail in hit.tails)]
         for group in range(len(spec.groups))
         for shard in spec.shard.peers()
     ]
-    pool.acquire([key for key, there in zip(keys, pool.lookup(keys), strict=True) if there], owner, until)
 
 
-def _presence(pool: Pool, spec: ModelSpec, digests: list[bytes]) -> list[np.ndarray]:
+def _presence(pool: Reach, spec: ModelSpec, digests: list[bytes]) -> list[np.ndarray]:
     """Per group: bool array over chunks, True where every shard has the object."""
     shards = spec.shard.peers()
     rows: list[np.ndarray] = []
@@ -89,15 +136,18 @@ def _presence(pool: Pool, spec: ModelSpec, digests: list[bytes]) -> list[np.ndar
     return rows
 
 
-def _tails(pool: Pool, spec: ModelSpec, parent: bytes, room: int) -> Iterator[tuple[int, bytes]]:
-    """Tails after `parent` of at most `room` tokens that every group and shard has, longest first."""
+def _tails(pool: Reach, spec: ModelSpec, parent: bytes, room: int, own: bytes) -> Iterator[tuple[int, bytes]]:
+    """Tails after `parent` of at most `room` tokens that every group and shard has, longest first.
+
+    :param own: the prompt's own of exactly `room` tokens, which a pool may hold without listing it.
+    """
     shards = spec.shard.peers()
-    for tail in pool.tails(object_key(parent, 0, shards[0])):
-        digest = tail.key[: len(parent)]
-        if tail.tokens <= room and all(
+    listed = [(tail.tokens, tail.key[: len(parent)]) for tail in pool.tails(object_key(parent, 0, shards[0]))]
+    for tokens, digest in dict.fromkeys([(room, own), *listed] if own and room else listed):
+        if tokens <= room and all(
             pool.lookup([object_key(digest, group, shard) for group in range(len(spec.groups)) for shard in shards])
         ):
-            yield tail.tokens, digest
+            yield tokens, digest
 
 
 def _satisfied(rules: list[Kind], present: list[np.ndarray], chunk_tokens: int, hit: int, upto: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,11 +12,16 @@ from layerflow.errors import ProtocolError
 from layerflow.flow.events import Part, StepOpened
 from layerflow.keys import DIGEST_BYTES, object_key
 from layerflow.objects import object_bytes
-from layerflow.pool.base import NewObject, Outcome, Pool
+from layerflow.pool.base import Located, NewObject, Outcome, Pool
+from layerflow.server.reach import stored_object
 from layerflow.server.sessions import Session
+from layerflow.server.tier_fetches import Arrival, Job
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, LoadPart, OpenStep, Plan, PlanPart, SavePart
+
+if TYPE_CHECKING:
+    from layerflow.server.tier import Tier
 
 MAX_STEP_S = 86_400.0
 
@@ -43,30 +49,37 @@ class StepBook:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The result of planning one step; `loaded`: the keys that each request's loads have pinned."""
+    """The result of planning one step.
+
+    :param loaded: the keys that each request's loads have pinned.
+    :param arrivals: what its loads wait for, to be watched once the core knows the step.
+    """
 
     event: StepOpened
     plan: Plan
     book: StepBook
     loaded: list[tuple[str, list[bytes]]]
+    arrivals: list[Arrival]
     full: int
     missing: int
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """A checked part of the message."""
+    """A checked part of the message; of loads also whether the last object is a tail, and what it follows (a key)."""
 
     request: str
     group: int
     keys: list[bytes]
     counts: np.ndarray
+    tail: int = 0
+    parent: bytes = b""
 
 
-def plan_step(pool: Pool, session: Session, message: OpenStep, now: float) -> Opening:
+def plan_step(pool: Pool, tier: Tier | None, session: Session, message: OpenStep, now: float) -> Opening:
     """Pin the objects to load, reserve room for those to save, and number the blocks.
 
-    Nothing has changed when this raises.
+    What the arena lacks is fetched from the tier. Nothing has changed when this raises.
 
     :raises ProtocolError: the message contradicts itself or the session's spec.
     """
@@ -77,50 +90,113 @@ def plan_step(pool: Pool, session: Session, message: OpenStep, now: float) -> Op
             f"step {message.step}: deadlines {message.deadline}, {message.save_deadline} must be ascending seconds "
             "on CLOCK_MONOTONIC within a day of now"
         )
-    loads = [_check(part, spec) for part in message.loads]
+    loads = [_check_load(part, spec) for part in message.loads]
     saves = [(_check(part, spec), _new_objects(part, spec)) for part in message.saves]
     book = StepBook(("step", session.number, message.step))
-    load_plan, load_parts, bad = _plan_loads(pool, book, loads, message.deadline)
-    save_plan, save_parts, full = _plan_saves(pool, book, saves, bad)
+    step = (session.number, message.step)
+    waiting = _Waiting(step, book.owner)
+    load_plan, load_parts, bad = _plan_loads(pool, tier, spec, book, loads, message.deadline, waiting)
+    save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad)
+    if tier is not None:
+        for group, objects in placed.items():
+            tier.plan(step, group, len(spec.groups[group].layers), objects, message.save_deadline)
     event = StepOpened(
-        session.number, message.step, message.deadline, message.save_deadline, tuple(load_parts), tuple(save_parts)
+        session.number,
+        message.step,
+        message.deadline,
+        message.save_deadline,
+        tuple(load_parts),
+        tuple(save_parts),
+        tell_stored=tier is not None and tier.planned(step),
     )
     loaded = [(wanted.request, wanted.keys) for wanted in loads]
-    return Opening(event, Plan(message.step, load_plan, save_plan), book, loaded, full, len(bad))
+    plan = Plan(message.step, load_plan, save_plan)
+    return Opening(event, plan, book, loaded, waiting.arrivals, full, len(bad))
+
+
+class _Waiting:
+    """Numbers what a step's load parts wait for: parts that the same jobs bring share an arrival."""
+
+    def __init__(self, step: tuple[int, int], owner: Hashable) -> None:
+        self.arrivals: list[Arrival] = []
+        self._step = step
+        self._owner = owner
+        self._by_jobs: dict[tuple[int, frozenset[Job]], Arrival] = {}
+
+    def add(self, group: int, part: int, needs: dict[bytes, Job]) -> int:
+        """The arrival's number, for load part number `part`, which needs these objects of these jobs."""
+        jobs = frozenset(needs.values())
+        arrival = self._by_jobs.get((group, jobs))
+        if arrival is None:
+            arrival = Arrival(self._step, len(self.arrivals) + 1, group, self._owner, list(jobs), {})
+            self._by_jobs[group, jobs] = arrival
+            self.arrivals.append(arrival)
+        for key in needs:
+            arrival.parts.setdefault(key, []).append(part)
+        return arrival.number
 
 
 def _plan_loads(
-    pool: Pool, book: StepBook, loads: list[_Wanted], deadline: float
+    pool: Pool,
+    tier: Tier | None,
+    spec: ModelSpec,
+    book: StepBook,
+    loads: list[_Wanted],
+    deadline: float,
+    waiting: _Waiting,
 ) -> tuple[list[PlanPart], list[Part], set[str]]:
-    plans, parts, bad = [], [], set()
+    # A pin outlives the deadline by far: it ends with the step, and only a lost server forgets it.
+    located = [pool.acquire(wanted.keys, book.owner, deadline + MAX_STEP_S) for wanted in loads]
+    if tier is not None:
+        _bring(tier, spec, loads, located)
+    plans: list[PlanPart] = []
+    parts: list[Part] = []
+    bad: set[str] = set()
     numbered: dict[int, int] = {}
-    for wanted in loads:
-        # A pin outlives the deadline by far: it ends with the step, and only a lost server forgets it.
-        found = pool.acquire(wanted.keys, book.owner, deadline + MAX_STEP_S)
+    for wanted, found in zip(loads, located, strict=True):
         offsets, stored, blocks = [], [], 0
         objects = book.load_objects.setdefault(wanted.group, [])
         at = numbered.get(wanted.group, 0)
+        needs: dict[bytes, Job] = {}
         for key, place, count in zip(wanted.keys, found, wanted.counts.tolist(), strict=True):
-            if place is None or place.blocks < count:
+            coming = tier.coming(key) if place is None and tier is not None else None
+            source = place or coming
+            if source is None or source.blocks < count:
                 bad.add(wanted.request)
                 offsets.append(NOWHERE)
                 stored.append(0)
-            else:
-                offsets.append(place.offset)
-                stored.append(place.blocks)
-                objects.append((at + blocks, key))
-                blocks += count
+                continue
+            if coming is not None:
+                needs[key] = coming.job
+            offsets.append(source.offset)
+            stored.append(source.blocks)
+            objects.append((at + blocks, key))
+            blocks += count
         numbered[wanted.group] = at + blocks
         plans.append(PlanPart(codec.pack_u64(offsets), codec.pack_u32(stored)))
         if blocks:
-            parts.append(Part(wanted.request, wanted.group, blocks))
+            fetch = waiting.add(wanted.group, len(parts), needs) if needs else 0
+            parts.append(Part(wanted.request, wanted.group, blocks, fetch))
     return plans, parts, bad
+
+
+def _bring(tier: Tier, spec: ModelSpec, loads: list[_Wanted], located: list[list[Located | None]]) -> None:
+    """Start fetching what the arena lacks, one job per group."""
+    lacking: dict[int, dict[bytes, NewObject]] = {}
+    for wanted, found in zip(loads, located, strict=True):
+        for key, place in zip(wanted.keys, found, strict=True):
+            if place is None and tier.coming(key) is None:
+                tail = (wanted.tail, wanted.parent) if key == wanted.keys[-1] else (0, b"")
+                lacking.setdefault(wanted.group, {})[key] = stored_object(spec, wanted.group, key, *tail)
+    for group, objects in lacking.items():
+        tier.bring(list(objects.values()), len(spec.groups[group].layers))
 
 
 def _plan_saves(
     pool: Pool, book: StepBook, saves: list[tuple[_Wanted, list[NewObject]]], bad: set[str]
-) -> tuple[list[PlanPart], list[Part], int]:
+) -> tuple[list[PlanPart], list[Part], int, dict[int, list[tuple[NewObject, int]]]]:
     plans, parts, full = [], [], 0
+    placed: dict[int, list[tuple[NewObject, int]]] = {}
     for position, (wanted, objects) in enumerate(saves):
         # What a request computes on top of a hit that is not there would be wrong: it is not stored.
         room = [] if wanted.request in bad else pool.reserve(objects, book.owner)
@@ -132,8 +208,10 @@ def _plan_saves(
             book.save_parts.append(position)
             book.save_keys.append(keys)
             parts.append(Part(wanted.request, wanted.group, blocks))
+            reserved = zip(objects, offsets, strict=True)
+            placed.setdefault(wanted.group, []).extend(pair for pair in reserved if pair[1] != NOWHERE)
         plans.append(PlanPart(codec.pack_u64(offsets or [NOWHERE] * len(objects)), b""))
-    return plans, parts, full
+    return plans, parts, full, placed
 
 
 def _check(part: LoadPart | SavePart, spec: ModelSpec) -> _Wanted:
@@ -146,6 +224,19 @@ def _check(part: LoadPart | SavePart, spec: ModelSpec) -> _Wanted:
     if not digests or counts.min() < 1 or counts.max() > most:
         raise ProtocolError(f"{where}: a part has at least one object, and each 1 to {most} blocks")
     return _Wanted(part.request, part.group, [object_key(d, part.group, spec.shard) for d in digests], counts)
+
+
+def _check_load(part: LoadPart, spec: ModelSpec) -> _Wanted:
+    wanted = _check(part, spec)
+    if len(part.parent) != (DIGEST_BYTES if part.tail else 0) or not 0 <= part.tail < spec.chunk_tokens:
+        raise ProtocolError(
+            f"request {part.request!r}, group {part.group}: a tail of {part.tail} tokens after a parent of "
+            f"{len(part.parent)} bytes; a tail has 1 to {spec.chunk_tokens - 1} tokens and a parent of "
+            f"{DIGEST_BYTES} bytes, or there is neither"
+        )
+    if part.tail:
+        wanted.tail, wanted.parent = part.tail, object_key(part.parent, part.group, spec.shard)
+    return wanted
 
 
 def _new_objects(part: SavePart, spec: ModelSpec) -> list[NewObject]:

@@ -6,8 +6,9 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import structlog
@@ -17,7 +18,7 @@ import layerflow
 from layerflow.config import Settings, live_changes, make_private_directory
 from layerflow.errors import ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
-from layerflow.flow.events import Limits, LimitsChanged
+from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.memory import MemoryPool
@@ -33,6 +34,9 @@ from layerflow.server.status import status_of
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
+
+if TYPE_CHECKING:
+    from layerflow.server.tier import Tier
 
 
 class Server:
@@ -50,10 +54,19 @@ class Server:
         self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
         self._arena = Arena(settings.pool.size, hugepages=settings.pool.hugepages)
         self._warmer = Warmer(self._arena)
-        self._presence = PresenceWriter(self._arena.nbytes)
+        behind = tier_of(settings)
+        # A table of the arena alone would hide from clients what lies behind it.
+        self._presence = PresenceWriter(self._arena.nbytes) if behind is None else None
         self.pool = MemoryPool(self._arena, self._presence)
         self.sessions = Sessions()
         self.driver = Driver(self.pool, limits_of(settings), self.metrics, self._send_number, self._step_done)
+        self.tier: Tier | None = None
+        if behind is not None:
+            from layerflow.server.tier import Tier  # noqa: PLC0415 - most servers have none
+
+            arena = self._arena.fd, self._arena.nbytes
+            self.tier = Tier(*behind, settings.pool, self.pool, arena, self._tier_news)
+            self.driver.tier = self.tier
         self._house = House(
             pool=self.pool,
             driver=self.driver,
@@ -64,6 +77,7 @@ class Server:
             status=self.status,
             arena_bytes=self._arena.nbytes,
             max_workers=settings.server.max_sessions,
+            tier=self.tier,
         )
         self._handlers = Handlers(self._house)
         self.metrics.limits(limits_of(settings))
@@ -96,6 +110,8 @@ class Server:
         """
         try:
             endpoints = self._open()
+            if self.tier is not None:
+                self.tier.start()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(housekeep, self)
                 if self.settings.pool.warm:
@@ -107,7 +123,14 @@ class Server:
                 await self._drain()
                 tasks.cancel_scope.cancel()
         finally:
+            if self.tier is not None:
+                with anyio.CancelScope(shield=True):
+                    await self.tier.close()
             self._close()
+
+    def _tier_news(self, events: Sequence[Event]) -> None:
+        if events:
+            self.driver.handle(*events)
 
     def apply(self, settings: Settings) -> None:
         """Take new values of the live keys; steps in flight go on under the new limits.
@@ -130,8 +153,14 @@ class Server:
 
     def metrics_text(self) -> bytes:
         """Prometheus exposition text."""
-        self.metrics.pool(self.pool.statistics())
+        self.read_statistics()
         return self.metrics.render()
+
+    def read_statistics(self) -> None:
+        """Bring the metrics up to date with what is counted elsewhere."""
+        self.metrics.pool(self.pool.statistics())
+        if self.tier is not None:
+            self.metrics.tier(self.tier.statistics())
 
     def lose_silent(self, session: Session) -> None:
         """Heartbeats stopped. Only a client that cannot write to the arena is given up for it."""
@@ -179,7 +208,8 @@ class Server:
             self._doorway.close()
         self._warmer.stop()
         self._arena.close()
-        self._presence.close()
+        if self._presence is not None:
+            self._presence.close()
 
     async def _drain(self) -> None:
         self._house.draining = True
@@ -188,6 +218,9 @@ class Server:
         if self.driver.open_steps:
             with anyio.move_on_after(self.settings.server.drain_timeout_s):
                 await self._idle.wait()
+        if self.tier is not None:
+            with anyio.move_on_after(self.settings.server.drain_timeout_s):
+                await self.tier.drain()
         for session in self.sessions:
             self._handlers.lose(session, "shutdown")
 
@@ -306,6 +339,20 @@ IDLE_S = 600.0
 
 MAX_GREETED = 1024
 """Clients that greeted and never said hello; past this they are forgotten and must greet again."""
+
+
+def tier_of(settings: Settings) -> tuple[str, dict[str, Any]] | None:
+    """The backend behind the arena, and its options; None = the arena is all there is."""
+    pool = settings.pool
+    common = {"timeout_ms": pool.host_timeout_ms}
+    match pool.backend:
+        case "mooncake":
+            return "mooncake", pool.mooncake.model_dump(mode="json") | common
+        case "memcache":
+            return "memcache", pool.memcache.model_dump(mode="json") | common
+    if pool.disk.path:
+        return "disk", pool.disk.model_dump(mode="json") | common
+    return None
 
 
 def limits_of(settings: Settings) -> Limits:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def status_of(server: Server) -> dict[str, object]:
     """Sessions, limits, pool, core and figures. Sizes in bytes, times in seconds unless named otherwise."""
     now = time.monotonic()
-    server.metrics.pool(server.pool.statistics())
+    server.read_statistics()
     return {
         "version": layerflow.__version__,
         "pid": os.getpid(),
@@ -41,6 +41,7 @@ def status_of(server: Server) -> dict[str, object]:
         ],
         "limits": server.settings.transfer.model_dump(),
         "pool": dataclasses.asdict(server.pool.statistics()),
+        "tier": None if server.tier is None else server.tier.status(),
         "flow": dataclasses.asdict(server.driver.flow.statistics()),
         "figures": server.metrics.summary(),
     }

@@ -58,6 +58,8 @@ class Lookup(Message, frozen=True, tag=3):
     :param root: the chain's root.
     :param tokens: length of the prompt.
     :param lease_ms: how long the hit stays pinned.
+    :param tail: digest of what the full chunks leave of the prompt; empty where they leave nothing. Stored tails of
+        other lengths are offered by Found; this one is found however many there are.
     """
 
     id: int
@@ -66,15 +68,22 @@ class Lookup(Message, frozen=True, tag=3):
     digests: bytes
     tokens: int
     lease_ms: int
+    tail: bytes
 
 
 class LoadPart(Message, frozen=True):
-    """One request's loads of one group: per object its chunk digest and the blocks wanted of it."""
+    """One request's loads of one group: per object its chunk digest and the blocks wanted of it.
+
+    :param tail: tokens of the last object, where that is a partial tail; else 0.
+    :param parent: digest before it, where it is one; else empty.
+    """
 
     request: str
     group: int
     digests: bytes
     counts: bytes
+    tail: int
+    parent: bytes
 
 
 class SavePart(Message, frozen=True):

@@ -1,0 +1,283 @@
+"""Fetches and writes of the tier: what the arena, the core and the host are told, whatever the host answers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import anyio
+import pytest
+
+from layerflow.flow.events import Event, FetchFailed, LayersFetched
+from layerflow.hosts.backend import Outcome
+from layerflow.hosts.messages import (
+    Advance,
+    Drop,
+    Failure,
+    Fetch,
+    Fetched,
+    Finish,
+    ToHost,
+    Unfetch,
+    Write,
+    Written,
+    split_keys,
+    unpack_u32,
+    unpack_u64,
+)
+from layerflow.keys import KEY_BYTES
+from layerflow.objects import HEADER_BYTES
+from layerflow.pool.arena import Arena
+from layerflow.pool.base import NewObject
+from layerflow.pool.memory import MemoryPool
+from layerflow.server.tier_fetches import Arrival, Fetches
+from layerflow.server.tier_writes import Writes
+
+LAYERS = 4
+NBYTES = HEADER_BYTES + LAYERS * 1024
+STEP = (7, 1)
+
+
+def key(name: int) -> bytes:
+    return name.to_bytes(KEY_BYTES, "big")
+
+
+def new(name: int) -> NewObject:
+    return NewObject(key(name), NBYTES, 2, 32)
+
+
+class World:
+    """A pool of `room` objects, and a host that only listens."""
+
+    def __init__(self, room: int = 8) -> None:
+        self.pool = MemoryPool(Arena(room * (NBYTES + 4096)))
+        self.sent: list[ToHost] = []
+        self.events: list[Event] = []
+        self.failed: list[tuple[bytes, int]] = []
+        self.written: list[bytes] = []
+        self.alive = True
+        self.fetches = Fetches(self.pool, self.send, self.events.extend, self.fail)
+        self.writes = Writes(self.pool, self.send, lambda one: self.written.append(one.key), self.fail)
+
+    def send(self, message: ToHost) -> bool:
+        if self.alive:
+            self.sent.append(message)
+        return self.alive
+
+    def fail(self, name: bytes, outcome: int, reason: str) -> None:
+        self.failed.append((name, outcome))
+
+    def said(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def news(self) -> list[Event]:
+        events, self.events[:] = list(self.events), []
+        return events
+
+    def begin(self, *names: int) -> Fetch:
+        self.fetches.begin([new(name) for name in names], LAYERS, 1.0, now=0.0)
+        return self.said(Fetch)[-1]
+
+    def watch(self, *names: int, number: int = 1, part: int = 0, step: tuple[int, int] = STEP) -> Arrival:
+        jobs = list({self.fetches.coming(key(name)).job for name in names})
+        arrival = Arrival(step, number, 0, ("step", *step), jobs, {key(name): [part] for name in names})
+        self.fetches.watch(arrival)
+        return arrival
+
+    def save(self, *names: int, until: float = 9.0) -> list[tuple[NewObject, int]]:
+        objects = [new(name) for name in names]
+        reserved = self.pool.reserve(objects, "saver")
+        placed = [(one, place.offset) for one, place in zip(objects, reserved, strict=True)]
+        self.writes.plan(STEP, 0, LAYERS, placed, until)
+        return placed
+
+
+@pytest.fixture
+def world():
+    world = World()
+    yield world
+    world.pool.validate()
+
+
+def test_what_comes_is_in_the_arena_once_whole_and_never_before(world):
+    fetch = world.begin(1, 2)
+    assert split_keys(fetch.objects.keys) == [key(1), key(2)]
+    assert unpack_u64(fetch.objects.layer_bytes) == [1024, 1024] and fetch.timeout_ms == 1000
+    assert unpack_u64(fetch.objects.offsets) == [world.fetches.coming(key(name)).offset for name in (1, 2)]
+    world.fetches.heard(Fetched(fetch.id, LAYERS, ended=False))
+    assert world.pool.lookup([key(1), key(2)]) == [False, False]
+    world.fetches.heard(Fetched(fetch.id, LAYERS, ended=True))
+    assert world.pool.lookup([key(1), key(2)]) == [True, True]
+    assert key(1) not in world.fetches and len(world.fetches) == 0
+
+
+def test_a_step_hears_of_layers_as_they_come_and_never_twice(world):
+    fetch = world.begin(1, 2)
+    world.fetches.heard(Fetched(fetch.id, 1, ended=False))
+    world.watch(1, 2)
+    assert world.news() == [LayersFetched(*STEP, 1, 0, 1)]
+    world.fetches.heard(Fetched(fetch.id, 1, ended=False))
+    assert world.news() == []
+    world.fetches.heard(Fetched(fetch.id, LAYERS, ended=True))
+    assert world.news() == [LayersFetched(*STEP, 1, 0, LAYERS)]
+    assert world.pool.statistics().pinned == 2, "pinned for the step from the moment they are whole"
+
+
+def test_parts_of_several_jobs_advance_with_the_slowest(world):
+    one, two = world.begin(1), world.begin(2)
+    world.watch(1, 2)
+    world.fetches.heard(Fetched(one.id, 3, ended=False))
+    assert world.news() == []
+    world.fetches.heard(Fetched(two.id, 2, ended=False))
+    assert world.news() == [LayersFetched(*STEP, 1, 0, 2)]
+
+
+def test_one_bad_object_fails_its_part_and_leaves_the_others(world):
+    fetch = world.begin(1, 2)
+    world.watch(1, number=1, part=0)
+    world.watch(2, number=2, part=1)
+    world.fetches.heard(Fetched(fetch.id, 1, ended=False, failed=(Failure(0, Outcome.EXPIRED, "lease"),)))
+    assert world.news() == [FetchFailed(*STEP, (0,), "not fetched: lease"), *map(layers(1), (1, 2))]
+    assert world.failed == [(key(1), Outcome.EXPIRED)]
+    world.fetches.heard(Fetched(fetch.id, LAYERS, ended=True))
+    assert world.pool.lookup([key(1), key(2)]) == [False, True]
+    assert world.pool.statistics().half_written == 0
+
+
+def layers(count):
+    return lambda number: LayersFetched(*STEP, number, 0, count)
+
+
+def test_a_fetch_that_ends_early_fails_what_waits_and_gives_its_room_back(world):
+    fetch = world.begin(1, 2)
+    world.watch(1, 2)
+    world.fetches.heard(Fetched(fetch.id, 2, ended=True))
+    assert [type(event) for event in world.news()] == [FetchFailed, LayersFetched]
+    assert world.pool.statistics().half_written == 0 and world.pool.lookup([key(1)]) == [False]
+
+
+def test_the_death_of_the_host_fails_exactly_what_it_carried(world):
+    done = world.begin(1)
+    world.fetches.heard(Fetched(done.id, LAYERS, ended=True))
+    world.begin(2)
+    world.watch(2)
+    world.save(3)
+    world.writes.stored(STEP, 0, 1, 1 << 30, 0.0)
+    world.fetches.host_lost("signal 9")
+    world.writes.host_lost("signal 9")
+    [lost] = world.news()
+    assert lost == FetchFailed(*STEP, (0,), "not fetched: the host process is gone: signal 9")
+    assert world.failed == [(key(3), Outcome.FAILED)], "a dead host is no fault of the object that it was fetching"
+    assert world.pool.lookup([key(1)]) == [True]
+    assert world.pool.statistics().half_written == 1, "the step still saves into the arena"
+    assert world.writes.backlog_bytes == 0
+
+
+def test_leases_hold_what_has_come_until_they_run_out(world):
+    fetch = world.begin(1, 2)
+    world.fetches.lease([key(1)], "request", 5.0)
+    world.fetches.heard(Fetched(fetch.id, LAYERS, ended=True))
+    assert world.pool.statistics().pinned == 1
+    assert world.pool.expire(5.0) == 1
+
+
+def test_what_nobody_wants_any_more_is_called_back_once(world):
+    fetch = world.begin(1)
+    world.fetches.lease([key(1)], "request", 5.0)
+    world.watch(1)
+    world.fetches.drop_lease("request")
+    assert not world.said(Unfetch)
+    world.fetches.forget_step(STEP)
+    world.fetches.forget_step(STEP)
+    assert world.said(Unfetch) == [Unfetch(fetch.id)]
+    world.fetches.heard(Fetched(fetch.id, 1, ended=True))
+    assert world.news() == [] and world.pool.statistics().half_written == 0
+
+
+def test_what_finds_no_room_stays_where_it_is():
+    world = World(room=2)
+    world.pool.reserve([new(90)], "somebody")
+    world.fetches.begin([new(name) for name in range(4)], LAYERS, 1.0, 0.0)
+    coming = [name for name in range(4) if key(name) in world.fetches]
+    assert 0 < len(coming) < 4 and world.fetches.refused == 4 - len(coming)
+
+
+def test_without_a_host_nothing_begins(world):
+    world.alive = False
+    world.fetches.begin([new(1)], LAYERS, 1.0, 0.0)
+    assert key(1) not in world.fetches and world.pool.statistics().half_written == 0
+    world.save(2)
+    world.writes.stored(STEP, 0, 1, 1 << 30, 0.0)
+    assert world.writes.shed_objects == 1 and len(world.writes) == 0
+
+
+def test_a_write_follows_the_layers_and_ends_with_the_commit(world):
+    world.save(1, 2)
+    assert world.writes.planned(STEP) and not world.sent
+    for stored in (1, 1, 3):
+        world.writes.stored(STEP, 0, stored, 1 << 30, 4.0)
+    [write] = world.said(Write)
+    assert write.layers == 1 and write.timeout_ms == 5000
+    assert world.said(Advance) == [Advance(write.id, 3)]
+    world.pool.commit([key(1), key(2)], "saver")
+    world.writes.committed(STEP, [key(1), key(2)])
+    assert world.sent[-1] == Finish(write.id)
+    assert world.pool.statistics().pinned == 2 and world.writes.backlog_bytes == 2 * NBYTES
+    world.writes.forget_step(STEP)
+    world.writes.heard(Written(write.id, (Failure(1, Outcome.EXISTS, ""),)))
+    assert world.pool.statistics().pinned == 0 and world.writes.backlog_bytes == 0
+    assert world.written == [key(1)] and world.failed == [(key(2), Outcome.EXISTS)]
+    assert world.writes.written_bytes == NBYTES
+
+
+def test_what_was_revoked_is_dropped_before_and_after_the_write_began(world):
+    world.save(1, 2, 3, 4)
+    world.writes.revoked(STEP, [key(2)])
+    world.writes.stored(STEP, 0, 1, 1 << 30, 0.0)
+    [write] = world.said(Write)
+    assert split_keys(write.objects.keys) == [key(1), key(3), key(4)]
+    world.writes.revoked(STEP, [key(3)])
+    world.pool.commit([key(1)], "saver")
+    world.writes.committed(STEP, [key(1)])
+    assert [unpack_u32(drop.positions) for drop in world.said(Drop)] == [[1], [2]]
+    world.writes.heard(Written(write.id, (Failure(1, Outcome.FAILED, "dropped"), Failure(2, Outcome.FAILED, ""))))
+    assert world.written == [key(1)] and world.failed == []
+
+
+def test_a_step_that_ends_unfinished_leaves_nothing(world):
+    world.save(1)
+    world.writes.stored(STEP, 0, 2, 1 << 30, 0.0)
+    world.writes.forget_step(STEP)
+    [write] = world.said(Write)
+    assert [unpack_u32(drop.positions) for drop in world.said(Drop)] == [[0]]
+    world.writes.heard(Written(write.id))
+    assert world.written == [] and len(world.writes) == 0 and not world.writes.planned(STEP)
+
+
+def test_past_the_backlog_objects_are_shed_whole(world):
+    world.save(1, 2)
+    world.writes.stored(STEP, 0, 1, 2 * NBYTES - 1, 0.0)
+    assert world.writes.shed_objects == 2 and not world.sent and not world.writes.planned(STEP)
+
+
+def test_jobs_that_the_host_sits_on_are_named(world):
+    fetch = world.begin(1)
+    assert world.fetches.overdue(0.5) is None
+    assert world.fetches.overdue(1.5).number == fetch.id
+    world.save(2, until=3.0)
+    assert world.writes.overdue(math.inf) is None, "the host does not know of it yet"
+    world.writes.stored(STEP, 0, 1, 1 << 30, 0.0)
+    assert world.writes.overdue(2.9) is None and world.writes.overdue(3.1) is not None
+
+
+async def test_draining_ends_with_the_last_write(world):
+    world.save(1)
+    world.writes.stored(STEP, 0, LAYERS, 1 << 30, 0.0)
+    world.pool.commit([key(1)], "saver")
+    world.writes.committed(STEP, [key(1)])
+    [write] = world.said(Write)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.writes.idle)
+        await anyio.lowlevel.checkpoint()
+        world.writes.heard(Written(write.id))
+    assert world.written == [key(1)]
