@@ -18,7 +18,7 @@ def covered(ranges: list[tuple[int, int]], lo: int, hi: int) -> bool:
 
 @dataclass
 class Side:
-    """One direction of a step, as the model sees it; `arrived`: layers by arrival and group."""
+    """One direction of a step, as the model sees it; `arrived` and `told`: layers by arrival and group."""
 
     parts: list
     ranges: list[tuple[int, int]]
@@ -28,6 +28,7 @@ class Side:
     sealed: list[int] = field(default_factory=list)
     failed: list[tuple[int, int, int]] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
+    told: dict[int, list[int]] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
     revoked: set[int] = field(default_factory=set)
     cut: bool = False

@@ -12,6 +12,7 @@ from layerflow.flow.commands import (
     Cancel,
     Command,
     Commit,
+    LayersStored,
     LoadFailed,
     LoadsDone,
     Release,
@@ -67,8 +68,8 @@ class World:
         self.layers[session] = tuple(LayerShape(*shape) for shape in layers)
         return self.send(SessionOpened(session, self.layers[session], tp_rank, tp_size))
 
-    def open(self, session, step, loads=(), saves=(), deadline=1e6, save_deadline=1e6) -> list[Command]:
-        return self.send(StepOpened(session, step, deadline, save_deadline, tuple(loads), tuple(saves)))
+    def open(self, session, step, loads=(), saves=(), deadline=1e6, save_deadline=1e6, tell=False) -> list[Command]:
+        return self.send(StepOpened(session, step, deadline, save_deadline, tuple(loads), tuple(saves), tell))
 
     def fetched(self, session, step, fetch, layers, group=0) -> list[Command]:
         return self.send(LayersFetched(session, step, fetch, group, layers))
@@ -84,6 +85,8 @@ class World:
         commands = self.flow.handle(event, self.now)
         for command in commands:
             self._obey(command, lost)
+        told = [(c.session, c.step, c.group) for c in of(commands, LayersStored)]
+        assert len(set(told)) == len(told), "told twice at once"
         if lost is not None:
             assert not [key for key in self.live if key[0] == lost]
             del self.layers[lost]
@@ -226,6 +229,8 @@ class World:
                 self.live[session, step].sides[direction].cut = True
                 if direction is LOAD or reason == "deadline":
                     self._call_back(session, step, direction)
+            case LayersStored(session=session, step=step):
+                self._layers_stored(self.live[session, step], command)
             case Commit(session=session, step=step, parts=parts):
                 self._commit(session, self.live[session, step], parts)
             case Revoke(session=session, step=step, parts=parts):
@@ -320,7 +325,24 @@ class World:
         assert parts and not set(parts) & (side.committed | side.revoked | side.dead), "commit of the dead"
         for part in parts:
             assert self._whole(session, side, part, "done"), "commit before every layer is stored"
+            group = side.parts[part].group
+            last = [shape.group for shape in self.layers[session]].count(group)
+            assert not one.event.tell_stored or side.told[group][-1] == last, "commit before that is told"
         side.committed |= set(parts)
+
+    def _layers_stored(self, one: Pass, command: LayersStored) -> None:
+        side, layers = one.sides[SAVE], self.layers[command.session]
+        told = side.told.setdefault(command.group, [0])
+        assert one.event.tell_stored and command.layers > told[-1]
+        told.append(command.layers)
+        first = [i for i, shape in enumerate(layers) if shape.group == command.group][: command.layers]
+        assert len(first) == command.layers
+        live = [i for i, part in enumerate(side.parts) if part.group == command.group and i not in side.dead]
+        assert live, "told of the dead"
+        for layer in first:
+            size = layers[layer].block_bytes
+            for lo, hi in (side.ranges[i] for i in live):
+                assert covered(side.done.get(layer, []), lo * size, hi * size), "told before it was stored"
 
     def _whole(self, session: int, side: Side, part: int, book: str) -> bool:
         lo, hi = side.ranges[part]

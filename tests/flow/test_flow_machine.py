@@ -76,7 +76,7 @@ class FlowMachine(RuleBasedStateMachine):
         deadline = self.world.now + data.draw(st.sampled_from([1.0, 8.0, 50.0]))
         save_deadline = self.world.now + data.draw(st.sampled_from([1.0, 8.0, 50.0]))
         self.numbers += 1
-        self.world.open(session, self.numbers, loads, saves, deadline, save_deadline)
+        self.world.open(session, self.numbers, loads, saves, deadline, save_deadline, data.draw(st.booleans()))
 
     def _arriving(self):
         return sorted((*key, *arriving) for key in self.world.live for arriving in self.world.arriving(*key))

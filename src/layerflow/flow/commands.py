@@ -74,7 +74,11 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class LayersStored:
-    """The first `layers` layers of the group's live save parts are wholly stored; see ``StepOpened.tell_stored``."""
+    """The first layers of the group's save parts that are not dead are wholly stored; see ``StepOpened.tell_stored``.
+
+    :param layers: how many, counted within the layers of `group`; it only rises, and all of them come before the
+        commit. Nothing is said of a group whose save parts are all dead.
+    """
 
     session: int
     step: int

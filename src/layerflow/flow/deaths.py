@@ -25,6 +25,8 @@ def bury(state: State, leg: Leg, positions: Iterable[int]) -> list[int]:
         if position not in leg.dead and not (leg.direction is Direction.SAVE and leg.strand_of(position).committed)
     ]
     leg.dead.update(fresh)
+    for position in fresh:
+        leg.strand_of(position).live -= 1
     if leg.cohorts and fresh:
         for strand, holes in leg.spans_of(fresh):
             _uncarve(leg, strand, holes)
@@ -32,6 +34,8 @@ def bury(state: State, leg: Leg, positions: Iterable[int]) -> list[int]:
         state.carved_out(leg)
     if leg.direction is Direction.SAVE:
         state.save_later(leg.step.session)
+        if leg.tell:
+            state.telling += leg.strands.values()
     return fresh
 
 

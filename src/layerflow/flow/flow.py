@@ -44,7 +44,7 @@ from layerflow.flow.grant import grant
 from layerflow.flow.landing import batch_done, batch_failed, lose_session
 from layerflow.flow.opening import open_step
 from layerflow.flow.sessions import open_session
-from layerflow.flow.settle import quieted, settle
+from layerflow.flow.settle import quieted, settle, tell_stored
 from layerflow.flow.state import State
 from layerflow.flow.statistics import FlowStatistics
 from layerflow.flow.steps import Step
@@ -92,6 +92,8 @@ class Flow:
         self._handlers[type(event)](event, out)
         while (step := state.deadlines.due(now)) is not None:
             self._expire(step, now, out)
+        if state.telling:
+            tell_stored(state, out)
         if state.unsettled:
             for step in state.unsettled:
                 settle(state, step, out)

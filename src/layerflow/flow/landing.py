@@ -69,6 +69,8 @@ def _land(state: State, event: BatchDone | BatchFailed) -> Flight | None:
     leg.flying -= 1
     state.budget.give(flight)
     if leg.direction is Direction.SAVE:
+        if leg.tell:
+            state.telling.append(strand)
         step.session.unsaved -= flight.nbytes
         state.save_later(step.session)
     return flight

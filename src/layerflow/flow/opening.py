@@ -45,6 +45,7 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
         else:
             session.unsaved += nbytes
             saves.open = len(event.saves)
+            saves.tell = event.tell_stored
             step.saves = saves
             state.carve_later(saves)
     state.deadlines.set(step, step.next_alarm())

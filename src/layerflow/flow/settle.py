@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from layerflow.flow.commands import Command, Commit, LoadsDone, Release, Revoke, Seal, StepDone
+from layerflow.flow.commands import Command, Commit, LayersStored, LoadsDone, Release, Revoke, Seal, StepDone
 from layerflow.flow.quiet import Quiet
 from layerflow.flow.sessions import Session
 from layerflow.flow.state import State
@@ -30,6 +30,16 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
         forget(state, step, out)
     else:
         state.deadlines.set(step, step.next_alarm())
+
+
+def tell_stored(state: State, out: list[Command]) -> None:
+    """Say of which layers more is stored now: before the commit that follows from the last of them."""
+    for strand in state.telling:
+        stored, step = strand.stored(), strand.leg.step
+        if strand.live and stored > strand.told:
+            strand.told = stored
+            out.append(LayersStored(step.session.number, step.number, strand.shape.group, stored))
+    state.telling.clear()
 
 
 def _commit(state: State, saves: Leg, out: list[Command]) -> None:

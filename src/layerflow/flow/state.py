@@ -27,6 +27,7 @@ class State:
         "next_batch",
         "rings",
         "sessions",
+        "telling",
         "unsettled",
         "wake",
     )
@@ -38,6 +39,7 @@ class State:
         self.counters = Counters()
         self.sessions: dict[int, Session] = {}
         self.flights: dict[int, Flight] = {}
+        self.telling: list[Strand] = []
         self.unsettled: list[Step] = []
         self.next_batch = 1
         self.newest_session = -1

@@ -52,6 +52,8 @@ class Strand:
     :param carving: cohorts of this strand, waiting ones among them.
     :param sealed: so many of the group's layers are sealed.
     :param committed: saves: every layer is stored, and said so.
+    :param live: parts that are not dead.
+    :param told: saves: so many layers are said to be stored.
     """
 
     leg: Leg
@@ -62,7 +64,17 @@ class Strand:
     carving: int = 0
     sealed: int = 0
     committed: bool = False
+    live: int = field(init=False)
+    told: int = 0
     flights: dict[int, Flight] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.live = len(self.members)
+
+    def stored(self) -> int:
+        """Saves: so many layers of the group have nothing left to be carved and nothing in flight."""
+        low, first = self.low(), next(iter(self.flights.values()), None)
+        return low if first is None else min(low, bisect_left(self.shape.layers, first.layer))
 
     def low(self) -> int:
         """So many layers of the group have nothing left to be carved."""
@@ -128,6 +140,7 @@ class Leg:
     :param done: loads: nothing left to do, and said so.
     :param open: saves: parts neither committed nor revoked.
     :param revoked: saves: positions given back.
+    :param tell: saves: say how many layers are stored.
     :param held: saves: a commit waits for the loads of an earlier step.
     """
 
@@ -145,6 +158,7 @@ class Leg:
     open: int = 0
     cancelled: bool = False
     done: bool = False
+    tell: bool = False
     held: bool = False
     by_request: dict[str, list[int]] | None = None
 

@@ -27,8 +27,8 @@ def validate(state: State) -> None:
     for session in state.sessions.values():
         _session(state, session)
     _conserving(state)
-    if state.unsettled:
-        raise InvalidTransition(f"{len(state.unsettled)} steps are left unsettled")
+    if state.unsettled or state.telling:
+        raise InvalidTransition(f"{len(state.unsettled)} steps are left unsettled, {len(state.telling)} strands untold")
 
 
 def _require(holds: bool, step: Step, what: str) -> None:
@@ -80,6 +80,8 @@ def _strand(state: State, strand: Strand) -> None:
     if not leg.cancelled:
         _require(strand.sealed == strand.low(), step, f"sealed {strand.sealed} layers of {strand.low()}")
     _require(0 <= strand.sealed <= layers, step, f"sealed {strand.sealed} layers of {layers}")
+    alive = sum(position not in leg.dead for position in strand.members)
+    _require(strand.live == alive, step, f"counts {strand.live} live parts of {alive}")
     covered: list[tuple[int, int]] = []
     for cohort in cohorts:
         _cohort(strand, cohort)
@@ -159,6 +161,11 @@ def _saves(leg: Leg) -> None:
     _require(leg.revoked <= leg.dead, step, "revoked a part that lives")
     _require(leg.open == len(leg.parts) - len(committed) - len(leg.revoked), step, f"miscounts open saves {leg.open}")
     for strand in leg.strands.values():
+        order = [flight.layer for flight in strand.flights.values()]
+        _require(order == sorted(order), step, "has saves in flight out of order")
+        stored = strand.stored() if leg.tell else 0
+        _require(strand.told <= stored, step, f"told {strand.told} layers of {stored} that are stored")
+        _require(not strand.live or strand.told == stored, step, f"told {strand.told} layers, not {stored}")
         _require(not (strand.committed and (strand.flights or strand.carving)), step, "writes a committed object")
     watched = any(flight.watch for strand in leg.strands.values() for flight in strand.flights.values())
     _require(watched or leg.dead == leg.revoked, step, "a dead save part waits for nothing and is not revoked")
