@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -158,6 +160,63 @@ async def test_a_death_in_a_call(dies: str, why: str) -> None:
             os.kill(pid, 0)
         await it.hear(Up)
         assert it.host.state.pid != pid and it.host.state.restarts == 1
+
+
+@pytest.mark.parametrize("method", ["lookup", "check"])
+async def test_a_call_that_hangs_ends_the_host(tmp_path: Path, method: str) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with Served(gates={method: str(gate)}, timeout_ms=100) as it:
+        await it.hear(Up)
+        it.host.send(Ask(1, key_of(1), 10_000))
+        name = await it.hear(Found if method == "check" else Down)
+        down = await it.hear(Down) if method == "check" else name
+        assert down.reason == f"a {method} hangs in the backend"
+        assert await it.lose() == "it exited with code 1"
+        await it.hear(Up)
+
+
+async def test_a_machine_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "no such call")
+
+    monkeypatch.setattr("os.pidfd_open", missing)
+    async with Served() as it:
+        await it.hear(Up)
+        os.kill(it.host.state.pid, signal.SIGKILL)
+        assert await it.lose() == "it was killed by SIGKILL"
+        await it.hear(Up)
+    assert await it.lose() == "the server stops"
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, real, failures = Recorder(monkeypatch, "host_process"), subprocess.Popen, iter(["no process to spare"])
+
+    def sometimes(*arguments: Any, **more: Any) -> Any:
+        for reason in failures:
+            raise OSError(errno.EAGAIN, reason)
+        return real(*arguments, **more)
+
+    async with Served() as it:
+        await it.hear(Up)
+        monkeypatch.setattr("subprocess.Popen", sometimes)
+        it.host.kill("for a test")
+        assert await it.lose() == "for a test"
+        await it.hear(Up)
+        assert it.lost.empty() and it.host.state.restarts == 2
+    assert [("no process to spare" in fields["reason"]) for fields in log.fields("host_lost")] == [False, True]
+
+
+async def test_a_listener_that_fails_is_told_the_next_message() -> None:
+    async with Served() as it:
+        await it.hear(Up)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(it.said, "put_nowait", None)
+            it.host.send(Ask(1, key_of(1), 10_000))
+            await it.answer()
+            await it.answer()
+        it.host.send(Ask(2, key_of(1), 10_000))
+        assert (await it.hear(Found)).id == 2
 
 
 async def test_a_stopped_host_is_killed() -> None:

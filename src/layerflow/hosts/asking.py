@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 
@@ -20,6 +21,7 @@ class AskLane(Lane[tuple[Ask | Hide, float]]):
         super().__init__("ask")
         self._backend, self._tell, self._judge = backend, tell, judge
         self._waiting: deque[tuple[Ask | Hide, float]] = deque()
+        self.began = math.inf  #: when the call that is under way began, on the monotonic clock
 
     def _accept(self, item: tuple[Ask | Hide, float]) -> None:
         self._waiting.append(item)
@@ -31,6 +33,13 @@ class AskLane(Lane[tuple[Ask | Hide, float]]):
         if not self._waiting:
             return
         message, came = self._waiting.popleft()
+        self.began = time.monotonic()
+        try:
+            self._serve(message, came)
+        finally:
+            self.began = math.inf
+
+    def _serve(self, message: Ask | Hide, came: float) -> None:
         if isinstance(message, Hide):
             keys = split_keys(message.keys)
             self._judge.quietly("hide", lambda: self._backend.hide(keys))

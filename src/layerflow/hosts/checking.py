@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 
 from layerflow.hosts.backend import Backend, Unreachable, Unusable
@@ -32,6 +34,7 @@ class Check:
         self._thread = threading.Thread(target=self._run, name="layerflow-check", daemon=True)
         self.reason = ""  #: why it is down; empty = it is up
         self.statistics: dict[str, float] = {}  #: the latest
+        self.began = math.inf  #: when the check that is under way began, on the monotonic clock
         self._statistics_fail = False
 
     def start(self) -> None:
@@ -54,11 +57,13 @@ class Check:
 
     def _run(self) -> None:
         while True:
+            self.began = time.monotonic()
             try:
                 self._look()
             except Unusable as error:
                 self._over(str(error))
                 return
+            self.began = math.inf
             with self._changed:
                 if not self._suspected and not self._stopping:
                     self._changed.wait(PERIOD_S)

@@ -11,6 +11,7 @@ from collections import deque
 
 import structlog
 
+from layerflow.errors import ProtocolError
 from layerflow.hosts.asking import AskLane, unknown
 from layerflow.hosts.backend import Attached, Backend, Outcome, Unreachable, Unusable
 from layerflow.hosts.checking import Check
@@ -48,11 +49,17 @@ from layerflow.memfd import SharedMemory
 
 log = structlog.get_logger(__name__)
 
-ENDED, FATAL = 0, 3
-"""Exit codes: told to stop or left alone; and a backend that trying again would not help."""
+ENDED, HUNG, FATAL = 0, 1, 3
+"""Exit codes: told to stop or left alone; a call hangs; and a backend that trying again would not help."""
+
+CALL_MS = 5000
+"""What a native call may take where the backend's options do not say it (`timeout_ms`)."""
+HUNG_CALLS = 3
+"""A lookup or check may be a few native calls; past so many times that it counts as hung. What hangs under a load or
+save shows at the server: the job does not end in time."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 2.0
-STOP_S = 2.0
+STOP_S = 2.5
 """How long leaving may take when told to: less than the server waits before it kills."""
 ALONE_S = 0.5
 """The same when the server is gone: its arena is nobody's."""
@@ -80,6 +87,8 @@ class Runner:
         self._messages: deque[ToHost] = deque()
         self._holding = Holding(self._tell)
         self._check: Check | None = None
+        self._ask: AskLane | None = None
+        self._hung_s = 0.0
 
     def run(self) -> int:
         """Until the server says Stop or is gone, or the backend is unusable; the exit code.
@@ -91,6 +100,7 @@ class Runner:
             if not isinstance(start, Start):
                 log.error("host_misled", error=f"{type(start).__name__} before Start")
                 return FATAL
+            self._hung_s = HUNG_CALLS * start.options.get("timeout_ms", CALL_MS) / 1e3
             backend = make(start.backend, start.options)
             attached = self._attach(backend)
         except Unusable as error:
@@ -148,7 +158,7 @@ class Runner:
             backend, self._arena, self._tell, judge, lambda keys: ask.put((Hide(b"".join(keys)), time.monotonic()))
         )
         write = WriteLane(backend, self._arena, self._tell, judge, self._holding.published)
-        self._check = check
+        self._check, self._ask = check, ask
         self._holding.attach(attached)
         parts = (ask, fetch, write, check)
         for part in parts:
@@ -189,7 +199,14 @@ class Runner:
         os._exit(FATAL)
 
     def _pong(self, message: Ping) -> None:
-        self._tell(Pong(message.id, self._check.statistics if self._check else {}))
+        if self._check is None or self._ask is None:
+            self._tell(Pong(message.id, {}))
+            return
+        for name, part in (("a check", self._check), ("a lookup", self._ask)):
+            if time.monotonic() - part.began > self._hung_s:
+                self._tell(Down(f"{name} hangs in the backend"))
+                os._exit(HUNG)
+        self._tell(Pong(message.id, self._check.statistics))
 
     # The socket ----------------------------------------------------------------------------------
 
@@ -217,7 +234,11 @@ class Runner:
                 data = b""
             if not data:
                 raise _Ended(alone=True)
-            self._messages += map(decode_to_host, self._frames.feed(data))
+            try:
+                self._messages += map(decode_to_host, self._frames.feed(data))
+            except ProtocolError as error:
+                log.error("host_misled", error=str(error))
+                raise _Ended(alone=True) from None
         return self._messages.popleft()
 
 

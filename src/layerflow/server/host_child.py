@@ -71,12 +71,12 @@ class Child:
             theirs.close()
         self.pid = self._process.pid
         self._socket = ours
+        self._pidfd = -1
         ours.setblocking(False)
         self._loop.add_reader(ours, self._readable)
         self._outputs = [
             Output(getattr(self._process, name), backend, self.pid, name, throttle) for name in ("stdout", "stderr")
         ]
-        self._pidfd = -1
         self._watch()
 
     def send(self, frame: bytes) -> bool:
