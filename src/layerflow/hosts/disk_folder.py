@@ -86,13 +86,13 @@ class Folder:
                         log.warning("disk_file_removed", file=entry.path, bytes=status.st_size, reason="not whole")
                         os.unlink(entry.path)
                         continue
-                    other = found.get(stored.key)
-                    if other is not None:  # under another name: sizes or tokens differ; one must go
-                        log.warning("disk_file_removed", file=entry.path, reason="second file of its key")
-                        os.unlink(entry.path)
-                        continue
-                    found[stored.key] = (status.st_mtime_ns, stored)
-        return [stored for _, stored in sorted(found.values(), key=lambda each: each[0])]
+                    age, other = (status.st_mtime_ns, stored), found.get(stored.key)
+                    if other is not None:  # another size or token count; whole, but one key has one object
+                        age, other = max(age, other, key=_moment), min(age, other, key=_moment)
+                        log.warning("disk_file_removed", file=other[1].name, reason="a newer one has its key")
+                        self.remove(other[1])
+                    found[stored.key] = age
+        return [stored for _, stored in sorted(found.values(), key=_moment)]
 
     def same(self) -> bool:
         """Whether this is still the folder that was opened, and not an empty mount point or a new one.
@@ -143,6 +143,10 @@ class Folder:
 
     def _whole(self, stored: Stored) -> str:
         return f"{self._root}/{stored.key[0]:02x}/{stored.name}"
+
+
+def _moment(found: tuple[int, Stored]) -> int:
+    return found[0]
 
 
 def _identity(root: Path) -> tuple[int, int]:
