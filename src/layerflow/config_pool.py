@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,10 +25,12 @@ def _address(value: str, scheme: str = "") -> str:
 
 
 def _http(value: str) -> str:
-    url = urlsplit(value)
-    if value and not (url.scheme == "http" and url.netloc):
-        raise ValueError('should be "http://host:port", or "" for none')
-    return value
+    if not value:
+        return value
+    try:
+        return _address(value.rstrip("/"), "http://")
+    except ValueError:
+        raise ValueError('should be "http://host:port", or "" for none') from None
 
 
 class DiskSettings(Section):

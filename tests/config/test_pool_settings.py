@@ -100,6 +100,7 @@ def test_the_same_in_the_environment_and_in_flags(monkeypatch):
         ({"pool.mooncake.master": "localhost:70000"}, "host:port"),
         ({"pool.mooncake.hostname": " "}, "not be empty"),
         ({"pool.mooncake.metrics": "127.0.0.1:9003"}, "http://host:port"),
+        ({"pool.memcache.metrics_url": "http://127.0.0.1:99999"}, "http://host:port"),
         ({"pool.memcache.meta_service_url": "127.0.0.1:5000"}, "tcp://host:port"),
         ({"pool.memcache.dram_size": "65GiB"}, "max_dram_size = 64GiB"),
         ({"pool.disk.capacity": 5}, "1048576"),

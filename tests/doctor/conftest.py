@@ -40,8 +40,10 @@ def health() -> Iterator[Callable[[int, bytes], str]]:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.send_response(status if self.path == "/health" else 404)
+                self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                if self.headers.get("Connection") != "close":  # as memcache's MetaService does it
+                    self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
                 """Say nothing."""

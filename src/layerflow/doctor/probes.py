@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.metadata
 import importlib.util
 import os
@@ -10,8 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -83,15 +82,19 @@ def connects(address: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
 
 def http_get(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[str, bytes]:
     """The first bytes of a page: "" and the body, or why not and what there is of one."""
+    # Not urllib: it asks for `Connection: close`, and then memcache's MetaService sends no body.
+    connection = http.client.HTTPConnection(*host_and_port(url), timeout=timeout_s)
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:  # noqa: S310 - the settings allow http only
-            return "", answer.read(64 << 10)
-    except urllib.error.HTTPError as error:
-        with error:
-            return f"answered {error.code} {error.reason}", error.read(64 << 10)
+        connection.request("GET", urlsplit(url).path or "/")
+        answer = connection.getresponse()
+        body = answer.read(64 << 10)
     except OSError as error:
-        reason = getattr(error, "reason", error)
-        return getattr(reason, "strerror", None) or str(reason), b""
+        return error.strerror or str(error), b""
+    except http.client.HTTPException as error:
+        return f"no HTTP answer ({error!r})", b""
+    finally:
+        connection.close()
+    return ("" if answer.status == 200 else f"answered {answer.status} {answer.reason}"), body
 
 
 def is_local(address: str) -> bool:
