@@ -140,6 +140,14 @@ async def test_an_unusable_backend_is_tried_again_much_later(monkeypatch: pytest
     assert log.fields("host_lost")[0]["again_in_s"] == 30
 
 
+async def test_what_it_said_before_it_died_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_child, "_READ_BYTES", 16)  # the news of its death overtakes what it said
+    async with Served(unusable="the library is of 1970") as it:
+        os.waitid(os.P_PID, it.host.state.pid, os.WEXITED | os.WNOWAIT)
+        assert (await it.hear(Down)).fatal
+        assert await it.lose() == "the library is of 1970"
+
+
 async def test_a_backend_that_nobody_knows() -> None:
     async with Served(backend="floppy") as it:
         down = await it.hear(Down)
