@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test test-vllm lint campaign bench bench-vllm clean
+.PHONY: setup demo test test-vllm test-backends lint campaign bench bench-vllm clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,10 @@ test: lint
 # A real vLLM on the CPU, in an environment of its own (2.5 GB).
 test-vllm:
 	tests/vllm/run.sh
+
+# Real Mooncake and memcache servers on this machine; their packages go into .venv.
+test-backends: $(STAMP)
+	tests/backends/run.sh
 
 lint: $(STAMP)
 	$(BIN)/ruff check src cli tests

@@ -42,7 +42,7 @@ _READING = {
     LEASE_OVER: Outcome.EXPIRED,
     CHECKSUM: Outcome.BROKEN,
 }
-_OPENING = {EXISTS: Outcome.EXISTS, INVALID: Outcome.EXISTS, NO_ROOM: Outcome.FULL}
+_OPENING = {EXISTS: Outcome.EXISTS, NO_ROOM: Outcome.FULL}
 
 
 def explain(code: int) -> str:

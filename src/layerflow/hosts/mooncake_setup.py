@@ -141,10 +141,16 @@ def _version() -> str:
 
 
 def _limit_waits(timeout_ms: int) -> None:
-    """The library reads these once, when it is loaded. All lie below the moment at which the server kills the host."""
+    """The library reads these once, when it is loaded.
+
+    What may hang has given up before the server kills the host, and its connection is dropped then, so that nothing
+    lands late. Not so with MC_TRANSFER_TIMEOUT: what it gives up is still under way, so it must not come first.
+    """
+    seconds = max(1, timeout_ms * 3 // 5000)
     os.environ["MC_RPC_TIMEOUT_MS"] = str(max(1, timeout_ms * 2 // 5))
-    os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = str(max(1, timeout_ms * 3 // 5000))
-    os.environ["MC_TRANSFER_TIMEOUT"] = str(max(_MIN_TRANSFER_S, timeout_ms // 1000))
+    os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = str(seconds)
+    os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = str(seconds)
+    os.environ["MC_TRANSFER_TIMEOUT"] = str(max(_MIN_TRANSFER_S, timeout_ms * 10 // 1000))
 
 
 def _free_port() -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from layerflow.hosts.backend import OK, Outcome, Place, Unreachable, Verdict, pool_name
 from layerflow.hosts.mooncake_calls import Calls
-from layerflow.hosts.mooncake_codes import INVALID, NO_ROOM, NOT_OURS, moved, opening, writing
+from layerflow.hosts.mooncake_codes import EXISTS, INVALID, NO_ROOM, NOT_OURS, moved, opening, writing
 from layerflow.hosts.mooncake_master import Master
 from layerflow.hosts.mooncake_reading import LATE
 from layerflow.objects import HEADER_BYTES
@@ -141,10 +141,14 @@ class Writer:
     def _start(self, places: Sequence[Place]) -> list[int]:
         names, sizes = [pool_name(place.key) for place in places], [place.nbytes for place in places]
         codes = self._calls.codes("batch_put_session_start", names, sizes, self.replicate)
-        # The library keeps a session whose end the master refused or did not hear, and will not start another one.
+        # The library keeps a session whose end the master refused or did not hear, and starts no other one of its name.
         left = [at for at, code in enumerate(codes) if code == INVALID]
         if left:
-            self._calls("batch_put_session_revoke", [names[at] for at in left])
+            revoked = self._calls.codes("batch_put_session_revoke", [names[at] for at in left])
+            for at, code in zip(left, revoked, strict=True):
+                codes[at] = EXISTS if code == NOT_OURS else code
+            left = [at for at in left if codes[at] == 0]
+        if left:
             again = self._calls.codes(
                 "batch_put_session_start", [names[at] for at in left], [sizes[at] for at in left], self.replicate
             )

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Runs the tests against the real backends, with their servers on 127.0.0.1. Skips, saying why, where they cannot be
+# had. Arguments go to pytest.
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+"$here/setup.sh"
+case $? in 0) ;; 3) echo "backend tests: skipped"; exit 0 ;; *) exit 1 ;; esac
+for folder in usr/lib lib; do
+    libraries=$root/.venv/sysroot/$folder/x86_64-linux-gnu
+    [ -d "$libraries" ] && export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+done
+export LAYERFLOW_TEST_BACKENDS=1
+cd "$root" && exec .venv/bin/python -m pytest tests/backends -p no:cacheprovider --durations=10 "$@"
