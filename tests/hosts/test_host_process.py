@@ -143,7 +143,7 @@ async def test_an_unusable_backend_is_tried_again_much_later(monkeypatch: pytest
 async def test_what_it_said_before_it_died_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_child, "_READ_BYTES", 16)  # the news of its death overtakes what it said
     async with Served(unusable="the library is of 1970") as it:
-        os.waitid(os.P_PID, it.host.state.pid, os.WEXITED | os.WNOWAIT)
+        until_dead(it.host.state.pid)
         assert (await it.hear(Down)).fatal
         assert await it.lose() == "the library is of 1970"
 
@@ -233,6 +233,11 @@ async def test_a_stopped_host_is_killed() -> None:
         os.kill(it.host.state.pid, signal.SIGSTOP)
         assert "hung" in await it.lose()
         await it.hear(Up)
+
+
+def until_dead(pid: int) -> None:
+    """The loop hears of nothing meanwhile."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def hold_up_the_loop(seconds: float) -> None:
