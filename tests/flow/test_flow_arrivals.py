@@ -47,6 +47,16 @@ def test_layers_are_carved_as_they_arrive_and_seal_with_the_slowest():
     world.drain()
 
 
+def test_news_that_repeats_or_falls_behind_is_late_and_takes_nothing_back():
+    world = one_session()
+    world.open(0, 1, [Part("a", 0, 1, fetch=1)])
+    world.fetched(0, 1, 1, 2)
+    assert [world.fetched(0, 1, 1, layers) for layers in (2, 1, 0)] == [[], [], []]
+    assert world.flow.statistics().late_reports == 3
+    assert carved(world.fetched(0, 1, 1, 3)) == [(2, 0, 1, True)]
+    world.drain()
+
+
 def test_parts_that_share_an_arrival_go_in_one_batch():
     world = one_session(2)
     assert not submits(
