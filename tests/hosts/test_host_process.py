@@ -148,10 +148,19 @@ async def test_what_it_said_before_it_died_is_heard(monkeypatch: pytest.MonkeyPa
         assert await it.lose() == "the library is of 1970"
 
 
-async def test_a_backend_that_nobody_knows() -> None:
-    async with Served(backend="floppy") as it:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("floppy", "'floppy' is unknown; choose one of disk, memcache, mooncake"),
+        ("hosts.no_such_file:Backend", "cannot be loaded: No module named"),
+        ("hosts.bench:Thing", "cannot work with its options: TypeError"),
+        ("builtins:dict", "is no backend"),
+    ],
+)
+async def test_a_backend_that_cannot_be_made(name: str, reason: str) -> None:
+    async with Served(backend=name) as it:
         down = await it.hear(Down)
-        assert down.fatal and "'floppy' is unknown; choose one of disk, memcache, mooncake" in down.reason
+        assert down.fatal and reason in down.reason
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerflow.hosts.backend import Backend, Unusable
+from layerflow.hosts.lane import describe
 
 BACKENDS: Mapping[str, str] = {
     "disk": "layerflow.hosts.disk:Disk",
@@ -25,9 +26,13 @@ def make(name: str, options: Mapping[str, Any]) -> Backend:
     if not cls:
         raise Unusable(f"backend {name!r} is unknown; choose one of {', '.join(sorted(BACKENDS))}")
     try:
-        made = getattr(importlib.import_module(module), cls)(options)
+        factory = getattr(importlib.import_module(module), cls)
     except (ImportError, AttributeError) as error:
         raise Unusable(f"backend {name!r} cannot be loaded: {error}; is layerflow installed whole?") from error
+    try:
+        made = factory(options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unusable(f"backend {name!r} cannot work with its options: {describe(error)}; see its section") from error
     if not isinstance(made, Backend):
         raise Unusable(f"{name!r} is no backend")
     return made
