@@ -1,14 +1,14 @@
 """What the disk tier could store its objects in, measured: ``python -m bench.disk_storage [--path FOLDER]``.
 
-Objects of three sizes are written layer by layer out of a shared mapping, and read back layer by layer into
-it. Nobody syncs: all of these survive a killed process that way. Contenders take turns within each round.
-Those whose library is missing are left out (``pip install lmdb rocksdict``).
+Objects of three sizes are written layer by layer out of an arena, and read back layer by layer into it. Nobody
+syncs: all of these survive a killed process that way. Contenders take turns within each round; ``tier`` is the
+disk tier as it is, with its index, checksums and eviction. Those whose library is missing are left out
+(``pip install lmdb rocksdict``).
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import random
 import shutil
@@ -21,9 +21,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
+
+from layerflow.hosts.backend import OK, Place
+from layerflow.hosts.disk import Disk
+from layerflow.memfd import SharedMemory
+from layerflow.objects import HEADER_BYTES
+
 SHAPES = {"100 KB": (8, 12_800), "1 MB": (24, 43_690), "10 MB": (60, 174_762)}  # layers, bytes of one
 SEGMENT = 64 << 20
 FIGURES = ("write", "write_cpu", "read", "read_cpu", "cold", "churn", "space")
+
+
+ARENAS: dict[Path, SharedMemory] = {}  # of the run that uses a folder
 
 
 class Store(Protocol):
@@ -196,7 +206,40 @@ class Sqlite:
         self._db.close()
 
 
+class Tier:
+    """The disk tier itself: files, each with a checksum per layer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._arena = ARENAS[folder]
+        self._disk = Disk({"path": str(folder), "capacity": 8 << 30})
+        self._disk.attach(self._arena, lambda keys: None)
+
+    def _place(self, key: bytes, layers: Sequence[memoryview]) -> list[Place]:
+        return [Place(key, 0, self._arena.address, len(layers[0]), len(layers), 1, 1)]
+
+    def write(self, key: bytes, layers: Sequence[memoryview]) -> None:
+        place, until = self._place(key, layers), time.monotonic() + 60
+        assert self._disk.open_write(place, until) == [OK]
+        for number in range(len(layers)):
+            assert self._disk.write(place, number, number + 1, until) == [OK]
+        assert self._disk.commit(place, until) == [OK]
+
+    def read(self, key: bytes, layers: Sequence[memoryview]) -> None:
+        place, until = self._place(key, layers), time.monotonic() + 60
+        assert self._disk.open_fetch(place, until) == [OK]
+        for number in range(len(layers)):
+            assert self._disk.fetch(place, number, number + 1, until) == [OK]
+        self._disk.close_fetch(place)
+
+    def delete(self, key: bytes, layers: int) -> None:
+        self._disk.hide([key])
+
+    def close(self) -> None:
+        self._disk.close()
+
+
 CONTENDERS: dict[str, tuple[type[Store], str]] = {
+    "tier": (Tier, "xxhash"),
     "files": (Files, "os"),
     "segments": (Segments, "os"),
     "lmdb": (Lmdb, "lmdb"),
@@ -227,12 +270,12 @@ def run(kind: type[Store], parent: Path, shape: tuple[int, int], nbytes: int) ->
     layers, size = shape
     count = nbytes // (layers * size)
     keys = [os.urandom(24) for _ in range(count)]
-    arena = mmap.mmap(-1, layers * size)
-    whole = memoryview(arena)
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    arena = ARENAS[folder] = SharedMemory.create(HEADER_BYTES + layers * size)
+    whole = arena.view[HEADER_BYTES : HEADER_BYTES + layers * size]
     pieces = [whole[i * size : (i + 1) * size] for i in range(layers)]
     payload = os.urandom(layers * size)
     whole[:] = payload
-    folder = Path(tempfile.mkdtemp(dir=parent))
     moved = count * layers * size
 
     def write() -> None:
@@ -266,6 +309,7 @@ def run(kind: type[Store], parent: Path, shape: tuple[int, int], nbytes: int) ->
         on_disk = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     finally:
         shutil.rmtree(folder)
+        del ARENAS[folder]
     return {
         "write": moved / 1e6 / writing[0],
         "write_cpu": writing[1] / moved * 1e9,
@@ -278,6 +322,7 @@ def run(kind: type[Store], parent: Path, shape: tuple[int, int], nbytes: int) ->
 
 
 def main() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--mib", type=int, default=128, help="written per contender, size and round")
