@@ -1,0 +1,112 @@
+"""The disk tier in its host process: killed, restarted, the folder away and back, as the server hears of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from hosts.bench import Thing, key_of
+from hosts.disk_bench import files, torn
+from hosts.served import Served
+from layerflow.hosts.backend import Outcome
+from layerflow.hosts.messages import Ask, Down, Fetch, Fetched, Finish, Found, Gone, Held, Up, Write, Written
+
+DONE, HALF = Thing(101, 2, 3, 4096), Thing(201, 2, 3, 4096, at=200_000)
+
+
+def served(path: Path) -> Served:
+    return Served(backend="disk", path=str(path), capacity=1 << 20)
+
+
+async def save(it: Served, number: int, thing: Thing) -> None:
+    thing.fill(it.arena)
+    it.host.send(Write(number, thing.said(), 1, 10_000))
+    it.host.send(Finish(number))
+    assert await it.hear() == Written(number)
+
+
+async def load(it: Served, number: int, thing: Thing) -> Fetched:
+    thing.wipe(it.arena)
+    it.host.send(Fetch(number, thing.said(), 10_000))
+    last = await it.hear(Fetched)
+    while not last.ended:
+        last = await it.hear(Fetched)
+    return last
+
+
+def flip(name: str) -> None:
+    data = bytearray(Path(name).read_bytes())
+    data[64 + 100] ^= 1
+    Path(name).write_bytes(data)
+
+
+async def test_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    async with served(path) as it:
+        assert (await it.hear(Up)).indexed
+        assert (await it.hear(Held)).keys == b""
+        await save(it, 1, DONE)
+        HALF.fill(it.arena)
+        it.host.send(Write(2, HALF.said(), 2, 10_000))
+        it.host.send(Ask(3, key_of(201), 10_000))
+        assert (await it.hear(Found)).present == b"\0"
+        while len(torn(path)) < 2:
+            await it.answer()
+        os.kill(it.host.state.pid, signal.SIGKILL)
+        assert "SIGKILL" in await it.lose()
+        assert (await it.hear(Up)).indexed
+        held = await it.hear(Held)
+        assert {held.keys[:24], held.keys[24:]} == set(DONE.keys)
+        assert torn(path) == []
+        assert await load(it, 4, DONE) == Fetched(4, 3, True)
+        assert DONE.intact(it.arena) == [True, True]
+        await save(it, 5, HALF)
+    async with served(path) as it:  # and another server finds all of it
+        await it.hear(Up)
+        assert len((await it.hear(Held)).keys) == 4 * 24
+        await load(it, 1, HALF)
+        assert HALF.intact(it.arena) == [True, True]
+
+
+async def test_a_corrupt_object(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    async with served(path) as it:
+        await it.hear(Up)
+        await it.hear(Held)
+        await save(it, 1, DONE)
+        [name] = [name for name in files(path) if DONE.keys[1].hex() in name]
+        flip(name)
+        DONE.wipe(it.arena)
+        it.host.send(Fetch(2, DONE.said(), 10_000))
+        assert await it.hear() == Gone(DONE.keys[1])
+        first = await it.hear(Fetched)
+        assert [(failure.position, failure.outcome) for failure in first.failed] == [(1, Outcome.BROKEN)]
+        await it.hear(Fetched)
+        assert DONE.intact(it.arena)[0]
+
+
+async def test_a_folder_that_goes_and_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    async with served(path) as it:
+        await it.hear(Up)
+        await it.hear(Held)
+        await save(it, 1, DONE)
+        os.rename(path, tmp_path / "away")
+        assert not (await it.hear(Down)).fatal
+        os.rename(tmp_path / "away", path)
+        await it.hear(Up)
+        assert len((await it.hear(Held)).keys) == 2 * 24
+        await load(it, 2, DONE)
+        assert DONE.intact(it.arena) == [True, True]
+        assert it.host.state.restarts == 0
+
+
+async def test_a_second_server_hears_who_has_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    async with served(path) as it:
+        await it.hear(Up)
+        async with Served(backend="disk", path=str(path), capacity=1 << 20, timeout_ms=1) as other:
+            down = await other.hear(Down)
+            assert down.fatal
+            assert f"process {it.host.state.pid}" in down.reason
