@@ -141,6 +141,7 @@ def test_one_bad_object_fails_its_part_and_leaves_the_others(world):
     assert world.failed == [(key(1), Outcome.EXPIRED)]
     world.fetches.heard(Fetched(fetch.id, LAYERS, ended=True))
     assert world.pool.lookup([key(1), key(2)]) == [False, True]
+    world.fetches.forget_step(STEP)
     assert world.pool.statistics().half_written == 0
 
 
@@ -153,6 +154,7 @@ def test_a_fetch_that_ends_early_fails_what_waits_and_gives_its_room_back(world)
     world.watch(1, 2)
     world.fetches.heard(Fetched(fetch.id, 2, ended=True))
     assert [type(event) for event in world.news()] == [FetchFailed, LayersFetched]
+    world.fetches.forget_step(STEP)
     assert world.pool.statistics().half_written == 0 and world.pool.lookup([key(1)]) == [False]
 
 
@@ -169,6 +171,7 @@ def test_the_death_of_the_host_fails_exactly_what_it_carried(world):
     assert lost == FetchFailed(*STEP, (0,), "not fetched: the host process is gone: signal 9")
     assert world.failed == [(key(3), Outcome.FAILED)], "a dead host is no fault of the object that it was fetching"
     assert world.pool.lookup([key(1)]) == [True]
+    world.fetches.forget_step(STEP)
     assert world.pool.statistics().half_written == 1, "the step still saves into the arena"
     assert world.writes.backlog_bytes == 0
 
@@ -179,6 +182,38 @@ def test_leases_hold_what_has_come_until_they_run_out(world):
     world.fetches.heard(Fetched(fetch.id, LAYERS, ended=True))
     assert world.pool.statistics().pinned == 1
     assert world.pool.expire(5.0) == 1
+
+
+def test_a_lease_of_what_is_loaded_is_not_taken_up_again_when_it_has_come(world):
+    fetch = world.begin(1, 2)
+    world.fetches.lease([key(1), key(2)], "request", 5.0)
+    world.watch(1)
+    world.fetches.drop_lease("request", [key(1)])
+    world.fetches.heard(Fetched(fetch.id, LAYERS, ended=True))
+    world.pool.release(("step", *STEP))
+    assert world.pool.statistics().pinned == 1, "only what the request has not loaded"
+    assert not world.said(Unfetch)
+
+
+@pytest.mark.parametrize("how", ["one object", "all of it", "its host"])
+def test_room_that_a_step_may_be_reading_is_nobody_elses_until_its_loads_are_done(how):
+    world = World()
+    fetch = world.begin(1)
+    world.watch(1)
+    world.fetches.heard(Fetched(fetch.id, 2, ended=False))
+    match how:
+        case "one object":
+            world.fetches.heard(Fetched(fetch.id, 2, ended=True, failed=(Failure(0, Outcome.FAILED, "lost"),)))
+        case "all of it":
+            world.fetches.heard(Fetched(fetch.id, 2, ended=True))
+        case "its host":
+            world.fetches.host_lost("signal 9")
+    assert any(isinstance(event, FetchFailed) for event in world.news())
+    assert key(1) not in world.fetches and world.pool.lookup([key(1)]) == [False]
+    assert world.pool.statistics().half_written == 1, "the step may be copying the layers that came"
+    world.fetches.forget_step(STEP)
+    assert world.pool.statistics().half_written == 0
+    assert not world.said(Unfetch), "the host has ended it already"
 
 
 def test_what_nobody_wants_any_more_is_called_back_once(world):

@@ -275,7 +275,10 @@ class Handlers:
             house.tier.watch(opening.arrivals)
         for request, keys in opening.loaded:
             # Only what this worker has pinned itself now: the other ranks' objects are still leased for them.
-            house.pool.release(_lease_owner(session.engine, request), keys)
+            owner = _lease_owner(session.engine, request)
+            house.pool.release(owner, keys)
+            if house.tier is not None:
+                house.tier.drop_lease(owner, keys)
         house.metrics.step_opened(full=opening.full, missing=opening.missing)
 
     def _report(self, session: Session, message: wire.Report) -> None:

@@ -178,9 +178,9 @@ class Tier:
         """Pin these for `owner` once they have come."""
         self._fetches.lease(keys, owner, until)
 
-    def drop_lease(self, owner: Owner) -> None:
-        """The owner wants nothing any more."""
-        self._fetches.drop_lease(owner)
+    def drop_lease(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
+        """The owner wants these no more, None = nothing any more."""
+        self._fetches.drop_lease(owner, keys)
 
     def watch(self, arrivals: Sequence[Arrival]) -> None:
         """A step that the core has just been told of waits for these."""

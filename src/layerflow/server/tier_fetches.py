@@ -18,6 +18,7 @@ from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Outcome, Owner, Pool
 
 StepKey = tuple[int, int]
+Lease = tuple[Owner, float, frozenset[bytes]]
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,7 @@ class Job:
     :param arrived: so many leading layers of all that has not failed are in the arena.
     :param due: when the host must have ended it.
     :param leases: who has looked these keys up: (owner, until, keys).
+    :param lost: what did not come, and keeps its room because steps may still be reading it.
     """
 
     number: int
@@ -39,7 +41,8 @@ class Job:
     arrived: int = 0
     failed: dict[int, str] = field(default_factory=dict)
     arrivals: list[Arrival] = field(default_factory=list)
-    leases: list[tuple[Owner, float, frozenset[bytes]]] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+    lost: list[bytes] = field(default_factory=list)
     unwanted: bool = False
 
 
@@ -135,11 +138,12 @@ class Fetches:
         for job, wanted in by_job.items():
             job.leases.append((owner, until, frozenset(wanted)))
 
-    def drop_lease(self, owner: Owner) -> None:
-        """The owner wants nothing any more."""
+    def drop_lease(self, owner: Owner, keys: Iterable[bytes] | None = None) -> None:
+        """The owner wants these no more, None = nothing any more."""
+        gone = None if keys is None else frozenset(keys)
         for job in list(self._jobs.values()):
             if job.leases:
-                job.leases = [lease for lease in job.leases if lease[0] != owner]
+                job.leases = [left for lease in job.leases if (left := _without(lease, owner, gone))[2]]
                 self._unwanted(job)
 
     def watch(self, arrival: Arrival) -> None:
@@ -156,6 +160,8 @@ class Fetches:
                 if arrival in job.arrivals:
                     job.arrivals.remove(arrival)
                     self._unwanted(job)
+                if not job.arrivals:
+                    self._vacate(job)
 
     def heard(self, message: Fetched) -> None:
         """News of a job."""
@@ -187,7 +193,7 @@ class Fetches:
         return next((job for job in self._jobs.values() if now > job.due), None)
 
     def _unwanted(self, job: Job) -> None:
-        if not (job.leases or job.arrivals or job.unwanted):
+        if not (job.leases or job.arrivals or job.unwanted) and job.number in self._jobs:
             job.unwanted = True
             self._send(Unfetch(job.number))
 
@@ -210,7 +216,11 @@ class Fetches:
                 yield LayersFetched(*arrival.step, arrival.number, arrival.group, layers)
 
     def _end(self, job: Job, complete: bool, reason: str) -> list[Event]:
-        """Publish what has come, give back the room of the rest."""
+        """Publish what has come, give back the room of the rest.
+
+        A step that waits has been granted the layers that came first, and may be copying them whatever became of the
+        others: until its loads are done nobody else gets that room.
+        """
         del self._jobs[job.number]
         came: list[bytes] = []
         lost: list[int] = []
@@ -223,7 +233,9 @@ class Fetches:
             else:
                 lost.append(position)
         self._pool.commit(came, job.owner)
-        self._pool.revoke([job.objects[position].key for position in lost], job.owner)
+        job.lost = [job.objects[position].key for position in lost]
+        if not job.arrivals:
+            self._vacate(job)
         for owner, until, keys in job.leases:
             self._pool.hold([key for key in came if key in keys], owner, until)
         for arrival in job.arrivals:
@@ -232,6 +244,19 @@ class Fetches:
         job.failed.update(dict.fromkeys(unknown, reason))
         events = [*self._losses(job, unknown), *self._progress(job.arrivals)]
         return events
+
+    def _vacate(self, job: Job) -> None:
+        """Nobody reads what has not come: its room may be used again."""
+        lost, job.lost = job.lost, []
+        self._pool.revoke(lost, job.owner)
+
+
+def _without(lease: Lease, owner: Owner, gone: frozenset[bytes] | None) -> Lease:
+    """What is left of a lease once its owner wants these no more; None = nothing any more."""
+    by, until, keys = lease
+    if by != owner:
+        return lease
+    return by, until, keys - gone if gone is not None else frozenset()
 
 
 def describe(placed: Sequence[tuple[NewObject, int]], layers: int) -> Objects:
