@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from e2e.conftest import serve
+
+__all__ = ["serve"]
 
 HERE = Path(__file__).parent
 

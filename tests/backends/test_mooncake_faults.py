@@ -1,0 +1,185 @@
+"""layerflow with Mooncake behind it, while its master or the host process between them dies, stops or is late."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from e2e.host_faults import ARENA, PAST_S, assert_rest, kill_hosts, open_files, stop_host
+from e2e.known import KnownWorker, eventually
+from e2e.rounds import record, rounds
+from e2e.traffic import load
+from mooncake_master import MooncakeMaster, free_ports
+from mooncake_owner import Owner
+
+from layerflow.agent import Control
+from layerflow_cli.bench.harness import ServerProcess
+
+SEGMENT = 192 << 20
+RESUME_S = 5.0
+"""Saves reach the pool so soon after its master answers again."""
+Serve = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def master() -> Iterator[MooncakeMaster]:
+    with MooncakeMaster(default_kv_lease_ttl=3000) as master:
+        yield master
+
+
+@pytest.fixture
+def owner(master: MooncakeMaster) -> Iterator[Owner]:
+    """Who gives the pool its memory, beside the server."""
+    options = {"master": master.address, "metrics": master.url, "segment_size": SEGMENT}
+    with Owner(**options) as owner:
+        yield owner
+
+
+def settings(master: MooncakeMaster, segment: int = 0) -> dict[str, object]:
+    return {
+        "pool__backend": "mooncake",
+        "pool__size": ARENA,
+        "pool__mooncake__master": master.address,
+        "pool__mooncake__metrics": master.url,
+        "pool__mooncake__segment_size": segment,
+    }
+
+
+@rounds(5, 50)
+def test_a_killed_host(serve: Serve, master: MooncakeMaster, owner: Owner, rounds: int) -> None:
+    kill_hosts(serve(**settings(master)), rounds, "mooncake")
+
+
+@pytest.mark.parametrize(
+    ("stops", "watched_s"), [(1, 4.0), pytest.param(3, 10.0, marks=[pytest.mark.campaign, pytest.mark.timeout(600)])]
+)
+def test_a_stopped_host(
+    serve: Serve,
+    master: MooncakeMaster,
+    owner: Owner,
+    stops: int,
+    watched_s: float,
+) -> None:
+    stop_host(serve(**settings(master)), stops, watched_s, "mooncake")
+
+
+@pytest.mark.parametrize(
+    ("away_s", "segment"),
+    [
+        pytest.param(6.0, 0, id="short"),
+        pytest.param(60.0, 0, id="long", marks=[pytest.mark.campaign, pytest.mark.timeout(600)]),
+        pytest.param(60.0, SEGMENT, id="long-own", marks=[pytest.mark.campaign, pytest.mark.timeout(600)]),
+    ],
+)
+def test_a_master_that_is_away(
+    serve: Serve,
+    master: MooncakeMaster,
+    request: pytest.FixtureRequest,
+    away_s: float,
+    segment: int,
+) -> None:
+    """:param segment: memory that the server's own host gives to the pool; 0 = somebody else does."""
+    if not segment:
+        request.getfixturevalue("owner")
+    outages(serve(**settings(master, segment)), master, 1, away_s, "own_segment" if segment else "pure_client")
+
+
+@rounds(2, 20)
+def test_a_master_that_is_back_at_once(
+    serve: Serve,
+    master: MooncakeMaster,
+    owner: Owner,
+    rounds: int,
+) -> None:
+    outages(serve(**settings(master)), master, rounds, 0.0, "at_once")
+
+
+def outages(server: ServerProcess, master: MooncakeMaster, rounds: int, away_s: float, name: str) -> None:
+    """The master is killed under load, and started `away_s` later at the same ports."""
+    resumed: list[float] = []
+    noticed: list[float] = []
+    served = 0
+    with load(server.endpoint, step_timeout_s=2.0) as it:
+        assert eventually(it.up, 30, 0.02), it.tier()
+        first = open_files(server)
+        for _ in range(rounds):
+            it.flows()
+            it.random_moment()
+            master.kill()
+            killed = time.monotonic()
+            if away_s:
+                assert eventually(lambda: not it.up(), 10, 0.01), it.tier()
+                noticed.append(time.monotonic() - killed)
+                assert it.tier()["reason"]
+                before = (it.steady.counts.hits, it.busy.counts.passes)
+                assert not eventually(it.up, away_s + killed - time.monotonic(), 0.1), "without a master?"
+                assert it.steady.counts.hits > before[0] and it.busy.counts.passes > before[1]
+                served += it.busy.counts.passes - before[1]
+            written = it.tier()["written_objects"]
+            master.start()
+            healthy = time.monotonic()
+            assert eventually(lambda before=written: it.tier()["written_objects"] > before, 30, 0.01), it.tier()
+            resumed.append(time.monotonic() - healthy)
+            it.undisturbed()
+        it.flows()
+        it.undisturbed()
+        tier = it.tier()
+    busy, steady = it.busy.counts, it.steady.counts
+    record(
+        f"mooncake_master_{name}",
+        kills=rounds,
+        away_s=away_s,
+        worst_resumed_s=round(max(resumed), 3),
+        worst_noticed_s=round(max(noticed, default=0.0), 3),
+        served_meanwhile=served,
+        host_restarts=tier["restarts"],
+        lost=tier["failures"],
+        busy=vars(busy),
+        steady=vars(steady),
+    )
+    assert server.process.poll() is None
+    assert_rest(server, first)
+    assert max(busy.worst_past, steady.worst_past) < PAST_S
+    assert sorted(resumed)[len(resumed) // 2] < RESUME_S, resumed
+
+
+def test_a_master_that_comes_later(serve: Serve, master: MooncakeMaster) -> None:
+    master.kill()
+    [port] = free_ports(1)
+    server = serve(**settings(master, SEGMENT), server__http_port=port)
+    control = Control(server.endpoint, "observer")
+
+    def tier() -> dict[str, object]:
+        return control.status()["tier"]
+
+    with KnownWorker(server.endpoint) as worker:
+        assert eventually(lambda: master.address in str(tier()["reason"]), 20, 0.05), tier()
+        assert not tier()["up"]
+        assert b"layerflow_tier_up 0.0" in get(port, "/metrics")
+        assert get(port, "/healthz")
+        chain = worker.prompt(64)
+        worker.serve(chain)
+        assert worker.serve(chain).hit.tokens == 63, "the arena does not serve alone"
+        master.start()
+        assert eventually(lambda: tier()["up"], 20, 0.02), tier()
+        assert eventually(lambda: b"layerflow_tier_up 1.0" in get(port, "/metrics"), 10, 0.1)
+        later = worker.prompt(64)
+        worker.serve(later)
+        assert eventually(lambda: tier()["written_objects"] == 4, 20, 0.02), tier()
+        control.purge()
+        assert worker.serve(later).hit.tokens == 63
+        assert tier()["fetched_objects"] == 4
+        assert worker.serve(chain).hit.tokens == 0, "it was saved while there was no pool"
+    control.close()
+
+
+def get(port: int, path: str) -> bytes:
+    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        asked.request("GET", path)
+        answer = asked.getresponse()
+        return answer.read() if answer.status == http.HTTPStatus.OK else b""
+    finally:
+        asked.close()

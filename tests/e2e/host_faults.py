@@ -1,0 +1,146 @@
+"""What may happen to the process behind the server, under load: the campaigns that every backend goes through."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from e2e.known import eventually
+from e2e.rounds import record
+from e2e.traffic import PROMPT_BYTES, Load, load
+from layerflow.agent import Control
+from layerflow_cli.bench.harness import ServerProcess
+
+ARENA = 12 * PROMPT_BYTES
+BACK_S = 2.0
+"""A host that was killed is back so soon."""
+PAST_S = 0.5
+"""A wait may end so long after its deadline on a machine whose cores are all taken."""
+
+
+def kill_hosts(server: ServerProcess, rounds: int, name: str) -> None:
+    """kill -9 of the host at random moments under load."""
+    back: list[float] = []
+    with load(server.endpoint) as it:
+        assert eventually(it.up, 30, 0.02), it.tier()
+        first = open_files(server)
+        for _ in range(rounds):
+            it.flows()
+            pid = it.tier()["host"]["pid"]
+            it.random_moment()
+            back.append(kill_host(it, pid))
+            it.undisturbed()
+        it.flows()
+        it.undisturbed()
+        tier = it.tier()
+    busy, steady = it.busy.counts, it.steady.counts
+    record(
+        f"host_killed_{name}",
+        kills=rounds,
+        worst_back_s=round(max(back), 3),
+        median_back_s=round(sorted(back)[len(back) // 2], 3),
+        lost=tier["failures"],
+        busy=vars(busy),
+        steady=vars(steady),
+    )
+    assert tier["restarts"] == rounds
+    assert tier["failures"], "no kill hit a transfer: the campaign has shown nothing"
+    assert busy.hits > rounds and steady.hits > rounds
+    assert_rest(server, first)
+    assert max(busy.worst_past, steady.worst_past) < PAST_S
+    assert sorted(back)[len(back) // 2] < BACK_S, back
+
+
+def kill_host(it: Load, pid: int) -> float:
+    """Until there is another that is up, in seconds."""
+    os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+
+    def back() -> bool:
+        tier = it.tier()
+        return bool(tier["up"]) and tier["host"]["pid"] not in (0, pid)
+
+    assert eventually(back, 30, 0.005), it.tier()
+    return time.monotonic() - began
+
+
+def stop_host(server: ServerProcess, rounds: int, watched_s: float, name: str) -> None:
+    """SIGSTOP of the host under load: it is killed and replaced, and nothing of it writes late.
+
+    :param watched_s: the load goes on for so long after each stop.
+    """
+    never = threading.Event()
+    replaced: list[float] = []
+    with load(server.endpoint, step_timeout_s=0.8) as it:
+        assert eventually(it.up, 30, 0.02), it.tier()
+        first = open_files(server)
+        for _ in range(rounds):
+            it.flows()
+            pid = it.tier()["host"]["pid"]
+            began = stop_in_mid_fetch(it, pid)
+            assert eventually(lambda pid=pid: it.tier()["host"]["pid"] != pid, 30, 0.02), "the host was not killed"
+            assert not os.path.exists(f"/proc/{pid}"), "the stopped host lives on beside its successor"
+            assert eventually(it.up, 30, 0.02), it.tier()
+            replaced.append(time.monotonic() - began)
+            never.wait(max(0.0, began + watched_s - time.monotonic()))  # late writes would come now
+            it.undisturbed()
+        it.flows()
+    busy, steady = it.busy.counts, it.steady.counts
+    record(
+        f"host_stopped_{name}",
+        stops=rounds,
+        watched_s=watched_s,
+        worst_replaced_s=round(max(replaced), 3),
+        busy=vars(busy),
+        steady=vars(steady),
+    )
+    assert busy.watched, "no load failed: the campaign has shown nothing"
+    assert_rest(server, first)
+    assert max(busy.worst_past, steady.worst_past) < PAST_S
+
+
+def stop_in_mid_fetch(it: Load, pid: int) -> float:
+    """SIGSTOP while it brings something that steps may wait for; when that was, on the monotonic clock."""
+    pause = threading.Event()
+    while True:
+        it.random_moment((0.002,))
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        # Twice: what it had ended already may be on its way to the server.
+        if it.tier()["fetching_jobs"] and not pause.wait(0.02) and it.tier()["fetching_jobs"]:
+            return began
+        os.kill(pid, signal.SIGCONT)
+        pause.wait(0.1)
+
+
+def assert_rest(server: ServerProcess, files: int) -> None:
+    """Once the load has ended nothing is left of it, in the server's books or among its descriptors.
+
+    :param files: descriptors that it had when the load had begun.
+    """
+    control = Control(server.endpoint, "afterwards")
+    seen: dict[str, Any] = {}
+
+    def rests() -> bool:
+        status = control.status(10)
+        tier, pool = status["tier"], status["pool"]
+        seen.update(
+            {name: tier[name] for name in ("fetching_jobs", "writing_jobs", "backlog_bytes")},
+            half_written=pool["half_written"],
+            pinned=pool["pinned"],
+            more_files=max(0, open_files(server) - files),
+        )
+        return not any(seen.values())
+
+    try:
+        assert eventually(rests, 20, 0.05), seen
+    finally:
+        control.close()
+
+
+def open_files(server: ServerProcess) -> int:
+    """Descriptors of the server's process."""
+    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
