@@ -40,7 +40,7 @@ class MooncakeMaster:
             *(f"--{name}={value}" for name, value in options.items()),
         ]
         self._command = [part for word in self._command for part in word.split()]
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self.start()
 
     @property
@@ -77,6 +77,11 @@ class MooncakeMaster:
         """How many requests of each kind it has served: its counters, but for those of clients that are only alive."""
         found = re.findall(r"^master_(\w+)_requests_total (\d+)", self._get("/metrics").decode(), re.MULTILINE)
         return {name: int(count) for name, count in found if name not in ("ping", "fetch_tasks")}
+
+    def allocated(self) -> dict[str, int]:
+        """Bytes in use of each segment that has any."""
+        found = re.findall(r'^segment_allocated_bytes{segment="(.*)"} ([1-9]\d*)', self._get("/metrics").decode(), re.M)
+        return {name: int(nbytes) for name, nbytes in found}
 
     def close(self) -> None:
         self.kill()
