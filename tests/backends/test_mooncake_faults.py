@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from e2e.host_faults import ARENA, PAST_S, assert_rest, kill_hosts, open_files, stop_host
-from e2e.known import KnownWorker, eventually
+from e2e.host_faults import ARENA, PAST_S, arrive_later, assert_rest, free_port, kill_hosts, open_files, stop_host
+from e2e.known import eventually
 from e2e.rounds import record, rounds
 from e2e.traffic import load
-from mooncake_master import MooncakeMaster, free_ports
+from mooncake_master import MooncakeMaster
 from mooncake_owner import Owner
 
-from layerflow.agent import Control
 from layerflow_cli.bench.harness import ServerProcess
 
 SEGMENT = 192 << 20
@@ -147,39 +145,7 @@ def outages(server: ServerProcess, master: MooncakeMaster, rounds: int, away_s: 
 
 def test_a_master_that_comes_later(serve: Serve, master: MooncakeMaster) -> None:
     master.kill()
-    [port] = free_ports(1)
+    port = free_port()
     server = serve(**settings(master, SEGMENT), server__http_port=port)
-    control = Control(server.endpoint, "observer")
-
-    def tier() -> dict[str, object]:
-        return control.status()["tier"]
-
-    with KnownWorker(server.endpoint) as worker:
-        assert eventually(lambda: master.address in str(tier()["reason"]), 20, 0.05), tier()
-        assert not tier()["up"]
-        assert b"layerflow_tier_up 0.0" in get(port, "/metrics")
-        assert get(port, "/healthz")
-        chain = worker.prompt(64)
-        worker.serve(chain)
-        assert worker.serve(chain).hit.tokens == 63, "the arena does not serve alone"
-        master.start()
-        assert eventually(lambda: tier()["up"], 20, 0.02), tier()
-        assert eventually(lambda: b"layerflow_tier_up 1.0" in get(port, "/metrics"), 10, 0.1)
-        later = worker.prompt(64)
-        worker.serve(later)
-        assert eventually(lambda: tier()["written_objects"] == 4, 20, 0.02), tier()
-        control.purge()
-        assert worker.serve(later).hit.tokens == 63
-        assert tier()["fetched_objects"] == 4
-        assert worker.serve(chain).hit.tokens == 0, "it was saved while there was no pool"
-    control.close()
-
-
-def get(port: int, path: str) -> bytes:
-    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        asked.request("GET", path)
-        answer = asked.getresponse()
-        return answer.read() if answer.status == http.HTTPStatus.OK else b""
-    finally:
-        asked.close()
+    took = arrive_later(server, port, master.address, master.start, 30)
+    record("mooncake_comes_later", attached_s=round(took, 3))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from e2e.known import eventually
+from e2e.known import KnownWorker, eventually
 from e2e.rounds import record
-from e2e.traffic import PROMPT_BYTES, Load, load
+from e2e.traffic import FETCH_S, PROMPT_BYTES, Load, load
 from layerflow.agent import Control
 from layerflow_cli.bench.harness import ServerProcess
 
@@ -106,7 +109,7 @@ def stop_in_mid_fetch(it: Load, pid: int) -> float:
     """SIGSTOP while it brings something that steps may wait for; when that was, on the monotonic clock."""
     pause = threading.Event()
     while True:
-        it.random_moment((0.002,))
+        it.soon_after(it.busy.hit, FETCH_S)
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         # Twice: what it had ended already may be on its way to the server.
@@ -114,6 +117,65 @@ def stop_in_mid_fetch(it: Load, pid: int) -> float:
             return began
         os.kill(pid, signal.SIGCONT)
         pause.wait(0.1)
+
+
+def arrive_later(
+    server: ServerProcess, http_port: int, reason: str, arrive: Callable[[], None], attach_s: float
+) -> float:
+    """The server starts without what lies behind it, serves all the same, says so, and uses it when it is there.
+
+    :param reason: part of what the server says is wrong meanwhile.
+    :param arrive: make it appear.
+    :returns: seconds from its appearance until it was used.
+    """
+    control = Control(server.endpoint, "observer")
+
+    def tier() -> dict[str, Any]:
+        found: dict[str, Any] = control.status(10)["tier"]
+        return found
+
+    with KnownWorker(server.endpoint) as worker:
+        assert eventually(lambda: reason in tier()["reason"], 20, 0.05), tier()
+        assert not tier()["up"]
+        assert "layerflow_tier_up 0.0" in get(http_port, "/metrics").splitlines()
+        assert get(http_port, "/healthz")
+        early = worker.prompt(64)
+        worker.serve(early)
+        assert worker.serve(early).hit.tokens == 63, "the arena does not serve alone"
+        arrive()
+        began = time.monotonic()
+        assert eventually(lambda: tier()["up"], attach_s, 0.01), tier()
+        took = time.monotonic() - began
+        assert eventually(lambda: "layerflow_tier_up 1.0" in get(http_port, "/metrics").splitlines(), 10, 0.1)
+        assert tier()["reason"] == ""
+        late = worker.prompt(64)
+        worker.serve(late)
+        assert eventually(lambda: tier()["written_objects"] == 4, 20, 0.02), tier()
+        control.purge()
+        assert worker.serve(late).hit.tokens == 63
+        assert tier()["fetched_objects"] == 4
+        assert worker.serve(early).hit.tokens == 0, "it was saved when there was nothing to write it to"
+        assert worker.agent.statistics().attachments == 1
+    control.close()
+    return took
+
+
+def get(port: int, path: str) -> str:
+    """What the server says over HTTP; empty = not that all is well."""
+    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        asked.request("GET", path)
+        answer = asked.getresponse()
+        return answer.read().decode() if answer.status == http.HTTPStatus.OK else ""
+    finally:
+        asked.close()
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def assert_rest(server: ServerProcess, files: int) -> None:

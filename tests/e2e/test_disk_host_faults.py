@@ -1,24 +1,41 @@
-"""The process that keeps the disk tier is killed and stopped under load: nothing is wrong, nobody else is hurt."""
+"""The disk tier's process is killed and stopped under load, its folder is late: nothing is wrong, nobody is hurt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from e2e.host_faults import ARENA, kill_hosts, stop_host
-from e2e.rounds import rounds
+from e2e.host_faults import ARENA, arrive_later, free_port, kill_hosts, stop_host
+from e2e.rounds import record, rounds
 from layerflow_cli.bench.harness import ServerProcess
+
+CAPACITY = 256 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Not left behind: it may get large."""
+    yield tmp_path / "tier"
+    shutil.rmtree(tmp_path)
 
 
 @rounds(5, 50)
-def test_a_killed_host(serve: Callable[..., ServerProcess], tmp_path: Path, rounds: int) -> None:
-    kill_hosts(serve(pool__size=ARENA, pool__disk__path=tmp_path / "tier"), rounds, "disk")
+def test_a_killed_host(serve: Callable[..., ServerProcess], folder: Path, rounds: int) -> None:
+    kill_hosts(serve(pool__size=ARENA, pool__disk__path=folder, pool__disk__capacity=CAPACITY), rounds, "disk")
 
 
 @pytest.mark.parametrize(
     ("stops", "watched_s"), [(1, 4.0), pytest.param(3, 10.0, marks=[pytest.mark.campaign, pytest.mark.timeout(600)])]
 )
-def test_a_stopped_host(serve: Callable[..., ServerProcess], tmp_path: Path, stops: int, watched_s: float) -> None:
-    stop_host(serve(pool__size=ARENA, pool__disk__path=tmp_path / "tier"), stops, watched_s, "disk")
+def test_a_stopped_host(serve: Callable[..., ServerProcess], folder: Path, stops: int, watched_s: float) -> None:
+    stop_host(serve(pool__size=ARENA, pool__disk__path=folder, pool__disk__capacity=CAPACITY), stops, watched_s, "disk")
+
+
+def test_a_folder_that_comes_later(serve: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    port, mount = free_port(), tmp_path / "mount"
+    server = serve(pool__disk__path=mount / "tier", server__http_port=port)
+    took = arrive_later(server, port, "No such file or directory", mount.mkdir, 20)
+    record("disk_comes_later", attached_s=round(took, 3))

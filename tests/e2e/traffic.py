@@ -15,11 +15,14 @@ import numpy as np
 
 from e2e.known import AFTER, KnownWorker, Run, eventually, small_spec
 from layerflow.agent import Control
+from layerflow.spec import ModelSpec
 
-LAYERS, ROW, CHUNK, TOKENS = 8, 256, 32, 250
+LAYERS, ROW, BLOCK, CHUNK, TOKENS = 8, 256, 4, 32, 250
 PROMPT_BYTES = LAYERS * 2 * ROW * TOKENS
 """Of one prompt, 1 MB: 7 objects of 128 KiB and a partial one."""
 BLOCKS = 2048
+FETCH_S, SAVE_S, ANY_S = 0.002, 0.03, 0.2
+"""How long bringing a prompt into the arena takes, how long computing and saving one, and longer than both."""
 WATCHED = 8
 """So many passes later the blocks of a failed load are looked at again, and given back."""
 
@@ -57,11 +60,11 @@ class Engine:
     def __init__(
         self, endpoint: str, name: str, seeds: Callable[[int], int], step_timeout_s: float, lookup_timeout_s: float
     ) -> None:
-        spec = small_spec(LAYERS, row=ROW, chunk_tokens=CHUNK)
         self.counts = Counts()
-        self.worker = KnownWorker(endpoint, spec, BLOCKS, name, lookup_timeout_s=lookup_timeout_s)
+        self.worker = KnownWorker(endpoint, known_spec(), BLOCKS, name, lookup_timeout_s=lookup_timeout_s)
         self.stored: deque[int] = deque(maxlen=4096)  #: the prompts whose passes ended well
         self.hit = threading.Event()  #: set at every hit, whose objects may have to be fetched from now on
+        self.miss = threading.Event()  #: set at every miss, after which everything is computed and saved
         self._seeds, self._step_timeout_s = seeds, step_timeout_s
         self._failed: deque[Run] = deque()
         self._stop = threading.Event()
@@ -92,7 +95,8 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._pass(self._seeds(self.counts.passes))
+                if self.worker.agent.wait_attached(0.1):
+                    self._pass(self._seeds(self.counts.passes))
         except BaseException as error:  # noqa: BLE001 - told by stop()
             self._error = error
 
@@ -104,8 +108,7 @@ class Engine:
         counts.worst_lookup = max(counts.worst_lookup, time.monotonic() - began)
         counts.hits += run.hit.tokens > 0
         counts.misses += run.hit.tokens == 0
-        if run.hit.tokens:
-            self.hit.set()
+        (self.hit if run.hit.tokens else self.miss).set()
         step = worker.agent.open_step([run.request()], self._step_timeout_s)
         for layer in range(LAYERS):
             began = time.monotonic()
@@ -188,11 +191,17 @@ class Load:
 
         assert eventually(both, timeout_s, 0.02), self.tier()
 
-    def random_moment(self, within_s: tuple[float, ...] = (0.004, 0.2)) -> None:
-        """Wait until some time after the next hit: half of the times so shortly that its fetch is under way."""
-        self.busy.hit.clear()
-        assert self.busy.hit.wait(30), "nothing hits"
-        self._never.wait(self._dice.choice(within_s) * self._dice.random())
+    def random_moment(self) -> None:
+        """Wait until some time: often while objects are being fetched, often while they are being saved."""
+        engine = self.busy
+        event, within_s = self._dice.choice(((engine.hit, FETCH_S), (engine.miss, SAVE_S), (engine.miss, ANY_S)))
+        self.soon_after(event, within_s)
+
+    def soon_after(self, event: threading.Event, within_s: float) -> None:
+        """Wait until a random time after the busy engine's next hit or miss."""
+        event.clear()
+        assert event.wait(30), "nothing happens"
+        self._never.wait(within_s * self._dice.random())
 
     def stop(self) -> tuple[Counts, Counts]:
         """What the busy and the steady engine have seen; asserts what must hold in every campaign.
@@ -226,6 +235,11 @@ def load(endpoint: str, **more: Any) -> Iterator[Load]:
         for engine in (it.busy, it.steady):
             engine._stop.set()
         it.stop()
+
+
+def known_spec() -> ModelSpec:
+    """What the engines cache."""
+    return small_spec(LAYERS, BLOCK, CHUNK, ROW)
 
 
 def prompt(seed: int) -> np.ndarray:
