@@ -40,6 +40,7 @@ lint: $(STAMP)
 # The long forms of the fault tests: dozens of kills each.
 campaign: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout 1800
+	tests/backends/run.sh -m campaign --timeout 1800
 	tests/vllm/run.sh -m campaign
 
 bench: $(STAMP)
