@@ -225,7 +225,9 @@ def test_what_nobody_wants_any_more_is_called_back_once(world):
     world.fetches.forget_step(STEP)
     world.fetches.forget_step(STEP)
     assert world.said(Unfetch) == [Unfetch(fetch.id)]
-    world.fetches.heard(Fetched(fetch.id, 1, ended=True))
+    assert world.fetches.coming(key(1)) is None and key(1) not in world.fetches, "a new step must not wait for it"
+    world.fetches.heard(Fetched(fetch.id, 1, ended=True, failed=(Failure(0, Outcome.FAILED, "nobody wants it"),)))
+    assert world.failed == [], "it may be offered again at once"
     assert world.news() == [] and world.pool.statistics().half_written == 0
 
 

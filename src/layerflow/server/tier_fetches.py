@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from layerflow.flow.events import Event, FetchFailed, LayersFetched
+from layerflow.hosts.backend import Outcome as Unreadable
 from layerflow.hosts.messages import Fetch, Fetched, Objects, ToHost, Unfetch, pack_u32, pack_u64
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Outcome, Owner, Pool
@@ -99,14 +100,15 @@ class Fetches:
         self.refused = 0
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._coming
+        return self.coming(key) is not None
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def coming(self, key: bytes) -> Coming | None:
-        """Where `key` will be; None = it is not on its way."""
-        return self._coming.get(key)
+        """Where `key` will be; None = it is not on its way, or was called back."""
+        coming = self._coming.get(key)
+        return None if coming is None or coming.job.unwanted else coming
 
     def begin(self, objects: Sequence[NewObject], layers: int, timeout_s: float, now: float) -> None:
         """Start bringing objects of one group that are neither in the arena nor on their way.
@@ -132,7 +134,7 @@ class Fetches:
         """Pin these for `owner` once they have come."""
         by_job: dict[Job, set[bytes]] = {}
         for key in keys:
-            coming = self._coming.get(key)
+            coming = self.coming(key)
             if coming is not None:
                 by_job.setdefault(coming.job, set()).add(key)
         for job, wanted in by_job.items():
@@ -171,7 +173,8 @@ class Fetches:
         fresh = {failure.position: failure for failure in message.failed if failure.position not in job.failed}
         for position, failure in fresh.items():
             job.failed[position] = failure.reason
-            self._failed(job.objects[position].key, failure.outcome, failure.reason)
+            if not job.unwanted or failure.outcome != Unreadable.FAILED:  # what was called back has not failed
+                self._failed(job.objects[position].key, failure.outcome, failure.reason)
         events = list(self._losses(job, fresh))
         # The last layer is told with the end: until then any object may still turn out to be broken.
         job.arrived = max(job.arrived, min(message.layers, job.layers if message.ended else job.layers - 1))
