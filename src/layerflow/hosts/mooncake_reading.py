@@ -13,6 +13,7 @@ from layerflow.hosts.mooncake_master import Master
 
 LATE = Verdict(Outcome.FAILED, "no time was left for it")
 _OTHER_SIZE = Verdict(Outcome.MISSING, "it is there with another size")
+_NO_SIZE = Verdict(Outcome.FAILED, "Mooncake's master did not say how large it is")
 _NOT_OPEN = Verdict(Outcome.FAILED, "it is read without having been opened")
 _NEW_MASTER = Verdict(Outcome.EXPIRED, "Mooncake's master ended, and its leases with it")
 
@@ -49,7 +50,7 @@ class Reader:
         for at, (place, name) in enumerate(zip(places, names, strict=True)):
             session = self._open.get(place.key)
             if verdicts[at] is OK and sizes.get(name) != {place.nbytes}:
-                verdicts[at] = _OTHER_SIZE
+                verdicts[at] = _OTHER_SIZE if name in sizes else _NO_SIZE
                 if session is None:
                     refused.append(name)
             elif verdicts[at] is OK:

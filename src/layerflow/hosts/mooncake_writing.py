@@ -67,32 +67,11 @@ class Writer:
                 verdicts[at] = _BEING_WRITTEN
             else:
                 pending[place.key] = at
-        wanted, pause = list(pending.values()), FIRST_RETRY_S
-        while wanted:
-            if time.monotonic() >= until:
-                verdicts |= {at: verdicts.get(at, LATE) for at in wanted}
-                break
-            term = self._master.reach()
-            codes = self._start([places[at] for at in wanted])
-            now = time.monotonic()
-            full: list[int] = []
-            for at, code in zip(wanted, codes, strict=True):
-                verdicts[at] = opening(code)
-                if code == 0:
-                    self._open[places[at].key] = _Session(term, now)
-                elif code == NO_ROOM:
-                    full.append(at)
-            if full:
-                largest = self._master.largest_segment()
-                for at in full:
-                    if 0 < largest < places[at].nbytes:
-                        verdicts[at] = _TOO_LARGE
-                full = [at for at in full if verdicts[at] is not _TOO_LARGE]
-                self._calls.count("full_retries", len(full))
-            wanted = full
-            if wanted:
-                time.sleep(max(0.0, min(pause, until - time.monotonic())))
-                pause = min(2 * pause, LAST_RETRY_S)
+        try:
+            self._take(places, list(pending.values()), verdicts, until)
+        except BaseException:  # it costs all of them: nobody will revoke those that have room
+            self.revoke([places[at] for at in pending.values()])
+            raise
         return [verdicts[at] for at in range(len(places))]
 
     def write(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
@@ -137,6 +116,29 @@ class Writer:
         """The client they were opened with is gone."""
         self._open.clear()
         self._landing.clear()
+
+    def _take(self, places: Sequence[Place], wanted: list[int], verdicts: dict[int, Verdict], until: float) -> None:
+        """Room for the objects at these positions; adds their verdicts."""
+        pause = FIRST_RETRY_S
+        while wanted and time.monotonic() < until:
+            term = self._master.reach()
+            codes = self._start([places[at] for at in wanted])
+            now = time.monotonic()
+            for at, code in zip(wanted, codes, strict=True):
+                verdicts[at] = opening(code)
+                if code == 0:
+                    self._open[places[at].key] = _Session(term, now)
+            wanted = [at for at, code in zip(wanted, codes, strict=True) if code == NO_ROOM]
+            largest = self._master.largest_segment() if wanted else 0
+            if largest:
+                verdicts |= {at: _TOO_LARGE for at in wanted if places[at].nbytes > largest}
+                wanted = [at for at in wanted if verdicts[at] is not _TOO_LARGE]
+            if wanted:
+                self._calls.count("full_retries", len(wanted))
+                time.sleep(max(0.0, min(pause, until - time.monotonic())))
+                pause = min(2 * pause, LAST_RETRY_S)
+        for at in wanted:
+            verdicts.setdefault(at, LATE)
 
     def _start(self, places: Sequence[Place]) -> list[int]:
         names, sizes = [pool_name(place.key) for place in places], [place.nbytes for place in places]

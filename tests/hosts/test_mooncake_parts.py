@@ -1,0 +1,338 @@
+"""What of the Mooncake backend needs neither its package nor a master."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from layerflow.hosts.backend import OK, Outcome, Place, Unreachable, Unusable
+from layerflow.hosts.mooncake import Mooncake
+from layerflow.hosts.mooncake_calls import Calls
+from layerflow.hosts.mooncake_codes import moved, opening, reading, writing
+from layerflow.hosts.mooncake_master import Master
+from layerflow.hosts.mooncake_reading import Reader
+from layerflow.hosts.mooncake_setup import MooncakeOptions, _limit_waits, load
+from layerflow.hosts.mooncake_warm import added
+from layerflow.hosts.mooncake_writing import Writer
+from layerflow.memfd import SharedMemory
+
+FOREVER = float("inf")
+
+
+def place(name: int, layers: int = 4) -> Place:
+    return Place(name.to_bytes(24, "big"), 0, 1 << 20, 4096, layers, 1)
+
+
+class TestCodes:
+    @pytest.mark.parametrize(
+        ("judge", "code", "outcome"),
+        [
+            (reading, -703, Outcome.MISSING),
+            (reading, -704, Outcome.MISSING),
+            (reading, -707, Outcome.EXPIRED),
+            (reading, -600, Outcome.EXPIRED),
+            (reading, -800, Outcome.FAILED),
+            (reading, -801, Outcome.BROKEN),
+            (reading, -900, Outcome.FAILED),
+            (reading, -901, Outcome.FAILED),
+            (opening, -200, Outcome.FULL),
+            (opening, -705, Outcome.EXISTS),
+            (opening, -900, Outcome.FAILED),
+            (writing, -601, Outcome.FAILED),
+            (writing, -800, Outcome.FAILED),
+            (writing, -12345, Outcome.FAILED),
+        ],
+    )
+    def test_each_has_its_outcome_and_says_itself(self, judge, code, outcome):
+        verdict = judge(code)
+        assert verdict.outcome is outcome
+        assert str(code) in verdict.reason
+
+    def test_a_range_returns_bytes(self):
+        assert moved(4096, 4096) == 0
+        assert moved(0, 4096) == moved(4095, 4096) == -800
+        assert moved(-707, 4096) == -707
+        assert reading(0) is opening(0) is writing(0) is OK
+
+
+class TestSegment:
+    MIB = 1 << 20
+
+    def test_found_beside_what_was_there(self):
+        before = [(0, 10 * self.MIB), (500 * self.MIB, 501 * self.MIB)]
+        after = [(0, 10 * self.MIB), (100 * self.MIB, 200 * self.MIB), (300 * self.MIB, 308 * self.MIB)]
+        assert added(before, after, 100 * self.MIB) == [(100 * self.MIB, 200 * self.MIB)]
+
+    def test_found_where_the_kernel_joined_it_to_its_neighbours(self):
+        before = [(100 * self.MIB, 110 * self.MIB), (210 * self.MIB, 220 * self.MIB)]
+        assert added(before, [(100 * self.MIB, 230 * self.MIB)], 100 * self.MIB) == [(110 * self.MIB, 210 * self.MIB)]
+
+    def test_found_in_pieces(self):
+        after = [(0, 64 * self.MIB), (100 * self.MIB, 164 * self.MIB), (200 * self.MIB, 208 * self.MIB)]
+        assert sorted(added([], after, 128 * self.MIB)) == after[:2]
+
+    def test_not_found(self):
+        stacks = [(at * 100 * self.MIB, at * 100 * self.MIB + 8 * self.MIB) for at in range(40)]
+        assert added([], stacks, 64 * self.MIB) == []
+        assert added(stacks, stacks, 64 * self.MIB) == []
+
+
+class _Answers(BaseHTTPRequestHandler):
+    bodies: ClassVar[dict[str, bytes]] = {}
+
+    def do_GET(self) -> None:
+        body = self.bodies.get(self.path)
+        self.send_response(404 if body is None else 200)
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+class TestMaster:
+    @pytest.fixture
+    def http(self) -> Iterator[str]:
+        _Answers.bodies = {"/health": b"ok"}
+        with HTTPServer(("127.0.0.1", 0), _Answers) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            yield f"http://127.0.0.1:{server.server_port}"
+            server.shutdown()
+            thread.join()
+
+    @staticmethod
+    def address(listener: socket.socket) -> str:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def test_its_term_ends_with_the_connection(self, listener):
+        master = Master(self.address(listener), "")
+        assert master.term == 0
+        first = master.reach()
+        line, _ = listener.accept()
+        assert master.reach() == master.term == first > 0
+        line.close()
+        assert master.term == 0
+        assert master.reach() == first + 1  # the same address, but who knows who that is
+        assert master.lost == 1
+        listener.accept()[0].close()
+        listener.close()
+        with pytest.raises(Unreachable, match="start mooncake_master there"):
+            master.reach()
+        master.close()
+
+    def test_health(self, listener, http):
+        master = Master(self.address(listener), http)
+        master.check()
+        _Answers.bodies = {}
+        with pytest.raises(Unreachable, match="says 404"):
+            master.check()
+        master.close()
+        deaf = Master(self.address(listener), f"http://{self.address(listener)}")
+        with pytest.raises(Unreachable, match="timed out"):
+            deaf.check()
+        deaf.close()
+
+    def test_largest_segment(self, listener, http):
+        _Answers.bodies["/metrics"] = (
+            b'segment_total_capacity_bytes{segment="a:1"} 1024\nsegment_total_capacity_bytes{segment="b:1"} 4096\n'
+            b'segment_allocated_bytes{segment="b:1"} 9999\n'
+        )
+        assert Master(self.address(listener), http).largest_segment() == 4096
+        assert Master(self.address(listener), "").largest_segment() == 0
+
+
+class Store:
+    """Answers with what a test says; remembers what it was asked."""
+
+    def __init__(self, **answers: list[list[int]]) -> None:
+        self.answers, self.asked = answers, []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.asked.append(name)
+            return self.answers[name].pop(0)
+
+        return call
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+@pytest.fixture
+def parts(listener) -> tuple[Calls, Reader, Writer]:
+    calls, master = Calls(), Master(TestMaster.address(listener), "")
+    return calls, Reader(calls, master), Writer(calls, master)
+
+
+def described(nbytes: int) -> list[Any]:
+    copy = SimpleNamespace(
+        is_memory_replica=lambda: True,
+        get_memory_descriptor=lambda: SimpleNamespace(buffer_descriptor=SimpleNamespace(size=nbytes)),
+    )
+    return [copy]
+
+
+class TestSessions:
+    def test_one_bad_object_spoils_no_other(self, parts):
+        calls, reader, _ = parts
+        places = [place(i) for i in range(4)]
+        store = Store(
+            batch_get_session_start=[[0, 0, -703, 0]],
+            batch_get_replica_desc=[{f"layerflow1-{p.key.hex()}": described(p.nbytes) for p in places}],
+            batch_get_into_multi_buffer_ranges=[[4096 + 64, -707, 4096]],
+        )
+        calls.open(store)
+        opened = [v.outcome for v in reader.open(places, FOREVER)]
+        assert opened == [Outcome.OK, Outcome.OK, Outcome.MISSING, Outcome.OK]
+        read = [v.outcome for v in reader.fetch([places[0], places[1], places[3]], 0, 1, FOREVER)]
+        assert read == [Outcome.OK, Outcome.EXPIRED, Outcome.FAILED]  # the last one came without its header's bytes
+
+    def test_what_the_library_kept_is_revoked_and_started_again(self, parts):
+        calls, _, writer = parts
+        store = Store(batch_put_session_start=[[-600, 0, -600], [0]], batch_put_session_revoke=[[0, -601]])
+        calls.open(store)
+        outcomes = [v.outcome for v in writer.open([place(i) for i in range(3)], FOREVER)]
+        assert outcomes == [Outcome.OK, Outcome.OK, Outcome.EXISTS]
+
+    def test_room_of_a_write_that_failed_under_way_is_not_given_back(self, parts):
+        calls, _, writer = parts
+        store = Store(
+            batch_put_session_start=[[0, 0]],
+            batch_put_from_multi_buffer_ranges=[[-800, 4096]],
+            batch_put_session_revoke=[[0]],
+        )
+        calls.open(store)
+        places = [place(1), place(2)]
+        assert writer.open(places, FOREVER) == [OK, OK]
+        assert [v.outcome for v in writer.write(places, 0, 1, FOREVER)] == [Outcome.FAILED, Outcome.OK]
+        writer.revoke(places[:1])
+        assert store.asked.count("batch_put_session_revoke") == 0
+        writer.revoke(places[1:])
+        assert store.asked.count("batch_put_session_revoke") == 1
+        assert writer.open(places[:1], FOREVER)[0].outcome is Outcome.FAILED
+
+    def test_a_lost_connection_is_tried_once_more(self, parts):
+        calls, _, writer = parts
+        store = Store(batch_put_session_start=[[-900, -900], [0, 0]])
+        calls.open(store)
+        assert writer.open([place(1), place(2)], FOREVER) == [OK, OK]
+        store.answers["batch_put_session_start"] = [[-900], [-900]]
+        with pytest.raises(Unreachable, match="-900"):
+            writer.open([place(3)], FOREVER)
+
+    def test_a_master_lost_halfway_leaves_nothing_open(self, parts):
+        calls, _, writer = parts
+        store = Store(batch_put_session_start=[[0, -200], [-900], [-900], [0, 0]], batch_put_session_revoke=[[0]])
+        calls.open(store)
+        places = [place(1), place(2)]
+        with pytest.raises(Unreachable):
+            writer.open(places, FOREVER)
+        assert store.asked[-1] == "batch_put_session_revoke"
+        assert writer.open(places, FOREVER) == [OK, OK]
+
+    def test_no_time_no_call(self, parts):
+        calls, reader, writer = parts
+        store = Store()
+        calls.open(store)
+        assert {v.outcome for v in writer.open([place(1)], 0) + reader.open([place(1)], 0)} == {Outcome.FAILED}
+        assert store.asked == []
+
+    def test_closed_once_and_for_all(self):
+        calls, store = Calls(), Store()
+        with pytest.raises(Unreachable):
+            calls("batch_is_exist", [])
+        calls.open(store)
+        calls.close()
+        calls.close()
+        assert store.asked == ["close"]
+        with pytest.raises(Unreachable):
+            calls("batch_is_exist", [])
+
+    def test_never_closed_under_a_call(self):
+        calls, begun, done = Calls(), threading.Event(), threading.Event()
+        closed: list[bool] = []
+        store = SimpleNamespace(hang=lambda: (begun.set(), done.wait()), close=lambda: closed.append(True))
+        calls.open(store)
+        caller = threading.Thread(target=calls, args=("hang",))
+        caller.start()
+        begun.wait()
+        calls.close()
+        done.set()
+        caller.join()
+        assert closed == []
+
+
+class TestLoading:
+    @pytest.fixture(autouse=True)
+    def forget(self, monkeypatch):
+        for name in ("mooncake", "mooncake.store"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def test_not_installed(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "mooncake", None)
+        with pytest.raises(Unusable, match=r"pip install mooncake-transfer-engine-non-cuda>=0\.3\.13"):
+            load()
+
+    def test_without_libibverbs(self, monkeypatch):
+        def fail(name: str) -> None:
+            raise ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory")
+
+        monkeypatch.setattr("importlib.import_module", fail)
+        with pytest.raises(Unusable, match="apt-get install libibverbs1"):
+            load()
+
+    def test_too_old(self, monkeypatch):
+        store = ModuleType("mooncake.store")
+        store.MooncakeDistributedStore = type("MooncakeDistributedStore", (), {})  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+        monkeypatch.setitem(sys.modules, "mooncake.store", store)
+        with pytest.raises(Unusable, match=r"is too old: layers need its sessions; pip install .*0\.3\.13"):
+            load()
+
+    def test_nobody_there(self, listener):
+        address = TestMaster.address(listener)
+        listener.close()
+        with (
+            SharedMemory.create(4096) as arena,
+            pytest.raises(Unreachable, match=r"start mooncake_master there, or set pool\.mooncake\.master"),
+        ):
+            Mooncake({"master": address, "metrics": ""}).attach(arena, lambda keys: None)
+        assert "mooncake.store" not in sys.modules
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"masters": "a:1"}, "no option masters"),
+            ({"master": "localhost"}, "write host:port"),
+            ({"segment_size": 4096}, "16777216 bytes or more, or 0"),
+        ],
+    )
+    def test_options(self, options, words):
+        with pytest.raises(Unusable, match=words):
+            MooncakeOptions.read(options)
+
+    def test_waits_end_before_the_server_kills(self, monkeypatch):
+        for name in ("MC_RPC_TIMEOUT_MS", "MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC"):
+            monkeypatch.setenv(name, "")
+        monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "")
+        for timeout_ms in (1800, 5000, 20_000):
+            _limit_waits(timeout_ms)
+            assert int(os.environ["MC_RPC_TIMEOUT_MS"]) < timeout_ms
+            hanging = int(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+            assert hanging == int(os.environ["MC_TCP_STATUS_TIMEOUT_SEC"]) < timeout_ms / 1000
+            assert int(os.environ["MC_TRANSFER_TIMEOUT"]) > hanging
