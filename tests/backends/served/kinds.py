@@ -1,0 +1,131 @@
+"""What may be behind a server's arena, and how a test breaks it."""
+
+from __future__ import annotations
+
+import abc
+import shutil
+import tempfile
+from pathlib import Path
+
+from mooncake_master import MooncakeMaster
+from mooncake_owner import Owner
+
+MIB = 1 << 20
+
+
+class Kind(abc.ABC):
+    """What is behind the servers of one test.
+
+    :param capacity: bytes that it holds, about.
+    :param lease_ms: how long what is being read is safe there, where it has leases.
+    :param absent: it is not there yet; :meth:`mend` makes it.
+    """
+
+    name = ""
+    tiered = True  #: there is something behind the arena
+    shared = False  #: several servers may use it
+    indexed = False  #: the server itself knows what is in it, tails of other prompts too
+    keeps = True  #: what is in it outlives :meth:`cut`
+    leases = False  #: reading takes a lease that can run out
+
+    def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
+        self.capacity, self.lease_ms, self.absent = capacity, lease_ms, absent
+
+    @abc.abstractmethod
+    def settings(self) -> dict[str, object]:
+        """For a server, by dotted key."""
+
+    def cut(self) -> None:
+        """It is out of reach from now on."""
+        raise NotImplementedError
+
+    def mend(self) -> None:
+        """It is back."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Clean up."""
+
+
+class Memory(Kind):
+    """Nothing."""
+
+    name = "memory"
+    tiered = False
+
+    def settings(self) -> dict[str, object]:
+        return {}
+
+
+class Disk(Kind):
+    """A folder. Out of reach means that the file system it is on was unmounted: its parent is gone."""
+
+    name = "disk"
+    indexed = True
+
+    def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
+        super().__init__(capacity, lease_ms, absent=absent)
+        self._home = Path(tempfile.mkdtemp(prefix="layerflow-disk-"))
+        self._mount, self._away = self._home / "mount", self._home / "away"
+        (self._away if absent else self._mount).mkdir()
+        self.path = self._mount / "objects"
+
+    def settings(self) -> dict[str, object]:
+        return {"pool.disk.path": self.path, "pool.disk.capacity": self.capacity}
+
+    def cut(self) -> None:
+        self._mount.rename(self._away)
+
+    def mend(self) -> None:
+        self._away.rename(self._mount)
+
+    def close(self) -> None:
+        shutil.rmtree(self._home)
+
+
+class Mooncake(Kind):
+    """A real master, and one process that gives the store all its memory, so that the store outlives servers.
+
+    Out of reach means that the master is dead; a new one knows of no object.
+    """
+
+    name = "mooncake"
+    shared = True
+    keeps = False
+    leases = True
+
+    def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
+        super().__init__(capacity, lease_ms, absent=absent)
+        self.master = MooncakeMaster(default_kv_lease_ttl=lease_ms)
+        self._owner: Owner | None = None
+        if absent:
+            self.cut()
+        else:
+            self._own()
+
+    def settings(self) -> dict[str, object]:
+        return {"pool.backend": "mooncake"} | {
+            f"pool.mooncake.{key}": value for key, value in self._client(segment_size=0).items()
+        }
+
+    def cut(self) -> None:
+        self.master.kill()
+
+    def mend(self) -> None:
+        self.master.start()
+        if self._owner is None:
+            self._own()
+
+    def close(self) -> None:
+        if self._owner is not None:
+            self._owner.kill()
+        self.master.close()
+
+    def _own(self) -> None:
+        self._owner = Owner(**self._client(segment_size=self.capacity))
+
+    def _client(self, **more: object) -> dict[str, object]:
+        return {"master": self.master.address, "metrics": self.master.url} | more
+
+
+KINDS: tuple[type[Kind], ...] = (Memory, Disk, Mooncake)
