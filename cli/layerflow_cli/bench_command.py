@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -21,7 +22,9 @@ MEASUREMENTS = {
     "miss": "What a lookup that finds nothing costs.",
     "stagger": "How well ranks keep their slots on a shared link.",
     "auto": "Whether mode = auto picks the cheaper way.",
+    "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",
 }
+WITH_OPTIONS = ("overlap", "pool")
 Options = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="An argument of the measurement; may be repeated."),
@@ -60,6 +63,26 @@ def overlap(
     _run("overlap", given, options or [], json_file)
 
 
+@bench.command(
+    help=f"{MEASUREMENTS['pool']} Starts what the pool needs, unless --config names a running one.\n\n\b\n"
+    "Example:\n  layerflow bench pool --kind mooncake --json pool.json"
+)
+def pool(
+    kind: Annotated[Literal["memory", "disk", "mooncake", "memcache"], typer.Option(help="What is measured.")] = "disk",
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Of each; medians are shown.")] = 15,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE", help="Settings of a running store.")
+    ] = None,
+    cann_emulator: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="An emulated CANN, for memcache on a machine without an NPU.")
+    ] = None,
+    options: Options = None,
+    json_file: JsonFile = None,
+) -> None:
+    given = {"kind": kind, "rounds": rounds, "config": config, "cann_emulator": cann_emulator}
+    _run("pool", given, options or [], json_file)
+
+
 def _add(name: str) -> None:
     """The command of a measurement without options of its own."""
 
@@ -69,7 +92,7 @@ def _add(name: str) -> None:
 
 
 for _name in MEASUREMENTS:
-    if _name != "overlap":
+    if _name not in WITH_OPTIONS:
         _add(_name)
 
 
@@ -121,9 +144,13 @@ def _like(default: Any, text: str) -> Any:
 
 
 def _measure(name: str, given: Mapping[str, Any], sets: Sequence[str] = ()) -> Mapping[str, Any]:
-    module = importlib.import_module(f"layerflow_cli.bench.{name.replace('-', '_')}")
+    module = _module(name)
     result: Mapping[str, Any] = module.measure(**arguments(module.measure, given, sets))
     return result
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"layerflow_cli.bench.{name.replace('-', '_')}")
 
 
 def _run(name: str, given: Mapping[str, Any], sets: Sequence[str], json_file: Any) -> None:
@@ -139,5 +166,6 @@ def _show(name: str, result: Mapping[str, Any]) -> None:
     from layerflow_cli.output import console, tables  # noqa: PLC0415
 
     out = console()
-    for table in tables(name, result):
+    present = getattr(_module(name), "present", None)  # of those that show more than a list
+    for table in present(result) if present else tables(name, result):
         out.print(table)

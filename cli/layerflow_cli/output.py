@@ -6,13 +6,15 @@ A name carries its unit as a suffix (``wall_ms``, ``used_bytes``, ``events_per_s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from layerflow.errors import ConfigError
@@ -41,6 +43,27 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal:
         made = Console(stderr=stderr, width=PLAIN_WIDTH)
     return made
+
+
+@contextlib.contextmanager
+def progress(total: int, screen: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal, nothing elsewhere. What it gives is told what begins; before it, something has ended.
+
+    :param total: how much there is to do.
+    :param screen: where; None = standard error.
+    """
+    screen = screen or console(stderr=True)
+    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        begun = False
+
+        def advance(what: str) -> None:
+            nonlocal begun
+            bar.update(task, advance=int(begun), description=what)
+            begun = True
+
+        yield advance
 
 
 def unit_of(name: str) -> str:

@@ -2,7 +2,9 @@
 
 import math
 
-from layerflow_cli.bench import auto, copy, flow, miss, overlap, stagger
+import pytest
+
+from layerflow_cli.bench import auto, copy, flow, miss, overlap, pool, stagger
 
 
 def test_miss():
@@ -42,3 +44,13 @@ def test_copy():
 def test_stagger():
     error = stagger.measure(slots=5, stagger_us=50.0, copy_threads=0)["error_us"]
     assert error["p50"] <= error["p95"] <= error["max"]
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_pool(kind):
+    result = pool.measure(kind=kind, rounds=1, chunks=2, layers=3, depths=(2, 4))
+    for way in ("save", "load"):
+        assert result[f"{way}_ratio"] == pytest.approx(result[f"{way}_gbps"] / result[f"raw_{way}_gbps"])
+    assert [result[f"metadata_rpcs_{what}"] for what in ("per_step", "2_layers", "4_layers")] == [0, 0, 0]
+    speeds, requests = pool.present(result)
+    assert kind in speeds.title and (speeds.row_count, requests.row_count) == (2, 3)

@@ -8,7 +8,7 @@ import pytest
 
 from hosts.bench import Bench, MakeBench, Thing
 from layerflow.hosts.backend import Outcome
-from layerflow.hosts.fetching import SLICE_BYTES, FetchLane
+from layerflow.hosts.fetching import FIRST_SLICE_BYTES, SLICE_BYTES, FetchLane
 from layerflow.hosts.messages import Fetch, Fetched, Unfetch, pack_u64
 
 
@@ -30,23 +30,27 @@ def outcomes(message: Fetched) -> list[tuple[int, Outcome]]:
     return [(failure.position, Outcome(failure.outcome)) for failure in message.failed]
 
 
-def test_the_first_slice_is_one_layer_and_the_others_are_large(bench: MakeBench) -> None:
-    it, thing = bench(8 << 20), Thing(1, 2, 10, SLICE_BYTES // 7)
+def test_the_first_slice_is_one_layer_and_the_others_grow(bench: MakeBench) -> None:
+    it, thing = bench(16 << 20), Thing(1, 2, 50, FIRST_SLICE_BYTES // 8)
+    assert SLICE_BYTES == 4 * FIRST_SLICE_BYTES
     it.store(thing)
     start(it, Fetch(5, thing.said(), 10_000))
-    assert [it.hear() for _ in range(4)] == [
+    assert [it.hear() for _ in range(6)] == [
         Fetched(5, 1, False),
         Fetched(5, 5, False),
-        Fetched(5, 9, False),
-        Fetched(5, 10, True),
+        Fetched(5, 13, False),
+        Fetched(5, 29, False),
+        Fetched(5, 45, False),
+        Fetched(5, 50, True),
     ]
     assert thing.intact(it.arena) == [True, True]
-    assert it.calls(6) == ["open_fetch 2", "fetch 2 0:1", "fetch 2 1:5", "fetch 2 5:9", "fetch 2 9:10", "close_fetch 2"]
+    slices = [f"fetch 2 {lo}:{hi}" for lo, hi in ((0, 1), (1, 5), (5, 13), (13, 29), (29, 45), (45, 50))]
+    assert it.calls(8) == ["open_fetch 2", *slices, "close_fetch 2"]
 
 
 def test_jobs_take_turns_and_a_new_one_comes_first(bench: MakeBench) -> None:
     it = bench(16 << 20)
-    things = [Thing(number, 1, 3, SLICE_BYTES, at=number * (4 << 20)) for number in range(3)]
+    things = [Thing(number, 1, 3, FIRST_SLICE_BYTES, at=number * (4 << 20)) for number in range(3)]
     for thing in things:
         it.store(thing)
     start(it, *(Fetch(number, thing.said(), 10_000) for number, thing in enumerate(things)))
@@ -92,7 +96,7 @@ def test_nothing_is_opened_once_the_time_has_run_out(bench: MakeBench) -> None:
 
 
 def test_an_unwanted_fetch_stops_at_the_next_slice(bench: MakeBench) -> None:
-    it, thing = bench(8 << 20, gated=("fetch",)), Thing(1, 1, 4, SLICE_BYTES)
+    it, thing = bench(8 << 20, gated=("fetch",)), Thing(1, 1, 4, FIRST_SLICE_BYTES)
     it.store(thing)
     start(it, Fetch(1, thing.said(), 10_000))
     assert it.calls(2) == ["open_fetch 1", "fetch 1 0:1"]
@@ -133,7 +137,7 @@ def test_a_job_that_cannot_be_is_refused_whole(bench: MakeBench, changes: dict[s
 
 
 def test_a_host_that_stops_closes_what_is_open(bench: MakeBench) -> None:
-    it, thing = bench(8 << 20, gated=("fetch",)), Thing(1, 1, 4, SLICE_BYTES)
+    it, thing = bench(8 << 20, gated=("fetch",)), Thing(1, 1, 4, FIRST_SLICE_BYTES)
     it.store(thing)
     start(it, Fetch(1, thing.said(), 10_000))
     it.calls(2)

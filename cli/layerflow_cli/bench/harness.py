@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -91,23 +91,33 @@ class Worker:
     """An engine worker with paged memory but no model: `layers` layers of K and V.
 
     :param tokens: that one request has; a multiple of the block size.
-    :param layer_bytes: bytes of one layer of such a request, K and V together.
+    :param layer_bytes: bytes of one layer of such a request, all planes together.
+    :param planes: their names.
     """
 
     def __init__(
-        self, endpoint: str, layers: int, tokens: int, layer_bytes: int, block_size: int = 16, requests: int = 2
+        self,
+        endpoint: str,
+        layers: int,
+        tokens: int,
+        layer_bytes: int,
+        block_size: int = 16,
+        requests: int = 2,
+        planes: Sequence[str] = ("k", "v"),
     ) -> None:
         self.layers, self.tokens, self.block_size = layers, tokens, block_size
-        row = layer_bytes // tokens // 2
-        self.layer_bytes = row * tokens * 2
-        planes = (Plane("k", "uint8", (row,)), Plane("v", "uint8", (row,)))
-        group = GroupSpec("full", block_size, tuple(range(layers)), planes)
+        row = layer_bytes // tokens // len(planes)
+        self.layer_bytes = row * tokens * len(planes)
+        group = GroupSpec(
+            "full", block_size, tuple(range(layers)), tuple(Plane(name, "uint8", (row,)) for name in planes)
+        )
         self.spec = ModelSpec("bench", secrets.token_hex(8), (group,))
         self.blocks = tokens // block_size
         shape = (self.blocks * requests, block_size, row)
         # Written once: memory that was never touched costs the first copy a page fault per page.
         self.tensors = {
-            layer: {name: torch.full(shape, layer % 251, dtype=torch.uint8) for name in "kv"} for layer in range(layers)
+            layer: {name: torch.full(shape, layer % 251, dtype=torch.uint8) for name in planes}
+            for layer in range(layers)
         }
         self.agent = Agent(endpoint, self.spec, self.tensors, "bench", lookup_timeout_s=WARM_TIMEOUT_S)
         if not self.agent.attached:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from layerflow.engine import Engine
 from layerflow.errors import ConfigError, LayerflowError
@@ -21,7 +19,7 @@ from layerflow_cli.demo.engines import Answer, KvBytes, Served, answer, answer_s
 from layerflow_cli.demo.outcome import Outcome, differing
 from layerflow_cli.demo.report import Link, report
 from layerflow_cli.demo.workload import SHAPES, Workload, suitable_link
-from layerflow_cli.output import console
+from layerflow_cli.output import console, progress
 
 MIB = 1 << 20
 COLD, AGAIN = 0, 1
@@ -66,7 +64,7 @@ def run_demo(
 
     screen = console()
     plain = [Engine(outcome.workload.config) for outcome in outcomes]
-    with _progress(screen, len(outcomes) * (runs * 4 + 3) + 1) as advance:
+    with progress(len(outcomes) * (runs * 4 + 3) + 1, screen) as advance:
         for outcome, engine in zip(outcomes, plain, strict=True):
             spoil(engine)
             _without(outcome, engine, 0, advance)
@@ -77,21 +75,6 @@ def run_demo(
             for outcome, engine in zip(outcomes, plain, strict=True):
                 link = _through_the_pool(outcome, engine, runs, address, advance)
     return report(outcomes, link, runs=runs, quick=quick, json_file=json_file, out=out, screen=screen)
-
-
-@contextlib.contextmanager
-def _progress(screen: Console, total: int) -> Iterator[Advance]:
-    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        begun = False
-
-        def advance(what: str) -> None:
-            nonlocal begun
-            bar.update(task, advance=int(begun), description=what)
-            begun = True
-
-        yield advance
 
 
 @contextlib.contextmanager

@@ -1,0 +1,66 @@
+"""Raw calls to memcache_hybrid: room, copies and the end of a write; a lease, places and copies to read."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from layerflow_cli.bench.pool_raw_plain import Raw, Shape
+
+GIVEN = ("meta_service_url", "config_store_url", "hcom_url", "protocol", "world_size")
+SIZES = ("dram_size", "max_dram_size")
+DRAM = 1
+G2H, H2G = 2, 3
+LEASE_MS = 10_000
+
+
+class RawMemcache(Raw):
+    """A client as the host's is: same options, as much memory for the pool."""
+
+    def __init__(self, options: dict[str, Any], shape: Shape) -> None:
+        super().__init__(shape)
+        library = importlib.import_module("memcache_hybrid")
+        self._store = library.DistributedObjectStore()
+        if not options["config_file"]:
+            config = library.LocalConfig()
+            for name in GIVEN:
+                setattr(config, name, options[name])
+            for name in SIZES:
+                setattr(config, name, f"{options[name] >> 20}MB")
+            config.hbm_size, config.log_level = "0", "error"
+            _zero([self._store.setup(config)], "set up")
+        _zero([self._store.init(options["device_id"])], "start")
+        _zero([self._store.register_buffer(self.memory.address, self.memory.nbytes)], "register memory")
+
+    def save(self, names: list[str]) -> None:
+        store, (objects, layers, nbytes) = self._store, self.shape
+        places = store.batch_alloc(names, [layers * nbytes] * objects, DRAM)
+        _zero([not place for place in places], "give room")
+        self._copy(places, H2G)
+        _zero(store.batch_write_finish(names, [0] * objects), "finish a write")
+
+    def load(self, names: list[str]) -> None:
+        store = self._store
+        _zero(store.batch_add_lease(names, LEASE_MS), "lease")
+        self._copy([info.gva_list()[0] for info in store.batch_get_key_info(names)], G2H)
+        store.batch_remove_lease(names)
+
+    def forget(self, names: list[str]) -> None:
+        _zero(self._store.remove_batch(names), "remove")
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _copy(self, places: list[int], direction: int) -> None:
+        objects, layers, nbytes = self.shape
+        sizes = [nbytes] * objects
+        for layer in range(layers):
+            there = [place + layer * nbytes for place in places]
+            here = [self.place(index, layer) for index in range(objects)]
+            _zero([self._store.batch_copy(there, here, sizes, direction)], "copy")
+
+
+def _zero(codes: list[int], what: str) -> None:
+    wrong = [code for code in codes if code]
+    if wrong:
+        raise RuntimeError(f"memcache refused to {what} {len(wrong)} of {len(codes)}: code {wrong[0]}")
