@@ -100,6 +100,9 @@ class MemcacheSettings(Section):
     )
     device_id: Whole = setting(0, "Number of the NPU.", ge=0, le=1023)
     cann_emulator: str = setting("", 'Directory of an emulated CANN, for tests and demos; "" = the real one.')
+    direct: bool = setting(
+        False, "Engine workers on an NPU move bytes straight between device memory and the pool, past the arena."
+    )
 
     _metrics = field_validator("metrics_url")(_http)
 
@@ -114,6 +117,11 @@ class MemcacheSettings(Section):
             raise ValueError(
                 f"dram_size = {format_size(self.dram_size)} should be at most "
                 f"max_dram_size = {format_size(self.max_dram_size)}"
+            )
+        if self.direct and self.config_file:
+            raise ValueError(
+                "direct = true needs the keys of this section: each worker is a client with an address of its own; "
+                "remove config_file"
             )
         return self
 

@@ -50,7 +50,7 @@ class TestRawClient:
 
     def test_it_greets_says_hello_and_reads_the_status(self, client):
         client.greet()
-        number, session, *_, lease_ms = client.hello("raw")
+        number, session, *_, lease_ms, _ = client.hello("raw")
         assert (number, lease_ms) == (101, 10_000)
         status = client.status()
         assert [(s["session"], s["engine"]) for s in status["sessions"]] == [(session, "raw")]

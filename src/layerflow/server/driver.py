@@ -162,7 +162,8 @@ class Driver:
         book = self._books[command.session, command.step]
         self._metrics.load_failed(_word(command.reason))
         if command.reason.startswith(BROKEN):
-            hidden = self._pool.hide(book.keys_of(command.group, command.lo, command.hi))
+            keys = book.keys_of(command.group, command.lo, command.hi)
+            hidden = self.tier.shun(keys) if book.direct and self.tier is not None else self._pool.hide(keys)
             self._log.warning(
                 "load_broken", session=command.session, step=command.step, request=command.request, hidden=hidden
             )
@@ -173,19 +174,22 @@ class Driver:
     def _stored(self, command: Commit | Revoke, committed: bool, reason: str) -> None:
         step = (command.session, command.step)
         book = self._books[step]
-        keys = [key for part in command.parts for key in book.save_keys[part]]
-        if committed:
-            self._pool.commit(keys, book.owner)
-        else:
-            self._pool.revoke(keys, book.owner)
-        if self.tier is not None:
-            (self.tier.committed if committed else self.tier.revoked)(step, keys)
+        if not book.direct:
+            self._settle(step, book, [key for part in command.parts for key in book.save_keys[part]], committed)
         if reason == SHED:
             self._metrics.saves_shed(len(command.parts))
         elif not committed:
             self._metrics.save_failed(_word(reason), len(command.parts))
         positions = [book.save_parts[part] for part in command.parts]
         self._notice(command.session).stored.append(Stored(command.step, positions, committed, reason))
+
+    def _settle(self, step: tuple[int, int], book: StepBook, keys: list[bytes], committed: bool) -> None:
+        if committed:
+            self._pool.commit(keys, book.owner)
+        else:
+            self._pool.revoke(keys, book.owner)
+        if self.tier is not None:
+            (self.tier.committed if committed else self.tier.revoked)(step, keys)
 
     def _grant(self, session: int) -> Grant:
         return self._grants.setdefault(session, Grant([], [], [], []))

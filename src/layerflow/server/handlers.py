@@ -31,6 +31,7 @@ from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
 from layerflow.server.lookup import HitLength, find_hit, hit_keys
 from layerflow.server.planner import plan_step
+from layerflow.server.planner_direct import plan_direct
 from layerflow.server.reach import find_and_bring, unknown_keys
 from layerflow.server.sessions import LOCAL, Session, Sessions
 from layerflow.wire import codec
@@ -58,6 +59,7 @@ class House:
 
     :param send: queue a message for a session.
     :param tier: what lies behind the pool; None = nothing.
+    :param direct: engine workers may move bytes past the arena.
     :param draining: the server takes no new work.
     """
 
@@ -71,6 +73,7 @@ class House:
     arena_bytes: int
     max_workers: int
     tier: Tier | None = None
+    direct: bool = False
     draining: bool = False
 
 
@@ -170,6 +173,8 @@ class Handlers:
                     "an engine worker fetches the arena at the doorway before it attaches; on other hosts "
                     "there is none: attach without memory",
                 )
+            if message.direct and not house.direct:
+                raise Refused("not_direct", "this server's workers move bytes through the arena; attach without direct")
             if house.draining:
                 raise Refused("draining", "the server is shutting down")
             if house.sessions.workers() >= house.max_workers:
@@ -179,6 +184,7 @@ class Handlers:
             house.driver.handle(SessionOpened(session.number, shapes, spec.shard.tp_rank, spec.shard.tp_size))
         session.spec = message.spec
         session.memory = message.memory
+        session.direct = message.memory and message.direct
         house.metrics.sessions(house.sessions.workers())
         self._log.info(
             "session_attached",
@@ -188,6 +194,7 @@ class Handlers:
             model=message.spec.name,
             fingerprint=message.spec.fingerprint.hex(),
             memory=message.memory,
+            direct=session.direct,
         )
         house.send(session, wire.Attached(house.arena_bytes if message.memory else 0, house.terms()))
 
@@ -224,20 +231,22 @@ class Handlers:
                 self._guarded(asker, message, functools.partial(self._reach, found=found))
 
         asked = [*digests, message.tail] if message.tail else digests
-        house.tier.ask(unknown_keys(house.pool, house.tier, session.spec, asked), answer)
+        direct = any(worker.direct for worker in house.sessions.workers_of(session.engine))
+        house.tier.ask(unknown_keys(house.pool, house.tier, session.spec, asked, direct=direct), answer)
 
     def _reach(self, session: Session, message: wire.Lookup, found: frozenset[bytes]) -> None:
         """The tier has answered: what the hit needs of it is fetched from now on."""
         pool, tier, spec = self._house.pool, self._house.tier, session.spec
         assert tier is not None and spec is not None
         digests = codec.split_digests(message.digests, f"request {message.request!r}")
-        workers = {
-            peer.spec.shard
-            for peer in self._house.sessions
-            if peer.memory and peer.engine == session.engine and peer.spec is not None
-        }
+        workers = self._house.sessions.workers_of(session.engine)
+        direct = any(worker.direct for worker in workers)
+        # What a worker reads straight from the tier is not brought.
+        through = {worker.spec.shard for worker in workers if worker.spec is not None and not worker.direct}
+        shards = [*through] if workers else spec.shard.peers()
         prompt = message.root, digests, message.tokens, message.tail
-        self._found(session, message, find_and_bring(pool, tier, spec, [*workers] or spec.shard.peers(), prompt, found))
+        hit = find_and_bring(pool, tier, spec, shards, prompt, found, direct=direct)
+        self._found(session, message, hit)
 
     def _found(self, session: Session, message: wire.Lookup, hit: HitLength) -> None:
         assert session.spec is not None
@@ -262,7 +271,11 @@ class Handlers:
         if house.driver.is_open(key):
             raise ProtocolError(f"step {message.step} is already open")
         now = time.monotonic()
-        opening = plan_step(house.pool, house.tier, session, message, now)
+        opening = (
+            plan_direct(session, message, now)
+            if session.direct
+            else plan_step(house.pool, house.tier, session, message, now)
+        )
         house.driver.open(key, opening.book)
         # The plan goes first: batches that follow are numbered by it.
         house.send(session, opening.plan)

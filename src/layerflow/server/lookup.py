@@ -78,6 +78,25 @@ class Both:
         return sorted(found, key=lambda tail: (-tail.tokens, tail.key))
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The tier alone, for workers whose bytes do not pass through the arena; parameters as of :class:`Both`."""
+
+    tier: Tier
+    found: frozenset[bytes] = frozenset()
+    barred: frozenset[bytes] = frozenset()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects can be loaded."""
+        found, barred = self.found, self.barred
+        held = self.tier.holds(keys)
+        return [(tier or key in found) and key not in barred for key, tier in zip(keys, held, strict=True)]
+
+    def tails(self, parent: bytes) -> list[base.Tail]:
+        """Partial chunks that follow `parent`, longest first."""
+        return sorted(self.tier.tails(parent), key=lambda tail: (-tail.tokens, tail.key))
+
+
 def find_hit(
     pool: Reach, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int, own: bytes = b""
 ) -> HitLength:

@@ -33,9 +33,11 @@ class StepBook:
     :param save_parts: for each save part of the core: its position in the OpenStep message.
     :param save_keys: for each save part of the core: the keys it has room for.
     :param load_objects: per group: (first block number, key) of every object loaded, ascending.
+    :param direct: its objects are the tier's business and its worker's, not the arena's.
     """
 
     owner: Hashable
+    direct: bool = False
     save_parts: list[int] = field(default_factory=list)
     save_keys: list[list[bytes]] = field(default_factory=list)
     load_objects: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
@@ -65,8 +67,8 @@ class Opening:
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """A checked part of the message; of loads also whether the last object is a tail, and what it follows (a key)."""
+class Wanted:
+    """A checked part of an OpenStep; of loads also whether the last object is a tail, and what it follows (a key)."""
 
     request: str
     group: int
@@ -85,13 +87,9 @@ def plan_step(pool: Pool, tier: Tier | None, session: Session, message: OpenStep
     """
     spec = session.spec
     assert spec is not None
-    if not now - MAX_STEP_S < message.deadline <= message.save_deadline < now + MAX_STEP_S:
-        raise ProtocolError(
-            f"step {message.step}: deadlines {message.deadline}, {message.save_deadline} must be ascending seconds "
-            "on CLOCK_MONOTONIC within a day of now"
-        )
-    loads = [_check_load(part, spec) for part in message.loads]
-    saves = [(_check(part, spec), _new_objects(part, spec)) for part in message.saves]
+    check_deadlines(message, now)
+    loads = [check_load(part, spec) for part in message.loads]
+    saves = [(check_part(part, spec), new_objects(part, spec)) for part in message.saves]
     book = StepBook(("step", session.number, message.step))
     step = (session.number, message.step)
     waiting = _Waiting(step, book.owner)
@@ -141,7 +139,7 @@ def _plan_loads(
     tier: Tier | None,
     spec: ModelSpec,
     book: StepBook,
-    loads: list[_Wanted],
+    loads: list[Wanted],
     deadline: float,
     waiting: _Waiting,
 ) -> tuple[list[PlanPart], list[Part], set[str]]:
@@ -180,7 +178,7 @@ def _plan_loads(
     return plans, parts, bad
 
 
-def _bring(tier: Tier, spec: ModelSpec, loads: list[_Wanted], located: list[list[Located | None]]) -> None:
+def _bring(tier: Tier, spec: ModelSpec, loads: list[Wanted], located: list[list[Located | None]]) -> None:
     """Start fetching what the arena lacks, one job per group."""
     lacking: dict[int, dict[bytes, NewObject]] = {}
     for wanted, found in zip(loads, located, strict=True):
@@ -193,7 +191,7 @@ def _bring(tier: Tier, spec: ModelSpec, loads: list[_Wanted], located: list[list
 
 
 def _plan_saves(
-    pool: Pool, book: StepBook, saves: list[tuple[_Wanted, list[NewObject]]], bad: set[str]
+    pool: Pool, book: StepBook, saves: list[tuple[Wanted, list[NewObject]]], bad: set[str]
 ) -> tuple[list[PlanPart], list[Part], int, dict[int, list[tuple[NewObject, int]]]]:
     plans, parts, full = [], [], 0
     placed: dict[int, list[tuple[NewObject, int]]] = {}
@@ -214,7 +212,17 @@ def _plan_saves(
     return plans, parts, full, placed
 
 
-def _check(part: LoadPart | SavePart, spec: ModelSpec) -> _Wanted:
+def check_deadlines(message: OpenStep, now: float) -> None:
+    """:raises ProtocolError: they are not in order, or far from `now`."""
+    if not now - MAX_STEP_S < message.deadline <= message.save_deadline < now + MAX_STEP_S:
+        raise ProtocolError(
+            f"step {message.step}: deadlines {message.deadline}, {message.save_deadline} must be ascending seconds "
+            "on CLOCK_MONOTONIC within a day of now"
+        )
+
+
+def check_part(part: LoadPart | SavePart, spec: ModelSpec) -> Wanted:
+    """:raises ProtocolError: no such group, or objects without a size that they can have."""
     where = f"request {part.request!r}, group {part.group}"
     if not 0 <= part.group < len(spec.groups):
         raise ProtocolError(f"{where}: the session's spec has groups 0 to {len(spec.groups) - 1}")
@@ -223,11 +231,12 @@ def _check(part: LoadPart | SavePart, spec: ModelSpec) -> _Wanted:
     most = spec.chunk_tokens // spec.groups[part.group].block_size
     if not digests or counts.min() < 1 or counts.max() > most:
         raise ProtocolError(f"{where}: a part has at least one object, and each 1 to {most} blocks")
-    return _Wanted(part.request, part.group, [object_key(d, part.group, spec.shard) for d in digests], counts)
+    return Wanted(part.request, part.group, [object_key(d, part.group, spec.shard) for d in digests], counts)
 
 
-def _check_load(part: LoadPart, spec: ModelSpec) -> _Wanted:
-    wanted = _check(part, spec)
+def check_load(part: LoadPart, spec: ModelSpec) -> Wanted:
+    """:raises ProtocolError: as of :func:`check_part`, or a tail that is none."""
+    wanted = check_part(part, spec)
     if len(part.parent) != (DIGEST_BYTES if part.tail else 0) or not 0 <= part.tail < spec.chunk_tokens:
         raise ProtocolError(
             f"request {part.request!r}, group {part.group}: a tail of {part.tail} tokens after a parent of "
@@ -239,7 +248,7 @@ def _check_load(part: LoadPart, spec: ModelSpec) -> _Wanted:
     return wanted
 
 
-def _new_objects(part: SavePart, spec: ModelSpec) -> list[NewObject]:
+def new_objects(part: SavePart, spec: ModelSpec) -> list[NewObject]:
     """:raises ProtocolError: token counts that a chunk cannot have, or a tail without its parent."""
     where = f"request {part.request!r}, group {part.group}"
     if not 0 <= part.group < len(spec.groups):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from layerflow.keys import object_key
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject, Pool
-from layerflow.server.lookup import Both, HitLength, find_hit
+from layerflow.server.lookup import Behind, Both, HitLength, find_hit
 from layerflow.spec import ModelSpec, Shard
 
 if TYPE_CHECKING:
@@ -26,13 +26,18 @@ def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, pare
     return NewObject(key, object_bytes(spec.groups[group], blocks), blocks, tokens, parent)
 
 
-def unknown_keys(pool: Pool, tier: Tier, spec: ModelSpec, digests: Sequence[bytes]) -> list[bytes]:
-    """Objects of these chunks, full or partial, of all groups and shards, that only the tier can tell of."""
+def unknown_keys(
+    pool: Pool, tier: Tier, spec: ModelSpec, digests: Sequence[bytes], *, direct: bool = False
+) -> list[bytes]:
+    """Objects of these chunks, full or partial, of all groups and shards, that only the tier can tell of.
+
+    :param direct: for workers to whom the arena does not matter.
+    """
     shards = spec.shard.peers()
     keys = [
         object_key(digest, group, shard) for group in range(len(spec.groups)) for digest in digests for shard in shards
     ]
-    known = Both(pool, tier).lookup(keys)
+    known = (Behind(tier) if direct else Both(pool, tier)).lookup(keys)
     return [key for key, there in zip(keys, known, strict=True) if not there]
 
 
@@ -43,6 +48,8 @@ def find_and_bring(
     shards: Sequence[Shard],
     prompt: tuple[bytes, list[bytes], int, bytes],
     found: frozenset[bytes],
+    *,
+    direct: bool = False,
 ) -> HitLength:
     """The longest hit in arena and tier together; what it needs is on its way into the arena.
 
@@ -51,11 +58,13 @@ def find_and_bring(
     :param shards: whose objects this machine's workers load; of the others it suffices that they exist.
     :param prompt: root digest, digests of the full chunks, tokens, and the digest of its last, partial chunk.
     :param found: keys that the tier was asked for and has.
+    :param direct: some workers read the tier themselves: what only the arena has is no hit.
     """
     root, digests, tokens, own = prompt
     barred: frozenset[bytes] = frozenset()
     while True:
-        hit = find_hit(Both(pool, tier, found, barred), spec, root, digests, tokens, own)
+        there = Behind(tier, found, barred) if direct else Both(pool, tier, found, barred)
+        hit = find_hit(there, spec, root, digests, tokens, own)
         stuck = _bring(pool, tier, spec, shards, digests, hit.tokens)
         if not stuck:
             return hit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ class Server:
             arena_bytes=self._arena.nbytes,
             max_workers=settings.server.max_sessions,
             tier=self.tier,
+            direct=bool(direct_options(settings)),
         )
         self._handlers = Handlers(self._house)
         self.metrics.limits(limits_of(settings))
@@ -155,6 +157,13 @@ class Server:
         """Prometheus exposition text."""
         self.read_statistics()
         return self.metrics.render()
+
+    def warmth(self) -> dict[str, tuple[int, int]]:
+        """Memory that is being touched before it is needed: bytes done, and bytes in all."""
+        found = {"arena": (self._arena.warm_bytes, self._arena.nbytes)} if self.settings.pool.warm else {}
+        if self.tier is not None and (segment := self.tier.segment_warmth()):
+            found["segment"] = segment
+        return found
 
     def read_statistics(self) -> None:
         """Bring the metrics up to date with what is counted elsewhere."""
@@ -275,6 +284,7 @@ class Server:
                 server.heartbeat_ms,
                 server.liveness_ms,
                 self.settings.pool.lease_ms,
+                direct_options(self.settings) if address[0] == LOCAL else "",
             ),
         )
 
@@ -349,10 +359,18 @@ def tier_of(settings: Settings) -> tuple[str, dict[str, Any]] | None:
         case "mooncake":
             return "mooncake", pool.mooncake.model_dump(mode="json") | common
         case "memcache":
-            return "memcache", pool.memcache.model_dump(mode="json") | common
+            return "memcache", pool.memcache.model_dump(mode="json", exclude={"direct"}) | common
     if pool.disk.path:
         return "disk", pool.disk.model_dump(mode="json") | common
     return None
+
+
+def direct_options(settings: Settings) -> str:
+    """What an engine worker's own client of the pool behind the arena is made from, as JSON; empty = it has none."""
+    behind = tier_of(settings)
+    if behind is None or not (settings.pool.backend == "memcache" and settings.pool.memcache.direct):
+        return ""
+    return json.dumps(behind[1])
 
 
 def limits_of(settings: Settings) -> Limits:

@@ -23,6 +23,7 @@ class Session:
     :param token: what it names itself by at the doorway.
     :param at_doorway: it is connected there, so the death of its process will be seen.
     :param entered: it was given the arena there.
+    :param direct: it moves bytes past the arena.
     :param silent: it missed its heartbeats. An engine worker that is silent still owns what it may write
         to; only the doorway says that it cannot write any more.
     """
@@ -36,6 +37,7 @@ class Session:
     heard: float
     spec: ModelSpec | None = None
     memory: bool = False
+    direct: bool = False
     at_doorway: bool = False
     entered: bool = False
     silent: bool = False
@@ -83,6 +85,10 @@ class Sessions:
     def holding(self, token: bytes) -> Session | None:
         """By token."""
         return self._by_token.get(token)
+
+    def workers_of(self, engine: str) -> list[Session]:
+        """Engine workers of one serving engine."""
+        return [session for session in self._by_number.values() if session.memory and session.engine == engine]
 
     def workers(self) -> int:
         """Attached engine workers."""

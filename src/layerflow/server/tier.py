@@ -150,6 +150,13 @@ class Tier:
         if not self._host.send(Ask(number, b"".join(wanted), timeout_ms)):
             self._answer(number, frozenset())
 
+    def shun(self, keys: Sequence[bytes]) -> int:
+        """Reading these has failed: they are not offered for a while. How many there are."""
+        until = time.monotonic() + SHUN_S
+        for key in keys:
+            self._shunned.add(key, until)
+        return len(keys)
+
     def tails(self, parent: bytes) -> list[Tail]:
         """Partial chunks that follow `parent` and can be brought."""
         return self._index.tails(parent) if self.up else []
@@ -262,6 +269,12 @@ class Tier:
         self._lower(why)
         self._writes.host_lost(why)
         self._fetches.host_lost(why)
+
+    def segment_warmth(self) -> tuple[int, int] | None:
+        """Bytes touched, and bytes in all, of memory that the backend gives to a shared pool; None = it gives none."""
+        figures = self._host.statistics
+        warm, total = figures.get("segment_warm_bytes", 0), figures.get("segment_bytes", 0)
+        return (int(warm), int(total)) if warm else None
 
     def statistics(self) -> TierStatistics:
         """A snapshot."""

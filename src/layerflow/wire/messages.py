@@ -45,10 +45,15 @@ class Hello(Message, frozen=True, tag=1):
 
 class Attach(Message, frozen=True, tag=2):
     """What this client caches. With `memory`, an engine worker that moves bytes: it must have fetched
-    the arena with the token of its Welcome before; without, a scheduler that only looks up."""
+    the arena with the token of its Welcome before; without, a scheduler that only looks up.
+
+    :param direct: it moves bytes straight between engine memory and the pool behind the arena, by a client of its
+        own, made from the options of its Welcome. Offsets of its plans mean nothing.
+    """
 
     spec: ModelSpec
     memory: bool
+    direct: bool = False
 
 
 class Lookup(Message, frozen=True, tag=3):
@@ -211,6 +216,8 @@ class Welcome(Message, frozen=True, tag=101):
 
     :param doorway: path of the Unix socket that hands out shared memory; empty where there is none.
     :param token: 16 bytes to send there first, and one that says what is wanted.
+    :param direct: JSON, the options of a client of the pool behind the arena, for workers that may reach it from
+        device memory; empty where they may not.
     """
 
     session: int
@@ -220,6 +227,7 @@ class Welcome(Message, frozen=True, tag=101):
     heartbeat_ms: int
     liveness_ms: int
     lease_ms: int
+    direct: str = ""
 
 
 class Terms(Message, frozen=True, tag=107):
