@@ -81,7 +81,8 @@ def test_a_master_that_is_away(
     """:param segment: memory that the server's own host gives to the pool; 0 = somebody else does."""
     if not segment:
         request.getfixturevalue("owner")
-    outages(serve(**settings(master, segment)), master, 1, away_s, "own_segment" if segment else "pure_client")
+    name = "own_segment" if segment else "pure_client"
+    outages(serve(**settings(master, segment)), (master.kill, master.start), 1, away_s, name)
 
 
 @rounds(2, 20)
@@ -91,11 +92,26 @@ def test_a_master_that_is_back_at_once(
     owner: Owner,
     rounds: int,
 ) -> None:
-    outages(serve(**settings(master)), master, rounds, 0.0, "at_once")
+    outages(serve(**settings(master)), (master.kill, master.start), rounds, 0.0, "at_once")
 
 
-def outages(server: ServerProcess, master: MooncakeMaster, rounds: int, away_s: float, name: str) -> None:
-    """The master is killed under load, and started `away_s` later at the same ports."""
+@pytest.mark.parametrize("away_s", [3.0, pytest.param(30.0, marks=[pytest.mark.campaign, pytest.mark.timeout(600)])])
+def test_a_master_that_hangs(serve: Serve, master: MooncakeMaster, owner: Owner, away_s: float) -> None:
+    outages(serve(**settings(master)), (master.pause, master.resume), 1, away_s, "hangs")
+
+
+def outages(
+    server: ServerProcess,
+    fault: tuple[Callable[[], None], Callable[[], None]],
+    rounds: int,
+    away_s: float,
+    name: str,
+) -> None:
+    """The master goes away under load and is back `away_s` later.
+
+    :param fault: how it goes and how it comes back; the latter returns when it answers.
+    """
+    go, come = fault
     resumed: list[float] = []
     noticed: list[float] = []
     served = 0
@@ -105,7 +121,7 @@ def outages(server: ServerProcess, master: MooncakeMaster, rounds: int, away_s: 
         for _ in range(rounds):
             it.flows()
             it.random_moment()
-            master.kill()
+            go()
             killed = time.monotonic()
             if away_s:
                 assert eventually(lambda: not it.up(), 10, 0.01), it.tier()
@@ -116,7 +132,7 @@ def outages(server: ServerProcess, master: MooncakeMaster, rounds: int, away_s: 
                 assert it.steady.counts.hits > before[0] and it.busy.counts.passes > before[1]
                 served += it.busy.counts.passes - before[1]
             written = it.tier()["written_objects"]
-            master.start()
+            come()
             healthy = time.monotonic()
             assert eventually(lambda before=written: it.tier()["written_objects"] > before, 30, 0.01), it.tier()
             resumed.append(time.monotonic() - healthy)
@@ -127,7 +143,7 @@ def outages(server: ServerProcess, master: MooncakeMaster, rounds: int, away_s: 
     busy, steady = it.busy.counts, it.steady.counts
     record(
         f"mooncake_master_{name}",
-        kills=rounds,
+        times=rounds,
         away_s=away_s,
         worst_resumed_s=round(max(resumed), 3),
         worst_noticed_s=round(max(noticed, default=0.0), 3),
