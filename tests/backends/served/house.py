@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from backends.served.kinds import Kind
-from e2e.known import KnownWorker, Run, eventually
+from e2e.known import AFTER, KnownWorker, Run, eventually
 
-from layerflow.agent import Control, StepRequest
+from layerflow.agent import Control, Hit, Outcome
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow_cli.bench.harness import ServerProcess
 
 PATIENCE_S = 30.0
 LOOKUP_S = 5.0
-PATIENT = {"pool.lookup_timeout_ms": 4000, "transfer.step_timeout_ms": 20_000}
+PATIENT = {"pool.lookup_timeout_ms": 4000, "transfer.step_timeout_ms": 20_000, "pool.lease_ms": 3000}
 """So that a machine with other work to do decides nothing."""
 
 
@@ -131,14 +131,10 @@ def engine(served: Served, spec: ModelSpec, blocks: int = 512, name: str = "engi
     return worker
 
 
-def load_only(run: Run) -> StepRequest:
-    return run.request(save=False)
-
-
 def reload(worker: KnownWorker, chains: Sequence[Chain]) -> list[Run]:
     """Load what there is of these prompts, in one step, and compare every byte; nothing fails, nothing is saved."""
     runs = [worker.admit(chain) for chain in chains]
-    with worker.agent.open_step([load_only(run) for run in runs]) as step:
+    with worker.agent.open_step([run.request(save=False) for run in runs]) as step:
         wrong = worker.forward(step, runs)
     assert wrong == 0, f"{wrong} wrong bytes"
     assert not any(run.failed for run in runs), [run.failed for run in runs]
@@ -148,12 +144,47 @@ def reload(worker: KnownWorker, chains: Sequence[Chain]) -> list[Run]:
     return runs
 
 
+def attempt(
+    worker: KnownWorker,
+    runs: Sequence[Run],
+    *,
+    timeout_s: float | None = None,
+    on_layer: Callable[[int, Outcome], None] | None = None,
+    save: bool = False,
+) -> set[str]:
+    """One step over admitted requests, in which anything may fail; why something did.
+
+    :raises AssertionError: a wrong byte in what has not failed, a late write to what has, or a step without end.
+    """
+    with worker.agent.open_step([run.request(save=save) for run in runs], timeout_s) as step:
+        wrong = worker.forward(step, runs, on_layer)
+        failed = step.failed
+    assert wrong == 0, f"{wrong} wrong bytes"
+    lost = [(run, group, blocks) for run in runs for group, blocks in run.failed.items()]
+    for run, group, blocks in lost:
+        for layer in worker.spec.groups[group].layers:
+            worker.fill(run, layer, sorted(blocks), AFTER)
+    for run in runs:
+        assert worker.agent.wait_idle(run.name, PATIENCE_S), "the step never ended"
+    for run, group, blocks in lost:
+        for layer in worker.spec.groups[group].layers:
+            assert not worker.changed_bytes(run, layer, blocks, AFTER), "written after its load had failed"
+    return {one.reason for one in failed}
+
+
 def save(worker: KnownWorker, *chains: Chain) -> None:
     """Each prompt in a step of its own."""
     for chain in chains:
         run = worker.serve(chain, look=False)
         ended = worker.agent.poll()
         assert run.name in ended.saved, ended
+
+
+def trusting(worker: KnownWorker, chain: Chain, tokens: int) -> Run:
+    """A request that was told of this hit a moment ago: nothing is asked, nor fetched before its step opens."""
+    run = worker.admit(chain, look=False)
+    run.hit = Hit(tokens)
+    return run
 
 
 def objects_of(spec: ModelSpec, tokens: int) -> int:

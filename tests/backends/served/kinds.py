@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -30,6 +31,7 @@ class Kind(abc.ABC):
 
     def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
         self.capacity, self.lease_ms, self.absent = capacity, lease_ms, absent
+        self._closing = contextlib.ExitStack()
 
     @abc.abstractmethod
     def settings(self) -> dict[str, object]:
@@ -45,6 +47,7 @@ class Kind(abc.ABC):
 
     def close(self) -> None:
         """Clean up."""
+        self._closing.close()
 
 
 class Memory(Kind):
@@ -66,6 +69,7 @@ class Disk(Kind):
     def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
         super().__init__(capacity, lease_ms, absent=absent)
         self._home = Path(tempfile.mkdtemp(prefix="layerflow-disk-"))
+        self._closing.callback(shutil.rmtree, self._home)
         self._mount, self._away = self._home / "mount", self._home / "away"
         (self._away if absent else self._mount).mkdir()
         self.path = self._mount / "objects"
@@ -78,9 +82,6 @@ class Disk(Kind):
 
     def mend(self) -> None:
         self._away.rename(self._mount)
-
-    def close(self) -> None:
-        shutil.rmtree(self._home)
 
 
 class Mooncake(Kind):
@@ -96,7 +97,7 @@ class Mooncake(Kind):
 
     def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
         super().__init__(capacity, lease_ms, absent=absent)
-        self.master = MooncakeMaster(default_kv_lease_ttl=lease_ms)
+        self.master = self._closing.enter_context(MooncakeMaster(default_kv_lease_ttl=lease_ms))
         self._owner: Owner | None = None
         if absent:
             self.cut()
@@ -116,13 +117,8 @@ class Mooncake(Kind):
         if self._owner is None:
             self._own()
 
-    def close(self) -> None:
-        if self._owner is not None:
-            self._owner.kill()
-        self.master.close()
-
     def _own(self) -> None:
-        self._owner = Owner(**self._client(segment_size=self.capacity))
+        self._owner = self._closing.enter_context(Owner(**self._client(segment_size=self.capacity)))
 
     def _client(self, **more: object) -> dict[str, object]:
         return {"master": self.master.address, "metrics": self.master.url} | more

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from backends.served.house import PATIENCE_S, Served, engine, load_only, objects_of, reload, save, skip_unless
+from backends.served.house import PATIENCE_S, Served, engine, objects_of, reload, save, skip_unless
 from backends.served.writers import save_at_pace
 from e2e.children import Child, tokens_of
 from e2e.known import KnownWorker, eventually, small_spec
@@ -159,41 +160,33 @@ def test_readers_during_a_write(kind, start):
     servers = everywhere(kind, start)
     first, last = servers[0], servers[-1]
     spec = small_spec(LAYERS)
-    prompts, stop = 12, threading.Event()
-    with engine(first, spec, name="writer") as writer, engine(last, spec, name="reader") as reader:
+    stop, hits = threading.Event(), [0]
+    with (
+        ThreadPoolExecutor() as threads,
+        engine(first, spec, name="writer") as writer,
+        engine(last, spec, name="reader") as reader,
+    ):
         chains = [writer.prompt(TOKENS)]
-        for _ in range(prompts - 1):
+        for _ in range(11):
             chains.append(writer.prompt(TOKENS + 40, chains[-1], 50))
-        hits: list[int] = []
-        failures: list[BaseException] = []
 
         def read() -> None:
-            try:
-                while not stop.is_set():
-                    for chain in chains:
-                        run = reader.admit(chain)
-                        with reader.agent.open_step([load_only(run)]) as step:
-                            assert reader.forward(step, [run]) == 0
-                        assert not run.failed, run.failed
-                        assert run.hit.tokens % CHUNK == 0 or run.hit.tokens == len(chain) - 1
-                        assert reader.agent.wait_idle(run.name, PATIENCE_S)
-                        reader.retire(run)
-                        hits.append(run.hit.tokens)
-            except BaseException as error:
-                failures.append(error)
+            while not stop.is_set():
+                for chain in chains:
+                    [run] = reload(reader, [chain])
+                    assert run.hit.tokens % CHUNK == 0 or run.hit.tokens == len(chain) - 1
+                    hits.append(run.hit.tokens)
 
-        thread = threading.Thread(target=read)
-        thread.start()
+        reading = threads.submit(read)
         try:
             for chain in chains:
                 save(writer, chain)
             first.settle()
-            whole = len(hits) + 2 * prompts
-            assert eventually(lambda: failures or len(hits) >= whole, PATIENCE_S)
+            whole = len(hits) + 2 * len(chains)
+            assert eventually(lambda: reading.done() or len(hits) >= whole, PATIENCE_S)
         finally:
             stop.set()
-            thread.join()
-        assert not failures, failures
+        reading.result()
         first.empty_arena()
         assert [run.hit.tokens for run in reload(reader, chains)] == [len(chain) - 1 for chain in chains]
 
