@@ -17,6 +17,7 @@ from layerflow.observe.logs import configure as configure_logs
 from layerflow.server import Server
 from layerflow.server.http import serve_http
 from layerflow.server.watch import watch_config
+from layerflow_cli.warming import show_warming
 
 
 async def serve(
@@ -67,6 +68,7 @@ async def serve(
                     await watch_config(file, overrides, apply, log, current=settings)
 
                 tasks.start_soon(follow, path)
+            tasks.start_soon(show_warming, server)
             await server.run(shutdown, started)
             # HTTP goes last: /healthz says "draining" until everything is drained.
             served.set()
