@@ -35,10 +35,12 @@ def test_a_killed_server(serve: Callable[..., ServerProcess], tmp_path: Path, ro
         with load(server.endpoint) as it:
             assert eventually(it.up, 30, 0.02), it.tier()
             first = open_files(server)
-            for _ in range(rounds):
+            for number in range(rounds):
                 it.flows()
-                it.random_moment()
                 tier = it.tier()
+                it.random_moment()
+                if number % 2:  # in the middle of a write, surely
+                    assert eventually(lambda: torn_in(folder), 30, 0.0005), "nothing is written"
                 server.kill()
                 died_s.append(wait_dead(tier["host"]["pid"]))
                 torn = torn_in(folder)

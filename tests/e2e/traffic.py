@@ -32,6 +32,7 @@ class Counts:
     """What an engine has seen. Times in seconds.
 
     :param worst_past: how long after its step's deadline a wait has ended, at worst; below 0 = before it.
+    :param worst_wait_ended: how the longest wait has ended.
     :param wrong: bytes that a wait called ready and that are not the prompt's.
     :param changed: bytes of blocks reported failed that changed afterwards.
     :param stuck: passes whose transfers did not end.
@@ -47,6 +48,7 @@ class Counts:
     stuck: int = 0
     worst_past: float = -1e9
     worst_wait: float = 0.0
+    worst_wait_ended: str = ""
     worst_lookup: float = 0.0
 
 
@@ -114,7 +116,9 @@ class Engine:
             began = time.monotonic()
             outcome = step.wait_layer(layer)
             ended = time.monotonic()
-            counts.worst_wait = max(counts.worst_wait, ended - began)
+            if ended - began > counts.worst_wait:
+                counts.worst_wait = ended - began
+                counts.worst_wait_ended = outcome.failed[0].reason if outcome.failed else "ready"
             counts.worst_past = max(counts.worst_past, ended - getattr(step, "deadline", ended))
             worker.note([run], outcome)
             if run.failed:
