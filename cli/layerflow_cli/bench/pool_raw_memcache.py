@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
+import time
 from typing import Any
 
+from layerflow.hosts.memcache_codes import explain
+from layerflow.hosts.memcache_meta import MetaService
+from layerflow.hosts.memcache_setup import MemcacheOptions, close, connect, shared
 from layerflow_cli.bench.pool_raw_plain import Raw, Shape
 
-GIVEN = ("meta_service_url", "config_store_url", "hcom_url", "protocol", "world_size")
-SIZES = ("dram_size", "max_dram_size")
 DRAM = 1
 G2H, H2G = 2, 3
 LEASE_MS = 10_000
+SWEEP_S = 1.5
+"""So long, at most, every client keeps addresses of what was removed, and can write nothing new there."""
 
 
 class RawMemcache(Raw):
@@ -19,17 +22,9 @@ class RawMemcache(Raw):
 
     def __init__(self, options: dict[str, Any], shape: Shape) -> None:
         super().__init__(shape)
-        library = importlib.import_module("memcache_hybrid")
-        self._store = library.DistributedObjectStore()
-        if not options["config_file"]:
-            config = library.LocalConfig()
-            for name in GIVEN:
-                setattr(config, name, options[name])
-            for name in SIZES:
-                setattr(config, name, f"{options[name] >> 20}MB")
-            config.hbm_size, config.log_level = "0", "error"
-            _zero([self._store.setup(config)], "set up")
-        _zero([self._store.init(options["device_id"])], "start")
+        chosen = MemcacheOptions.read(options)
+        common = shared(chosen)
+        self._store = connect(chosen, MetaService(common.meta_service_url, common.metrics_url)).store
         _zero([self._store.register_buffer(self.memory.address, self.memory.nbytes)], "register memory")
 
     def save(self, names: list[str]) -> None:
@@ -47,9 +42,10 @@ class RawMemcache(Raw):
 
     def forget(self, names: list[str]) -> None:
         _zero(self._store.remove_batch(names), "remove")
+        time.sleep(SWEEP_S)
 
     def close(self) -> None:
-        self._store.close()
+        close(self._store)
 
     def _copy(self, places: list[int], direction: int) -> None:
         objects, layers, nbytes = self.shape
@@ -63,4 +59,4 @@ class RawMemcache(Raw):
 def _zero(codes: list[int], what: str) -> None:
     wrong = [code for code in codes if code]
     if wrong:
-        raise RuntimeError(f"memcache refused to {what} {len(wrong)} of {len(codes)}: code {wrong[0]}")
+        raise RuntimeError(f"memcache refused to {what} {len(wrong)} of {len(codes)}: {explain(wrong[0])}")

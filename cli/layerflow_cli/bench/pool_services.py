@@ -20,12 +20,15 @@ from urllib.parse import urlsplit
 from layerflow.config import Settings
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.hosts.environment import environment
+from layerflow.server.server import tier_of
 
 Kind = Literal["memory", "disk", "mooncake", "memcache"]
 KINDS: tuple[Kind, ...] = ("memory", "disk", "mooncake", "memcache")
 READY_S, STOP_S = 60.0, 10.0
+LEAST_BYTES = 64 << 20  # of memory that a client gives to the pool
 _SAID_BYTES = 1500  # of what a service printed, in an error
 _MASTER_REQUESTS = re.compile(rb"^master_(\w+)_requests_total (\d+)", re.MULTILINE)
+_META_REQUESTS = re.compile(rb"^memcache_(batch_\w+)_requests_total (\d+)", re.MULTILINE)
 _OF_LIVENESS = (b"ping", b"fetch_tasks")
 
 
@@ -56,14 +59,15 @@ def behind(
 
     :param folder: of the caller, emptied by it: for logs and the disk tier.
     :param room: bytes of objects that it shall hold.
-    :param config: settings that name a running one; None = start one.
+    :param config: settings that name a running one, or where the disk tier shall be; None = start one.
     :param cann_emulator: an emulated CANN's folder, for memcache.
     :raises LayerflowError: it does not start.
     """
     if kind == "memory":
         yield Behind(kind, {"pool.backend": "memory", "pool.disk.path": ""}, {}, {}, _none)
     elif kind == "disk":
-        yield _disk(folder, room, config)
+        with _disk(folder, room, config) as found:
+            yield found
     elif kind == "mooncake":
         with _mooncake(folder, room, config) as found:
             yield found
@@ -76,22 +80,34 @@ def _none() -> int:
     return 0
 
 
-def _disk(folder: Path, room: int, config: Path | None) -> Behind:
-    given = Settings.load(config).pool.disk if config is not None else None
-    path = Path(given.path) if given is not None and given.path else folder
-    options = {"path": str(path / "tier"), "capacity": 2 * room}
-    settings = {"pool.backend": "memory", **{f"pool.disk.{key}": value for key, value in options.items()}}
-    return Behind("disk", settings, options, {"path": str(path / "raw")}, _none)
+def _chosen(
+    kind: Kind, config: Path | None, given: Mapping[str, object], other: Mapping[str, Any], requests: Callable[[], int]
+) -> Behind:
+    """:param given: keys of the backend's section, over those of the configuration."""
+    backend = "memory" if kind == "disk" else kind
+    given = {"pool.backend": backend, **{f"pool.{kind}.{key}": value for key, value in given.items()}}
+    settings = Settings.load(config, given)
+    found = tier_of(settings)
+    assert found is not None
+    section: dict[str, object] = getattr(settings.pool, kind).model_dump(mode="json")
+    told = {"pool.backend": backend, **{f"pool.{kind}.{key}": value for key, value in section.items()}}
+    remark = "CANN emulated" if section.get("cann_emulator") else ""
+    return Behind(kind, told, found[1], other, requests, remark)
 
 
-# Mooncake ----------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _disk(folder: Path, room: int, config: Path | None) -> Iterator[Behind]:
+    path = Settings.load(config).pool.disk.path if config is not None else ""
+    with tempfile.TemporaryDirectory(prefix="layerflow-bench-", dir=path or folder) as made:
+        given = {"path": f"{made}/tier", "capacity": 2 * room}
+        yield _chosen("disk", None, given, {"path": f"{made}/raw"}, _none)
 
 
 @contextlib.contextmanager
 def _mooncake(folder: Path, room: int, config: Path | None) -> Iterator[Behind]:
     if config is not None:
-        options = Settings.load(config).pool.mooncake.model_dump(mode="json")
-        yield _of_mooncake(options, {"port": 0})
+        url = Settings.load(config).pool.mooncake.metrics
+        yield _chosen("mooncake", config, {}, {"port": 0}, lambda: _count(_MASTER_REQUESTS, url))
         return
     program = Path(sys.executable).with_name("mooncake_master")
     if not program.exists():
@@ -101,56 +117,39 @@ def _mooncake(folder: Path, room: int, config: Path | None) -> Iterator[Behind]:
     command += [f"--metrics_port={metrics}", "--logtostderr"]
     url = f"http://127.0.0.1:{metrics}"
     # Each client writes to its own segment: what moves does not depend on where the master puts it.
-    options = Settings.load(None).pool.mooncake.model_dump(mode="json") | {
+    given = {
         "master": f"127.0.0.1:{rpc}", "metrics": url, "hostname": "127.0.0.1", "port": one,
-        "preferred_segment": f"127.0.0.1:{one}", "segment_size": max(room * 2, 64 << 20),
+        "preferred_segment": f"127.0.0.1:{one}", "segment_size": max(room * 2, LEAST_BYTES),
     }  # fmt: skip
-    with _service("mooncake_master", command, {}, folder, lambda: _healthy(url)):
-        yield _of_mooncake(options, {"port": two, "preferred_segment": f"127.0.0.1:{two}"})
-
-
-def _of_mooncake(options: Mapping[str, Any], other: Mapping[str, Any]) -> Behind:
-    settings = {"pool.backend": "mooncake", **{f"pool.mooncake.{key}": value for key, value in options.items()}}
-    return Behind("mooncake", settings, options, other, lambda: _mooncake_requests(options["metrics"]))
-
-
-def _mooncake_requests(url: str) -> int:
-    """All but those of clients that are only alive."""
-    found = _MASTER_REQUESTS.findall(_get(url, "/metrics"))
-    return sum(int(count) for name, count in found if name not in _OF_LIVENESS)
-
-
-# memcache ----------------------------------------------------------------------------------------
+    other = {"port": two, "preferred_segment": f"127.0.0.1:{two}"}
+    with _service("mooncake_master", command, {}, folder, url):
+        yield _chosen("mooncake", None, given, other, lambda: _count(_MASTER_REQUESTS, url))
 
 
 @contextlib.contextmanager
 def _memcache(folder: Path, room: int, config: Path | None, cann_emulator: Path | None) -> Iterator[Behind]:
-    if config is not None:
-        options = Settings.load(config).pool.memcache.model_dump(mode="json")
-    else:
-        options = Settings.load(None).pool.memcache.model_dump(mode="json") | {"dram_size": max(room * 2, 64 << 20)}
+    hcom, other_hcom, meta, store, http_port = free_ports(5)
+    other = {"hcom_url": f"tcp://127.0.0.1:{other_hcom}"}
+    given: dict[str, object] = {}
     if cann_emulator is not None:
-        options |= {"cann_emulator": str(cann_emulator.resolve()), "protocol": "host_shm"}
-    hcom = free_ports(1)[0]
-    remark = "CANN emulated" if options["cann_emulator"] else ""
+        given |= {"cann_emulator": str(cann_emulator.resolve()), "protocol": "host_shm"}
     if config is not None:
-        yield _of_memcache(options, {"hcom_url": f"tcp://127.0.0.1:{hcom}"}, remark)
+        url = Settings.load(config).pool.memcache.metrics_url
+        yield _chosen("memcache", config, given, other, lambda: _count(_META_REQUESTS, url))
         return
-    meta, store, metrics, own = free_ports(4)
-    options |= {
+    nbytes = max(room * 2, LEAST_BYTES)
+    url = f"http://127.0.0.1:{http_port}"
+    urls = {
         "meta_service_url": f"tcp://127.0.0.1:{meta}", "config_store_url": f"tcp://127.0.0.1:{store}",
-        "metrics_url": f"http://127.0.0.1:{metrics}", "hcom_url": f"tcp://127.0.0.1:{own}", "world_size": 8,
+        "metrics_url": url,
     }  # fmt: skip
-    names = ("meta_service_url", "config_store_url", "metrics_url")
-    command = [sys.executable, "-c", _META_SERVICE, *(options[name] for name in names), str(folder)]
-    with _service(
-        "memcache's MetaService",
-        command,
-        environment("memcache", options),
-        folder,
-        lambda: _healthy(options["metrics_url"]),
-    ):
-        yield _of_memcache(options, {"hcom_url": f"tcp://127.0.0.1:{hcom}"}, remark)
+    given |= urls | {
+        "hcom_url": f"tcp://127.0.0.1:{hcom}", "world_size": 8, "dram_size": nbytes, "max_dram_size": nbytes,
+    }  # fmt: skip
+    made = _chosen("memcache", None, given, other, lambda: _count(_META_REQUESTS, url))
+    command = [sys.executable, "-c", _META_SERVICE, *urls.values(), str(folder)]
+    with _service("memcache's MetaService", command, environment("memcache", made.options), folder, url):
+        yield made
 
 
 _META_SERVICE = """
@@ -163,29 +162,23 @@ sys.exit(memcache_hybrid.MetaService.setup(config) or memcache_hybrid.MetaServic
 """
 
 
-def _of_memcache(options: Mapping[str, Any], other: Mapping[str, Any], remark: str) -> Behind:
-    settings = {"pool.backend": "memcache", **{f"pool.memcache.{key}": value for key, value in options.items()}}
-    return Behind("memcache", settings, options, other, lambda: _memcache_requests(options["metrics_url"]), remark)
-
-
-def _memcache_requests(url: str) -> int:
-    raise NotImplementedError
+def _count(pattern: re.Pattern[bytes], url: str) -> int:
+    """Requests served, but for those of clients that are only alive."""
+    return sum(int(count) for name, count in pattern.findall(_get(url, "/metrics")) if name not in _OF_LIVENESS)
 
 
 # Processes ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _service(
-    name: str, command: list[str], variables: Mapping[str, str], folder: Path, ready: Callable[[], bool]
-) -> Iterator[None]:
+def _service(name: str, command: list[str], variables: Mapping[str, str], folder: Path, url: str) -> Iterator[None]:
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=os.environ | variables, cwd=folder
         )
         try:
             until = time.monotonic() + READY_S
-            while not ready():
+            while not _healthy(url):
                 if process.poll() is not None or time.monotonic() > until:
                     said.seek(0)
                     printed = said.read()[-_SAID_BYTES:].decode(errors="replace").strip()
