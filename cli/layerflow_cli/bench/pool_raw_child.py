@@ -5,24 +5,29 @@ Lines of JSON: first what to open, then calls; each is answered with the seconds
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
-from layerflow_cli.bench.pool_raw_memcache import RawMemcache
-from layerflow_cli.bench.pool_raw_mooncake import RawMooncake
-from layerflow_cli.bench.pool_raw_plain import Raw, RawDisk, RawMemory, Shape
+from layerflow_cli.bench.pool_raw_plain import Raw, Shape
 
-KINDS: dict[str, Callable[[dict[str, Any], Shape], Raw]] = {
-    "memory": RawMemory,
-    "disk": RawDisk,
-    "mooncake": RawMooncake,
-    "memcache": RawMemcache,
+KINDS = {
+    "memory": "pool_raw_plain:RawMemory",
+    "disk": "pool_raw_plain:RawDisk",
+    "mooncake": "pool_raw_mooncake:RawMooncake",
+    "memcache": "pool_raw_memcache:RawMemcache",
 }
+
+
+def make(kind: str, options: dict[str, Any], shape: Shape) -> Raw:
+    """Nothing is imported of the other kinds."""
+    module, _, name = KINDS[kind].partition(":")
+    made: Raw = getattr(importlib.import_module(f"layerflow_cli.bench.{module}"), name)(options, shape)
+    return made
 
 
 def main(fd: int) -> None:
@@ -34,7 +39,7 @@ def main(fd: int) -> None:
         message = json.loads(line)
         try:
             if opened is None:
-                opened = KINDS[message["kind"]](message["options"], Shape(*message["shape"]))
+                opened = make(message["kind"], message["options"], Shape(*message["shape"]))
                 seconds = 0.0
             else:
                 call = getattr(opened, message["call"])
