@@ -94,8 +94,10 @@ class MooncakeMaster:
         self.close()
 
     def _healthy(self) -> bool:
+        """Its RPC may come up after its HTTP."""
         try:
             self._get("/health")
+            socket.create_connection(("127.0.0.1", self.rpc_port), timeout=2).close()
         except (OSError, http.client.HTTPException):
             return False
         return True

@@ -226,18 +226,23 @@ class TestSessions:
         assert store.asked.count("batch_put_session_revoke") == 1
         assert writer.open(places[:1], FOREVER)[0].outcome is Outcome.FAILED
 
-    def test_a_lost_connection_is_tried_once_more(self, parts):
+    def test_connections_to_a_master_that_ended_are_used_up(self, parts):
         calls, _, writer = parts
-        store = Store(batch_put_session_start=[[-900, -900], [0, 0]])
+        store = Store(batch_put_session_start=[[-900, -900], [-900, -900], [-900, 0]])
         calls.open(store)
-        assert writer.open([place(1), place(2)], FOREVER) == [OK, OK]
-        store.answers["batch_put_session_start"] = [[-900], [-900]]
-        with pytest.raises(Unreachable, match="-900"):
-            writer.open([place(3)], FOREVER)
+        outcomes = [v.outcome for v in writer.open([place(1), place(2)], FOREVER)]
+        assert outcomes == [Outcome.FAILED, Outcome.OK]
+        assert len(store.asked) == 3
+
+    def test_a_master_that_does_not_answer_is_out_of_reach(self, parts):
+        calls, _, writer = parts
+        calls.open(Store(batch_put_session_start=[[-901, -901]]))
+        with pytest.raises(Unreachable, match="-901"):
+            writer.open([place(1), place(2)], FOREVER)
 
     def test_a_master_lost_halfway_leaves_nothing_open(self, parts):
         calls, _, writer = parts
-        store = Store(batch_put_session_start=[[0, -200], [-900], [-900], [0, 0]], batch_put_session_revoke=[[0]])
+        store = Store(batch_put_session_start=[[0, -200], [-901], [0, 0]], batch_put_session_revoke=[[0]])
         calls.open(store)
         places = [place(1), place(2)]
         with pytest.raises(Unreachable):
