@@ -1,0 +1,85 @@
+"""A silent connection to a service: that it ends says at once, and surely, that the service ended."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+
+from layerflow.hosts.backend import Unreachable
+
+CONNECT_S = 0.5
+
+
+class Line:
+    """Holds a TCP connection on which nothing is ever said.
+
+    A service that is started again answers at the same address the next moment, but it knows of no lease and
+    gives their memory to others. The end of the connection cannot be missed.
+
+    :param address: host and port.
+    :param whose: for messages, e.g. ``memcache's MetaService``.
+    :param advice: what to do where it does not answer.
+    """
+
+    def __init__(self, address: tuple[str, int], whose: str, advice: str) -> None:
+        self._at, self._whose, self._advice = address, whose, advice
+        self._lock = threading.Lock()
+        self._line: socket.socket | None = None
+        self._terms = 0
+
+    @property
+    def lost(self) -> int:
+        """How often the service was found to have ended."""
+        return max(0, self._terms - 1)
+
+    @property
+    def term(self) -> int:
+        """A number that changes when the service ends or is lost; 0 = it is not there now. Sends nothing."""
+        return self._terms if self._holds() else 0
+
+    def reach(self) -> int:
+        """Its :attr:`term`, after connecting again where that is needed.
+
+        :raises Unreachable: it does not accept a connection.
+        """
+        with self._lock:
+            if not self._holds():
+                self._drop()
+                self._line = self._connect()
+                self._terms += 1
+            return self._terms
+
+    def close(self) -> None:
+        """Drop the connection."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _connect(self) -> socket.socket:
+        try:
+            line = socket.create_connection(self._at, timeout=CONNECT_S)
+        except OSError as error:
+            host, port = self._at
+            raise Unreachable(f"{self._whose} does not answer at {host}:{port}: {error}; {self._advice}") from error
+        # So that a service whose machine vanished without a word is noticed within four seconds too.
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            line.setsockopt(socket.IPPROTO_TCP, option, 1)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        line.setblocking(False)
+        return line
+
+    def _holds(self) -> bool:
+        line = self._line
+        if line is None:
+            return False
+        try:
+            # The service never says anything on it: whatever there is to read is its end.
+            return not select.select([line], [], [], 0)[0]
+        except (OSError, ValueError):  # closed meanwhile
+            return False

@@ -1,0 +1,138 @@
+"""Reading from memcache: a lease first, then the address; layers then ask the MetaService nothing.
+
+An address has no identity: it is a place in some client's memory. That what was copied from it is this object
+follows from three things, each looked at again after the bytes have come. The lease held to the end of the copy, by
+this host's clock, which starts before the MetaService's: until then it gives the place to nobody. The MetaService is
+the one that gave the lease; a new one knows of none. And the header is still there, read again after the layers:
+a client that gave the memory and was started again has lost it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerflow.hosts.backend import OK, Outcome, Place, Verdict, pool_name
+from layerflow.hosts.memcache_calls import G2H, Calls, Span
+from layerflow.hosts.memcache_codes import leasing, reading
+from layerflow.hosts.memcache_meta import MetaService
+from layerflow.hosts.memcache_scratch import Scratch
+from layerflow.objects import pack_header
+
+LEASE_S = 30.0
+MARGIN_S = 1.0
+"""A lease counts as over so long before it is."""
+LATE = Verdict(Outcome.FAILED, "no time was left for it")
+
+_OTHER_SIZE = Verdict(Outcome.MISSING, "it is there with another size")
+_NOT_OPEN = Verdict(Outcome.FAILED, "it is read without having been opened")
+_NEW_META = Verdict(Outcome.EXPIRED, "memcache's MetaService ended, and its leases with it")
+_OVER = Verdict(Outcome.EXPIRED, f"it took longer than its lease of {LEASE_S:.0f} s")
+_NO_HEADER = Verdict(Outcome.BROKEN, "the header in the pool is not its own")
+_GONE = Verdict(Outcome.EXPIRED, "another object took its place while it was read")
+
+
+@dataclass(slots=True)
+class _Lease:
+    """:param until: on the monotonic clock, the margin taken off. :param term: of the MetaService that gave it."""
+
+    gva: int
+    until: float
+    term: int
+
+
+class Reader:
+    """The fetch thread's.
+
+    :param slack: by so many bytes less one an object may be larger in the pool than it is; see the writer.
+    """
+
+    def __init__(self, calls: Calls, meta: MetaService, slack: int) -> None:
+        self._calls, self._meta, self._slack = calls, meta, slack
+        self._open: dict[tuple[bytes, int], _Lease] = {}  # by key and place in the arena: jobs share nothing
+        self.scratch: Scratch | None = None
+
+    def open(self, places: Sequence[Place], until: float) -> list[Verdict]:
+        """Two calls to the MetaService."""
+        if not places:
+            return []
+        if time.monotonic() >= until:
+            return [LATE] * len(places)
+        term, began = self._meta.reach(), time.monotonic()
+        names = [pool_name(place.key) for place in places]
+        verdicts = [leasing(code) for code in self._calls.lease(names, round(LEASE_S * 1e3))]
+        leased = [at for at, verdict in enumerate(verdicts) if verdict is OK]
+        refused = [names[at] for at in leased]
+        try:
+            infos = self._calls.info(refused, complete=True)
+            refused = []
+            for at, info in zip(leased, infos, strict=True):
+                place = places[at]
+                if not 0 <= info.nbytes - place.nbytes < self._slack:
+                    verdicts[at] = _OTHER_SIZE
+                    refused.append(names[at])
+                    continue
+                if (place.key, place.offset) in self._open:
+                    refused.append(names[at])  # it holds a lease already; the new one counts
+                self._open[place.key, place.offset] = _Lease(info.gva, began + LEASE_S - MARGIN_S, term)
+        finally:
+            self._calls.unlease(refused)
+        return verdicts
+
+    def fetch(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+        """One span an object: its layers lie in one piece, in the pool as in the arena."""
+        verdicts = [self.check(place) for place in places]
+        wanted = [at for at, verdict in enumerate(verdicts) if verdict is OK]
+        if not wanted:
+            return verdicts
+        if time.monotonic() >= until:
+            return [LATE if verdict is OK else verdict for verdict in verdicts]
+        leases = {at: self._open[places[at].key, places[at].offset] for at in wanted}
+        spans: list[Span] = []
+        for at in wanted:
+            start, stop = places[at].start(lo) if lo else 0, places[at].start(hi)
+            spans.append(Span(leases[at].gva + start, places[at].address + start, stop - start))
+        for at, code in zip(wanted, self._calls.copy(spans, G2H, until), strict=True):
+            verdicts[at] = reading(code)
+        copied = [at for at in wanted if verdicts[at] is OK]
+        assert self.scratch is not None
+        headers = self.scratch.read([leases[at].gva for at in copied], until)
+        for at, (code, header) in zip(copied, headers, strict=True):
+            verdicts[at] = reading(code)
+            if code == 0 and not is_header(header, places[at]):
+                verdicts[at] = _GONE if lo else _NO_HEADER
+            if verdicts[at] is OK:
+                verdicts[at] = self.check(places[at])
+        if expired := sum(verdict.outcome is Outcome.EXPIRED for verdict in verdicts):
+            self._calls.count("expired_leases", expired)
+        return verdicts
+
+    def close(self, places: Sequence[Place]) -> None:
+        """Give leases back; the answer does not wait for the MetaService."""
+        ended = [pool_name(place.key) for place in places if self._open.pop((place.key, place.offset), None)]
+        self._calls.unlease(ended)
+
+    def forget(self) -> None:
+        """The client they were leased with is gone."""
+        self._open.clear()
+
+    def lease(self, place: Place) -> tuple[int, float] | None:
+        """Address of an opened object in the pool, and until when it may be read; for who copies it by other ways."""
+        lease = self._open.get((place.key, place.offset))
+        return None if lease is None else (lease.gva, lease.until)
+
+    def check(self, place: Place) -> Verdict:
+        """May it be read, and was what was read until now its own? Any thread."""
+        lease = self._open.get((place.key, place.offset))
+        if lease is None:
+            return _NOT_OPEN
+        if lease.term != self._meta.term:
+            return _NEW_META
+        return OK if time.monotonic() < lease.until else _OVER
+
+
+def is_header(raw: bytes, place: Place) -> bool:
+    """Whether `raw` is this object's header; tokens and checksum are not known here."""
+    mine = pack_header(place.key, blocks=place.blocks, tokens=0, payload=place.layers * place.layer_bytes)
+    return raw[:12] == mine[:12] and raw[16:48] == mine[16:48]
