@@ -165,7 +165,7 @@ def test_the_death_of_the_host_fails_exactly_what_it_carried(world):
     world.watch(2)
     world.save(3)
     world.writes.stored(STEP, 0, 1, 1 << 30, 0.0)
-    world.fetches.host_lost("signal 9")
+    assert world.fetches.host_lost("signal 9") == 1
     world.writes.host_lost("signal 9")
     [lost] = world.news()
     assert lost == FetchFailed(*STEP, (0,), "not fetched: the host process is gone: signal 9")

@@ -268,7 +268,8 @@ class Tier:
         """The host is dead and will be started anew."""
         self._lower(why)
         self._writes.host_lost(why)
-        self._fetches.host_lost(why)
+        if lost := self._fetches.host_lost(why):  # counted, and not shunned: the objects may be well
+            self._outcomes["fetch_failed"] += lost
 
     def segment_warmth(self) -> tuple[int, int] | None:
         """Bytes touched, and bytes in all, of memory that the backend gives to a shared pool; None = it gives none."""

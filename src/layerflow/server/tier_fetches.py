@@ -184,12 +184,18 @@ class Fetches:
             events += self._progress(job.arrivals)
         self._emit(events)
 
-    def host_lost(self, why: str) -> None:
-        """The host is dead: nothing writes to the arena for these jobs any more."""
+    def host_lost(self, why: str) -> int:
+        """The host is dead: nothing writes to the arena for these jobs any more.
+
+        :returns: objects that were wanted and did not come.
+        """
         events: list[Event] = []
+        lost = 0
         for job in list(self._jobs.values()):
+            lost += 0 if job.unwanted else len(job.objects) - len(job.failed)
             events += self._end(job, False, f"the host process is gone: {why}")
         self._emit(events)
+        return lost
 
     def overdue(self, now: float) -> Job | None:
         """A job that the host should have ended by now."""
