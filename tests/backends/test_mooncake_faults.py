@@ -156,7 +156,7 @@ def outages(
     assert server.process.poll() is None
     assert_rest(server, first)
     assert max(busy.worst_past, steady.worst_past) < PAST_S
-    assert sorted(resumed)[len(resumed) // 2] < RESUME_S, resumed
+    assert max(resumed) < RESUME_S, resumed
 
 
 def test_a_master_that_comes_later(serve: Serve, master: MooncakeMaster) -> None:

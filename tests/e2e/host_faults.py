@@ -18,8 +18,6 @@ from layerflow.agent import Control
 from layerflow_cli.bench.harness import ServerProcess
 
 ARENA = 12 * PROMPT_BYTES
-BACK_S = 2.0
-"""A host that was killed is back so soon."""
 PAST_S = 0.5
 """A wait may end so long after its deadline on a machine whose cores are all taken."""
 
@@ -51,10 +49,10 @@ def kill_hosts(server: ServerProcess, rounds: int, name: str) -> None:
     )
     assert tier["restarts"] == rounds
     assert tier["failures"], "no kill hit a transfer: the campaign has shown nothing"
+    assert not busy.failed or tier["failures"]["fetch_failed"], "loads that died with their host are not counted"
     assert busy.hits > rounds and steady.hits > rounds
     assert_rest(server, first)
     assert max(busy.worst_past, steady.worst_past) < PAST_S
-    assert sorted(back)[len(back) // 2] < BACK_S, back
 
 
 def kill_host(it: Load, pid: int) -> float:
