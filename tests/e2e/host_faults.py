@@ -22,10 +22,13 @@ PAST_S = 0.5
 """A wait may end so long after its deadline on a machine whose cores are all taken."""
 
 
-def kill_hosts(server: ServerProcess, rounds: int, name: str) -> None:
-    """kill -9 of the host at random moments under load."""
+def kill_hosts(server: ServerProcess, rounds: int, name: str, **how: Any) -> None:
+    """kill -9 of the host at random moments under load.
+
+    :param how: of the :class:`Load`.
+    """
     back: list[float] = []
-    with load(server.endpoint) as it:
+    with load(server.endpoint, **how) as it:
         assert eventually(it.up, 30, 0.02), it.tier()
         first = open_files(server)
         for _ in range(rounds):

@@ -27,6 +27,20 @@ def test_a_killed_host(serve: Callable[..., ServerProcess], folder: Path, rounds
     kill_hosts(serve(pool__size=ARENA, pool__disk__path=folder, pool__disk__capacity=CAPACITY), rounds, "disk")
 
 
+@rounds(3, 30)
+def test_a_killed_host_over_a_slow_link(serve: Callable[..., ServerProcess], folder: Path, rounds: int) -> None:
+    """1 MB over 40 MB/s: steps still copy their first layers when the fetch of the rest dies. Two groups of layers."""
+    server = serve(
+        pool__size=ARENA,
+        pool__disk__path=folder,
+        pool__disk__capacity=CAPACITY,
+        pool__link_gbps=0.04,
+        transfer__max_transfer_bytes="64KiB",
+        transfer__max_inflight_bytes="256KiB",
+    )
+    kill_hosts(server, rounds, "disk_slow_link", window=64)
+
+
 @pytest.mark.parametrize(
     ("stops", "watched_s"), [(1, 4.0), pytest.param(3, 10.0, marks=[pytest.mark.campaign, pytest.mark.timeout(600)])]
 )

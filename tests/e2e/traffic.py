@@ -55,15 +55,22 @@ class Counts:
 class Engine:
     """An engine worker on a thread of its own: one prompt after the other, until stopped.
 
+    :param window: see :func:`known_spec`.
     :param seeds: the next prompt's number, given how many passes there were; equal numbers are equal prompts.
     :param step_timeout_s: the deadline of each step's loads.
     """
 
     def __init__(
-        self, endpoint: str, name: str, seeds: Callable[[int], int], step_timeout_s: float, lookup_timeout_s: float
+        self,
+        endpoint: str,
+        name: str,
+        seeds: Callable[[int], int],
+        step_timeout_s: float,
+        lookup_timeout_s: float,
+        window: int,
     ) -> None:
         self.counts = Counts()
-        self.worker = KnownWorker(endpoint, known_spec(), BLOCKS, name, lookup_timeout_s=lookup_timeout_s)
+        self.worker = KnownWorker(endpoint, known_spec(window), BLOCKS, name, lookup_timeout_s=lookup_timeout_s)
         self.stored: deque[int] = deque(maxlen=4096)  #: the prompts whose passes ended well
         self.hit = threading.Event()  #: set at every hit, whose objects may have to be fetched from now on
         self.miss = threading.Event()  #: set at every miss, after which everything is computed and saved
@@ -123,7 +130,7 @@ class Engine:
             worker.note([run], outcome)
             if run.failed:
                 break
-            counts.wrong += worker.wrong_bytes(run, layer, 0, run.hit.tokens)
+            counts.wrong += worker.wrong_bytes(run, layer, worker.readable(run, layer), run.hit.tokens)
             worker.compute(run, layer, run.hit.tokens, len(chain))
             step.layer_done(layer)
         for group, blocks in run.failed.items():
@@ -153,9 +160,13 @@ class Engine:
 
 class Load:
     """Two engines at one server: a `busy` one that saves and loads more than the arena holds, and a `steady` one with
-    prompts that stay in it."""
+    prompts that stay in it.
 
-    def __init__(self, endpoint: str, *, recent: int = 40, step_timeout_s: float = 5.0) -> None:
+    :param recent: the busy one asks for so many prompts again.
+    :param window: of their sliding layers, in tokens; 0 = they have none.
+    """
+
+    def __init__(self, endpoint: str, *, recent: int = 40, step_timeout_s: float = 5.0, window: int = 0) -> None:
         dice = random.Random(1)
         fresh = 0
 
@@ -168,8 +179,8 @@ class Load:
 
         self._dice, self._never = random.Random(7), threading.Event()
         self.control = Control(endpoint, "observer")
-        self.busy = Engine(endpoint, "busy", busy, step_timeout_s, 0.5)
-        self.steady = Engine(endpoint, "steady", lambda passes: -1 - passes % 2, step_timeout_s, 5.0)
+        self.busy = Engine(endpoint, "busy", busy, step_timeout_s, 0.5, window)
+        self.steady = Engine(endpoint, "steady", lambda passes: -1 - passes % 2, step_timeout_s, 5.0, window)
         assert self.steady.more(4), "nothing is served"
         self._settled = (self.steady.counts.misses, self.steady.counts.failed)
 
@@ -241,9 +252,9 @@ def load(endpoint: str, **more: Any) -> Iterator[Load]:
         it.stop()
 
 
-def known_spec() -> ModelSpec:
-    """What the engines cache."""
-    return small_spec(LAYERS, BLOCK, CHUNK, ROW)
+def known_spec(window: int = 0) -> ModelSpec:
+    """What the engines cache; with a window, every other layer slides."""
+    return small_spec(LAYERS, BLOCK, CHUNK, ROW, window)
 
 
 def prompt(seed: int) -> np.ndarray:
