@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +56,7 @@ class Engine:
     """An engine worker on a thread of its own: one prompt after the other, until stopped.
 
     :param window: see :func:`known_spec`.
+    :param kept: prompts that it keeps pinned in the arena, once they are there, by lookups that it never loads.
     :param seeds: the next prompt's number, given how many passes there were; equal numbers are equal prompts.
     :param step_timeout_s: the deadline of each step's loads.
     """
@@ -68,6 +69,7 @@ class Engine:
         step_timeout_s: float,
         lookup_timeout_s: float,
         window: int,
+        kept: Sequence[int] = (),
     ) -> None:
         self.counts = Counts()
         self.worker = KnownWorker(endpoint, known_spec(window), BLOCKS, name, lookup_timeout_s=lookup_timeout_s)
@@ -76,6 +78,7 @@ class Engine:
         self.miss = threading.Event()  #: set at every miss, after which everything is computed and saved
         self._seeds, self._step_timeout_s = seeds, step_timeout_s
         self._failed: deque[Run] = deque()
+        self._kept = {f"kept-{seed}": self.worker.agent.chain(prompt(seed)) for seed in kept}
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"test-{name}", daemon=True)
@@ -91,6 +94,8 @@ class Engine:
         assert not self._thread.is_alive(), "the engine's thread hangs"
         while self._failed:
             self._look_again()
+        for name in self._kept:
+            self.worker.agent.drop_lease(name)
         self.worker.agent.close()
         if self._error is not None:
             raise AssertionError("the engine's thread failed") from self._error
@@ -111,6 +116,8 @@ class Engine:
 
     def _pass(self, seed: int) -> None:
         worker, counts = self.worker, self.counts
+        for name, kept in self._kept.items():
+            worker.agent.lookup(name, kept)
         chain = worker.agent.chain(prompt(seed))
         began = time.monotonic()
         run = worker.admit(chain)
@@ -160,7 +167,7 @@ class Engine:
 
 class Load:
     """Two engines at one server: a `busy` one that saves and loads more than the arena holds, and a `steady` one with
-    prompts that stay in it.
+    prompts that stay in it, pinned.
 
     :param recent: the busy one asks for so many prompts again.
     :param window: of their sliding layers, in tokens; 0 = they have none.
@@ -180,7 +187,7 @@ class Load:
         self._dice, self._never = random.Random(7), threading.Event()
         self.control = Control(endpoint, "observer")
         self.busy = Engine(endpoint, "busy", busy, step_timeout_s, 0.5, window)
-        self.steady = Engine(endpoint, "steady", lambda passes: -1 - passes % 2, step_timeout_s, 5.0, window)
+        self.steady = Engine(endpoint, "steady", lambda passes: -1 - passes % 2, step_timeout_s, 5.0, window, (-1, -2))
         assert self.steady.more(4), "nothing is served"
         self._settled = (self.steady.counts.misses, self.steady.counts.failed)
 
