@@ -46,9 +46,10 @@ class Served:
         return self.process.process.pid
 
     def close(self) -> None:
-        os.kill(self.pid, signal.SIGCONT) if self.process.process.poll() is None else None
+        """At once: some backends take seconds to leave."""
         for control in (self.control, *self._lookers.values()):
             control.close()
+        self.process.kill()
         self.process.close()
 
     # -- looking ----------------------------------------------------------------------------------

@@ -8,8 +8,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from memcache_client import RemoteMemcache
+from meta_service import MetaService
 from mooncake_master import MooncakeMaster
 from mooncake_owner import Owner
+
+from layerflow.memfd import SharedMemory
 
 MIB = 1 << 20
 
@@ -124,4 +128,44 @@ class Mooncake(Kind):
         return {"master": self.master.address, "metrics": self.master.url} | more
 
 
-KINDS: tuple[type[Kind], ...] = (Memory, Disk, Mooncake)
+class Memcache(Kind):
+    """A real MetaService, and one process that gives the pool all its memory. CANN is emulated: no NPU takes part.
+
+    Out of reach means that the MetaService is dead; a new one knows of no object. Its leases outlive every hung host.
+    """
+
+    name = "memcache"
+    shared = True
+    keeps = False
+
+    def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
+        super().__init__(capacity, lease_ms, absent=absent)
+        self.meta = self._closing.enter_context(MetaService())
+        self._owned = False
+        if absent:
+            self.cut()
+        else:
+            self._own()
+
+    def settings(self) -> dict[str, object]:
+        options = self.meta.options()
+        del options["timeout_ms"]
+        return {"pool.backend": "memcache"} | {f"pool.memcache.{key}": value for key, value in options.items()}
+
+    def cut(self) -> None:
+        self.meta.kill()
+
+    def mend(self) -> None:
+        self.meta.start()
+        if not self._owned:
+            self._own()
+
+    def _own(self) -> None:
+        arena = self._closing.enter_context(SharedMemory.create(MIB))
+        owner = RemoteMemcache(self.meta.options(dram_size=self.capacity), arena)
+        self._closing.callback(owner.kill)
+        owner.attach(arena, lambda keys: None)
+        self._owned = True
+
+
+KINDS: tuple[type[Kind], ...] = (Memory, Disk, Mooncake, Memcache)
