@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -35,6 +35,13 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Tiny models: checks tokens and bytes in seconds; times say nothing.")
     ] = False,
+    pool: Annotated[
+        Literal["memory", "disk", "mooncake", "memcache"],
+        typer.Option(help="What is behind the arena; it is started too, and every load comes from there."),
+    ] = "memory",
+    cann_emulator: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="An emulated CANN, for memcache on a machine without an NPU.")
+    ] = None,
 ) -> None:
     """Show cold, bulk and layer-wise prefill side by side on this machine, in about a minute.
 
@@ -45,6 +52,7 @@ def demo(
     Example:
       layerflow demo --json demo.json
       layerflow demo --shape mla --link-gbps 1.5
+      layerflow demo --pool mooncake
     """
     from layerflow_cli.demo import run_demo  # noqa: PLC0415 - pulls torch in
 
@@ -57,5 +65,7 @@ def demo(
         shapes=shape or (),
         runs=runs,
         quick=quick,
+        pool=pool,
+        cann_emulator=cann_emulator,
     )
     raise typer.Exit(code)

@@ -6,9 +6,5 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 "$here/setup.sh"
 case $? in 0) ;; 3) echo "backend tests: skipped"; exit 0 ;; *) exit 1 ;; esac
-for folder in usr/lib lib; do
-    libraries=$root/.venv/sysroot/$folder/x86_64-linux-gnu
-    [ -d "$libraries" ] && export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-done
 export LAYERFLOW_TEST_BACKENDS=1
-cd "$root" && exec .venv/bin/python -m pytest tests/backends -p no:cacheprovider --durations=10 "$@"
+cd "$root" && exec "$here/with.sh" .venv/bin/python -m pytest tests/backends -p no:cacheprovider --durations=10 "$@"

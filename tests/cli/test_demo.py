@@ -10,6 +10,7 @@ from layerflow.engine.request import Result
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.trace import StepTrace
 from layerflow_cli.bench.harness import serving
+from layerflow_cli.bench.pool_tier import Tier
 from layerflow_cli.demo import run_demo
 from layerflow_cli.demo.checks import wrong_bytes
 from layerflow_cli.demo.engines import Answer
@@ -45,6 +46,30 @@ def test_quick_demo_of_all_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "every token and every KV byte identical" in output.out and output.err == ""
 
 
+def test_every_load_comes_from_behind_the_arena(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code = run_demo(json_file=tmp_path / "demo.json", out=tmp_path / "out", quick=True, pool="disk")
+    written = json.loads((tmp_path / "demo.json").read_text())
+    assert (code, written["link"]["emulated"]) == (0, False)
+    # Per shape 2 loads of the saved prompt, 2 of another with its passage, and the control; hybrid has 2 groups, of
+    # whose sliding one the last chunk is enough.
+    assert written["pool"] == {"kind": "disk", "remark": "", "fetched_objects": 5 * (3 + 3 + 4)}
+    for shape, found in written["shapes"].items():
+        assert found["tokens_identical"] is True and found["wrong_bytes"] == 0 < found["compared_bytes"]
+        assert found["bytes"] == Workload.of(shape, quick=True).prefix_bytes
+        assert found["transfer_ms"] >= found["hidden_ms"] and 0 <= found["overlap"] <= 1
+        assert found["control_changes_tokens"] is True
+    output = capsys.readouterr()
+    assert "layerflow demo on disk" in output.out and "every load comes from disk" in output.out
+    page = (tmp_path / "out" / "timeline.html").read_text()
+    assert "layerflow demo on disk" in page and "link to a slower tier" in page
+
+
+def test_a_load_from_the_arena_is_noticed(monkeypatch, tmp_path):
+    monkeypatch.setattr(Tier, "empty_arena", lambda tier: None)
+    with pytest.raises(LayerflowError, match="brought 0 objects from disk where it needs 3"):
+        run_demo(out=tmp_path, shapes=["gqa"], quick=True, pool="disk")
+
+
 def test_one_wrong_byte_is_found_and_ends_with_one_line_and_code_1(monkeypatch, tmp_path, capsys):
     honest = course._answer_cold
 
@@ -75,7 +100,11 @@ def test_a_server_that_stores_partial_chunks_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"shapes": ["gqa", "mha"]}, "mha"), ({"endpoint": "ipc:///x", "link_gbps": 1.0}, "pool.link_gbps")],
+    [
+        ({"shapes": ["gqa", "mha"]}, "mha"),
+        ({"endpoint": "ipc:///x", "link_gbps": 1.0}, "pool.link_gbps"),
+        ({"endpoint": "ipc:///x", "pool": "disk"}, "pool.backend"),
+    ],
 )
 def test_options_that_cannot_be(options, words):
     with pytest.raises(ConfigError, match=words):

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from layerflow.spec import DEFAULT_CHUNK_TOKENS
 from layerflow_cli.bench.harness import ServerProcess, Worker
 from layerflow_cli.bench.pool_raw import RawPool
 from layerflow_cli.bench.pool_services import Behind, Kind, behind
+from layerflow_cli.bench.pool_tier import Tier
 from layerflow_cli.output import progress
 
 CHUNKS, LAYERS, PIECE_BYTES = 32, 32, 64 << 10
@@ -37,7 +38,8 @@ CHUNK_TOKENS = DEFAULT_CHUNK_TOKENS
 OTHER_DEPTHS = (8, 64)
 WARM_UP_ROUNDS = 2
 WAIT_S = 60.0
-POLL_S, PATIENCE = 1e-3, 0.9
+PATIENCE = 0.9
+"""So much of the quickest save must pass before it is asked whether one is over: asking costs, too."""
 
 
 def measure(
@@ -72,7 +74,7 @@ def measure(
         advance("warming up")
         raw = stack.enter_context(RawPool(kind, {**pool.options, **pool.other}, (chunks, layers, PIECE_BYTES)))
         with bench.worker(chunks, layers) as worker:
-            bench.wait_warm()
+            bench.wait_ready()
             seconds: dict[str, list[float]] = {}
             for number in range(WARM_UP_ROUNDS + rounds):
                 advance(
@@ -174,8 +176,8 @@ class _Bench:
         }
         self._server = ServerProcess(settings)
         stack.callback(self._server.close)
-        self._control = Control(self._server.endpoint, engine="bench")
-        stack.callback(self._control.close)
+        self._control = stack.enter_context(closing(Control(self._server.endpoint, engine="bench")))
+        self._tier = None if pool.kind == "memory" else stack.enter_context(Tier(self._server.endpoint))
 
     @contextmanager
     def worker(self, chunks: int, layers: int) -> Iterator[Worker]:
@@ -188,97 +190,68 @@ class _Bench:
         finally:
             worker.close()
 
-    def wait_warm(self) -> None:
-        """Until the pool is up and no transfer pays for the first touch of its memory."""
-        if self._pool.kind == "memory":
-            return
-        until = time.monotonic() + WAIT_S
-        while True:
-            tier = self._tier()
-            figures = tier["backend_figures"]
-            if tier["up"] and figures and figures.get("segment_warm_bytes", 0) >= figures.get("segment_bytes", 0):
-                return
-            if time.monotonic() > until:
-                raise LayerflowError(f"{self._pool.kind} is not ready after {WAIT_S:g} s: {tier['reason'] or tier}")
-            time.sleep(0.05)
+    def wait_ready(self) -> None:
+        """Until no transfer pays for the first touch of the pool's memory."""
+        if self._tier is not None:
+            self._tier.wait_ready()
 
     def save(self, worker: Worker, chain: Chain) -> float:
         """Seconds until the pool has a new prompt's objects."""
         request = worker.saving(chain)
-        wanted = self._written() + len(chain.digests)
-        began = time.perf_counter()
+        wanted = self._tier.written + len(chain.digests) if self._tier is not None else 0
+        began = time.monotonic()
         with worker.agent.open_step([request]) as step:
             for layer in range(worker.layers):
                 step.wait_layer(layer)
                 step.layer_done(layer)
-        if self._pool.kind == "memory":
+        if self._tier is None:
             stored = worker.agent.wait_idle(request.request, WAIT_S)
         else:
-            stored = self._wait_written(wanted, began)
-        seconds = time.perf_counter() - began
+            time.sleep(max(0.0, began + PATIENCE * self._usual_s - time.monotonic()))  # it cannot be over yet
+            stored = self._tier.wait_written(wanted, WAIT_S)
+        seconds = time.monotonic() - began
         self._usual_s = min(self._usual_s or seconds, seconds)
         worker.agent.wait_idle(request.request, WAIT_S)
         if not stored or request.request not in worker.agent.poll().saved:
-            raise LayerflowError(f"the benchmark's prompt was not stored: {self._story()}")
+            raise LayerflowError(f"the benchmark's prompt was not stored; {self._story()}")
         return seconds
 
     def load(self, worker: Worker, chain: Chain) -> float:
         """Seconds from the lookup of a stored prompt until its last layer is there; from the pool, not the arena."""
-        if self._pool.kind != "memory":
-            self._control.purge()
-        before = self._fetched()
-        began = time.perf_counter()
+        before = 0
+        if self._tier is not None:
+            self._tier.empty_arena()
+            before = self._tier.fetched
         name = f"load-{next(self._names)}"
+        began = time.monotonic()
         hit = worker.agent.lookup(name, chain)
         if hit.tokens != worker.tokens:
             raise LayerflowError(f"a stored prompt was not found again: {hit.tokens} tokens; {self._story()}")
         request = dataclasses.replace(worker.loading(chain, hit), request=name)  # its lease ends with the step
         with worker.agent.open_step([request]) as step:
             outcome = step.wait_all()
-            seconds = time.perf_counter() - began
+            seconds = time.monotonic() - began
             if not outcome:
                 raise LayerflowError(f"a stored prompt could not be loaded: {step.failed}; {self._story()}")
             for layer in range(worker.layers):
                 step.layer_done(layer)
         worker.agent.wait_idle(request.request, WAIT_S)
-        if self._pool.kind == "memory":
+        if self._tier is None:
             self._control.purge()
-        elif self._fetched() - before != len(chain.digests):
-            raise LayerflowError(f"a load did not come from the pool: {self._story()}")
+        elif self._tier.fetched - before != len(chain.digests):
+            raise LayerflowError(f"a load did not come from the pool; {self._story()}")
         return seconds
 
     def requests_of_a_step(self, worker: Worker, raw: RawPool) -> int:
         """What the pool's metadata service was asked for one saving and one loading step."""
         chain = _prompt(worker)
         before = self._pool.requests()
+        self._usual_s = 0.0  # another shape, perhaps
         self.save(worker, chain)
         self.load(worker, chain)
         made = self._pool.requests() - before
         raw.forget(_names(worker, chain))
         return made
 
-    def _tier(self) -> dict[str, Any]:
-        tier: dict[str, Any] = self._control.status()["tier"]
-        return tier
-
-    def _written(self) -> int:
-        return 0 if self._pool.kind == "memory" else int(self._tier()["written_objects"])
-
-    def _fetched(self) -> int:
-        return 0 if self._pool.kind == "memory" else int(self._tier()["fetched_objects"])
-
-    def _wait_written(self, wanted: int, began: float) -> bool:
-        """Asks seldom while it cannot be over yet: answering takes the cores that the transfer needs."""
-        time.sleep(max(0.0, began + PATIENCE * self._usual_s - time.perf_counter()))
-        while self._written() < wanted:
-            if time.perf_counter() > began + WAIT_S:
-                return False
-            time.sleep(POLL_S)
-        return True
-
     def _story(self) -> str:
-        """What the server knows of the pool, for an error."""
-        if self._pool.kind == "memory":
-            return "is the pool large enough?"
-        tier = self._tier()
-        return f"the tier is {'up' if tier['up'] else tier['reason']}, failures {tier['failures']}"
+        return "is the pool large enough?" if self._tier is None else self._tier.story()

@@ -25,7 +25,7 @@ from layerflow.server.server import tier_of
 Kind = Literal["memory", "disk", "mooncake", "memcache"]
 KINDS: tuple[Kind, ...] = ("memory", "disk", "mooncake", "memcache")
 READY_S, STOP_S = 60.0, 10.0
-LEAST_BYTES = 64 << 20  # of memory that a client gives to the pool
+LEAST_BYTES = 64 << 20  # that a pool, or a client of one, holds
 _SAID_BYTES = 1500  # of what a service printed, in an error
 _MASTER_REQUESTS = re.compile(rb"^master_(\w+)_requests_total (\d+)", re.MULTILINE)
 _META_REQUESTS = re.compile(rb"^memcache_(batch_\w+)_requests_total (\d+)", re.MULTILINE)
@@ -99,7 +99,7 @@ def _chosen(
 def _disk(folder: Path, room: int, config: Path | None) -> Iterator[Behind]:
     path = Settings.load(config).pool.disk.path if config is not None else ""
     with tempfile.TemporaryDirectory(prefix="layerflow-bench-", dir=path or folder) as made:
-        given = {"path": f"{made}/tier", "capacity": 2 * room}
+        given = {"path": f"{made}/tier", "capacity": max(2 * room, LEAST_BYTES)}
         yield _chosen("disk", None, given, {"path": f"{made}/raw"}, _none)
 
 

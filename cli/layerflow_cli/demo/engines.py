@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,9 +14,11 @@ import torch
 from layerflow.agent import Agent
 from layerflow.engine import Engine, Result, StepReport
 from layerflow.engine.cache import NULL_BLOCK
+from layerflow.engine.connection import StepHooks
 from layerflow.engine.glue import LayerflowConnection, attach
+from layerflow.engine.request import Span
 from layerflow.errors import LayerflowError
-from layerflow.observe.trace import StepTrace
+from layerflow.observe.trace import WHOLE_STEP, StepTrace
 from layerflow_cli.demo.workload import MAX_NEW_TOKENS, Workload
 
 SETTLE_TIMEOUT_S = 60.0
@@ -42,13 +44,35 @@ class Answer:
     traces: list[StepTrace] = field(default_factory=list)
 
 
+class Noting(LayerflowConnection):
+    """Remembers when steps were opened, in monotonic seconds: the first moment at which a fetch delays an engine."""
+
+    def __init__(self, honest: LayerflowConnection) -> None:
+        super().__init__(honest.agent, honest.mode)
+        self._opened: list[float] = []
+
+    def open_step(self, spans: Sequence[Span]) -> StepHooks:
+        """See :class:`LayerflowConnection`."""
+        self._opened.append(time.monotonic())
+        return super().open_step(spans)
+
+    def note(self, trace: StepTrace) -> None:
+        """Add to a loading step's trace how long its objects took: from its opening to the end of its last copy."""
+        loads = trace.lane("load")
+        if loads:
+            begun = min(span.start for span in trace.spans if span.lane in ("wait", "compute"))
+            opened = max(moment for moment in self._opened if moment <= begun)
+            nbytes = sum(span.nbytes for span in loads)
+            trace.add("link", WHOLE_STEP, opened, max(span.stop for span in loads), nbytes=nbytes)
+
+
 @dataclass(slots=True)
 class Served:
     """An engine connected to a server."""
 
     engine: Engine
     agent: Agent
-    connection: LayerflowConnection
+    connection: Noting
 
 
 @contextlib.contextmanager
@@ -60,7 +84,7 @@ def served(workload: Workload, endpoint: str, name: str, mode: Mode) -> Iterator
     engine = Engine(workload.config)
     spoil(engine)
     # A busy machine may answer a lookup late; a miss for that would be no fault of what is shown here.
-    connection = attach(
+    attached = attach(
         engine,
         endpoint,
         f"demo-{workload.shape}-{name}",
@@ -68,6 +92,8 @@ def served(workload: Workload, endpoint: str, name: str, mode: Mode) -> Iterator
         chunk_tokens=workload.sizes.chunk,
         lookup_timeout_s=SETTLE_TIMEOUT_S,
     )
+    connection = Noting(attached)
+    engine.connect(connection)
     try:
         agent = connection.agent
         terms = agent.terms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from layerflow.observe.trace import StepFigures, StepTrace, figures
 from layerflow_cli.demo.engines import Answer
@@ -19,12 +19,15 @@ OF_BOUND = 0.9
 class Outcome:
     """One cache shape.
 
+    :ivar loads: the lane whose spans are what a load takes: ``load`` (arena to engine), or ``link``: from the step's
+        opening, when its objects are on their way already, to the end of its last copy.
     :ivar answers: per way (``without`` layerflow, ``cold``, ``bulk``, ``layerwise``) every prompt answered.
     :ivar wrong_tokens: tokens that differ from an engine's that computed everything.
     :ivar control_tokens: wrong tokens after one loaded layer had been spoilt on purpose.
     """
 
     workload: Workload
+    loads: Literal["load", "link"] = "load"
     answers: dict[str, list[Answer]] = field(
         default_factory=lambda: {"without": [], "cold": [], "bulk": [], "layerwise": []}
     )
@@ -45,9 +48,9 @@ class Outcome:
             trace = [trace for trace in self.answers["cold"][-1].traces if trace.lane("save")][-1]
             return trace, figures(trace, "save")
         steps = [trace for made in self.answers[way] for trace in made.traces if trace.lane("load")]
-        steps.sort(key=lambda trace: figures(trace).exposed_ms)
+        steps.sort(key=lambda trace: figures(trace, self.loads).exposed_ms)
         trace = steps[(len(steps) - 1) // 2]
-        return trace, figures(trace)
+        return trace, figures(trace, self.loads)
 
     def traces(self) -> list[StepTrace]:
         """What the timeline shows, labelled."""

@@ -17,6 +17,7 @@ from layerflow.errors import ConfigError
 from layerflow.observe.perfetto import render as render_perfetto
 from layerflow.observe.timeline_html import render as render_timeline
 from layerflow_cli.demo.outcome import Outcome
+from layerflow_cli.demo.pool import PoolUsed
 from layerflow_cli.demo.workload import SHAPES
 from layerflow_cli.output import console, write_json
 
@@ -39,6 +40,7 @@ class Link(NamedTuple):
 def report(
     outcomes: Sequence[Outcome],
     link: Link,
+    pool: PoolUsed,
     *,
     runs: int,
     quick: bool,
@@ -50,20 +52,22 @@ def report(
 
     :raises ConfigError: a file cannot be written.
     """
-    pages = _write(outcomes, link, quick, out)
-    screen.print(_table(outcomes, quick), _footnote(outcomes, link, runs), sep="\n", soft_wrap=True, highlight=False)
+    pages = _write(outcomes, link, pool, quick, out)
+    table, footnote = _table(outcomes, pool, quick), _footnote(outcomes, link, pool, runs)
+    screen.print(table, footnote, sep="\n", soft_wrap=True, highlight=False)
     if json_file is not None:
-        write_json(json_file, result(outcomes, link, runs, quick))
+        write_json(json_file, result(outcomes, link, pool, runs, quick))
         pages.append(json_file)
     for path, what in zip(pages, ("timeline, for a browser", "trace, for ui.perfetto.dev", "figures"), strict=False):
         screen.print(f"{path}  ({what})", soft_wrap=True, highlight=False)
     return _verdict(outcomes, quick, screen)
 
 
-def result(outcomes: Sequence[Outcome], link: Link, runs: int, quick: bool) -> dict[str, Any]:
+def result(outcomes: Sequence[Outcome], link: Link, pool: PoolUsed, runs: int, quick: bool) -> dict[str, Any]:
     """What ``--json`` writes."""
     return {
         "link": {"emulated": link.gbps > 0, "gbps": link.gbps, "latency_us": link.latency_us},
+        "pool": {"kind": pool.kind, "remark": pool.remark, "fetched_objects": pool.fetched},
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "torch": torch.__version__},
         "runs": runs,
         "quick": quick,
@@ -71,12 +75,13 @@ def result(outcomes: Sequence[Outcome], link: Link, runs: int, quick: bool) -> d
     }
 
 
-def _write(outcomes: Sequence[Outcome], link: Link, quick: bool, out: Path) -> list[Path]:
+def _write(outcomes: Sequence[Outcome], link: Link, pool: PoolUsed, quick: bool, out: Path) -> list[Path]:
     traces = [trace for outcome in outcomes for trace in outcome.traces()]
     sizes, step_tokens = outcomes[0].workload.sizes, outcomes[0].workload.config.step_tokens
     loads = len(outcomes[0].answers["layerwise"])
+    where = _where(link, pool)
     notes = [
-        f"{str(link)[0].upper()}{str(link)[1:]}.",
+        f"{where[0].upper()}{where[1:]}.",
         f"Cold: the step that computes tokens {sizes.prefix - step_tokens:,} to {sizes.prefix - 1:,} of a prompt and "
         f"saves them. Bulk and layer-wise: load the first {sizes.prefix:,} tokens, compute {sizes.suffix}.",
         "Bulk waits for all layers before it computes the first one; layer-wise waits for one layer at a time.",
@@ -85,7 +90,8 @@ def _write(outcomes: Sequence[Outcome], link: Link, quick: bool, out: Path) -> l
     ]
     if quick:
         notes.append("Tiny models (--quick): the times say nothing.")
-    page = render_timeline(traces, "layerflow demo: loading a KV cache in bulk and layer by layer", notes)
+    title = f"layerflow demo{pool.title}: loading a KV cache in bulk and layer by layer"
+    page = render_timeline(traces, title, notes)
     paths = [out / "timeline.html", out / "trace.json"]
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -96,9 +102,10 @@ def _write(outcomes: Sequence[Outcome], link: Link, quick: bool, out: Path) -> l
     return paths
 
 
-def _table(outcomes: Sequence[Outcome], quick: bool) -> Table:
+def _table(outcomes: Sequence[Outcome], pool: PoolUsed, quick: bool) -> Table:
     """One column per shape: a terminal of 80 columns has room for three."""
-    table = Table(title="layerflow demo" + (" (tiny models: times say nothing)" if quick else ""), title_justify="left")
+    title = f"layerflow demo{pool.title}"
+    table = Table(title=title + (" (tiny models: times say nothing)" if quick else ""), title_justify="left")
     table.add_column("")
     for outcome in outcomes:
         table.add_column(outcome.workload.shape.upper(), justify="right")
@@ -126,11 +133,23 @@ def _table(outcomes: Sequence[Outcome], quick: bool) -> Table:
     return table
 
 
-def _footnote(outcomes: Sequence[Outcome], link: Link, runs: int) -> str:
+def _where(link: Link, pool: PoolUsed) -> str:
+    """What the loads' bytes pass."""
+    if pool.tier is None:
+        return str(link)
+    remark = f" ({pool.remark})" if pool.remark else ""
+    emulated = f"; {link}" if link.gbps else ""
+    return (
+        f"every load comes from {pool.kind}{remark}: the arena was emptied before; transfer: from the step's opening, "
+        f"when the fetch has just begun, to the end of its last copy{emulated}"
+    )
+
+
+def _footnote(outcomes: Sequence[Outcome], link: Link, pool: PoolUsed, runs: int) -> str:
     sizes = outcomes[0].workload.sizes
     shapes = "; ".join(f"{outcome.workload.shape.upper()}: {SHAPES[outcome.workload.shape]}" for outcome in outcomes)
     return (
-        f"{link}\n{shapes}\n{'1 passage' if runs == 1 else f'medians over {runs} passages'} of text; "
+        f"{_where(link, pool)}\n{shapes}\n{'1 passage' if runs == 1 else f'medians over {runs} passages'} of text; "
         f"{sizes.prefix:,} tokens loaded, {sizes.suffix} computed; first token counted from submission; "
         "the bound takes layers for equal"
     )

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import secrets
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from layerflow.engine import Engine
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.logs import configure as configure_logs
-from layerflow_cli.bench.harness import ServerProcess
+from layerflow_cli.bench.pool_services import Kind
 from layerflow_cli.demo import checks
 from layerflow_cli.demo.engines import Answer, KvBytes, Served, answer, answer_served, served, spoil
 from layerflow_cli.demo.outcome import Outcome, differing
+from layerflow_cli.demo.pool import PoolUsed, pool_of
 from layerflow_cli.demo.report import Link, report
 from layerflow_cli.demo.workload import SHAPES, Workload, suitable_link
 from layerflow_cli.output import console, progress
@@ -39,14 +41,19 @@ def run_demo(
     shapes: Sequence[str] = (),
     runs: int | None = None,
     quick: bool = False,
+    pool: Kind = "memory",
+    cann_emulator: Path | None = None,
 ) -> int:
     """Run it, show it, write it.
 
-    :param link_gbps: emulated link in GB/s (10^9 bytes); 0 = none; None = one that suits the machine.
+    :param link_gbps: emulated link in GB/s (10^9 bytes); 0 = none; None = one that suits the machine, and none where
+        something is behind the arena.
     :param endpoint: a running server's; None = start one.
     :param shapes: names of :data:`SHAPES`; empty = all.
     :param runs: passages per shape; None = 3, quick 1.
     :param quick: tiny models: checks bytes and tokens, its times say nothing.
+    :param pool: what is behind the arena; it is started too. Before every load the arena is emptied then.
+    :param cann_emulator: folder of an emulated CANN, for memcache on machines without an NPU.
     :returns: the exit code: 1 if a token or a byte is wrong.
     :raises ConfigError: options that do not go together, or unknown shapes.
     :raises LayerflowError: the server did not serve.
@@ -56,11 +63,14 @@ def run_demo(
         raise ConfigError(f"--shape {unknown[0]}: no such shape; there are: {', '.join(SHAPES)}")
     if endpoint is not None and (link_gbps is not None or link_latency_us is not None):
         raise ConfigError("--endpoint and --link-...: the link belongs to the server; set pool.link_gbps there")
+    if endpoint is not None and pool != "memory":
+        raise ConfigError("--endpoint and --pool: the pool belongs to the server; set pool.backend there")
     configure_logs("error", "console")
     torch.set_num_threads(1)  # the server and the copy lanes take the other core
     runs = runs or (1 if quick else DEFAULT_RUNS)
     salt = f"[{secrets.token_hex(8)}] " if endpoint is not None else ""
-    outcomes = [Outcome(Workload.of(shape, quick, salt)) for shape in chosen]
+    loads: Literal["load", "link"] = "load" if pool == "memory" else "link"
+    outcomes = [Outcome(Workload.of(shape, quick, salt), loads) for shape in chosen]
 
     screen = console()
     plain = [Engine(outcome.workload.config) for outcome in outcomes]
@@ -68,37 +78,24 @@ def run_demo(
         for outcome, engine in zip(outcomes, plain, strict=True):
             spoil(engine)
             _without(outcome, engine, 0, advance)
-        if link_gbps is None:
+        if link_gbps is None and pool != "memory":
+            link_gbps = 0.0  # the pool's own speed is the link
+        elif link_gbps is None:
             link_gbps = suitable_link([(outcome.workload, _hit_seconds(outcome)) for outcome in outcomes])
         advance("starting layerflow run")
-        with _server(outcomes, runs, endpoint, link_gbps, link_latency_us or 0) as address:
-            for outcome, engine in zip(outcomes, plain, strict=True):
-                link = _through_the_pool(outcome, engine, runs, address, advance)
-    return report(outcomes, link, runs=runs, quick=quick, json_file=json_file, out=out, screen=screen)
-
-
-@contextlib.contextmanager
-def _server(
-    outcomes: Sequence[Outcome], runs: int, endpoint: str | None, link_gbps: float, latency_us: int
-) -> Iterator[str]:
-    """The endpoint of the demo's own `layerflow run`, or of the one that was named."""
-    if endpoint is not None:
-        yield endpoint
-        return
-    needed = sum(outcome.workload.stored_bytes for outcome in outcomes) * runs * 9 // 8
-    server = ServerProcess(
-        {
+        needed = sum(outcome.workload.stored_bytes for outcome in outcomes) * runs * 9 // 8
+        settings = {
             "pool.size": f"{needed // MIB + 64}MiB",
             "pool.link_gbps": link_gbps,
-            "pool.link_latency_us": latency_us,
+            "pool.link_latency_us": link_latency_us or 0,
             "transfer.discard_partial_chunks": True,
             "transfer.step_timeout_ms": 30_000,
         }
-    )
-    try:
-        yield server.endpoint
-    finally:
-        server.close()
+        given = contextlib.nullcontext(PoolUsed(endpoint)) if endpoint is not None else None
+        with given or pool_of(pool, needed, settings, cann_emulator) as used:
+            for outcome, engine in zip(outcomes, plain, strict=True):
+                link = _through_the_pool(outcome, engine, runs, used, advance)
+    return report(outcomes, link, used, runs=runs, quick=quick, json_file=json_file, out=out, screen=screen)
 
 
 def _without(outcome: Outcome, engine: Engine, run: int, advance: Advance) -> None:
@@ -118,8 +115,8 @@ def _hit_seconds(outcome: Outcome) -> float:
     return statistics.median(layers) * len(layers)
 
 
-def _through_the_pool(outcome: Outcome, plain: Engine, runs: int, endpoint: str, advance: Advance) -> Link:
-    workload, shape = outcome.workload, outcome.workload.shape
+def _through_the_pool(outcome: Outcome, plain: Engine, runs: int, pool: PoolUsed, advance: Advance) -> Link:
+    workload, shape, endpoint = outcome.workload, outcome.workload.shape, pool.endpoint
     stored: KvBytes = {}
     with (
         served(workload, endpoint, "cold", "layerwise") as cold,
@@ -136,14 +133,14 @@ def _through_the_pool(outcome: Outcome, plain: Engine, runs: int, endpoint: str,
             for question in (AGAIN,) if run else (COLD, AGAIN):
                 for way, engine in ways:
                     advance(f"{shape}: {way} load, passage {run + 1}")
-                    made = _answer_hit(outcome, engine, run, question)
+                    made = _answer_hit(outcome, engine, run, question, pool)
                     _check(outcome, run, question, made, stored)
                     outcome.answers[way].append(made)
                 ways.reverse()  # so that neither always runs on the warmer caches
         advance(f"{shape}: negative control")
         layer = workload.config.num_layers // 2
         layerwise.engine.connect(checks.Spoiling(layerwise.connection, layerwise.engine.cache, layer))
-        made = _answer_hit(outcome, layerwise, runs - 1, AGAIN)
+        made = _answer_hit(outcome, layerwise, runs - 1, AGAIN, pool)
         outcome.control_bytes = checks.wrong_bytes(stored, made.kv)
         outcome.control_tokens = differing(outcome.answers["without"][-1].result.tokens, made.result.tokens)
         terms = cold.agent.terms
@@ -162,14 +159,18 @@ def _answer_cold(outcome: Outcome, engine: Served, run: int) -> KvBytes:
     return kv
 
 
-def _answer_hit(outcome: Outcome, engine: Served, run: int, question: int) -> Answer:
+def _answer_hit(outcome: Outcome, engine: Served, run: int, question: int, pool: PoolUsed) -> Answer:
     workload = outcome.workload
-    made = answer_served(engine, workload, workload.prompt(run, question))
-    if made.result.cached_tokens != workload.sizes.prefix or made.result.restarts:
-        raise LayerflowError(
-            f"{workload.shape}: a prompt loaded {made.result.cached_tokens} tokens where {workload.sizes.prefix} "
-            f"were saved, after {made.result.restarts} failed loads; is the pool too small or the machine stalled?"
-        )
+    with pool.loading(engine, workload.sizes.prefix):
+        made = answer_served(engine, workload, workload.prompt(run, question))
+        if made.result.cached_tokens != workload.sizes.prefix or made.result.restarts:
+            raise LayerflowError(
+                f"{workload.shape}: a prompt loaded {made.result.cached_tokens} tokens where {workload.sizes.prefix} "
+                f"were saved, after {made.result.restarts} failed loads; {pool.story()}"
+            )
+    if outcome.loads == "link":
+        for trace in made.traces:
+            engine.connection.note(trace)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import Literal
 
 from layerflow.observe.trace import StepFigures, StepTrace, figures
 
@@ -62,8 +63,9 @@ def table(traces: Sequence[StepTrace]) -> str:
 
 
 def _moved(trace: StepTrace) -> list[tuple[str, StepFigures]]:
-    both = (("load", figures(trace, "load")), ("save", figures(trace, "save")))
-    return [(direction, one) for direction, one in both if one.transfer_ms > 0]
+    ways: tuple[Literal["link", "load", "save"], ...] = ("link", "load", "save")
+    measured = [(direction, figures(trace, direction)) for direction in ways]
+    return [(direction, one) for direction, one in measured if one.transfer_ms > 0]
 
 
 def _line(direction: str, one: StepFigures, compute_ends: str, longest: float) -> str:

@@ -132,12 +132,12 @@ class StepFigures(NamedTuple):
         return self.bytes / (self.transfer_ms * 1e6) if self.transfer_ms > 0 else 0.0
 
 
-def figures(trace: StepTrace, direction: Literal["load", "save"] = "load") -> StepFigures:
+def figures(trace: StepTrace, direction: Literal["load", "save", "link"] = "load") -> StepFigures:
     """Measure one direction of a step.
 
     With T = the union of the direction's spans (concurrent batches count once) and L layers::
 
-        load:  exposed = sum of the wait spans
+        load, link:  exposed = sum of the wait spans
         save:  exposed = stop of the last save span - stop of the last compute span, at least 0
         hidden  = max(0, T - exposed)
         overlap = hidden / T
@@ -147,7 +147,7 @@ def figures(trace: StepTrace, direction: Literal["load", "save"] = "load") -> St
     moved = trace.lane(direction)
     compute = trace.lane("compute")
     total = _union(moved)
-    exposed = _exposed_load(trace) if direction == "load" else _exposed_save(trace, moved)
+    exposed = _exposed_save(trace, moved) if direction == "save" else _exposed_load(trace)
     computed = _layers(compute)
     layers = max(1, computed) if any(span.layer == WHOLE_STEP for span in moved) else _layers(moved)
     hidden = max(0.0, total - exposed)
