@@ -38,8 +38,6 @@ CHUNK_TOKENS = DEFAULT_CHUNK_TOKENS
 OTHER_DEPTHS = (8, 64)
 WARM_UP_ROUNDS = 2
 WAIT_S = 60.0
-PATIENCE = 0.9
-"""So much of the quickest save must pass before it is asked whether one is over: asking costs, too."""
 
 
 def measure(
@@ -166,7 +164,6 @@ class _Bench:
     def __init__(self, stack: ExitStack, pool: Behind, step_bytes: int) -> None:
         self._pool = pool
         self._names = itertools.count()
-        self._usual_s = 0.0  # the quickest save so far
         settings: dict[str, object] = {
             **pool.settings,
             "pool.size": 3 * step_bytes,  # half of it may wait to be written
@@ -207,14 +204,12 @@ class _Bench:
         if self._tier is None:
             stored = worker.agent.wait_idle(request.request, WAIT_S)
         else:
-            time.sleep(max(0.0, began + PATIENCE * self._usual_s - time.monotonic()))  # it cannot be over yet
             stored = self._tier.wait_written(wanted, WAIT_S)
-        seconds = time.monotonic() - began
-        self._usual_s = min(self._usual_s or seconds, seconds)
+        ended = self._tier.written_at if self._tier is not None else time.monotonic()
         worker.agent.wait_idle(request.request, WAIT_S)
         if not stored or request.request not in worker.agent.poll().saved:
             raise LayerflowError(f"the benchmark's prompt was not stored; {self._story()}")
-        return seconds
+        return ended - began
 
     def load(self, worker: Worker, chain: Chain) -> float:
         """Seconds from the lookup of a stored prompt until its last layer is there; from the pool, not the arena."""
@@ -246,7 +241,6 @@ class _Bench:
         """What the pool's metadata service was asked for one saving and one loading step."""
         chain = _prompt(worker)
         before = self._pool.requests()
-        self._usual_s = 0.0  # another shape, perhaps
         self.save(worker, chain)
         self.load(worker, chain)
         made = self._pool.requests() - before

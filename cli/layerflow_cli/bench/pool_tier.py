@@ -10,8 +10,8 @@ from layerflow.agent.control import Control
 from layerflow.errors import LayerflowError
 
 READY_S = 60.0
-POLL_S = 1e-3
-"""Asking more often would take the cores that the transfers need."""
+POLL_S = 20e-3
+"""Asking more often would take the cores that the transfers need; when something was over, the server says."""
 
 
 class Tier:
@@ -24,6 +24,11 @@ class Tier:
     def written(self) -> int:
         """Objects written so far."""
         return int(self._status()["written_objects"])
+
+    @property
+    def written_at(self) -> float:
+        """When the last of them was written, in monotonic seconds."""
+        return float(self._status()["written_at"])
 
     @property
     def fetched(self) -> int:
@@ -43,7 +48,7 @@ class Tier:
                 return
             if time.monotonic() > until:
                 raise LayerflowError(f"{tier['backend']} is not ready after {READY_S:g} s: {self.story()}")
-            time.sleep(50 * POLL_S)
+            time.sleep(POLL_S)
 
     def wait_written(self, wanted: int, timeout_s: float) -> bool:
         """Until so many objects have been written; False after `timeout_s`."""

@@ -60,6 +60,7 @@ class Question:
 class TierStatistics:
     """A snapshot. Sizes in bytes, the rest counts since start.
 
+    :param written_at: when the last object was written, on the monotonic clock; 0 = none was.
     :param failures: objects not fetched or not written, by ``fetch_<outcome>`` and ``write_<outcome>``.
     """
 
@@ -77,6 +78,7 @@ class TierStatistics:
     fetches_without_room: int
     written_objects: int
     written_bytes: int
+    written_at: float
     shed_objects: int
     failures: dict[str, int]
 
@@ -295,6 +297,7 @@ class Tier:
             fetches_without_room=fetches.refused,
             written_objects=writes.written_objects,
             written_bytes=writes.written_bytes,
+            written_at=writes.written_at,
             shed_objects=writes.shed_objects,
             failures=dict(self._outcomes),
         )

@@ -8,6 +8,7 @@ its commit until the host has written it, an object is pinned in the arena.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -76,6 +77,7 @@ class Writes:
         self.written_objects = 0
         self.written_bytes = 0
         self.shed_objects = 0
+        self.written_at = 0.0
 
     def __len__(self) -> int:
         return sum(job.sent for job in self._jobs.values())
@@ -154,6 +156,7 @@ class Writes:
             if job.finished and failure is None:
                 self.written_objects += 1
                 self.written_bytes += job.placed[position][0].nbytes
+                self.written_at = time.monotonic()
                 self._written(job.placed[position][0])
             elif failure is not None and position not in job.dropped:
                 self._failed(key, failure.outcome, failure.reason)
