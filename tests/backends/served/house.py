@@ -125,9 +125,11 @@ class Served:
         return pid
 
 
-def engine(served: Served, spec: ModelSpec, blocks: int = 512, name: str = "engine") -> KnownWorker:
+def engine(
+    served: Served, spec: ModelSpec, blocks: int = 512, name: str = "engine", lookup_s: float = LOOKUP_S
+) -> KnownWorker:
     """An engine worker that has time."""
-    worker = KnownWorker(served.endpoint, spec, blocks, name, lookup_timeout_s=LOOKUP_S)
+    worker = KnownWorker(served.endpoint, spec, blocks, name, lookup_timeout_s=lookup_s)
     assert worker.agent.attached
     return worker
 
