@@ -1,14 +1,17 @@
 """The fetch thread: slices of layers, in turn; what fails leaves its job."""
 
+import math
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from hosts.bench import Bench, MakeBench, Thing
+from layerflow.hosts import fetching
 from layerflow.hosts.backend import Outcome
-from layerflow.hosts.fetching import FIRST_SLICE_BYTES, SLICE_BYTES, FetchLane
+from layerflow.hosts.fetching import FIRST_SLICE_BYTES, LAST_SLICE_BYTES, FetchLane
 from layerflow.hosts.messages import Fetch, Fetched, Unfetch, pack_u64
 
 
@@ -30,22 +33,23 @@ def outcomes(message: Fetched) -> list[tuple[int, Outcome]]:
     return [(failure.position, Outcome(failure.outcome)) for failure in message.failed]
 
 
-def test_the_first_slice_is_one_layer_and_the_others_grow(bench: MakeBench) -> None:
-    it, thing = bench(16 << 20), Thing(1, 2, 50, FIRST_SLICE_BYTES // 8)
-    assert SLICE_BYTES == 4 * FIRST_SLICE_BYTES
+@pytest.mark.parametrize(
+    ("call_s", "ends"),
+    [(math.inf, [1, 5, 13, 29, 61, 70]), (0.0, [1, *range(5, 70, 4), 70])],
+    ids=["quick calls", "slow calls"],
+)
+def test_the_first_slice_is_one_layer_and_the_others_grow_while_calls_are_quick(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, call_s: float, ends: list[int]
+) -> None:
+    monkeypatch.setattr(fetching, "CALL_S", call_s)
+    it, thing = bench(32 << 20), Thing(1, 2, 70, FIRST_SLICE_BYTES // 8)
+    assert LAST_SLICE_BYTES == 8 * FIRST_SLICE_BYTES
     it.store(thing)
     start(it, Fetch(5, thing.said(), 10_000))
-    assert [it.hear() for _ in range(6)] == [
-        Fetched(5, 1, False),
-        Fetched(5, 5, False),
-        Fetched(5, 13, False),
-        Fetched(5, 29, False),
-        Fetched(5, 45, False),
-        Fetched(5, 50, True),
-    ]
+    assert [it.hear() for _ in ends] == [Fetched(5, layers, layers == 70) for layers in ends]
     assert thing.intact(it.arena) == [True, True]
-    slices = [f"fetch 2 {lo}:{hi}" for lo, hi in ((0, 1), (1, 5), (5, 13), (13, 29), (29, 45), (45, 50))]
-    assert it.calls(8) == ["open_fetch 2", *slices, "close_fetch 2"]
+    slices = [f"fetch 2 {lo}:{hi}" for lo, hi in pairwise([0, *ends])]
+    assert it.calls(len(slices) + 2) == ["open_fetch 2", *slices, "close_fetch 2"]
 
 
 def test_jobs_take_turns_and_a_new_one_comes_first(bench: MakeBench) -> None:
