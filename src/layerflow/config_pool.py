@@ -123,6 +123,10 @@ class MemcacheSettings(Section):
                 "direct = true needs the keys of this section: each worker is a client with an address of its own; "
                 "remove config_file"
             )
+        if self.direct and not self.metrics_url:
+            raise ValueError(
+                "direct = true needs metrics_url: a MetaService that ended is known at once by that connection only"
+            )
         return self
 
 

@@ -103,6 +103,8 @@ def test_the_same_in_the_environment_and_in_flags(monkeypatch):
         ({"pool.memcache.metrics_url": "http://127.0.0.1:99999"}, "http://host:port"),
         ({"pool.memcache.meta_service_url": "127.0.0.1:5000"}, "tcp://host:port"),
         ({"pool.memcache.dram_size": "65GiB"}, "max_dram_size = 64GiB"),
+        ({"pool.memcache.direct": True, "pool.memcache.config_file": "/etc/mmc.conf"}, "remove config_file"),
+        ({"pool.memcache.direct": True, "pool.memcache.metrics_url": ""}, "needs metrics_url"),
         ({"pool.disk.capacity": 5}, "1048576"),
     ],
 )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv-npu: torch and torch_npu of one version, and what layerflow's device path needs. Does nothing where
-# it is there already. Exits 3 where the wheels cannot be installed.
+# Makes .venv-npu: torch and torch_npu of one version, memcache's packages, and what layerflow's device path needs.
+# Does nothing where it is there already. Exits 3 where the wheels cannot be installed.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -9,9 +9,10 @@ venv=$root/.venv-npu
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 echo '*' >"$venv/.gitignore"
 if ! "$venv/bin/python" -m pip install --disable-pip-version-check -q -c "$root/constraints.txt" \
-    torch==2.13.0 torch_npu==2.13.0 numpy pyyaml pytest pytest-asyncio pytest-timeout \
+    torch==2.13.0 torch_npu==2.13.0 memcache_hybrid==1.3.0 memfabric_hybrid==1.3.0 \
+    numpy pyyaml pytest pytest-asyncio pytest-timeout \
     anyio msgspec prometheus-client pydantic pydantic-settings pyzmq starlette structlog uvicorn watchfiles; then
-    echo "the torch_npu wheels cannot be installed here" >&2
+    echo "the wheels of torch_npu and memcache cannot be installed here" >&2
     exit 3
 fi
 touch "$venv/.ready"

@@ -209,3 +209,14 @@ def test_the_extension_refuses_what_is_not_three_equal_vectors(arrays: tuple[obj
     assert copy_native is not None
     with pytest.raises(error):
         copy_native(0, 0, *arrays)  # type: ignore[arg-type]
+
+
+def test_objects_may_lie_in_memory_of_their_own() -> None:
+    pool = 1 << 45
+    offsets = vector(pool, pool + (1 << 30))
+    blocks = BlockList(paged(), 0, offsets + OBJECT, vector(0, 1), offsets, vector(4, 4), vector(0, 3))
+    part = blocks.extents(2, 0, 2)
+    assert part.arena.min() > pool
+    assert part.arena[-1] + part.nbytes[-1] == pool + (1 << 30) + OBJECT
+    with pytest.raises(ExtentError, match=r"block 1 .* object of 4 blocks"):
+        BlockList(paged(), 0, offsets + OBJECT - vector(0, 1), vector(0, 1), offsets, vector(4, 4), vector(0, 3))

@@ -32,7 +32,7 @@ from layerflow.keys import Chain, Media, root_digest
 from layerflow.observe.trace import StepTrace
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import ModelSpec
-from layerflow.wire.messages import Abort, OpenStep, Progress, Terms, ToClient
+from layerflow.wire.messages import Abort, OpenStep, Progress, Terms, ToClient, Welcome
 
 DEFAULT_ATTACH_TIMEOUT_S = 5.0
 MAX_TIMEOUT_S = 86_400.0
@@ -94,6 +94,12 @@ class Agent:
         return self._inbox.attachment is not None
 
     @property
+    def direct(self) -> bool:
+        """Do bytes move straight between device memory and the pool behind the server's arena now?"""
+        attachment = self._inbox.attachment
+        return attachment is not None and attachment.direct
+
+    @property
     def terms(self) -> Terms | None:
         """The server's current terms; None while it is away."""
         attachment = self._inbox.attachment
@@ -115,6 +121,8 @@ class Agent:
 
     def wait_warm(self, timeout_s: float) -> bool:
         """Wait until the arena's pages are mapped here, so that no copy pays for it; False after `timeout_s`."""
+        if self.direct:
+            return True
         if self._populating is None:
             return False
         self._populating.join(timeout_s)
@@ -206,10 +214,18 @@ class Agent:
         )  # fmt: skip
         step.work = work
         with self._ledger.lock:
-            self._ledger.add(step)
             # Decided under the lock that losing the server takes: the step is told of it one way or the other.
-            attached = self.attached
-        if attached:
+            attachment = self._inbox.attachment
+            if attachment is not None and attachment.direct:
+                step.bypass()
+            self._ledger.add(step)
+        if attachment is not None and attachment.direct:
+            bypass = self._inbox.bypass
+            if bypass.stuck:
+                self._inbox.cut(step, "the pool does not answer")
+            else:
+                bypass.open(step, lambda step, message: self._inbox.announce(step, message, attachment))
+        elif attachment is not None:
             messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])
             self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages))
         else:
@@ -223,7 +239,7 @@ class Agent:
         for step in steps:
             step.abort(request)
         if steps and self.attached:
-            self._link.send(Abort([request]))
+            self._inbox.bypass.in_order(steps, lambda: self._link.send(Abort([request])))
 
     def drop_lease(self, request: str) -> None:
         """The request's hit will not be loaded."""
@@ -316,15 +332,25 @@ class Agent:
 
     # -- the link's thread ------------------------------------------------------------------------
 
+    def may_bypass(self, welcome: Welcome) -> bool:
+        """See :meth:`layerflow.agent.link.Owner.may_bypass`."""
+        return self._inbox.bypass.possible(welcome.direct)
+
     def attached_to(self, attachment: Attachment) -> None:
         """See :meth:`layerflow.agent.link.Owner.attached_to`."""
         self._control.connect()
         self._inbox.attached_to(attachment)
-        self._populating = threading.Thread(
-            target=_populate, args=(attachment,), name="layerflow-populate", daemon=True
+        if not attachment.direct:
+            self._populating = threading.Thread(
+                target=_populate, args=(attachment,), name="layerflow-populate", daemon=True
+            )
+            self._populating.start()
+        log.info(
+            "agent_attached",
+            session=attachment.session,
+            arena_bytes=attachment.arena.nbytes,
+            direct=attachment.direct,
         )
-        self._populating.start()
-        log.info("agent_attached", session=attachment.session, arena_bytes=attachment.arena.nbytes)
 
     def lost(self, reason: str) -> None:
         """See :meth:`layerflow.agent.link.Owner.lost`."""

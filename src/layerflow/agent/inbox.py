@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 
 import structlog
 
 from layerflow.agent.advisor import Advisor
+from layerflow.agent.bypass import Bypass
 from layerflow.agent.emulated import EmulatedLink
 from layerflow.agent.lanes import Job, LoadLane, SaveLane
 from layerflow.agent.ledger import Ledger
@@ -30,6 +32,7 @@ from layerflow.wire.messages import (
     Figures,
     Grant,
     Notice,
+    OpenStep,
     Plan,
     Problem,
     Progress,
@@ -60,6 +63,7 @@ class Inbox:
         self._ledger = ledger
         self._tally = tally
         self._copiers: tuple[Copier, Copier] | None = None
+        self.bypass = Bypass(memory, device, ledger)
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self._poller = Poller(device.kind) if device.kind != "cpu" else None
         self._load_lane = LoadLane(self._ended_copy)
@@ -71,20 +75,15 @@ class Inbox:
         self._save_lane.close()
         if self._poller is not None:
             self._poller.close()
+        self.bypass.close()
 
     # -- told by the link -------------------------------------------------------------------------
 
     def attached_to(self, attachment: Attachment) -> None:
-        """A server has taken this agent: copy to and from its arena from now on."""
-        if self._device.capabilities().pinned:
-            try:
-                pinned = self._device.pin(attachment.arena.address, attachment.arena.nbytes)
-            except Unsupported as error:
-                log.warning("arena_not_pinned", device=self._device.kind, error=str(error))
-            else:
-                if not pinned:
-                    log.warning("arena_not_pinned", device=self._device.kind)
-        self._copiers = (copier_for(self._memory, attachment.arena), copier_for(self._memory, attachment.arena))
+        """A server has taken this agent: copy to and from its arena from now on, or past it."""
+        if not attachment.direct:
+            self._pin(attachment)
+            self._copiers = (copier_for(self._memory, attachment.arena), copier_for(self._memory, attachment.arena))
         self._set_links(attachment.terms)
         self._tally.attachments += 1
         self.silent = False
@@ -131,7 +130,10 @@ class Inbox:
                 pass  # a heartbeat's answer: that it came is all it says
 
     def tick(self, now: float, silent: bool) -> None:
-        """Steps that outlive their deadline are given up here too: a server that is stopped gives nothing up."""
+        """Steps that outlive their deadline are given up here too: a server that is stopped gives nothing up.
+
+        Nor one that has not heard of them, because the pool behind it hangs.
+        """
         if silent != self.silent:
             self.silent = silent
             if silent:
@@ -139,13 +141,15 @@ class Inbox:
             else:
                 log.info("server_heard_again")
         for step in self._ledger.steps():
-            if now > (step.deadline if silent else step.save_deadline):
+            if now > (step.deadline if silent or not step.announced else step.save_deadline):
                 self.cut(step, "not finished at its deadline")
 
     def progress(self) -> list[Progress]:
         """Frontiers that moved, and computed layers."""
         moved = []
         for step in self._ledger.steps():
+            if not step.announced:
+                continue
             place = (step.frontier, step.computed_layers if step.saves else 0)
             if place != step.reported:
                 step.reported = place
@@ -179,18 +183,37 @@ class Inbox:
 
     def fenced(self, step: Step, reason: str) -> None:
         """The step's loads were cut off here."""
-        assert self.link is not None
         self._tally.fenced_steps += 1
-        self.link.news.fenced.append(Fence(step.number, reason))
-        self.link.ring()
+        self.bypass.in_order([step], lambda: self._tell_fenced(step, reason))
 
     def closed(self, step: Step, ok: bool) -> None:
         """The forward pass ended."""
-        assert self.link is not None
-        self.link.news.closed.append(Closed(step.number, ok))
-        self.link.ring()
+        self.bypass.in_order([step], lambda: self._tell_closed(step, ok))
         if step.saves:
             self._save_lane.poke()
+
+    def _tell_fenced(self, step: Step, reason: str) -> None:
+        assert self.link is not None
+        if step.announced:
+            self.link.news.fenced.append(Fence(step.number, reason))
+            self.link.ring()
+
+    def _tell_closed(self, step: Step, ok: bool) -> None:
+        assert self.link is not None
+        if step.announced:
+            self.link.news.closed.append(Closed(step.number, ok))
+            self.link.ring()
+
+    def announce(self, step: Step, message: OpenStep, attachment: Attachment) -> bool:
+        """The server is told of a step, unless it is over or its server gone."""
+        assert self.link is not None
+        # Under the lock that losing the server takes: the message goes to the server that the step was opened with.
+        with self._ledger.lock:
+            if self._ledger.get(step.number) is not step or self.attachment is not attachment:
+                return False
+            self.link.send(message)
+            step.announced = True
+            return True
 
     # -- one message each -------------------------------------------------------------------------
 
@@ -201,10 +224,12 @@ class Inbox:
 
         def bind(group: int, blocks: Numbered) -> BlockList:
             columns = (blocks.engine_blocks, blocks.object_offsets, blocks.object_blocks, blocks.index)
-            return BlockList(self._memory, group, attachment.arena.nbytes, *columns)
+            ends = cargo.ends(blocks.object_offsets) if cargo is not None else attachment.arena.nbytes
+            return BlockList(self._memory, group, ends, *columns)
 
+        cargo = step.cargo
         try:
-            step.planned(plan, bind)
+            step.planned(plan if cargo is None else cargo.fill(plan), bind)
         except LayerflowError as error:
             log.error("plan_unusable", step=plan.step, error=str(error))
             self.cut(step, f"plan unusable: {error}")
@@ -231,10 +256,13 @@ class Inbox:
     def _start(self, batch: Batch) -> None:
         assert self.link is not None
         step = self._ledger.get(batch.step)
-        if step is None or self._copiers is None:
+        copier = self.bypass.copier(step, batch) if step is not None else None
+        if copier is None and self._copiers is not None:
+            copier = self._copiers[batch.direction]
+        if step is None or copier is None:
             self.link.news.failed.append(Failure(batch.batch, "cancelled: the step is over"))
             return
-        job = Job(batch, step, self._copiers[batch.direction], self._links[batch.direction], self.link.news)
+        job = Job(batch, step, copier, self._links[batch.direction], self.link.news)
         if batch.direction == LOAD:
             step.granted(batch)
             self._load_lane.put(job)
@@ -246,8 +274,12 @@ class Inbox:
             step = self._ledger.get(stored.step)
             if step is None:
                 continue
-            step.reads.settled(stored.parts)
-            for request in {step.saves[position].request for position in stored.parts}:
+            parts = stored.parts if step.cargo is None else step.cargo.saves.parts_of(stored.parts)
+            step.reads.settled(parts)
+            if stored.committed and step.cargo is not None:
+                self.bypass.publish(step, stored.parts)
+                continue
+            for request in {step.saves[part].request for part in parts}:
                 if stored.committed:
                     self._ledger.saved(request)
                 else:
@@ -257,7 +289,18 @@ class Inbox:
         for number in notice.finished:
             step = self._ledger.get(number)
             if step is not None:
-                self._finish(step)
+                self.bypass.in_turn(step, functools.partial(self._finish, step))
+
+    def _pin(self, attachment: Attachment) -> None:
+        if not self._device.capabilities().pinned:
+            return
+        try:
+            pinned = self._device.pin(attachment.arena.address, attachment.arena.nbytes)
+        except Unsupported as error:
+            log.warning("arena_not_pinned", device=self._device.kind, error=str(error))
+        else:
+            if not pinned:
+                log.warning("arena_not_pinned", device=self._device.kind)
 
     def _set_links(self, terms: Terms) -> None:
         self._links = (
@@ -269,13 +312,17 @@ class Inbox:
 
     def _finish(self, step: Step) -> None:
         assert self.link is not None
+        if self._ledger.get(step.number) is not step:
+            return
         attachment = self.attachment
         trace = step.finish_trace(attachment.session if attachment is not None else 0)
         measured = Measured(step.number, figures(trace, "load"), figures(trace, "save"))
         self.traces.append(trace)
         self.measured.append(measured)
-        if self._device.kind == "cpu":  # on a device the spans are times of enqueueing, which say nothing of the link
+        # Elsewhere the spans are times of enqueueing, which say nothing of the link.
+        if self._device.kind == "cpu" or step.cargo is not None:
             self.advisor.observe(trace, measured.load, step.work)
+        self.bypass.over(step)
         if self._ledger.finish(step):
             self.link.news.figures.append(_message(measured))
             self.link.ring()
@@ -300,6 +347,8 @@ class Inbox:
         batch = job.batch
         if batch.direction == SAVE:
             job.step.reads.ended(batch)
+        else:
+            self.bypass.ended_load(job.step)
         if failure:
             self._tally.failed_batches += 1
             job.news.failed.append(Failure(batch.batch, failure))

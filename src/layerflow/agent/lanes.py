@@ -115,7 +115,7 @@ class LoadLane:
             failure = explained.failure or ("" if live else CANCELLED)
         finally:
             _trace(job, "load", job.sent if job.link.emulated else began, time.monotonic())
-            step.end(batch, failure, event)
+            failure = step.end(batch, failure, event)
         self._report(job, failure, event)
 
 
@@ -214,7 +214,7 @@ class SaveLane:
                 event = job.copier.save(_extents(job, SAVE, batch.lo, batch.hi), None if done is True else done)
             failure = explained.failure
         finally:
-            step.end(batch, failure, event)
+            failure = step.end(batch, failure, event)
         if failure:
             self._report(job, failure, None)
             return True

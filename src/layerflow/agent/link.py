@@ -57,10 +57,15 @@ class Attachment:
     arena: SharedMemory
     terms: Terms
     welcome: Welcome
+    direct: bool
 
 
 class Owner(Protocol):
     """What the link tells; all on the link's thread."""
+
+    def may_bypass(self, welcome: Welcome) -> bool:
+        """Will this worker move bytes past the server's arena? May take seconds, the first time."""
+        ...
 
     def attached_to(self, attachment: Attachment) -> None:
         """A server has taken this agent; steps may be opened."""
@@ -195,16 +200,18 @@ class Link:
             welcome = conversation.introduce(self._engine, "agent", deadline)
             if not welcome.doorway:
                 raise ConfigError(f"{self._endpoint}: an engine worker must run on the server's machine; use ipc://")
+            direct = bool(welcome.direct) and self._owner.may_bypass(welcome)
+            deadline = time.monotonic() + CONNECT_TIMEOUT_S
             guest, fd, nbytes = fetch_arena(Path(welcome.doorway), welcome.token, deadline)
             try:
                 arena = SharedMemory.attach(fd, nbytes)
             finally:
                 os.close(fd)
-            terms = conversation.attach(Attach(self._spec, memory=True), deadline).terms
+            terms = conversation.attach(Attach(self._spec, memory=True, direct=direct), deadline).terms
             self._outbox.clear()
             self.news = News()
             attached = True
-            self._owner.attached_to(Attachment(welcome.session, arena, terms, welcome))
+            self._owner.attached_to(Attachment(welcome.session, arena, terms, welcome, direct))
             self._tries = 0
             self.ready.set()
             self._converse(dealer, guest.fileno(), welcome)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -24,8 +24,14 @@ from layerflow.observe.trace import Span, StepTrace
 from layerflow.ops.extents import BlockList
 from layerflow.wire.messages import Batch, Plan
 
+if TYPE_CHECKING:
+    from layerflow.agent.direct_cargo import Cargo
+
 LOAD, SAVE = 0, 1
+LATE_SAVE_S = 1.0
+"""How long a save past the arena is waited for when it is cut off; then it has failed, whatever becomes of it."""
 CANCELLED = "cancelled"
+TOO_LATE = "cancelled: it was still under way when its step was cut off"
 
 log = structlog.get_logger("layerflow.agent")
 
@@ -39,6 +45,10 @@ class Step:
     :param device: of the engine's memory.
     :param on_fenced: told (step, reason) when the loads were cut off here.
     :param on_closed: told (step, ok) when the forward pass ended.
+
+    :ivar announced: the server knows of it, or will before anything that is said of it from now on.
+    :ivar cargo: its objects in the pool, where its bytes move past the arena.
+    :ivar saves_spoiled: a save did not end when it was cut off. It has failed, whatever becomes of it.
     """
 
     def __init__(
@@ -69,6 +79,9 @@ class Step:
         self.aborted: set[str] = set()
         self.reported = (-1, 0)
         self.work: tuple[int, int] | None = None
+        self.announced = True
+        self.cargo: Cargo | None = None
+        self.saves_spoiled = False
         layers = len(groups)
         loading = {part.group for part in loads}
         self._groups = groups
@@ -76,6 +89,7 @@ class Step:
         self._device = device
         self._on_fenced = on_fenced
         self._on_closed = on_closed
+        self._save_patience: float | None = None
         self._local = device.kind == "cpu"
         # On a device, blocks may still be read by what the engine enqueued before: loads come after that.
         self.after: DeviceEvent | None = None if self._local or not loads else device.record()
@@ -241,6 +255,11 @@ class Step:
             return ABORTED
         return READY
 
+    def bypass(self) -> None:
+        """Its bytes will move past the arena, and the server hears of it later. Call before anybody else knows it."""
+        self.announced = False
+        self._save_patience = LATE_SAVE_S
+
     # -- the link thread --------------------------------------------------------------------------
 
     def planned(self, plan: Plan, bind: Callable[[int, Numbered], BlockList]) -> None:
@@ -295,7 +314,7 @@ class Step:
             if self._fenced or all(self._in_place(layer) for layer in range(len(self._groups))):
                 return
             self._fenced = reason
-            self._condition.wait_for(lambda: not self._running)
+            self._condition.wait_for(lambda: self._running == self._saves_running)
             try:
                 self._settle_device()
                 self._fail_unfinished(reason)
@@ -316,7 +335,7 @@ class Step:
         first = not self.saves_cancelled
         self.cancel_saves(reason)
         with self._condition:
-            self._condition.wait_for(lambda: not self._saves_running)
+            self._await_saves()
             self._settle_device([SAVE])
         self.reads.stop()
         return first
@@ -333,8 +352,8 @@ class Step:
             self._loads_begun += direction == LOAD
             return True
 
-    def end(self, batch: Batch, failure: str = "", event: DeviceEvent | None = None) -> None:
-        """The lane will not touch engine memory for this batch any more (or has enqueued the copy)."""
+    def end(self, batch: Batch, failure: str = "", event: DeviceEvent | None = None) -> str:
+        """The lane will not touch engine memory for this batch any more (or has enqueued the copy). Why it failed."""
         with self._condition:
             self._running -= 1
             self._saves_running -= batch.direction == SAVE
@@ -351,7 +370,10 @@ class Step:
                     self._enqueued[batch.layer].append(event)
                 self._outstanding[batch.layer] -= 1
                 self._settle_layer(batch.layer)
+            elif self.saves_spoiled:
+                failure = failure or TOO_LATE
             self._condition.notify_all()
+            return failure
 
     def live(self, batch: Batch) -> list[tuple[int, int]]:
         """What of a load batch is still to be copied: blocks that have failed are never written again."""
@@ -391,7 +413,8 @@ class Step:
     def quiet(self) -> None:
         """Wait until no lane and no stream touches engine memory for this step; call after cutting it off."""
         with self._condition:
-            self._condition.wait_for(lambda: not self._running)
+            self._condition.wait_for(lambda: self._running == self._saves_running)
+            self._await_saves()
             self._settle_device()
 
     def finish_trace(self, session: int) -> StepTrace:
@@ -407,7 +430,17 @@ class Step:
                 self.trace.spans.append(Span("compute", layer, began, ended if ended > began else done))
         return self.trace
 
+    @property
+    def fenced(self) -> bool:
+        """Are its loads cut off, or about to be?"""
+        return bool(self._fenced)
+
     # -- under the condition's lock -----------------------------------------------------------------
+
+    def _await_saves(self) -> None:
+        if not self._condition.wait_for(lambda: not self._saves_running, self._save_patience):
+            self.saves_spoiled = True
+            log.warning("save_late", step=self.number, waited_s=self._save_patience)
 
     def _in_place(self, layer: int) -> bool:
         return self._sealed[layer] and not self._outstanding[layer]

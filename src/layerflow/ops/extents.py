@@ -16,7 +16,7 @@ from layerflow.ops.paged import Int64, PagedMemory, PagedPlane
 class Extents(NamedTuple):
     """What one call moves: byte ranges in the arena and in engine memory, pairwise of equal length.
 
-    :param arena: int64, shape ``(n,)``: offsets from the arena's start.
+    :param arena: int64, shape ``(n,)``: offsets from the arena's start; or addresses in a pool that is reached past it.
     :param engine: int64, shape ``(n,)``: absolute addresses in registered engine memory.
     :param nbytes: int64, shape ``(n,)``: bytes of each.
     :param total: their sum.
@@ -49,7 +49,7 @@ class BlockList:
     Object and engine places are checked here, once; :meth:`extents` then cannot leave either memory.
 
     :param group: number of the group.
-    :param arena_bytes: bytes of the arena.
+    :param arena_bytes: bytes of the arena; or int64, shape ``(n,)``: where the memory that holds each object ends.
     :param engine_blocks: int64, shape ``(n,)``: the block's id in engine memory.
     :param object_offsets: int64, shape ``(n,)``: arena offset of the header of the object that holds it.
     :param object_blocks: int64, shape ``(n,)``: blocks per layer of that object.
@@ -61,7 +61,7 @@ class BlockList:
         self,
         memory: PagedMemory,
         group: int,
-        arena_bytes: int,
+        arena_bytes: int | Int64,
         engine_blocks: Int64,
         object_offsets: Int64,
         object_blocks: Int64,
@@ -170,14 +170,15 @@ class BlockList:
         return Extents(np.concatenate(arena), np.concatenate(engine), np.concatenate(nbytes), byte_hi - byte_lo)
 
     def _check(
-        self, arena_bytes: int, engine_blocks: Int64, object_offsets: Int64, object_blocks: Int64, index: Int64
+        self, arena_bytes: int | Int64, engine_blocks: Int64, object_offsets: Int64, object_blocks: Int64, index: Int64
     ) -> None:
+        ends = np.broadcast_to(np.asarray(arena_bytes, dtype=np.int64), object_offsets.shape)
         spec = self._memory.spec.groups[self._group]
         row_bytes = spec.bytes_per_block * len(spec.layers)  # one block of an object over all layers
-        most_blocks = (arena_bytes - HEADER_BYTES) // row_bytes
+        most_blocks = (ends - HEADER_BYTES) // row_bytes
         num_blocks = self._memory.num_blocks[self._group]
-        # The products below cannot overflow: object_blocks is clipped to what the arena holds.
-        room = arena_bytes - HEADER_BYTES - np.clip(object_blocks, 0, max(most_blocks, 0)) * row_bytes
+        # The products below cannot overflow: object_blocks is clipped to what the memory holds.
+        room = ends - HEADER_BYTES - np.clip(object_blocks, 0, np.maximum(most_blocks, 0)) * row_bytes
         self._refuse(
             (engine_blocks < 0) | (engine_blocks >= num_blocks),
             lambda b: f"engine block {engine_blocks[b]} is outside the {num_blocks} registered blocks",
@@ -186,7 +187,7 @@ class BlockList:
             (object_blocks < 1) | (object_blocks > most_blocks) | (object_offsets < 0) | (object_offsets > room),
             lambda b: (
                 f"its object of {object_blocks[b]} blocks at offset {object_offsets[b]} is outside the arena of "
-                f"{arena_bytes} bytes"
+                f"{ends[b]} bytes"
             ),
         )
         self._refuse(

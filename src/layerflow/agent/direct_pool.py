@@ -1,0 +1,177 @@
+"""The pool as a worker reaches it past the arena: leases and room, copies between it and device memory, publication.
+
+What a lease, an allocation and an address are worth is told where the host process uses them:
+:mod:`layerflow.hosts.memcache_reading` and :mod:`layerflow.hosts.memcache_writing`. Here the bytes come from and go to
+device memory instead of the arena, and headers a buffer of this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from layerflow.agent.direct_cargo import Held
+from layerflow.agent.direct_client import Client, give_back
+from layerflow.errors import PoolError
+from layerflow.hosts.backend import OK, Place, Unusable, Verdict, pool_name
+from layerflow.hosts.memcache_calls import Calls
+from layerflow.hosts.memcache_codes import explain
+from layerflow.hosts.memcache_reading import Reader, is_header
+from layerflow.hosts.memcache_scratch import SLOTS, Scratch
+from layerflow.hosts.memcache_setup import close
+from layerflow.hosts.memcache_writing import Writer
+from layerflow.memfd import SharedMemory
+from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.ops.extents import Extents
+from layerflow.ops.paged import PagedMemory
+
+L2G, G2L = 0, 1
+"""Device memory to the pool, and back."""
+HEADERS_S = 0.5
+"""Headers are read in one call; where that fails each is tried by itself, for so long."""
+
+
+class DirectPool:
+    """Reads and writes of one worker.
+
+    :meth:`load` is the load lane's, :meth:`save` the save lane's, all else one other thread's.
+
+    :raises Unusable: the transport refuses memory.
+    """
+
+    def __init__(self, client: Client, memory: PagedMemory) -> None:
+        self._client = client
+        self._calls = Calls()
+        self._calls.open(client.store)
+        self._reader = Reader(self._calls, client.meta, client.world_size)
+        self._writer = Writer(self._calls, client.meta)
+        self._headers = SharedMemory.create(SLOTS * HEADER_BYTES)
+        for address, nbytes in [
+            (self._headers.address, self._headers.nbytes),
+            *((region.address, region.nbytes) for region in memory.regions()),
+        ]:
+            code = self._calls.register(address, nbytes)
+            if code != 0:
+                raise Unusable(f"memcache cannot register {nbytes} bytes at {address:#x} ({explain(code)})")
+        self._scratch, self._lane_scratch = Scratch(self._calls), Scratch(self._calls)
+        self._writer.scratch = Scratch(self._calls)
+        self._writer.arena = self._headers
+        self._writer.number = client.number
+
+    def lease(self, places: Sequence[Place], until: float) -> list[Held | None]:
+        """What may be read from now on; None = it is not there, or not what it should be.
+
+        :raises Unreachable: nothing can be learnt.
+        """
+        verdicts = self._reader.open(places, until)
+        held = [self._held(self._reader.lease(place), place) for place in places]
+        there = [at for at, verdict in enumerate(verdicts) if verdict is OK and held[at] is not None]
+        kept: list[Held | None] = [None] * len(places)
+        headers = self._scratch.read([found.gva for at in there if (found := held[at])], until + HEADERS_S)
+        broken: list[Place] = []
+        for at, (code, header) in zip(there, headers, strict=True):
+            if code == 0 and is_header(header, places[at]):
+                kept[at] = held[at]
+            elif code == 0:
+                broken.append(places[at])
+        self._reader.close([places[at] for at in there if kept[at] is None])
+        self._hide(broken)
+        return kept
+
+    def unlease(self, places: Sequence[Place]) -> None:
+        """Give leases back."""
+        self._reader.close(places)
+
+    def allocate(self, places: Sequence[Place], until: float) -> list[Held | None]:
+        """Room for what is not in the pool and is nobody else's to write; None = it is, or there is no room.
+
+        :raises Unreachable: nothing can be learnt.
+        """
+        verdicts = self._writer.open(places, until)
+        return [
+            self._held(self._writer.room(place), place) if verdict is OK else None
+            for place, verdict in zip(places, verdicts, strict=True)
+        ]
+
+    def publish(self, places: Sequence[Place], until: float) -> list[Verdict]:
+        """Every layer is written: the headers, then they are there for all.
+
+        :raises Unreachable: the MetaService did not answer; they are complete all the same, or not there.
+        """
+        verdicts: list[Verdict] = []
+        for first in range(0, len(places), SLOTS):
+            batch = [self._with_header(place, slot) for slot, place in enumerate(places[first : first + SLOTS])]
+            self._writer.landed(batch)
+            verdicts += self._writer.commit(batch, until)
+        return verdicts
+
+    def revoke(self, places: Sequence[Place]) -> None:
+        """They will not be finished. No copy into them may be under way."""
+        self._writer.revoke(places)
+
+    def load(self, extents: Extents, objects: Sequence[Held]) -> None:
+        """Pool to device memory; when this returns, every byte is in place and is that of its object.
+
+        :raises PoolError: it is not known to be.
+        """
+        self._readable(objects)
+        self._move(extents, G2L)
+        headers = self._lane_scratch.read([held.gva for held in objects], time.monotonic() + HEADERS_S)
+        for held, (code, header) in zip(objects, headers, strict=True):
+            if code != 0 or not is_header(header, held.place):
+                raise PoolError(f"object {held.place.key.hex()}: another took its place while it was read")
+        self._readable(objects)
+
+    def save(self, extents: Extents, objects: Sequence[Held]) -> None:
+        """Device memory to the pool.
+
+        :raises PoolError: it may not be all there.
+        """
+        self._writable(objects)
+        self._move(extents, L2G)
+        self._writable(objects)
+
+    def close(self) -> None:
+        """Close the client; takes seconds, with the GIL held."""
+        self._calls.close(close)
+        self._headers.close()
+        give_back(self._client)
+
+    def _move(self, extents: Extents, direction: int) -> None:
+        if extents.total:
+            columns = extents.arena.tolist(), extents.engine.tolist(), extents.nbytes.tolist()
+            code = self._calls.move(*columns, direction)
+            if code != 0:
+                raise PoolError(f"{explain(code)}; {len(columns[0])} ranges of {extents.total} bytes together")
+
+    def _readable(self, objects: Sequence[Held]) -> None:
+        _raise_first(objects, self._reader.check)
+
+    def _writable(self, objects: Sequence[Held]) -> None:
+        _raise_first(objects, self._writer.check)
+
+    def _with_header(self, place: Place, slot: int) -> Place:
+        at = slot * HEADER_BYTES
+        payload = place.nbytes - HEADER_BYTES
+        header = pack_header(place.key, blocks=place.blocks, tokens=place.tokens, payload=payload)
+        self._headers.view[at : at + HEADER_BYTES] = header
+        return Place(
+            place.key, at, self._headers.address + at, place.layer_bytes, place.layers, place.blocks, place.tokens,
+            place.parent,
+        )  # fmt: skip
+
+    def _hide(self, places: Sequence[Place]) -> None:
+        """What is broken must not be found again."""
+        if places:
+            self._calls.remove([pool_name(place.key) for place in places])
+
+    @staticmethod
+    def _held(at: tuple[int, float] | None, place: Place) -> Held | None:
+        return None if at is None else Held(place, *at)
+
+
+def _raise_first(objects: Sequence[Held], check: Callable[[Place], Verdict]) -> None:
+    for held in objects:
+        verdict = check(held.place)
+        if verdict is not OK:
+            raise PoolError(f"object {held.place.key.hex()}: {verdict.reason}")

@@ -1,0 +1,507 @@
+"""Bytes past the arena: a pool of memcache's calls in this process, and cpu memory that stands for a device's."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+from e2e.known import KnownWorker, Run, eventually, small_spec
+
+from agent.fake_memcache import G2L, HOST, L2G, FakePool, FakeStore
+from layerflow.agent import direct, direct_client
+from layerflow.agent.watchdog import EXIT_STUCK, Watchdog, end_process
+from layerflow.config import Settings
+from layerflow.errors import SpecError
+from layerflow.hosts.backend import Unusable, pool_name
+from layerflow.hosts.memcache_meta import MetaService
+from layerflow.hosts.memcache_setup import Connected, make_store
+from layerflow.keys import object_key
+from layerflow.server import EmbeddedServer, server
+
+TOKENS = 100
+BLOCKS = 25
+WHOLE = TOKENS * 2 * 32 * 4  #: bytes of a prompt in engine memory
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[FakePool]:
+    pool = FakePool(tmp_path)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def joined(pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> list[FakeStore]:
+    """Clients join the fake pool, and memory on the cpu suits them. Those that were made."""
+    made: list[FakeStore] = []
+
+    def connect(options: object, meta: object) -> Connected:
+        made.append(FakeStore(pool))
+        return Connected(made[-1], made[-1].number, "fake")
+
+    monkeypatch.setattr(direct_client, "connect", connect)
+    monkeypatch.setattr(direct_client, "suits", lambda device: True)
+    return made
+
+
+@pytest.fixture
+def serve(
+    pool: FakePool, joined: list[FakeStore], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., EmbeddedServer]]:
+    """Servers with the fake pool behind their arena."""
+    tests = Path(__file__).resolve().parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setattr(server, "tier_of", lambda settings: (HOST, {"folder": str(pool.folder)}))
+    monkeypatch.setattr(server, "direct_options", lambda settings: json.dumps(pool.urls))
+    running: list[EmbeddedServer] = []
+
+    def start(**transfer: object) -> EmbeddedServer:
+        settings = Settings(
+            pool={"size": "2MiB", "lookup_timeout_ms": 10_000}, transfer=transfer, server={"drain_timeout_s": 0.2}
+        )
+        running.append(EmbeddedServer(settings))
+        tier = running[-1].server.tier
+        assert tier is not None
+        assert eventually(lambda: tier.up)
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.close()
+
+
+@pytest.fixture
+def house(serve: Callable[..., EmbeddedServer]) -> EmbeddedServer:
+    return serve()
+
+
+@pytest.fixture
+def worker(house: EmbeddedServer) -> Iterator[KnownWorker]:
+    with KnownWorker(house.endpoint, context=house.context) as worker:
+        assert worker.agent.direct
+        yield worker
+
+
+def names_of(worker: KnownWorker, run: Run) -> list[str]:
+    """The names in the pool of a prompt's objects: of its chunks, and of its tail."""
+    chain, chunk = run.chain, worker.spec.chunk_tokens
+    digests = [*chain.digests]
+    if len(chain) % chunk:
+        digests.append(chain.partial(len(digests), len(chain) % chunk))
+    return [pool_name(object_key(digest, 0, worker.spec.shard)) for digest in digests]
+
+
+def objects_in_arena(house: EmbeddedServer) -> int:
+    return house.call(house.server.pool.statistics).objects  # type: ignore[attr-defined]
+
+
+class TestAWorkerPastTheArena:
+    def test_saves_and_loads_and_not_a_byte_passes_the_arena(
+        self, house: EmbeddedServer, worker: KnownWorker, pool: FakePool
+    ) -> None:
+        first = worker.serve(worker.prompt(TOKENS))
+        assert worker.agent.poll().saved == (first.name,), "idle means published"
+        assert pool.complete() == set(names_of(worker, first))
+        second = worker.serve(first.chain)
+        assert second.hit.tokens == TOKENS - 1
+        assert pool.copied[L2G] == pool.copied[G2L] == WHOLE
+        assert objects_in_arena(house) == 0
+        assert eventually(lambda: pool.leases() == 0), "leases end with the loads"
+
+    def test_loads_part_of_a_prompt_and_saves_the_rest(self, worker: KnownWorker) -> None:
+        first = worker.serve(worker.prompt(64))
+        longer = worker.serve(worker.prompt(TOKENS, like=first.chain, shared=64))
+        assert longer.hit.tokens == 64
+        assert worker.serve(longer.chain).hit.tokens == TOKENS - 1
+
+    def test_several_groups(self, house: EmbeddedServer) -> None:
+        with KnownWorker(house.endpoint, small_spec(window=24), context=house.context) as worker:
+            assert worker.serve(worker.serve(worker.prompt(TOKENS)).chain).hit.tokens == TOKENS - 1
+
+    def test_calls_to_the_service_do_not_grow_with_layers(self, house: EmbeddedServer, pool: FakePool) -> None:
+        asked = []
+        for layers in (2, 12):
+            with KnownWorker(house.endpoint, small_spec(layers, content=str(layers)), context=house.context) as worker:
+                before = pool.calls.total() - pool.calls["batch_copy"]
+                worker.serve(worker.serve(worker.prompt(TOKENS)).chain)
+                asked.append(pool.calls.total() - pool.calls["batch_copy"] - before)
+        assert asked[0] == asked[1]
+
+    def test_is_closed_with_its_agent(self, house: EmbeddedServer, joined: list[FakeStore]) -> None:
+        KnownWorker(house.endpoint, context=house.context).agent.close()
+        assert [store.closed for store in joined] == [True]
+
+    def test_goes_on_with_another_server(self, serve: Callable[..., EmbeddedServer], joined: list[FakeStore]) -> None:
+        first = serve()
+        with KnownWorker(first.endpoint, context=first.context) as worker:
+            run = worker.serve(worker.prompt(TOKENS))
+        second = serve()
+        with KnownWorker(second.endpoint, context=second.context) as worker:
+            assert worker.serve(worker.agent.chain(run.tokens)).hit.tokens == TOKENS - 1, "the pool outlives a server"
+
+
+class TestThroughTheArenaAsEver:
+    def test_where_the_device_does_not_suit(self, house: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(direct_client, "suits", lambda device: False)
+        with KnownWorker(house.endpoint, context=house.context) as worker:
+            assert not worker.agent.direct
+            assert worker.serve(worker.serve(worker.prompt(TOKENS)).chain).hit.tokens == TOKENS - 1
+        assert objects_in_arena(house) > 0
+
+    def test_where_no_client_can_be_made(self, house: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(options: object, meta: object) -> Connected:
+            raise Unusable("memcache needs CANN")
+
+        monkeypatch.setattr(direct_client, "connect", refuse)
+        with structlog.testing.capture_logs() as logs, KnownWorker(house.endpoint, context=house.context) as worker:
+            assert not worker.agent.direct
+            worker.serve(worker.prompt(TOKENS))
+        [told] = [log for log in logs if log["event"] == "direct_unavailable"]
+        assert "memcache needs CANN" in told["error"]
+
+    def test_the_second_worker_of_a_process(self, house: EmbeddedServer, worker: KnownWorker) -> None:
+        with KnownWorker(house.endpoint, context=house.context, engine="other") as other:
+            assert worker.agent.direct
+            assert not other.agent.direct
+
+
+class TestWhatIsNotThere:
+    def test_a_lost_object_fails_with_its_blocks_and_nothing_computed_on_it_is_saved(
+        self, worker: KnownWorker, pool: FakePool
+    ) -> None:
+        saved = worker.serve(worker.prompt(TOKENS))
+        lost = names_of(worker, saved)[2]
+        run = worker.admit(worker.prompt(160, like=saved.chain, shared=96))
+        assert run.hit.tokens == 96
+        pool.drop(lost)
+        before = pool.complete()
+        with worker.agent.open_step([run.request()]) as step:
+            worker.forward(step, [run])
+        assert run.failed == {0: set(range(8, 12))}
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        assert all(not worker.wrong_bytes(run, layer, 0, 96, but=set(range(8, 12))) for layer in range(4))
+        assert all(not worker.changed_bytes(run, layer, range(8, 12), 0xEE) for layer in range(4))
+        assert pool.complete() == before
+        assert pool.leases() == 0
+
+    def test_a_broken_header_hides_the_object(self, worker: KnownWorker, pool: FakePool) -> None:
+        saved = worker.serve(worker.prompt(TOKENS))
+        name = names_of(worker, saved)[0]
+        pool.poke(name, 0, b"LFOB" + bytes(60))
+        run = worker.admit(saved.chain)
+        with worker.agent.open_step([run.request()]) as step:
+            worker.forward(step, [run])
+        assert run.failed == {0: set(range(4))}
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        assert name not in pool.objects, "or a retry would loop"
+
+    def test_everything_lost_costs_no_deadline(self, worker: KnownWorker, pool: FakePool) -> None:
+        saved = worker.serve(worker.prompt(TOKENS))
+        run = worker.admit(saved.chain)
+        for name in names_of(worker, saved):
+            pool.drop(name)
+        with worker.agent.open_step([run.request(save=False)], timeout_s=3600) as step:
+            assert not step.wait_all()
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+
+    def test_a_copy_that_fails_fails_the_load_and_the_object_is_not_offered_again(
+        self, worker: KnownWorker, pool: FakePool
+    ) -> None:
+        saved = worker.serve(worker.prompt(TOKENS))
+        pool.copy_codes[G2L] = -2
+        run = worker.admit(saved.chain)
+        with worker.agent.open_step([run.request()]) as step:
+            worker.forward(step, [run])
+        assert run.failed == {0: set(range(BLOCKS))}
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        assert worker.agent.lookup("again", saved.chain).tokens == 0
+
+    @pytest.mark.parametrize("what", ["the service ends", "another object takes the place"])
+    def test_bytes_that_may_be_anothers_are_never_ready(self, worker: KnownWorker, pool: FakePool, what: str) -> None:
+        saved = worker.serve(worker.prompt(TOKENS))
+        run = worker.admit(saved.chain)
+        gate = pool.gate(G2L)
+        with worker.agent.open_step([run.request(save=False)]) as step:
+            assert pool.arrived[G2L].wait(PATIENCE_S)
+            if what == "the service ends":
+                pool.end_service()
+            else:
+                for name in names_of(worker, saved):
+                    pool.poke(name, 16, bytes(40))
+            gate.set()
+            assert not step.wait_all()
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+
+
+class TestWriting:
+    def test_what_is_there_is_left_alone(self, worker: KnownWorker, pool: FakePool) -> None:
+        run = worker.serve(worker.prompt(TOKENS))
+        worker.agent.poll()
+        moved = pool.copied[L2G]
+        worker.serve(run.chain, look=False)
+        assert pool.copied[L2G] == moved
+        assert worker.agent.poll().failed_saves == ()
+
+    def test_what_another_client_is_writing_is_left_alone(self, worker: KnownWorker, pool: FakePool) -> None:
+        other = FakeStore(pool)
+        run = worker.admit(worker.prompt(32))
+        mine, others = names_of(worker, run)
+        other.batch_alloc([others], [123_456])
+        with worker.agent.open_step([run.request()]) as step:
+            worker.forward(step, [run])
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        assert pool.complete() == {mine}
+        assert pool.bytes_of(others) == bytes(123_456)
+
+    def test_the_same_prompt_twice_in_a_step_is_written_once(self, worker: KnownWorker, pool: FakePool) -> None:
+        chain = worker.prompt(TOKENS)
+        one, two = worker.admit(chain), worker.admit(chain)
+        with worker.agent.open_step([one.request(), two.request()]) as step:
+            worker.forward(step, [one, two])
+        assert worker.agent.wait_idle(one.name, PATIENCE_S)
+        assert pool.copied[L2G] == WHOLE
+        assert worker.agent.poll().failed_saves == ()
+
+    def test_a_pool_without_room_saves_nothing_and_holds_nobody_up(self, worker: KnownWorker, pool: FakePool) -> None:
+        pool.room = 0
+        run = worker.serve(worker.prompt(TOKENS), timeout_s=3600)
+        assert pool.objects == {}
+        assert worker.agent.poll().failed_saves == ()
+        assert not worker.agent.busy(run.name)
+
+    def test_a_copy_that_fails_is_never_published_and_its_room_goes_back(
+        self, worker: KnownWorker, pool: FakePool
+    ) -> None:
+        pool.copy_codes[L2G] = -2
+        run = worker.serve(worker.prompt(TOKENS))
+        assert [request for request, _ in worker.agent.poll().failed_saves] == [run.name]
+        assert eventually(lambda: pool.objects == {})
+
+    def test_nothing_is_visible_before_the_last_layer(self, worker: KnownWorker, pool: FakePool) -> None:
+        run = worker.admit(worker.prompt(TOKENS))
+        with worker.agent.open_step([run.request()]) as step:
+            for layer in range(3):
+                worker.compute(run, layer, 0, TOKENS)
+                step.layer_done(layer)
+            assert eventually(lambda: pool.copied[L2G] == WHOLE * 3 // 4)
+            assert pool.complete() == set()
+            assert worker.agent.lookup("early", run.chain).tokens == 0
+            worker.compute(run, 3, 0, TOKENS)
+            step.layer_done(3)
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        assert pool.complete() == set(names_of(worker, run))
+
+    def test_a_service_that_ends_halfway_has_nothing_published(self, worker: KnownWorker, pool: FakePool) -> None:
+        run = worker.admit(worker.prompt(TOKENS))
+        with worker.agent.open_step([run.request()]) as step:
+            for layer in range(4):
+                worker.compute(run, layer, 0, TOKENS)
+                step.layer_done(layer)
+                if layer == 1:
+                    assert eventually(lambda: pool.copied[L2G] >= WHOLE // 4)
+                    pool.end_service()
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        assert pool.complete() == set()
+        assert [request for request, _ in worker.agent.poll().failed_saves] == [run.name]
+
+
+class TestEnds:
+    def test_a_lost_server_gives_everything_back(
+        self, house: EmbeddedServer, worker: KnownWorker, pool: FakePool
+    ) -> None:
+        run = worker.admit(worker.prompt(TOKENS))
+        with worker.agent.open_step([run.request()]) as step:
+            worker.compute(run, 0, 0, TOKENS)
+            step.layer_done(0)
+            assert eventually(lambda: len(pool.objects) == 7)
+            house.close()
+            assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        assert eventually(lambda: pool.objects == {})
+
+    def test_an_aborted_request_is_released_and_leaves_nothing(self, worker: KnownWorker, pool: FakePool) -> None:
+        run = worker.admit(worker.prompt(TOKENS))
+        with worker.agent.open_step([run.request()]) as step:
+            worker.compute(run, 0, 0, TOKENS)
+            step.layer_done(0)
+            worker.agent.abort(run.name)
+            step.close(False)
+        assert eventually(lambda: run.name in worker.agent.poll().released)
+        assert eventually(lambda: pool.objects == {})
+
+    def test_abort_and_close_before_the_server_knows_of_the_step(self, worker: KnownWorker, pool: FakePool) -> None:
+        saved = worker.serve(worker.prompt(TOKENS))
+        gate = pool.gate("batch_add_lease")
+        run = worker.admit(saved.chain)
+        with worker.agent.open_step([run.request()], timeout_s=3600) as step:
+            assert pool.arrived["batch_add_lease"].wait(PATIENCE_S)
+            worker.agent.abort(run.name)
+            step.close(False)
+        assert worker.agent.busy(run.name)
+        gate.set()
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        assert eventually(lambda: pool.leases() == 0)
+        worker.serve(worker.prompt(TOKENS))
+
+    def test_a_pool_that_hangs_costs_a_load_its_deadline_and_the_next_ones_nothing(
+        self, worker: KnownWorker, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(direct, "STUCK_S", 0.0)
+        saved = worker.serve(worker.prompt(TOKENS))
+        gate = pool.gate("batch_add_lease")
+        runs = [worker.admit(saved.chain) for _ in range(2)]
+        with worker.agent.open_step([runs[0].request()], timeout_s=0.05) as step:
+            worker.forward(step, runs[:1])
+            assert pool.arrived["batch_add_lease"].wait(PATIENCE_S)
+        with worker.agent.open_step([runs[1].request()], timeout_s=3600) as step:
+            worker.forward(step, runs[1:])
+        for run in runs:
+            assert run.failed == {0: set(range(BLOCKS))}
+            assert worker.agent.wait_idle(run.name, PATIENCE_S)
+        gate.set()
+        assert eventually(lambda: pool.leases() == 0)
+        assert eventually(lambda: not worker.agent._inbox.bypass.stuck)
+        assert worker.serve(saved.chain).hit.tokens == TOKENS - 1
+
+
+class TestCopiesThatDoNotReturn:
+    @pytest.fixture
+    def ended(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+        """Set instead of ending this process."""
+        ended = threading.Event()
+        monkeypatch.setattr(direct, "Watchdog", lambda: Watchdog(ended.set))
+        monkeypatch.setattr(direct, "GRACE_S", 0.05)
+        return ended
+
+    def test_a_load_beyond_its_deadline_ends_the_process_and_says_which(
+        self, ended: threading.Event, house: EmbeddedServer, pool: FakePool
+    ) -> None:
+        with KnownWorker(house.endpoint, context=house.context) as worker:
+            saved = worker.serve(worker.prompt(TOKENS))
+            gate = pool.gate(G2L)
+            run = worker.admit(saved.chain)
+            with structlog.testing.capture_logs() as logs:
+                step = worker.agent.open_step([run.request(save=False)], timeout_s=0.3)
+                assert ended.wait(PATIENCE_S)
+            gate.set()
+            assert not step.wait_all(), "the deadline has passed before the bytes came"
+            step.close()
+        [told] = [log for log in logs if log["event"] == "direct_copy_stuck"]
+        assert (told["log_level"], told["direction"], told["step"], told["layer"]) == (
+            "critical",
+            "load",
+            step.number,
+            0,
+        )
+        assert told["exit_code"] == EXIT_STUCK
+
+    def test_a_load_in_time_does_not(self, ended: threading.Event, house: EmbeddedServer) -> None:
+        with KnownWorker(house.endpoint, context=house.context) as worker:
+            saved = worker.serve(worker.prompt(TOKENS), timeout_s=0.5)
+            worker.serve(saved.chain, timeout_s=0.5)
+            dog = worker.agent._inbox.bypass._direct._watchdog  # type: ignore[union-attr]
+            assert eventually(lambda: not dog._alarms or dog._alarms[0].due > time.monotonic() + 10)
+        assert not ended.is_set()
+
+    def test_a_late_save_is_waited_for_a_while_and_never_published(
+        self, ended: threading.Event, house: EmbeddedServer, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("layerflow.agent.step.LATE_SAVE_S", 0.05)
+        with KnownWorker(house.endpoint, context=house.context) as worker:
+            run = worker.admit(worker.prompt(TOKENS))
+            gate = pool.gate(L2G)
+            with worker.agent.open_step([run.request()]) as step:
+                worker.forward(step, [run])
+            assert pool.arrived[L2G].wait(PATIENCE_S)
+            assert worker.agent.reclaim([run.tables[0]], 0.05) == 1, "it comes back although the copy does not"
+            gate.set()
+            assert worker.agent.wait_idle(run.name, PATIENCE_S)
+            assert [request for request, _ in worker.agent.poll().failed_saves] == [run.name]
+            assert pool.complete() == set()
+        assert not ended.is_set()
+
+    def test_a_save_beyond_its_lease_ends_the_process(
+        self, ended: threading.Event, house: EmbeddedServer, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("layerflow.hosts.memcache_writing.LEASE_S", 1.5)
+        with KnownWorker(house.endpoint, context=house.context) as worker:
+            run = worker.admit(worker.prompt(TOKENS))
+            gate = pool.gate(L2G)
+            with worker.agent.open_step([run.request()]) as step:
+                worker.forward(step, [run])
+            assert ended.wait(PATIENCE_S), "the room that it writes into will be another's"
+            gate.set()
+            assert worker.agent.wait_idle(run.name, PATIENCE_S)
+
+    def test_ending_the_process_is_at_once_and_has_a_code_of_its_own(self) -> None:
+        child = multiprocessing.get_context("fork").Process(target=end_process)
+        child.start()
+        child.join(PATIENCE_S)
+        assert child.exitcode == EXIT_STUCK
+
+
+def test_the_librarys_constructor_keeps_no_signal_from_whatever_thread() -> None:
+    """It takes them over in native code."""
+
+    class Library:
+        @staticmethod
+        def DistributedObjectStore() -> str:
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+                ctypes.CDLL(None).signal(int(number), 1)  # SIG_IGN
+            return "store"
+
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        made: list[object] = []
+        thread = threading.Thread(target=lambda: made.append(make_store(Library)))
+        thread.start()
+        thread.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert eventually(lambda: heard == [signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert made == ["store"]
+
+
+def test_a_client_gives_no_memory_and_has_an_address_of_its_own(
+    pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def connect(options: object, meta: MetaService) -> Connected:
+        seen.append(options)
+        return Connected(FakeStore(pool), 5, "fake")
+
+    monkeypatch.setattr(direct_client, "connect", connect)
+    said = pool.urls | {"hcom_url": "tcp://127.0.0.1:7000", "dram_size": 1 << 30, "world_size": 9}
+    client = direct_client.open_client(json.dumps(said), 3)
+    direct_client.give_back(client)
+    [options] = seen
+    assert (options.dram_size, options.device_id, options.world_size) == (0, 3, 9)
+    assert options.hcom_url.startswith("tcp://127.0.0.1:")
+    assert options.hcom_url != said["hcom_url"]
+    assert (client.number, client.world_size) == (5, 9)
+
+
+def test_a_client_that_cannot_be_made_leaves_the_place_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        with pytest.raises(Unusable, match="no address of this machine"):
+            direct_client.open_client(json.dumps({"hcom_url": "tcp://192.0.2.1:7000"}), 0)
+
+
+def test_numpy_blocks_of_another_model_are_still_refused(worker: KnownWorker) -> None:
+    run = worker.admit(worker.prompt(TOKENS))
+    run.tables = (np.full(BLOCKS, 10**6),)
+    with pytest.raises(SpecError, match="registered"):
+        worker.agent.open_step([run.request()])
