@@ -110,6 +110,7 @@ def test_what_is_pinned_is_not_pushed_out(kind, start):
         for number in range(len(held)):
             holder.drop_lease(f"held-{number}")
         served.settle()
+        served.wait_quiet()
         save(worker, late)
         assert reload(worker, [late])[0].hit.tokens == 159
     holder.close()
@@ -131,6 +132,8 @@ def test_no_room_in_the_arena_for_what_is_behind_it(make_kind, start):
         assert served.tier["fetches_without_room"]
         for number in range(len(held)):
             holder.drop_lease(f"held-{number}")
+        served.settle()
+        served.wait_quiet()
         assert reload(worker, [wanted])[0].hit.tokens == 159
     holder.close()
 
