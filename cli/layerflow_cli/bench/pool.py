@@ -70,9 +70,9 @@ def measure(
         pool = stack.enter_context(behind(kind, folder, kept * nbytes + len(depths) * most, config, cann_emulator))
         bench = _Bench(stack, pool, max(nbytes, most))
         advance("warming up")
+        bench.wait_ready()
         raw = stack.enter_context(RawPool(kind, {**pool.options, **pool.other}, (chunks, layers, PIECE_BYTES)))
         with bench.worker(chunks, layers) as worker:
-            bench.wait_ready()
             seconds: dict[str, list[float]] = {}
             for number in range(WARM_UP_ROUNDS + rounds):
                 advance(

@@ -129,7 +129,8 @@ def _mooncake(folder: Path, room: int, config: Path | None) -> Iterator[Behind]:
 @contextlib.contextmanager
 def _memcache(folder: Path, room: int, config: Path | None, cann_emulator: Path | None) -> Iterator[Behind]:
     hcom, other_hcom, meta, store, http_port = free_ports(5)
-    other = {"hcom_url": f"tcp://127.0.0.1:{other_hcom}"}
+    # Of all memory in the pool the host's is there first: a client may not reach at once what others bring later.
+    other = {"hcom_url": f"tcp://127.0.0.1:{other_hcom}", "dram_size": 0}
     given: dict[str, object] = {}
     if cann_emulator is not None:
         given |= {"cann_emulator": str(cann_emulator.resolve()), "protocol": "host_shm"}
