@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from e2e.known import POISON, kv_bytes, small_spec
+from e2e.known import POISON, eventually, kv_bytes, small_spec
 
 from layerflow.agent import MISS, Agent, Hit, StepRequest
 from layerflow.keys import Chain
@@ -48,7 +48,7 @@ class Engine:
         }
         for layer in range(LAYERS):
             self._upload(layer)
-        self.agent = Agent(endpoint, self.spec, self.tensors, "npu-engine", wait_s=PATIENCE_S)
+        self.agent = Agent(endpoint, self.spec, self.tensors, f"engine on {device}", wait_s=PATIENCE_S)
         self._step: Any = None
         self._number = 0
 
@@ -108,7 +108,8 @@ class Engine:
 
     def wrong(self, but: list[int] | None = None) -> list[tuple[int, str, int]]:
         """Layer, plane and block where device memory is not as expected, `but` blocks left out."""
-        torch.npu.synchronize()
+        if self.tensors[0]["k"].device.type == "npu":
+            torch.npu.synchronize()
         kept = np.ones(BLOCKS, bool)
         kept[but or []] = False
         return [
@@ -116,6 +117,15 @@ class Engine:
             for (layer, plane), expected in self.mirror.items()
             for block in np.flatnonzero((self.tensors[layer][plane].cpu().numpy() != expected).any((1, 2)) & kept)
         ]
+
+    def begin_load(self, seed: int, count: int, timeout_s: float) -> bool:
+        """Open a step that loads a prompt; returns when its objects are leased. Was there a hit?"""
+        chain = self._chain(seed, count)
+        hit = self.agent.lookup("load", chain)
+        table = np.arange(-(-count // self.size))
+        request = StepRequest("load", chain, (table,), load=(0, hit.tokens), hit=hit)
+        self._step = self.agent.open_step([request], timeout_s)
+        return hit.tokens > 0 and eventually(lambda: self._step.announced, timeout_s, 0.01)
 
     def abort(self) -> bool:
         """Give the request of the step that was begun up; has it been released in time?"""
@@ -168,11 +178,11 @@ class Engine:
 class Remote:
     """An :class:`Engine` in a child, called by name: ``engine.save(1, 64)``."""
 
-    def __init__(self, endpoint: str, environment: dict[str, str]) -> None:
+    def __init__(self, endpoint: str, environment: dict[str, str], device: str = "npu:0") -> None:
         ours, theirs = socket.socketpair()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in leave()
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), endpoint],
+            [sys.executable, __file__, str(theirs.fileno()), endpoint, device],
             pass_fds=[theirs.fileno()],
             env=os.environ | environment | {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])},
             stdout=self.log,
@@ -202,6 +212,10 @@ class Remote:
         self.log.seek(0)
         return self.log.read().decode(errors="replace")[-4000:]
 
+    def wait(self, timeout_s: float) -> int:
+        """Until it ends by itself; its exit code."""
+        return self.process.wait(timeout_s)
+
     def kill(self) -> None:
         """SIGKILL."""
         self.process.kill()
@@ -224,7 +238,7 @@ def main() -> None:
     importlib.import_module("torch_npu")
     torch.set_num_threads(1)
     pipe = Connection(int(sys.argv[1]))
-    engine = Engine(sys.argv[2])
+    engine = Engine(sys.argv[2], sys.argv[3])
     while True:
         try:
             name, arguments, more = pipe.recv()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +19,11 @@ if importlib.util.find_spec("memcache_hybrid") is None:
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "backends"))
 
 from direct_engine import LAYERS, ROW, Remote
+from e2e.known import eventually
 from meta_service import MetaService
 
 from layerflow import EmbeddedServer, Settings
+from layerflow.agent.watchdog import EXIT_STUCK
 from layerflow.hosts.environment import environment
 
 CANN = {"cann_emulator": os.environ["ASCEND_HOME_PATH"]}
@@ -33,6 +35,7 @@ class House:
     """A pool, a server with it behind its arena, and the engines of a test."""
 
     def __init__(self, protocol: str, folder: Path) -> None:
+        self.protocol = protocol
         self.meta = MetaService()
         options = self.meta.options(**CANN, protocol=protocol, dram_size=64 << 20, max_dram_size=64 << 20, direct=True)
         timeout_ms = options.pop("timeout_ms")
@@ -42,10 +45,10 @@ class House:
         self.server = EmbeddedServer(settings, f"ipc://{folder}/control")
         self._engines: list[Remote] = []
 
-    def engine(self) -> Remote:
-        """Another worker, attached."""
-        self._engines.append(Remote(self.server.endpoint, environment("memcache", CANN)))
-        assert self._engines[-1].direct(), self._engines[-1].said()
+    def engine(self, device: str = "npu:0", **variables: str) -> Remote:
+        """Another worker, attached; on an npu past the arena."""
+        self._engines.append(Remote(self.server.endpoint, environment("memcache", CANN) | variables, device))
+        assert self._engines[-1].direct() == (device != "cpu"), self._engines[-1].said()
         return self._engines[-1]
 
     def tier(self) -> dict[str, object]:
@@ -54,10 +57,7 @@ class House:
         return told["tier"]  # type: ignore[index]
 
     def wait_up(self) -> None:
-        until = time.monotonic() + TIER_S
-        while not self.tier()["up"]:
-            assert time.monotonic() < until, self.tier()["reason"]
-            time.sleep(0.05)  # a look, not a wait: the host says when it is up to nobody but the server
+        assert eventually(lambda: self.tier()["up"], TIER_S, 0.05), self.tier()["reason"]
 
     def arena_objects(self) -> int:
         pool = self.server.server.pool
@@ -158,13 +158,38 @@ def test_a_pool_that_hangs_costs_the_deadline_and_no_more(house: House, first: R
     assert told["failed"] == list(range(24))
     assert first.wrong() == []
     house.wait_up()
-    until = time.monotonic() + TIER_S
-    while first.load(7, COUNT, first=4, trust=96)["failed"]:
-        assert time.monotonic() < until, first.said()
+    assert eventually(lambda: not first.load(7, COUNT, first=4, trust=96)["failed"], TIER_S, 0.1), first.said()
     assert first.wrong() == []
+
+
+def test_workers_through_the_arena_share_the_pool_with_those_past_it(house: House, first: Remote) -> None:
+    through = house.engine("cpu")
+    assert first.save(9, COUNT)[0]
+    assert through.load(9, COUNT, first=1)["ready"] == [True] * LAYERS
+    assert through.save(10, COUNT)[0]
+    assert eventually(lambda: first.hit(10, COUNT), TIER_S, 0.05), "it is written behind the step"
+    assert first.load(10, COUNT, first=1)["ready"] == [True] * LAYERS
+    assert first.wrong() == through.wrong() == []
 
 
 def test_closing_takes_everything_back(house: House) -> None:
     engine = house.engine()
     assert engine.save(8, COUNT)[0]
     assert engine.leave() == 0
+
+
+def test_a_load_that_does_not_come_back_ends_its_engine(house: House, first: Remote) -> None:
+    """The process that gives the pool its memory is stopped while an engine is about to copy out of it."""
+    if house.protocol != "host_tcp":
+        pytest.skip("a stopped process's memory is read all the same")
+    assert first.save(11, COUNT)[0]
+    victim = house.engine(CANN_EMU_EVENT_DELAY_US="1500000")
+    giver = house.tier()["host"]["pid"]  # type: ignore[index]
+    assert victim.begin_load(11, COUNT, timeout_s=2.0), "it has leased, and waits for the engine's event"
+    os.kill(giver, signal.SIGSTOP)
+    try:
+        code = victim.wait(10)
+    finally:
+        os.kill(giver, signal.SIGCONT)
+    assert code == EXIT_STUCK, victim.said()
+    assert "direct_copy_stuck" in victim.said()
