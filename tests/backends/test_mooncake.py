@@ -35,7 +35,7 @@ from layerflow.hosts.mooncake import Mooncake
 from layerflow.memfd import SharedMemory
 
 SEGMENT = 64 << 20
-TIMEOUT_MS = 2500
+TIMEOUT_MS = 5000  # as by default: a transfer that makes no progress for 3 s is given up
 PATIENCE_S = 30.0
 HALF = ARENA // 2
 
