@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from layerflow.hosts.backend import Attached, Backend, Place, Verdict
+from layerflow.hosts.backend import Attached, Backend, Place, Verdict, pool_name
 from layerflow.hosts.environment import environment
 from layerflow.hosts.memcache import Memcache
 from layerflow.memfd import SharedMemory
@@ -27,9 +28,12 @@ class RemoteMemcache(Backend):
 
     :param options: of :class:`Memcache`.
     :param arena: where places lie.
+    :param patches: module of `layerflow.hosts`, name and value of constants.
     """
 
-    def __init__(self, options: dict[str, Any], arena: SharedMemory) -> None:
+    def __init__(
+        self, options: dict[str, Any], arena: SharedMemory, patches: Sequence[tuple[str, str, object]] = ()
+    ) -> None:
         ours, theirs = socket.socketpair()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._process = subprocess.Popen(
@@ -42,6 +46,8 @@ class RemoteMemcache(Backend):
         theirs.close()
         self._pipe = Connection(ours.detach())
         self._lock = threading.Lock()
+        for module, name, value in patches:
+            self.patch(module, name, value)
         self.address: int = self.call("begin", options)
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -68,12 +74,25 @@ class RemoteMemcache(Backend):
         self.log.seek(0)
         return self.log.read().decode(errors="replace")[-3000:]
 
+    def patch(self, module: str, name: str, value: object) -> None:
+        """Of `layerflow.hosts`: a constant, before it is used."""
+        self.call("patch", f"layerflow.hosts.{module}", name, value)
+
+    def library(self, method: str, *arguments: Any) -> Any:
+        """The library's own method, as another program of the pool might call it."""
+        return self.call("library", method, *arguments)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
 
     def pause(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit code."""
+        self._process.terminate()
+        return self._process.wait(CLOSE_S)
 
     def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)
@@ -142,6 +161,15 @@ def main() -> None:
             if method == "begin":
                 backend = Memcache(*arguments)
                 answer: Any = arena.address
+            elif method == "patch":
+                module, name, value = arguments
+                answer = setattr(importlib.import_module(module), name, value)
+            elif method == "info":
+                assert backend is not None
+                answer = [tuple(each) for each in backend._calls.info([pool_name(*arguments)], complete=False)]
+            elif method == "library":  # past the backend, as another program would
+                assert backend is not None
+                answer = backend._calls._call(*arguments)
             elif method == "attach_here":
                 assert backend is not None
                 answer = backend.attach(arena, lambda keys: None)

@@ -57,6 +57,7 @@ class Calls:
         self._under_way = 0
         self._counts: Counter[str] = Counter()
         self._known: dict[str, _Known] = {}
+        self._lost: dict[str, float] = {}
         self.unlinked = False  #: the MetaService did not answer the last call
 
     def open(self, store: Any) -> None:
@@ -64,6 +65,7 @@ class Calls:
         with self._changed:
             self._store = store
             self._known.clear()
+            self._lost.clear()
 
     def close(self, close: Callable[[Any], None]) -> None:
         """Close the client, unless calls are under way that do not end: it is never closed under one."""
@@ -175,6 +177,17 @@ class Calls:
                 self._known = {name: known for name, known in self._known.items() if known.leases or known.until > now}
             known = self._known.get(name)
             return known is not None and (known.leases > 0 or known.until > now)
+
+    def lose(self, name: str, until: float) -> None:
+        """It was allocated here, and is another writer's: the client takes it for unfinished until then."""
+        now = time.monotonic()
+        with self._changed:
+            self._lost = {name: until for name, until in self._lost.items() if until > now} | {name: until}
+
+    def lost(self, name: str) -> bool:
+        """See :meth:`lose`."""
+        with self._changed:
+            return self._lost.get(name, 0) > time.monotonic()
 
     def count(self, name: str, by: int = 1) -> None:
         """Something for :attr:`counts`."""

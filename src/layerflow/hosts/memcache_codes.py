@@ -16,7 +16,7 @@ UNANSWERED = frozenset((TIMED_OUT, UNLINKED, -3017, -3018, NO_CLIENT))
 
 _WORDS = {
     -1: "failed",
-    -2: "the copy failed: is the client alive that gave the memory?",
+    -2: "the copy failed: is the client alive that gave the memory, and known to this one?",
     INVALID: "invalid parameters, or a key that this client did not open",
     -3001: "no memory in the client",
     TIMED_OUT: "the MetaService did not answer in time",

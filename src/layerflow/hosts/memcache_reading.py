@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from layerflow.hosts.backend import OK, Outcome, Place, Verdict, pool_name
 from layerflow.hosts.memcache_calls import G2H, Calls, Span
-from layerflow.hosts.memcache_codes import leasing, reading
+from layerflow.hosts.memcache_codes import WRONG_STATE, leasing, reading
 from layerflow.hosts.memcache_meta import MetaService
 from layerflow.hosts.memcache_scratch import Scratch
 from layerflow.objects import pack_header
@@ -54,14 +54,14 @@ class Reader:
         self.scratch: Scratch | None = None
 
     def open(self, places: Sequence[Place], until: float) -> list[Verdict]:
-        """Two calls to the MetaService."""
+        """Two calls to the MetaService, whatever the number of objects; up to three more after lost races."""
         if not places:
             return []
         if time.monotonic() >= until:
             return [LATE] * len(places)
         term, began = self._meta.reach(), time.monotonic()
         names = [pool_name(place.key) for place in places]
-        verdicts = [leasing(code) for code in self._calls.lease(names, round(LEASE_S * 1e3))]
+        verdicts = [leasing(code) for code in self._lease(names)]
         leased = [at for at, verdict in enumerate(verdicts) if verdict is OK]
         refused = [names[at] for at in leased]
         try:
@@ -83,27 +83,9 @@ class Reader:
     def fetch(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
         """One span an object: its layers lie in one piece, in the pool as in the arena."""
         verdicts = [self.check(place) for place in places]
-        wanted = [at for at, verdict in enumerate(verdicts) if verdict is OK]
-        if not wanted:
-            return verdicts
         if time.monotonic() >= until:
             return [LATE if verdict is OK else verdict for verdict in verdicts]
-        leases = {at: self._open[places[at].key, places[at].offset] for at in wanted}
-        spans: list[Span] = []
-        for at in wanted:
-            start, stop = places[at].start(lo) if lo else 0, places[at].start(hi)
-            spans.append(Span(leases[at].gva + start, places[at].address + start, stop - start))
-        for at, code in zip(wanted, self._calls.copy(spans, G2H, until), strict=True):
-            verdicts[at] = reading(code)
-        copied = [at for at in wanted if verdicts[at] is OK]
-        assert self.scratch is not None
-        headers = self.scratch.read([leases[at].gva for at in copied], until)
-        for at, (code, header) in zip(copied, headers, strict=True):
-            verdicts[at] = reading(code)
-            if code == 0 and not is_header(header, places[at]):
-                verdicts[at] = _GONE if lo else _NO_HEADER
-            if verdicts[at] is OK:
-                verdicts[at] = self.check(places[at])
+        self._copy(places, verdicts, lo, hi, until)
         if expired := sum(verdict.outcome is Outcome.EXPIRED for verdict in verdicts):
             self._calls.count("expired_leases", expired)
         return verdicts
@@ -130,6 +112,44 @@ class Reader:
         if lease.term != self._meta.term:
             return _NEW_META
         return OK if time.monotonic() < lease.until else _OVER
+
+    def _lease(self, names: list[str]) -> list[int]:
+        """A code for each.
+
+        The client takes a key for unfinished that it tried to allocate, where another writer was quicker: for as long
+        as the lease it got by that. Once the MetaService says that the other has published it, "finishing" it changes
+        nothing there, and corrects the client.
+        """
+        codes = self._calls.lease(names, round(LEASE_S * 1e3))
+        stuck = [at for at, code in enumerate(codes) if code == WRONG_STATE and self._calls.lost(names[at])]
+        infos = self._calls.info([names[at] for at in stuck], complete=True)
+        again = [at for at, info in zip(stuck, infos, strict=True) if info.nbytes]
+        self._calls.finish([names[at] for at in again])
+        for at, code in zip(again, self._calls.lease([names[at] for at in again], round(LEASE_S * 1e3)), strict=True):
+            codes[at] = code
+        return codes
+
+    def _copy(self, places: Sequence[Place], verdicts: list[Verdict], lo: int, hi: int, until: float) -> None:
+        """Those whose verdict is OK so far; it stays so only for what is certain."""
+        wanted = [at for at, verdict in enumerate(verdicts) if verdict is OK]
+        if not wanted:
+            return
+        leases = {at: self._open[places[at].key, places[at].offset] for at in wanted}
+        spans: list[Span] = []
+        for at in wanted:
+            start, stop = places[at].start(lo) if lo else 0, places[at].start(hi)
+            spans.append(Span(leases[at].gva + start, places[at].address + start, stop - start))
+        for at, code in zip(wanted, self._calls.copy(spans, G2H, until), strict=True):
+            verdicts[at] = reading(code)
+        copied = [at for at in wanted if verdicts[at] is OK]
+        assert self.scratch is not None
+        headers = self.scratch.read([leases[at].gva for at in copied], until)
+        for at, (code, header) in zip(copied, headers, strict=True):
+            verdicts[at] = reading(code)
+            if code == 0 and not is_header(header, places[at]):
+                verdicts[at] = _GONE if lo else _NO_HEADER
+            if verdicts[at] is OK:
+                verdicts[at] = self.check(places[at])
 
 
 def is_header(raw: bytes, place: Place) -> bool:

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,25 @@ PACKAGES = f"memcache_hybrid=={NEEDED} memfabric_hybrid=={NEEDED}"
 EMULATED = ("host_tcp", "host_shm")
 _SIGACTION_BYTES = 256
 """No Linux has a larger ``struct sigaction``."""
+SLOW_JOIN_S = 20.0
+"""To join takes up to four seconds. Right after another client died without a farewell it has been seen to take a
+minute, and then to lack the memory of others; joining again was quick then, and whole."""
+JOINS = 3
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _WORLD = "ock.mmc.local_service.world_size"
 _DEFAULT_WORLD = 256
 _META = "ock.mmc.meta_service_url"
+
+_REFUSED = (
+    "memcache {version} refuses its options ({said}); check the sizes, addresses and the protocol {protocol!r} in "
+    "pool.memcache, and the host's log"
+)
+_NOT_LET_IN = (
+    "memcache {version} cannot join the pool ({said}); the reason is in the host's log above this. Often: an NPU "
+    "driver that it does not know, libraries of CANN that are not found, a transport that this machine has not "
+    "(protocol = {protocol!r}), an hcom_url that is taken, a config_store_url that does not answer, or a world_size "
+    "other than that of the first client since the MetaService was started"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +135,24 @@ def connect(options: MemcacheOptions, meta: MetaService) -> Connected:
     :raises Unusable: the package or what it needs is missing, or too old; or it refuses the options.
     """
     meta.check()
+    if options.config_file:
+        os.environ["MMC_LOCAL_CONFIG_PATH"] = options.config_file  # the library reads it when it is loaded
     library, version = load()
     _needs_cann(options)
     store = make_store(library)
-    if options.config_file:
-        os.environ["MMC_LOCAL_CONFIG_PATH"] = options.config_file
-    elif (code := store.setup(_local_config(library, options))) != 0:
-        raise Unusable(
-            f"memcache {version} refuses its options ({explain(code)}); check the sizes, addresses and the protocol "
-            f"{options.protocol!r} in pool.memcache, and the host's log"
-        )
-    code = store.init(options.device_id)
-    if code != 0:
-        meta.check()
-        raise Unreachable(
-            f"memcache {version} cannot join the pool ({explain(code)}); the reason is in the host's log above this. "
-            "Often: an NPU driver that it does not know, libraries of CANN that are not found, a transport that this "
-            f"machine has not (protocol = {options.protocol!r}), an hcom_url that is taken, a config_store_url that "
-            "does not answer, or a world_size other than that of the first client since the MetaService was started"
-        )
+    for _ in range(JOINS):
+        if not options.config_file and (code := store.setup(_local_config(library, options))) != 0:
+            raise Unusable(_REFUSED.format(version=version, said=explain(code), protocol=options.protocol))
+        began = time.monotonic()
+        code = store.init(options.device_id)
+        if code != 0:
+            meta.check()
+            raise Unreachable(_NOT_LET_IN.format(version=version, said=explain(code), protocol=options.protocol))
+        if time.monotonic() - began < SLOW_JOIN_S:
+            break
+        store.close()
+    else:
+        raise Unreachable(f"memcache {version} joined the pool too slowly to be whole, {JOINS} times")
     return Connected(store, int(store.get_local_service_id()), version)
 
 

@@ -36,6 +36,8 @@ from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES
 
 LEASE_S = 60.0
+ABANDONED_S = 90.0
+"""An allocation that was seen unfinished for so long has no owner: longer than a lease."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
 """A full pool evicts by itself, in the background, once an allocation has found it full."""
 
@@ -71,7 +73,7 @@ class Writer:
     def __init__(self, calls: Calls, meta: MetaService) -> None:
         self._calls, self._meta = calls, meta
         self._open: dict[bytes, _Room] = {}
-        self._abandoned = Abandoned(calls, LEASE_S + 30.0)
+        self._abandoned = Abandoned(calls, ABANDONED_S)
         self.number = 0  #: this client's, in the pool
         self.scratch: Scratch | None = None
         self.arena: SharedMemory | None = None
@@ -185,6 +187,7 @@ class Writer:
             elif info.nbytes != sizes[at]:
                 verdicts[at] = _QUICKER
                 self._calls.count("lost_races")
+                self._calls.lose(names[at], began + LEASE_S + MARGIN_S)
             elif info.gva != gva:
                 verdicts[at] = _NOT_FREE
                 claimed.add(place.key)
