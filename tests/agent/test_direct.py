@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +22,10 @@ from e2e.known import KnownWorker, Run, eventually, small_spec
 
 from agent.fake_memcache import G2L, HOST, L2G, FakePool, FakeStore
 from layerflow.agent import direct, direct_client
+from layerflow.agent.direct_copier import DirectCopier
 from layerflow.agent.watchdog import EXIT_STUCK, Watchdog, end_process
 from layerflow.config import Settings
-from layerflow.errors import SpecError
+from layerflow.errors import DeadlineExceeded, SpecError
 from layerflow.hosts.backend import Unusable, pool_name
 from layerflow.hosts.memcache_meta import MetaService
 from layerflow.hosts.memcache_setup import Connected, make_store
@@ -52,6 +56,8 @@ def joined(pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> list[FakeStore]:
 
     monkeypatch.setattr(direct_client, "connect", connect)
     monkeypatch.setattr(direct_client, "suits", lambda device: True)
+    # A machine that stands still for a second must not end the process that runs the tests.
+    monkeypatch.setattr(direct, "Watchdog", lambda: Watchdog(lambda: None))
     return made
 
 
@@ -169,6 +175,22 @@ class TestThroughTheArenaAsEver:
             worker.serve(worker.prompt(TOKENS))
         [told] = [log for log in logs if log["event"] == "direct_unavailable"]
         assert "memcache needs CANN" in told["error"]
+
+    @pytest.mark.parametrize("what", ["memory that the transport refuses", "a library that surprises"])
+    def test_whatever_goes_wrong_and_the_next_worker_tries_again(
+        self, house: EmbeddedServer, joined: list[FakeStore], monkeypatch: pytest.MonkeyPatch, what: str
+    ) -> None:
+        with monkeypatch.context() as patch:
+            if what == "a library that surprises":
+                patch.setattr(FakeStore, "register_buffer", lambda *_: 1 // 0)
+            else:
+                patch.setattr(FakeStore, "register_buffer", lambda *_: -1)
+            with KnownWorker(house.endpoint, context=house.context) as worker:
+                assert not worker.agent.direct
+                worker.serve(worker.prompt(TOKENS))
+        assert [store.closed for store in joined] == [True]
+        with KnownWorker(house.endpoint, context=house.context) as worker:
+            assert worker.agent.direct
 
     def test_the_second_worker_of_a_process(self, house: EmbeddedServer, worker: KnownWorker) -> None:
         with KnownWorker(house.endpoint, context=house.context, engine="other") as other:
@@ -374,9 +396,36 @@ class TestEnds:
         assert worker.serve(saved.chain).hit.tokens == TOKENS - 1
 
 
+def test_a_load_too_late_to_be_begun_says_nothing_against_its_objects(
+    worker: KnownWorker, house: EmbeddedServer, pool: FakePool
+) -> None:
+    saved = worker.serve(worker.prompt(TOKENS))
+    gate = pool.gate(G2L)
+    run = worker.admit(saved.chain)
+    with worker.agent.open_step([run.request(save=False)], timeout_s=0.3) as step:
+        assert pool.arrived[G2L].wait(PATIENCE_S)
+        assert eventually(lambda: time.monotonic() > step.deadline)
+        gate.set()
+        assert not step.wait_all()
+    assert worker.agent.wait_idle(run.name, PATIENCE_S)
+    tier = house.server.tier
+    assert tier is not None
+    assert house.call(tier.statistics).shunned_objects == 0  # type: ignore[attr-defined]
+    assert worker.serve(saved.chain).hit.tokens == TOKENS - 1
+
+
+@pytest.mark.parametrize(("fenced", "deadline"), [(False, 0.0), (True, math.inf)])
+def test_a_copier_begins_no_load_that_its_step_does_not_wait_for(fenced: bool, deadline: float) -> None:
+    step: Any = SimpleNamespace(number=3, cargo=object(), fenced=fenced, deadline=deadline)
+    batch: Any = SimpleNamespace(layer=2)
+    nowhere: Any = None
+    with pytest.raises(DeadlineExceeded, match="step 3: a load of layer 2 came too late"):
+        DirectCopier(nowhere, nowhere, step, batch).load(nowhere)
+
+
 class TestCopiesThatDoNotReturn:
     @pytest.fixture
-    def ended(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    def ended(self, joined: list[FakeStore], monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         """Set instead of ending this process."""
         ended = threading.Event()
         monkeypatch.setattr(direct, "Watchdog", lambda: Watchdog(ended.set))

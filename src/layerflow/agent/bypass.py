@@ -50,6 +50,9 @@ class Bypass:
             self._direct = self._direct or Direct(options, self._memory)
         except BackendError as error:
             log.warning("direct_unavailable", error=f"{error}; bytes go through the arena until the next attachment")
+        except Exception:
+            # Whatever a native library does here, the arena is still there.
+            log.exception("direct_unavailable", error="bytes go through the arena until the next attachment")
         return self._direct is not None
 
     @property

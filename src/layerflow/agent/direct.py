@@ -18,13 +18,14 @@ from collections.abc import Callable, Collection, Sequence
 import structlog
 
 from layerflow.agent.direct_cargo import Cargo, Held, Side, places_of
-from layerflow.agent.direct_client import open_client
+from layerflow.agent.direct_client import give_back, open_client
 from layerflow.agent.direct_copier import LANES, DirectCopier
 from layerflow.agent.direct_pool import DirectPool
 from layerflow.agent.outline import OutlinePart
 from layerflow.agent.step import LOAD, SAVE, Step
 from layerflow.agent.watchdog import Watchdog
 from layerflow.hosts.backend import OK, Place, Unreachable
+from layerflow.hosts.memcache_setup import close
 from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import Batch, OpenStep
 
@@ -50,8 +51,13 @@ class Direct:
     def __init__(self, options: str, memory: PagedMemory) -> None:
         self.options = options
         self._spec = memory.spec
-        self._client = open_client(options, memory.device.index or 0)
-        self._pool = DirectPool(self._client, memory)
+        client = open_client(options, memory.device.index or 0)
+        try:
+            self._pool = DirectPool(client, memory)
+        except BaseException:
+            close(client.store)
+            give_back(client)
+            raise
         self._watchdog = Watchdog()
         self._pid = os.getpid()
         self._away = False

@@ -21,6 +21,7 @@ from layerflow.agent.link import News
 from layerflow.agent.step import CANCELLED, LOAD, SAVE, Step
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import sleep_until, use_precise_timers
+from layerflow.errors import DeadlineExceeded
 from layerflow.observe.trace import Span
 from layerflow.ops.copier import Copier
 from layerflow.ops.extents import Extents
@@ -273,6 +274,8 @@ def _explained(job: Job) -> Iterator[_Explained]:
     batch = job.batch
     try:
         yield explained
+    except DeadlineExceeded as error:  # before anything was copied: nothing is wrong with the objects
+        explained.failure = f"{CANCELLED}: {error}"
     except Exception as error:
         explained.failure = f"{BROKEN}: {type(error).__name__}: {error}"
         # Part of it may be enqueued already: nothing may be written once the batch is reported.
