@@ -38,6 +38,7 @@ from layerflow.objects import HEADER_BYTES
 LEASE_S = 60.0
 ABANDONED_S = 90.0
 """An allocation that was seen unfinished for so long has no owner: longer than a lease."""
+READ_BACK_MS = 2000
 FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
 """A full pool evicts by itself, in the background, once an allocation has found it full."""
 
@@ -129,13 +130,12 @@ class Writer:
         for at, code in zip(ready, self._calls.finish(names), strict=True):
             verdicts[at] = writing(code)
         published = [at for at in ready if verdicts[at] is OK]
-        assert self.scratch is not None
         assert self.arena is not None
         wrong: list[str] = []
-        headers = self.scratch.read([rooms[at].gva for at in published], until)
-        for at, (code, header) in zip(published, headers, strict=True):
+        headers = self._headers([(pool_name(places[at].key), rooms[at].gva) for at in published], until)
+        for at, header in zip(published, headers, strict=True):
             begin = places[at].offset
-            if code != 0 or header != self.arena.array[begin : begin + HEADER_BYTES].tobytes():
+            if header != self.arena.array[begin : begin + HEADER_BYTES].tobytes():
                 verdicts[at] = _NOT_WRITTEN
                 wrong.append(pool_name(places[at].key))
         if wrong:
@@ -219,6 +219,26 @@ class Writer:
             # Looked at again: what was written late may lie in another's room, and must not be published.
             verdicts[at] = writing(code) if code else self.check(places[at])
         return verdicts
+
+    def _headers(self, published: Sequence[tuple[str, int]], until: float) -> list[bytes]:
+        """What is in the pool now, of names and addresses; nothing where it cannot be read.
+
+        Once published, what nobody has leased leaves the client's table within a second, perhaps by now, and cannot be
+        read until it is leased.
+        """
+        assert self.scratch is not None
+        headers = [
+            header if code == 0 else b"" for code, header in self.scratch.read([at for _, at in published], until)
+        ]
+        swept = [which for which, header in zip(published, headers, strict=True) if not header]
+        if swept:
+            codes = self._calls.lease([name for name, _ in swept], READ_BACK_MS)
+            leased = [which for which, code in zip(swept, codes, strict=True) if code == 0]
+            again = self.scratch.read([at for _, at in leased], until)
+            read = {name: header for (name, _), (code, header) in zip(leased, again, strict=True) if code == 0}
+            headers = [header or read.get(name, b"") for (name, _), header in zip(published, headers, strict=True)]
+            self._calls.unlease([name for name, _ in leased])
+        return headers
 
     def _remove(self, names: Sequence[str]) -> None:
         try:

@@ -1,0 +1,91 @@
+"""What a memcache writer makes of a client that forgets addresses: no packages, no pool."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from layerflow.hosts.backend import OK, Outcome, Place
+from layerflow.hosts.memcache_calls import Info
+from layerflow.hosts.memcache_writing import Writer
+from layerflow.memfd import SharedMemory
+from layerflow.objects import HEADER_BYTES, pack_header
+
+GVA, INVALID = 1 << 40, -3102
+KEY = bytes(range(24))
+
+
+class Pool:
+    """One client and all of the pool: one object. `table`: the client can copy from and to its address."""
+
+    term = 1
+
+    def __init__(self) -> None:
+        self.header = b""
+        self.nbytes = 0
+        self.table = self.sweeps = False
+        self.leased = self.removed = 0
+
+    def reach(self) -> int:
+        return self.term
+
+    def info(self, names: list[str], *, complete: bool) -> list[Info]:
+        return [Info(self.nbytes, GVA if self.nbytes else 0) for _ in names]
+
+    def remembers(self, name: str) -> bool:
+        return False
+
+    def allocate(self, names: list[str], sizes: list[int], ttl_ms: int) -> list[int]:
+        for size in sizes:
+            self.nbytes, self.table = size, True
+        return [GVA for _ in names]
+
+    def copy(self, spans: list[Any], direction: int, until: float) -> list[int]:
+        return [0 if self.table else INVALID for _ in spans]
+
+    def finish(self, names: list[str]) -> list[int]:
+        self.table = not self.sweeps
+        return [0 for _ in names]
+
+    def lease(self, names: list[str], ttl_ms: int) -> list[int]:
+        self.table, self.leased = True, self.leased + len(names)
+        return [0 for _ in names]
+
+    def unlease(self, names: list[str]) -> None:
+        self.leased -= len(names)
+
+    def remove(self, names: list[str]) -> list[int]:
+        self.removed += len(names)
+        return [0 for _ in names]
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Not of interest."""
+
+    # The scratch memory's:
+
+    def blank(self, gvas: list[int], until: float) -> list[int]:
+        return [0 for _ in gvas]
+
+    def read(self, gvas: list[int], until: float) -> list[tuple[int, bytes]]:
+        return [(0, self.header) if self.table else (INVALID, b"") for _ in gvas]
+
+
+@pytest.mark.parametrize("sweeps", [False, True])
+@pytest.mark.parametrize("arrived", [True, False])
+def test_what_is_published_is_read_back_whatever_the_client_has_forgotten(sweeps, arrived):
+    pool = Pool()
+    pool.sweeps = sweeps
+    with SharedMemory.create(4096) as arena:
+        writer = Writer(pool, pool)  # type: ignore[arg-type]
+        writer.scratch, writer.arena = pool, arena  # type: ignore[assignment]
+        place = Place(KEY, 0, arena.address, 1024, 1, 1)
+        header = pack_header(KEY, blocks=1, tokens=16, payload=1024)
+        arena.view[:HEADER_BYTES] = header
+        until = time.monotonic() + 5
+        assert writer.open([place], until) == writer.write([place], 0, 1, until) == [OK]
+        pool.header = header if arrived else bytes(HEADER_BYTES)
+        [verdict] = writer.commit([place], until)
+    assert verdict.outcome is (Outcome.OK if arrived else Outcome.FAILED)
+    assert pool.removed == (not arrived) and pool.leased == 0
