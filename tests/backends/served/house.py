@@ -30,7 +30,9 @@ class Served:
 
     def __init__(self, kind: Kind, settings: dict[str, object], *, wait: bool = True) -> None:
         self.kind = kind
-        self.process = ServerProcess({"pool.size": "16MiB"} | PATIENT | kind.settings() | settings)
+        self.process = ServerProcess(
+            {"pool.size": "16MiB", "log.level": "warning"} | PATIENT | kind.settings() | settings
+        )
         self.control = Control(self.process.endpoint, "observer")
         self._looks = 0
         self._lookers: dict[ModelSpec, Control] = {}
