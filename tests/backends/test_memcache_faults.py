@@ -119,6 +119,8 @@ def test_two_processes_race_for_keys(bench):
         thread.start()
     for thread in threads:
         thread.join()
+    for client in bench.clients:
+        client.backend.check()
     for i, pair in enumerate(zip(*results, strict=True)):
         assert sorted(pair) == [OK, EXISTS], pair
         winner = things[pair.index(OK)][i]
@@ -176,13 +178,15 @@ def fill(bench: Bench, name: object) -> None:
 
 
 def test_a_lease_keeps_an_object_while_others_are_evicted(bench):
-    kept, gone = (bench.thing(name, blocks=100, layers=LAYERS) for name in ("kept", "gone"))
-    assert save(bench, bench.first, [kept, gone]) == [OK, OK]
+    kept, *others = (bench.thing(("old", i), blocks=20, layers=LAYERS) for i in range(9))
+    assert save(bench, bench.first, [kept, *others]) == [OK] * 9
     place = kept.at(bench.second, HALF, known=False)
     assert outcomes(bench.second.backend.open_fetch([place], soon())) == [OK]
     fill(bench, "pressing")
-    assert bench.second.backend.lookup([gone.key], soon()) == [False]
-    assert load(bench, bench.first, [gone], 3 * ARENA // 4)[0][0] == MISSING
+    left = bench.second.backend.lookup([other.key for other in others], soon())
+    gone = [other for other, present in zip(others, left, strict=True) if not present]
+    assert gone
+    assert [outcome for outcome, _ in load(bench, bench.first, gone, ARENA // 4)] == [MISSING] * len(gone)
     for layer in range(LAYERS):
         assert outcomes(bench.second.backend.fetch([place], layer, layer + 1, soon())) == [OK]
     assert np.array_equal(bench.arena.array[HALF : HALF + kept.nbytes], kept.bytes)
@@ -213,6 +217,7 @@ def test_an_address_is_good_only_for_who_leased_or_allocated_it(bench):
     assert library("batch_add_lease", [pool_name(one.key)], 1000) == [0]
     assert library("batch_copy", [gva], [at], [one.nbytes], 2) == 0
     assert np.array_equal(bench.arena.array[HALF : HALF + one.nbytes], one.bytes)
+    assert library("batch_remove_lease", [pool_name(one.key)]) == 0
     place = new.at(bench.first, 0)
     put(bench, [new], [0])
     assert outcomes(bench.first.backend.open_write([place], soon())) == [OK]
@@ -223,7 +228,8 @@ def test_an_address_is_good_only_for_who_leased_or_allocated_it(bench):
     assert library("batch_copy", *payload, 3) == 0
     assert outcomes(bench.first.backend.write([place], 0, LAYERS, soon())) == [OK]
     assert outcomes(bench.first.backend.commit([place], soon())) == [OK]
-    assert right(bench, bench.first, new)
+    assert library("batch_write_finish", [pool_name(new.key)], [0]) == [0]
+    assert all(right(bench, client, new) for client in bench.clients)
 
 
 def test_calls_to_the_meta_service_do_not_grow_with_layers(bench, meta):

@@ -78,6 +78,7 @@ class Memcache(Backend):
         self._meta.check()
         if self._calls.unlinked:  # it reconnects by itself, within two seconds; ask it
             self._calls.exists([pool_name(bytes(24))])
+        self._reader.correct()
 
     def statistics(self) -> dict[str, float]:
         counts = self._calls.counts

@@ -184,10 +184,17 @@ class Calls:
         with self._changed:
             self._lost = {name: until for name, until in self._lost.items() if until > now} | {name: until}
 
-    def lost(self, name: str) -> bool:
+    def lost(self) -> list[str]:
         """See :meth:`lose`."""
+        now = time.monotonic()
         with self._changed:
-            return self._lost.get(name, 0) > time.monotonic()
+            return [name for name, until in self._lost.items() if until > now]
+
+    def settle(self, names: Sequence[str]) -> None:
+        """They count as lost no more."""
+        with self._changed:
+            for name in names:
+                self._lost.pop(name, None)
 
     def count(self, name: str, by: int = 1) -> None:
         """Something for :attr:`counts`."""

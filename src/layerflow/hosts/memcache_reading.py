@@ -104,6 +104,22 @@ class Reader:
         lease = self._open.get((place.key, place.offset))
         return None if lease is None else (lease.gva, lease.until)
 
+    def correct(self, names: Sequence[str] = ()) -> set[str]:
+        """Of keys that lost a race, those that the winner has published: they can be read here now. Any thread.
+
+        The client takes a key for unfinished that it tried to allocate, where another writer was quicker, and its
+        place for taken, for as long as the lease it got by that. Once the MetaService says that the other has
+        published it, "finishing" it changes nothing there, and corrects the client.
+
+        :param names: only these; none = all.
+        """
+        lost = [name for name in self._calls.lost() if not names or name in names]
+        infos = self._calls.info(lost, complete=True)
+        published = [name for name, info in zip(lost, infos, strict=True) if info.nbytes]
+        self._calls.finish(published)
+        self._calls.settle(published)
+        return set(published)
+
     def check(self, place: Place) -> Verdict:
         """May it be read, and was what was read until now its own? Any thread."""
         lease = self._open.get((place.key, place.offset))
@@ -114,17 +130,10 @@ class Reader:
         return OK if time.monotonic() < lease.until else _OVER
 
     def _lease(self, names: list[str]) -> list[int]:
-        """A code for each.
-
-        The client takes a key for unfinished that it tried to allocate, where another writer was quicker: for as long
-        as the lease it got by that. Once the MetaService says that the other has published it, "finishing" it changes
-        nothing there, and corrects the client.
-        """
+        """A code for each."""
         codes = self._calls.lease(names, round(LEASE_S * 1e3))
-        stuck = [at for at, code in enumerate(codes) if code == WRONG_STATE and self._calls.lost(names[at])]
-        infos = self._calls.info([names[at] for at in stuck], complete=True)
-        again = [at for at, info in zip(stuck, infos, strict=True) if info.nbytes]
-        self._calls.finish([names[at] for at in again])
+        corrected = self.correct([name for name, code in zip(names, codes, strict=True) if code == WRONG_STATE])
+        again = [at for at, name in enumerate(names) if name in corrected]
         for at, code in zip(again, self._calls.lease([names[at] for at in again], round(LEASE_S * 1e3)), strict=True):
             codes[at] = code
         return codes
