@@ -231,7 +231,6 @@ def test_cutting_saves_waits_for_what_they_have_enqueued_and_for_no_load() -> No
     """On a device a copy has only been enqueued when the lane is done with it."""
     scene, load, save = Scene(), Enqueued(), Enqueued()
     step = scene.step
-    step._enqueued = [[] for _ in scene.batches]  # as on a device
     assert step.begin(LOAD) and step.begin(SAVE)
     step.end(scene.batches[0], event=load)  # type: ignore[arg-type]
     step.end(Batch(1, 9, SAVE, 0, 0, 4, 0, 0, 1, 0.0, True), event=save)  # type: ignore[arg-type]

@@ -1,0 +1,60 @@
+"""Batches of one step that may touch engine memory: a lane copies them, or a device was told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+
+import structlog
+
+from layerflow.device.base import DeviceEvent
+from layerflow.wire.messages import Batch
+
+log = structlog.get_logger("layerflow.agent")
+
+
+class UnderWay:
+    """What has begun and what has ended, by direction. Call it under the condition, which waiting gives up meanwhile.
+
+    :param step: the step's number, for the log.
+    :param condition: the step's; notified whenever a batch has ended.
+    """
+
+    def __init__(self, step: int, condition: threading.Condition) -> None:
+        self._step = step
+        self._condition = condition
+        self._begun = [0, 0]
+        self._ended = [0, 0]
+        self._unsettled: list[tuple[Batch, DeviceEvent]] = []
+
+    def begin(self, direction: int) -> None:
+        """A lane is about to touch engine memory for a batch."""
+        self._begun[direction] += 1
+
+    def end(self, batch: Batch, event: DeviceEvent | None) -> None:
+        """It will not any more, or has enqueued the copy that `event` is behind."""
+        self._ended[batch.direction] += 1
+        if event is not None:
+            self._unsettled.append((batch, event))
+
+    def await_begun(self, direction: int) -> None:
+        """Wait for the batches that have begun before now, and for no later one."""
+        begun = self._begun[direction]
+        self._condition.wait_for(lambda: self._ended[direction] >= begun)
+
+    def await_none(self, direction: int, timeout_s: float | None = None) -> bool:
+        """Wait until no batch runs. False after `timeout_s`."""
+        return self._condition.wait_for(lambda: self._ended[direction] == self._begun[direction], timeout_s)
+
+    def settle(self, directions: Collection[int]) -> list[tuple[Batch, str]]:
+        """Nothing that was enqueued so far touches either memory any more. Batches a broken device moved, and why."""
+        settling = [(batch, event) for batch, event in self._unsettled if batch.direction in directions]
+        self._unsettled = [(batch, event) for batch, event in self._unsettled if batch.direction not in directions]
+        failed = []
+        for batch, event in settling:
+            try:
+                event.synchronize()
+            except Exception as error:
+                log.exception("device_failed", step=self._step, layer=batch.layer)
+                failed.append((batch, f"device: {error}"))
+        return failed
