@@ -16,6 +16,7 @@ def make_kind(request: pytest.FixtureRequest) -> Iterator[Callable[..., Kind]]:
 
     def make(**options: object) -> Kind:
         kinds.append(request.param(**options))
+        kinds[-1].open()
         return kinds[-1]
 
     make.of = request.param  # type: ignore[attr-defined]

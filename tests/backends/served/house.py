@@ -18,7 +18,7 @@ from layerflow_cli.bench.harness import ServerProcess
 
 PATIENCE_S = 30.0
 LOOKUP_S = 5.0
-PATIENT = {"pool.lookup_timeout_ms": 4000, "transfer.step_timeout_ms": 20_000, "pool.lease_ms": 3000}
+PATIENT = {"pool.lookup_timeout_ms": 4000, "transfer.step_timeout_ms": 20_000, "pool.lease_ms": 1500}
 """So that a machine with other work to do decides nothing."""
 
 

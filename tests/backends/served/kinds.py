@@ -38,6 +38,10 @@ class Kind(abc.ABC):
         self._closing = contextlib.ExitStack()
 
     @abc.abstractmethod
+    def open(self) -> None:
+        """Start it, unless it shall be absent."""
+
+    @abc.abstractmethod
     def settings(self) -> dict[str, object]:
         """For a server, by dotted key."""
 
@@ -60,6 +64,9 @@ class Memory(Kind):
     name = "memory"
     tiered = False
 
+    def open(self) -> None:
+        """There is nothing to start."""
+
     def settings(self) -> dict[str, object]:
         return {}
 
@@ -70,12 +77,11 @@ class Disk(Kind):
     name = "disk"
     indexed = True
 
-    def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
-        super().__init__(capacity, lease_ms, absent=absent)
+    def open(self) -> None:
         self._home = Path(tempfile.mkdtemp(prefix="layerflow-disk-"))
         self._closing.callback(shutil.rmtree, self._home)
         self._mount, self._away = self._home / "mount", self._home / "away"
-        (self._away if absent else self._mount).mkdir()
+        (self._away if self.absent else self._mount).mkdir()
         self.path = self._mount / "objects"
 
     def settings(self) -> dict[str, object]:
@@ -99,11 +105,10 @@ class Mooncake(Kind):
     keeps = False
     leases = True
 
-    def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
-        super().__init__(capacity, lease_ms, absent=absent)
-        self.master = self._closing.enter_context(MooncakeMaster(default_kv_lease_ttl=lease_ms))
+    def open(self) -> None:
+        self.master = self._closing.enter_context(MooncakeMaster(default_kv_lease_ttl=self.lease_ms))
         self._owner: Owner | None = None
-        if absent:
+        if self.absent:
             self.cut()
         else:
             self._own()
@@ -138,11 +143,10 @@ class Memcache(Kind):
     shared = True
     keeps = False
 
-    def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
-        super().__init__(capacity, lease_ms, absent=absent)
+    def open(self) -> None:
         self.meta = self._closing.enter_context(MetaService())
         self._owned = False
-        if absent:
+        if self.absent:
             self.cut()
         else:
             self._own()

@@ -47,10 +47,9 @@ def test_eight_sessions(kind, start):
             list(threads.map(compute, range(SESSIONS)))
             empty()
             list(threads.map(go_on, range(SESSIONS)))
-            for _ in range(2):
-                empty()
-                missed = list(threads.map(load, range(SESSIONS)))
-                assert not any(map(any, missed)), missed
+            empty()
+            missed = list(threads.map(load, range(SESSIONS)))
+            assert not any(map(any, missed)), missed
     finally:
         for worker in workers:
             worker.agent.close()
