@@ -33,6 +33,7 @@ test-vllm:
 # Real Mooncake and memcache servers on this machine; their packages go into .venv.
 test-backends: $(STAMP)
 	tests/backends/run.sh
+	tests/npu/run.sh past-the-arena
 
 lint: $(STAMP)
 	$(BIN)/ruff check src cli tests
