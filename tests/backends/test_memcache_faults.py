@@ -70,6 +70,73 @@ def right(bench: Bench, client: Client, thing) -> bool:
     return np.array_equal(data, thing.bytes)
 
 
+# Joining -----------------------------------------------------------------------------------------
+
+
+def test_without_a_meta_service_nothing_is_joined(meta, arena):
+    client = RemoteMemcache(meta.options(metrics_url="http://127.0.0.1:9"), arena)
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9.*start a MetaService"):
+        client.attach(arena, lambda keys: None)
+    assert client.end() == 0
+
+
+def test_without_cann_it_is_unusable(meta, arena, monkeypatch):
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    client = RemoteMemcache(meta.options(cann_emulator=""), arena)
+    with pytest.raises(Unusable, match="ASCEND_HOME_PATH"):
+        client.attach(arena, lambda keys: None)
+    assert client.end() == 0
+
+
+def test_signals_are_what_they_were(join):
+    """The library takes SIGTERM over with a handler that hangs."""
+    client = join()
+    assert client.backend.terminate() == -signal.SIGTERM
+
+
+def test_a_configuration_file(bench, meta, join, tmp_path, protocol):
+    options = meta.options()
+    path = tmp_path / "mmc-local.conf"
+    path.write_text(
+        f"ock.mmc.meta_service_url = {options['meta_service_url']}\n"
+        "ock.mmc.log_level = error\n"
+        f"ock.mmc.local_service.config_store_url = {options['config_store_url']}\n"
+        f"ock.mmc.local_service.hcom_url = {options['hcom_url']}\n"
+        f"ock.mmc.local_service.protocol = {protocol}\n"
+        f"ock.mmc.local_service.world_size = {options['world_size']}\n"
+        "ock.mmc.local_service.dram.size = 0\n"
+        "ock.mmc.local_service.max.dram.size = 1GB\n"
+    )
+    client, one = join(config_file=str(path)), bench.thing("configured")
+    client.backend.check()
+    assert save(bench, client, [one]) == [OK]
+    assert right(bench, bench.first, one)
+
+
+def test_calls_to_the_meta_service_do_not_grow_with_layers(bench, meta):
+    took = []
+    for layers in (8, 64):
+        things = [bench.thing(("counted", layers, i), blocks=1, layers=layers) for i in range(3)]
+        offsets = [i * ARENA // 8 for i in range(3)]
+        put(bench, things, offsets)
+        before, mine = meta.requests(), bench.first.backend.statistics()["metadata_calls"]
+        places = [thing.at(bench.first, offset) for thing, offset in zip(things, offsets, strict=True)]
+        backend = bench.first.backend
+        assert outcomes(backend.open_write(places, soon())) == [OK] * 3
+        for layer in range(layers):
+            assert outcomes(backend.write(places, layer, layer + 1, soon())) == [OK] * 3
+        assert outcomes(backend.commit(places, soon())) == [OK] * 3
+        assert outcomes(backend.open_fetch(places, soon())) == [OK] * 3
+        for layer in range(layers):
+            assert outcomes(backend.fetch(places, layer, layer + 1, soon())) == [OK] * 3
+        backend.close_fetch(places)
+        counted = {name: count - before.get(name, 0) for name, count in meta.requests().items()}
+        took.append((counted, backend.statistics()["metadata_calls"] - mine))
+    assert took[0] == took[1]
+    assert took[0][0]["batch_alloc"] == took[0][0]["batch_update_state"] == 1  # leases it does not count
+    assert took[0][1] == 7  # look, allocate, look, publish; lease, look, give back
+
+
 # Writers -----------------------------------------------------------------------------------------
 
 
@@ -232,30 +299,6 @@ def test_an_address_is_good_only_for_who_leased_or_allocated_it(bench):
     assert all(right(bench, client, new) for client in bench.clients)
 
 
-def test_calls_to_the_meta_service_do_not_grow_with_layers(bench, meta):
-    took = []
-    for layers in (8, 64):
-        things = [bench.thing(("counted", layers, i), blocks=1, layers=layers) for i in range(3)]
-        offsets = [i * ARENA // 8 for i in range(3)]
-        put(bench, things, offsets)
-        before, mine = meta.requests(), bench.first.backend.statistics()["metadata_calls"]
-        places = [thing.at(bench.first, offset) for thing, offset in zip(things, offsets, strict=True)]
-        backend = bench.first.backend
-        assert outcomes(backend.open_write(places, soon())) == [OK] * 3
-        for layer in range(layers):
-            assert outcomes(backend.write(places, layer, layer + 1, soon())) == [OK] * 3
-        assert outcomes(backend.commit(places, soon())) == [OK] * 3
-        assert outcomes(backend.open_fetch(places, soon())) == [OK] * 3
-        for layer in range(layers):
-            assert outcomes(backend.fetch(places, layer, layer + 1, soon())) == [OK] * 3
-        backend.close_fetch(places)
-        counted = {name: count - before.get(name, 0) for name, count in meta.requests().items()}
-        took.append((counted, backend.statistics()["metadata_calls"] - mine))
-    assert took[0] == took[1]
-    assert took[0][0]["batch_alloc"] == took[0][0]["batch_update_state"] == 1  # leases it does not count
-    assert took[0][1] == 7  # look, allocate, look, publish; lease, look, give back
-
-
 # The MetaService ---------------------------------------------------------------------------------
 
 
@@ -312,46 +355,3 @@ def test_a_stopped_meta_service_is_noticed(bench, meta):
         meta.resume()
     bench.first.backend.check()
     assert right(bench, bench.second, one)
-
-
-# Joining -----------------------------------------------------------------------------------------
-
-
-def test_without_a_meta_service_nothing_is_joined(meta, arena):
-    client = RemoteMemcache(meta.options(metrics_url="http://127.0.0.1:9"), arena)
-    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9.*start a MetaService"):
-        client.attach(arena, lambda keys: None)
-    assert client.end() == 0
-
-
-def test_without_cann_it_is_unusable(meta, arena, monkeypatch):
-    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
-    client = RemoteMemcache(meta.options(cann_emulator=""), arena)
-    with pytest.raises(Unusable, match="ASCEND_HOME_PATH"):
-        client.attach(arena, lambda keys: None)
-    assert client.end() == 0
-
-
-def test_signals_are_what_they_were(join):
-    """The library takes SIGTERM over with a handler that hangs."""
-    client = join()
-    assert client.backend.terminate() == -signal.SIGTERM
-
-
-def test_a_configuration_file(bench, meta, join, tmp_path, protocol):
-    options = meta.options()
-    path = tmp_path / "mmc-local.conf"
-    path.write_text(
-        f"ock.mmc.meta_service_url = {options['meta_service_url']}\n"
-        "ock.mmc.log_level = error\n"
-        f"ock.mmc.local_service.config_store_url = {options['config_store_url']}\n"
-        f"ock.mmc.local_service.hcom_url = {options['hcom_url']}\n"
-        f"ock.mmc.local_service.protocol = {protocol}\n"
-        f"ock.mmc.local_service.world_size = {options['world_size']}\n"
-        "ock.mmc.local_service.dram.size = 0\n"
-        "ock.mmc.local_service.max.dram.size = 1GB\n"
-    )
-    client, one = join(config_file=str(path)), bench.thing("configured")
-    client.backend.check()
-    assert save(bench, client, [one]) == [OK]
-    assert right(bench, bench.first, one)

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerflow.hosts.backend import Attached, Backend, Place, Unusable, Verdict, pool_name
+from layerflow.hosts.backend import Attached, Backend, Place, Unreachable, Unusable, Verdict, pool_name
 from layerflow.hosts.memcache_calls import Calls
 from layerflow.hosts.memcache_codes import explain
 from layerflow.hosts.memcache_meta import MetaService
 from layerflow.hosts.memcache_reading import Reader
 from layerflow.hosts.memcache_scratch import Scratch
 from layerflow.hosts.memcache_setup import MemcacheOptions, close, connect, shared
+from layerflow.hosts.memcache_trial import reaches_all
 from layerflow.hosts.memcache_writing import Writer
 from layerflow.memfd import SharedMemory
 
+JOINS = 3
 _COUNTED = (
     "metadata_calls",
     "copy_calls",
@@ -50,28 +52,14 @@ class Memcache(Backend):
         self._writer = Writer(self._calls, self._meta)
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> Attached:
-        self.close()
-        client = connect(self._options, self._meta)
-        self._calls.open(client.store)
-        code = self._calls.register(arena.address, arena.nbytes)
-        if code != 0:
-            self.close()
-            raise Unusable(
-                f"memcache cannot register the arena of {arena.nbytes} bytes ({explain(code)}); raise the limit of "
-                "locked memory (ulimit -l)"
-            )
-        self._reader.scratch = Scratch(self._calls)
-        self._writer.scratch = Scratch(self._calls)
-        self._writer.arena = arena
-        self._writer.number = client.number
-        return Attached(
-            {
-                "version": client.version,
-                "meta_service": self._shared.meta_service_url,
-                "number": client.number,
-                "protocol": "as in config_file" if self._options.config_file else self._options.protocol,
-                "cann": "emulated" if self._options.cann_emulator else "real",
-            }
+        for _ in range(JOINS):
+            attached = self._join(arena)
+            assert self._reader.scratch is not None
+            if reaches_all(self._calls, self._reader.scratch):
+                return attached
+        raise Unreachable(
+            f"memcache: this client joined {JOINS} times, and never reached the memory of all the others; restart what "
+            "gives memory to the pool, one by one"
         )
 
     def check(self) -> None:
@@ -124,3 +112,28 @@ class Memcache(Backend):
         self._reader.forget()
         self._writer.forget()
         self._meta.close()
+
+    def _join(self, arena: SharedMemory) -> Attached:
+        self.close()
+        client = connect(self._options, self._meta)
+        self._calls.open(client.store)
+        code = self._calls.register(arena.address, arena.nbytes)
+        if code != 0:
+            self.close()
+            raise Unusable(
+                f"memcache cannot register the arena of {arena.nbytes} bytes ({explain(code)}); raise the limit of "
+                "locked memory (ulimit -l)"
+            )
+        self._reader.scratch = Scratch(self._calls)
+        self._writer.scratch = Scratch(self._calls)
+        self._writer.arena = arena
+        self._writer.number = client.number
+        return Attached(
+            {
+                "version": client.version,
+                "meta_service": self._shared.meta_service_url,
+                "number": client.number,
+                "protocol": "as in config_file" if self._options.config_file else self._options.protocol,
+                "cann": "emulated" if self._options.cann_emulator else "real",
+            }
+        )

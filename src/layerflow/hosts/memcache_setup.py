@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import os
 import signal
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,6 @@ PACKAGES = f"memcache_hybrid=={NEEDED} memfabric_hybrid=={NEEDED}"
 EMULATED = ("host_tcp", "host_shm")
 _SIGACTION_BYTES = 256
 """No Linux has a larger ``struct sigaction``."""
-SLOW_JOIN_S = 20.0
-"""To join takes up to four seconds. Right after another client died without a farewell it has been seen to take a
-minute, and then to lack the memory of others; joining again was quick then, and whole."""
-JOINS = 3
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _WORLD = "ock.mmc.local_service.world_size"
 _DEFAULT_WORLD = 256
@@ -140,19 +135,12 @@ def connect(options: MemcacheOptions, meta: MetaService) -> Connected:
     library, version = load()
     _needs_cann(options)
     store = make_store(library)
-    for _ in range(JOINS):
-        if not options.config_file and (code := store.setup(_local_config(library, options))) != 0:
-            raise Unusable(_REFUSED.format(version=version, said=explain(code), protocol=options.protocol))
-        began = time.monotonic()
-        code = store.init(options.device_id)
-        if code != 0:
-            meta.check()
-            raise Unreachable(_NOT_LET_IN.format(version=version, said=explain(code), protocol=options.protocol))
-        if time.monotonic() - began < SLOW_JOIN_S:
-            break
-        store.close()
-    else:
-        raise Unreachable(f"memcache {version} joined the pool too slowly to be whole, {JOINS} times")
+    if not options.config_file and (code := store.setup(_local_config(library, options))) != 0:
+        raise Unusable(_REFUSED.format(version=version, said=explain(code), protocol=options.protocol))
+    code = store.init(options.device_id)
+    if code != 0:
+        meta.check()
+        raise Unreachable(_NOT_LET_IN.format(version=version, said=explain(code), protocol=options.protocol))
     return Connected(store, int(store.get_local_service_id()), version)
 
 
