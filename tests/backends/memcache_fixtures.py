@@ -18,7 +18,8 @@ Join = Callable[..., Client]
 
 
 @pytest.fixture(scope="module")
-def meta() -> Iterator[MetaService]:
+def meta(protocol) -> Iterator[MetaService]:
+    """One for each protocol: who joins after others have left may wait a minute."""
     with MetaService() as meta:
         yield meta
 
