@@ -1,35 +1,11 @@
 """The settings of what is behind the arena: sections inside a section."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
 from layerflow.config import PoolSettings, Settings, live_changes, reference
 from layerflow.errors import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("LAYERFLOW_")]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def toml(tmp_path: Path):
-    def write(text: str) -> Path:
-        path = tmp_path / "layerflow.toml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
-def refusal(path: Path | None = None, overrides: dict | None = None) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        Settings.load(path, overrides or {})
-    return str(caught.value).splitlines()
 
 
 def test_flags_environment_file_defaults_in_a_section_inside_a_section(toml, monkeypatch):
@@ -73,13 +49,13 @@ def test_a_section_can_go_to_a_host_process_as_it_is():
         ("[pool.memcache]\nprotocols = 'x'\n", "pool.memcache.protocols ", "pool.memcache.protocol?"),
     ],
 )
-def test_an_unknown_key_names_the_closest(toml, text, place, hint):
+def test_an_unknown_key_names_the_closest(toml, refusal, text, place, hint):
     path = toml(text)
     (line,) = refusal(path)
     assert line.startswith(f"{path}: {place}is not a setting") and line.endswith(hint)
 
 
-def test_the_same_in_the_environment_and_in_flags(monkeypatch):
+def test_the_same_in_the_environment_and_in_flags(refusal, monkeypatch):
     assert refusal(None, {"pool.mooncake.mastr": "x:1"})[0].endswith("did you mean pool.mooncake.master?")
     assert refusal(None, {"pool.disk": "/x"})[0].endswith(
         "pool.disk is a section; write [pool.disk] and its keys below it"
@@ -108,12 +84,12 @@ def test_the_same_in_the_environment_and_in_flags(monkeypatch):
         ({"pool.disk.capacity": 5}, "1048576"),
     ],
 )
-def test_contradictions_are_refused(overrides, words):
+def test_contradictions_are_refused(refusal, overrides, words):
     (line,) = refusal(None, overrides)
     assert words in line
 
 
-def test_a_problem_names_its_key_and_where_it_was_set(toml, monkeypatch):
+def test_a_problem_names_its_key_and_where_it_was_set(toml, refusal, monkeypatch):
     path = toml("[pool.mooncake]\nport = -1\n")
     monkeypatch.setenv("LAYERFLOW_POOL__DISK__CAPACITY", "much")
     lines = sorted(refusal(path, {"pool.memcache.world_size": 0}))

@@ -1,6 +1,5 @@
 import os
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,28 +15,6 @@ from layerflow.config import (
     reference,
 )
 from layerflow.errors import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("LAYERFLOW_")]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def toml(tmp_path: Path):
-    def write(text: str) -> Path:
-        path = tmp_path / "layerflow.toml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
-def refusal(path: Path | None = None, overrides: dict | None = None) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        Settings.load(path, overrides or {})
-    return str(caught.value).splitlines()
 
 
 def test_precedence_flags_environment_file_defaults(toml, monkeypatch):
@@ -73,13 +50,13 @@ def test_a_flag_beats_an_alias_in_the_file(toml):
     assert (transfer.prefetch_layers, transfer.mode) == (9, "auto")
 
 
-def test_an_alias_beside_its_setting_is_refused(toml):
+def test_an_alias_beside_its_setting_is_refused(toml, refusal):
     (line,) = refusal(toml("[transfer]\nprefetch_layers = 1\nlayerwise_prefetch_layers = 2\n"))
     assert "transfer.layerwise_prefetch_layers and transfer.prefetch_layers are the same setting" in line
 
 
 @pytest.mark.parametrize(("switch", "mode"), [("true", "bulk"), ("false", "layerwise")])
-def test_use_layerwise_must_not_contradict_mode(toml, switch, mode):
+def test_use_layerwise_must_not_contradict_mode(toml, refusal, switch, mode):
     (line,) = refusal(toml(f'[transfer]\nuse_layerwise = {switch}\nmode = "{mode}"\n'))
     assert "contradicts transfer.mode" in line
 
@@ -100,14 +77,14 @@ def test_use_layerwise_leaves_a_chosen_mode(toml):
         ("[pool]\nzzz = 1\n", "pool.zzz ", "`layerflow config`"),
     ],
 )
-def test_an_unknown_key_names_the_closest(toml, text, place, hint):
+def test_an_unknown_key_names_the_closest(toml, refusal, text, place, hint):
     path = toml(text)
     (line,) = refusal(path)
     assert line.startswith(f"{path}: {place}")
     assert hint in line.split("; ")[1]
 
 
-def test_unknown_environment_variables(monkeypatch):
+def test_unknown_environment_variables(refusal, monkeypatch):
     monkeypatch.setenv("LAYERFLOW_PORT", "tcp://10.0.0.1:9464")  # Kubernetes, for a service named layerflow
     Settings.load()
     monkeypatch.setenv("LAYERFLOW_POOL__SIZ", "1GiB")
@@ -120,7 +97,7 @@ def test_unknown_environment_variables(monkeypatch):
     assert "LAYERFLOW_POOL__KEY" in refusal()[0]
 
 
-def test_every_problem_is_one_line_with_its_origin(toml, monkeypatch):
+def test_every_problem_is_one_line_with_its_origin(toml, refusal, monkeypatch):
     monkeypatch.setenv("LAYERFLOW_TRANSFER__PREFETCH_LAYERS", "-4")
     path = toml('[pool]\nsize = "3X"\nwarm = "perhaps"\n[transfer]\nmode = "fast"\nstep_timeout_ms = true\n')
     lines = refusal(path, {"server.http_port": 70_000})
@@ -142,12 +119,12 @@ def test_backends_by_every_name(toml, written, backend):
     assert Settings.load(toml(f'backend = "{written}"\n'), {}).pool.backend == backend
 
 
-def test_another_backend_is_refused_with_those_there_are(toml):
+def test_another_backend_is_refused_with_those_there_are(toml, refusal):
     (line,) = refusal(toml('backend = "yuanrong"\n'))
     assert "pool.backend = 'yuanrong'" in line and "memory, mooncake, memcache" in line
 
 
-def test_lookup_rpc_port_is_refused_with_a_sentence(toml):
+def test_lookup_rpc_port_is_refused_with_a_sentence(toml, refusal):
     (line,) = refusal(toml("[transfer]\nlookup_rpc_port = 5555\n"))
     assert "every engine process uses server.endpoint" in line
 
@@ -164,11 +141,11 @@ def test_lookup_rpc_port_is_refused_with_a_sentence(toml):
         ({"pool": 3}, "[pool]"),
     ],
 )
-def test_contradictions_are_refused(overrides, words):
+def test_contradictions_are_refused(refusal, overrides, words):
     assert words in "\n".join(refusal(None, overrides))
 
 
-def test_files_that_cannot_be_used(toml, tmp_path):
+def test_files_that_cannot_be_used(toml, refusal, tmp_path):
     assert "no such configuration file" in refusal(tmp_path / "absent.toml")[0]
     assert "not valid TOML" in refusal(toml("[pool\n"))[0]
 
