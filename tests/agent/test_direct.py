@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,25 @@ def names_of(worker: KnownWorker, run: Run) -> list[str]:
     if len(chain) % chunk:
         digests.append(chain.partial(len(digests), len(chain) % chunk))
     return [pool_name(object_key(digest, 0, worker.spec.shard)) for digest in digests]
+
+
+def forward(worker: KnownWorker, *runs: Run) -> None:
+    """All layers of one step over these; saves may go on."""
+    with worker.agent.open_step([run.request() for run in runs]) as step:
+        worker.forward(step, runs)
+
+
+@contextmanager
+def stuck_save(worker: KnownWorker, pool: FakePool) -> Iterator[Run]:
+    """A step is over, and the copies of its save return at the end of the with-block only."""
+    run = worker.admit(worker.prompt(TOKENS))
+    gate = pool.gate(L2G)
+    try:
+        forward(worker, run)
+        yield run
+    finally:
+        gate.set()
+    assert worker.agent.wait_idle(run.name, PATIENCE_S)
 
 
 def objects_in_arena(house: EmbeddedServer) -> int:
@@ -208,8 +228,7 @@ class TestWhatIsNotThere:
         assert run.hit.tokens == 96
         pool.drop(lost)
         before = pool.complete()
-        with worker.agent.open_step([run.request()]) as step:
-            worker.forward(step, [run])
+        forward(worker, run)
         assert run.failed == {0: set(range(8, 12))}
         assert worker.agent.wait_idle(run.name, PATIENCE_S)
         assert all(not worker.wrong_bytes(run, layer, 0, 96, but=set(range(8, 12))) for layer in range(4))
@@ -222,8 +241,7 @@ class TestWhatIsNotThere:
         name = names_of(worker, saved)[0]
         pool.poke(name, 0, b"LFOB" + bytes(60))
         run = worker.admit(saved.chain)
-        with worker.agent.open_step([run.request()]) as step:
-            worker.forward(step, [run])
+        forward(worker, run)
         assert run.failed == {0: set(range(4))}
         assert worker.agent.wait_idle(run.name, PATIENCE_S)
         assert name not in pool.objects, "or a retry would loop"
@@ -243,8 +261,7 @@ class TestWhatIsNotThere:
         saved = worker.serve(worker.prompt(TOKENS))
         pool.copy_codes[G2L] = -2
         run = worker.admit(saved.chain)
-        with worker.agent.open_step([run.request()]) as step:
-            worker.forward(step, [run])
+        forward(worker, run)
         assert run.failed == {0: set(range(BLOCKS))}
         assert worker.agent.wait_idle(run.name, PATIENCE_S)
         assert worker.agent.lookup("again", saved.chain).tokens == 0
@@ -280,8 +297,7 @@ class TestWriting:
         run = worker.admit(worker.prompt(32))
         mine, others = names_of(worker, run)
         other.batch_alloc([others], [123_456])
-        with worker.agent.open_step([run.request()]) as step:
-            worker.forward(step, [run])
+        forward(worker, run)
         assert worker.agent.wait_idle(run.name, PATIENCE_S)
         assert pool.complete() == {mine}
         assert pool.bytes_of(others) == bytes(123_456)
@@ -289,8 +305,7 @@ class TestWriting:
     def test_the_same_prompt_twice_in_a_step_is_written_once(self, worker: KnownWorker, pool: FakePool) -> None:
         chain = worker.prompt(TOKENS)
         one, two = worker.admit(chain), worker.admit(chain)
-        with worker.agent.open_step([one.request(), two.request()]) as step:
-            worker.forward(step, [one, two])
+        forward(worker, one, two)
         assert worker.agent.wait_idle(one.name, PATIENCE_S)
         assert pool.copied[L2G] == WHOLE
         assert worker.agent.poll().failed_saves == ()
@@ -467,14 +482,9 @@ class TestCopiesThatDoNotReturn:
     ) -> None:
         monkeypatch.setattr("layerflow.agent.step.LATE_SAVE_S", 0.05)
         with KnownWorker(house.endpoint, context=house.context) as worker:
-            run = worker.admit(worker.prompt(TOKENS))
-            gate = pool.gate(L2G)
-            with worker.agent.open_step([run.request()]) as step:
-                worker.forward(step, [run])
-            assert pool.arrived[L2G].wait(PATIENCE_S)
-            assert worker.agent.reclaim([run.tables[0]], 0.05) == 1, "it comes back although the copy does not"
-            gate.set()
-            assert worker.agent.wait_idle(run.name, PATIENCE_S)
+            with stuck_save(worker, pool) as run:
+                assert pool.arrived[L2G].wait(PATIENCE_S)
+                assert worker.agent.reclaim([run.tables[0]], 0.05) == 1, "it comes back although the copy does not"
             assert [request for request, _ in worker.agent.poll().failed_saves] == [run.name]
             assert pool.complete() == set()
         assert not ended.is_set()
@@ -483,14 +493,8 @@ class TestCopiesThatDoNotReturn:
         self, ended: threading.Event, house: EmbeddedServer, pool: FakePool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("layerflow.hosts.memcache_writing.LEASE_S", 1.5)
-        with KnownWorker(house.endpoint, context=house.context) as worker:
-            run = worker.admit(worker.prompt(TOKENS))
-            gate = pool.gate(L2G)
-            with worker.agent.open_step([run.request()]) as step:
-                worker.forward(step, [run])
+        with KnownWorker(house.endpoint, context=house.context) as worker, stuck_save(worker, pool):
             assert ended.wait(PATIENCE_S), "the room that it writes into will be another's"
-            gate.set()
-            assert worker.agent.wait_idle(run.name, PATIENCE_S)
 
     def test_ending_the_process_is_at_once_and_has_a_code_of_its_own(self) -> None:
         child = multiprocessing.get_context("fork").Process(target=end_process)
