@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from layerflow.hosts.backend import Backend, BackendError, Unreachable
 from layerflow.hosts.lane import Judge, Lane, Tell, describe, log
-from layerflow.hosts.messages import Ask, Found, Hide, split_keys
+from layerflow.hosts.messages import Ask, Found, split_keys
 
 
-class AskLane(Lane[tuple[Ask | Hide, float]]):
-    """Items are messages with the moment they came.
+@dataclass(frozen=True, slots=True)
+class Hide:
+    """These objects' bytes were found broken: 24-byte keys."""
+
+    keys: Sequence[bytes]
+
+
+class AskLane(Lane[tuple[Ask, float] | Hide]):
+    """Items are messages with the moment they came, and what the fetch thread found broken.
 
     :param judge: is told where the backend seems to be out of reach.
     """
@@ -20,10 +29,10 @@ class AskLane(Lane[tuple[Ask | Hide, float]]):
     def __init__(self, backend: Backend, tell: Tell, judge: Judge) -> None:
         super().__init__("ask")
         self._backend, self._tell, self._judge = backend, tell, judge
-        self._waiting: deque[tuple[Ask | Hide, float]] = deque()
+        self._waiting: deque[tuple[Ask, float] | Hide] = deque()
         self.began = math.inf  #: when the call that is under way began, on the monotonic clock
 
-    def _accept(self, item: tuple[Ask | Hide, float]) -> None:
+    def _accept(self, item: tuple[Ask, float] | Hide) -> None:
         self._waiting.append(item)
 
     def _patience(self) -> float | None:
@@ -32,18 +41,18 @@ class AskLane(Lane[tuple[Ask | Hide, float]]):
     def _turn(self) -> None:
         if not self._waiting:
             return
-        message, came = self._waiting.popleft()
+        item = self._waiting.popleft()
         self.began = time.monotonic()
         try:
-            self._serve(message, came)
+            self._serve(item)
         finally:
             self.began = math.inf
 
-    def _serve(self, message: Ask | Hide, came: float) -> None:
-        if isinstance(message, Hide):
-            keys = split_keys(message.keys)
-            self._judge.quietly("hide", lambda: self._backend.hide(keys))
+    def _serve(self, item: tuple[Ask, float] | Hide) -> None:
+        if isinstance(item, Hide):
+            self._judge.quietly("hide", lambda: self._backend.hide(item.keys))
         else:
+            message, came = item
             self._tell(self._answer(message, came + message.timeout_ms / 1e3))
 
     def _answer(self, message: Ask, until: float) -> Found:

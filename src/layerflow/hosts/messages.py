@@ -101,12 +101,6 @@ class Drop(msgspec.Struct, tag="drop", frozen=True):
     positions: bytes
 
 
-class Hide(msgspec.Struct, tag="hide", frozen=True):
-    """Their bytes were found broken."""
-
-    keys: bytes
-
-
 class Ping(msgspec.Struct, tag="ping", frozen=True):
     """Answered by the host's main thread."""
 
@@ -197,7 +191,7 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
     statistics: dict[str, float]
 
 
-ToHost = Start | Ask | Fetch | Unfetch | Write | Advance | Finish | Drop | Hide | Ping | Stop
+ToHost = Start | Ask | Fetch | Unfetch | Write | Advance | Finish | Drop | Ping | Stop
 ToServer = Up | Down | Held | Gone | Found | Fetched | Written | Pong
 
 _encoder = msgspec.msgpack.Encoder()

@@ -12,7 +12,7 @@ from collections import deque
 import structlog
 
 from layerflow.errors import ProtocolError
-from layerflow.hosts.asking import AskLane, unknown
+from layerflow.hosts.asking import AskLane, Hide, unknown
 from layerflow.hosts.backend import Attached, Backend, Outcome, Unreachable, Unusable
 from layerflow.hosts.checking import Check
 from layerflow.hosts.fetching import FetchLane
@@ -28,7 +28,6 @@ from layerflow.hosts.messages import (
     Fetched,
     Finish,
     Frames,
-    Hide,
     Objects,
     Ping,
     Pong,
@@ -154,9 +153,7 @@ class Runner:
         check = Check(backend, lambda reason: self._tell(Down(reason)), self._holding.again, self._over)
         judge = Judge(check.suspect)
         ask = AskLane(backend, self._tell, judge)
-        fetch = FetchLane(
-            backend, self._arena, self._tell, judge, lambda keys: ask.put((Hide(b"".join(keys)), time.monotonic()))
-        )
+        fetch = FetchLane(backend, self._arena, self._tell, judge, lambda keys: ask.put(Hide(keys)))
         write = WriteLane(backend, self._arena, self._tell, judge, self._holding.published)
         self._check, self._ask = check, ask
         self._holding.attach(attached)
@@ -173,7 +170,7 @@ class Runner:
                 match message:
                     case Ping():
                         self._pong(message)
-                    case Ask() | Hide():
+                    case Ask():
                         ask.put((message, time.monotonic()))
                     case Fetch() | Unfetch():
                         fetch.put((message, time.monotonic()))
