@@ -220,7 +220,7 @@ class Handlers:
         house = self._house
         if house.tier is None:
             hit = find_hit(house.pool, session.spec, message.root, digests, message.tokens, message.tail)
-            self._found(session, message, hit)
+            self._found(session, message, digests, hit)
             return
 
         number = session.number
@@ -228,17 +228,16 @@ class Handlers:
         def answer(found: frozenset[bytes]) -> None:
             asker = house.sessions.get(number)
             if asker is not None:
-                self._guarded(asker, message, functools.partial(self._reach, found=found))
+                self._guarded(asker, message, functools.partial(self._reach, digests=digests, found=found))
 
         asked = [*digests, message.tail] if message.tail else digests
         direct = any(worker.direct for worker in house.sessions.workers_of(session.engine))
         house.tier.ask(unknown_keys(house.pool, house.tier, session.spec, asked, direct=direct), answer)
 
-    def _reach(self, session: Session, message: wire.Lookup, found: frozenset[bytes]) -> None:
+    def _reach(self, session: Session, message: wire.Lookup, digests: list[bytes], found: frozenset[bytes]) -> None:
         """The tier has answered: what the hit needs of it is fetched from now on."""
         pool, tier, spec = self._house.pool, self._house.tier, session.spec
         assert tier is not None and spec is not None
-        digests = codec.split_digests(message.digests, f"request {message.request!r}")
         workers = self._house.sessions.workers_of(session.engine)
         direct = any(worker.direct for worker in workers)
         # What a worker reads straight from the tier is not brought.
@@ -246,12 +245,11 @@ class Handlers:
         shards = [*through] if workers else spec.shard.peers()
         prompt = message.root, digests, message.tokens, message.tail
         hit = find_and_bring(pool, tier, spec, shards, prompt, found, direct=direct)
-        self._found(session, message, hit)
+        self._found(session, message, digests, hit)
 
-    def _found(self, session: Session, message: wire.Lookup, hit: HitLength) -> None:
+    def _found(self, session: Session, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> None:
         assert session.spec is not None
         if hit.tokens or hit.tails:
-            digests = codec.split_digests(message.digests, f"request {message.request!r}")
             until, owner = time.monotonic() + message.lease_ms / 1e3, _lease_owner(session.engine, message.request)
             keys = hit_keys(session.spec, digests, hit)
             there = self._house.pool.lookup(keys)
