@@ -1,14 +1,16 @@
-"""Benches for the host's threads, and the path by which a host finds the fake backend."""
+"""Benches for the host's threads, the path by which a host finds the fake backend, and services that only listen."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hosts.answers import Answers
 from hosts.bench import PATIENCE_S, Bench, MakeBench, Seen
 from layerflow.memfd import SharedMemory
 
@@ -40,3 +42,16 @@ def bench() -> Iterator[MakeBench]:
 def fake_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host started now can import the fake backend."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """A service that accepts connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    with Answers() as answers:
+        yield answers

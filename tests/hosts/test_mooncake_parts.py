@@ -6,10 +6,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -85,36 +83,7 @@ class TestSegment:
         assert added(stacks, stacks, 64 * self.MIB) == []
 
 
-class _Answers(BaseHTTPRequestHandler):
-    bodies: ClassVar[dict[str, bytes]] = {}
-
-    def do_GET(self) -> None:
-        body = self.bodies.get(self.path)
-        self.send_response(404 if body is None else 200)
-        self.end_headers()
-        self.wfile.write(body or b"")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def listener() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener
-
-
 class TestMaster:
-    @pytest.fixture
-    def http(self) -> Iterator[str]:
-        _Answers.bodies = {"/health": b"ok"}
-        with HTTPServer(("127.0.0.1", 0), _Answers) as server:
-            thread = threading.Thread(target=server.serve_forever)
-            thread.start()
-            yield f"http://127.0.0.1:{server.server_port}"
-            server.shutdown()
-            thread.join()
-
     @staticmethod
     def address(listener: socket.socket) -> str:
         return f"127.0.0.1:{listener.getsockname()[1]}"
@@ -135,10 +104,11 @@ class TestMaster:
             master.reach()
         master.close()
 
-    def test_health(self, listener, http):
-        master = Master(self.address(listener), http)
+    def test_health(self, listener, answers):
+        answers.bodies["/health"] = b"ok"
+        master = Master(self.address(listener), answers.url)
         master.check()
-        _Answers.bodies = {}
+        answers.bodies.clear()
         with pytest.raises(Unreachable, match="says 404"):
             master.check()
         master.close()
@@ -147,12 +117,12 @@ class TestMaster:
             deaf.check()
         deaf.close()
 
-    def test_largest_segment(self, listener, http):
-        _Answers.bodies["/metrics"] = (
+    def test_largest_segment(self, listener, answers):
+        answers.bodies["/metrics"] = (
             b'segment_total_capacity_bytes{segment="a:1"} 1024\nsegment_total_capacity_bytes{segment="b:1"} 4096\n'
             b'segment_allocated_bytes{segment="b:1"} 9999\n'
         )
-        assert Master(self.address(listener), http).largest_segment() == 4096
+        assert Master(self.address(listener), answers.url).largest_segment() == 4096
         assert Master(self.address(listener), "").largest_segment() == 0
 
 

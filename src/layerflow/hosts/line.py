@@ -65,7 +65,8 @@ class Line:
             line = socket.create_connection(self._at, timeout=CONNECT_S)
         except OSError as error:
             host, port = self._at
-            raise Unreachable(f"{self._whose} does not answer at {host}:{port}: {error}; {self._advice}") from error
+            at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            raise Unreachable(f"{self._whose} does not answer at {at}: {error}; {self._advice}") from error
         # So that a service whose machine vanished without a word is noticed within four seconds too.
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):

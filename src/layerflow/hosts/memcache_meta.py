@@ -6,21 +6,14 @@ to the HTTP port. On the others it would be fatal: the MetaService admits no cli
 
 from __future__ import annotations
 
-import http.client
 import json
-import re
-import socket
-import time
 from urllib.parse import urlsplit
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.line import CONNECT_S, Line
+from layerflow.hosts.line import Line
+from layerflow.hosts.web import Web
 
-HTTP_S = 0.8
-SEGMENTS_S = 5.0
-"""How long a list of segments is good for."""
 _WHOSE = "memcache's MetaService"
-_SEGMENT = re.compile(rb'^memcache_segment_capacity_bytes\{segment="[^"]*"\} (\d+)', re.MULTILINE)
 
 
 def tcp_address(url: str) -> tuple[str, int]:
@@ -43,14 +36,12 @@ class MetaService:
     """
 
     def __init__(self, url: str, http_url: str) -> None:
-        self._at = tcp_address(url)
-        self._http = urlsplit(http_url)
+        self._door = Line(tcp_address(url), _WHOSE, "start one there, or set pool.memcache.meta_service_url")
+        self._web = Web(http_url, _WHOSE, "memcache_segment_capacity_bytes")
         self._line: Line | None = None
-        if self._http.hostname:
+        if self._web.address:
             advice = "start a MetaService there, or set pool.memcache.metrics_url"
-            self._line = Line((self._http.hostname, self._http.port or 80), _WHOSE, advice)
-        self._look_again = 0.0
-        self._largest = 0
+            self._line = Line(self._web.address, _WHOSE, advice)
 
     @property
     def lost(self) -> int:
@@ -69,10 +60,11 @@ class MetaService:
     def check(self) -> None:
         """:raises Unreachable: it accepts no connection, or its HTTP does not say that it is well."""
         if self._line is None:
-            self._knock()
+            self._door.reach()
+            self._door.close()  # at once: it would be fatal there
             return
         self._line.reach()
-        body = self._get("/health")
+        body = self._web.get("/health")
         try:
             told = json.loads(body)
             well = told["status"] == "ok" and told.get("service_ready", True)
@@ -82,43 +74,10 @@ class MetaService:
             raise Unreachable(f"{_WHOSE} is not ready: {body[:200].decode(errors='replace')}")
 
     def largest_segment(self) -> int:
-        """Bytes of the largest client's memory, at most :data:`SEGMENTS_S` old; 0 = not known."""
-        now = time.monotonic()
-        if self._line and now >= self._look_again:
-            self._look_again = now + SEGMENTS_S
-            try:
-                self._largest = max(map(int, _SEGMENT.findall(self._get("/metrics"))), default=0)
-            except Unreachable:
-                self._largest = 0
-        return self._largest
+        """See :meth:`Web.largest_segment`."""
+        return self._web.largest_segment()
 
     def close(self) -> None:
         """Drop the connection."""
         if self._line:
             self._line.close()
-
-    def _knock(self) -> None:
-        host, port = self._at
-        try:
-            socket.create_connection(self._at, timeout=CONNECT_S).close()
-        except OSError as error:
-            raise Unreachable(
-                f"{_WHOSE} does not answer at {host}:{port}: {error}; start one there, or set "
-                "pool.memcache.meta_service_url"
-            ) from error
-
-    def _get(self, path: str) -> bytes:
-        # Not urllib: it asks for `Connection: close`, and then the MetaService sends no body.
-        asked = http.client.HTTPConnection(self._http.netloc, timeout=HTTP_S)
-        url = f"{self._http.geturl().rstrip('/')}{path}"
-        try:
-            asked.request("GET", self._http.path.rstrip("/") + path)
-            answer = asked.getresponse()
-            status, body = answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{_WHOSE} does not answer at {url}: {error}; is it running?") from error
-        finally:
-            asked.close()
-        if status != http.HTTPStatus.OK:
-            raise Unreachable(f"{_WHOSE} is not well: {url} says {status}")
-        return body
