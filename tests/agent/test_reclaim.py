@@ -314,3 +314,19 @@ def test_taking_back_blocks_of_a_step_without_a_plan(worker: KnownWorker, monkey
     assert worker.agent.wait_idle(run.name, LONG_S)
     assert worker.serve(run.chain).hit.tokens == 0
     worker.agent.close()
+
+
+@pytest.mark.parametrize("ask", ["wait_idle", "reclaim"])
+def test_who_waits_for_saves_does_not_wait_for_a_pause_of_the_engine(
+    worker: KnownWorker, monkeypatch: pytest.MonkeyPatch, ask: str
+) -> None:
+    monkeypatch.setattr("layerflow.agent.lanes.FAST_LAYER_S", LONG_S * 10)  # nothing leaves by itself
+    run = worker.admit(worker.prompt(60))
+    computed(worker, run)
+    if ask == "wait_idle":
+        assert worker.agent.wait_idle(run.name, LONG_S)
+    else:
+        assert worker.agent.reclaim(run.tables, LONG_S) == 0
+        assert eventually(lambda: not worker.agent.busy(run.name))
+    assert worker.serve(run.chain).hit.tokens == 59
+    worker.agent.close()

@@ -201,12 +201,9 @@ class _Bench:
             for layer in range(worker.layers):
                 step.wait_layer(layer)
                 step.layer_done(layer)
-        if self._tier is None:
-            stored = worker.agent.wait_idle(request.request, WAIT_S)
-        else:
-            stored = self._tier.wait_written(wanted, WAIT_S)
-        ended = self._tier.written_at if self._tier is not None else time.monotonic()
-        worker.agent.wait_idle(request.request, WAIT_S)
+        stored, ended = worker.agent.wait_idle(request.request, WAIT_S), time.monotonic()
+        if self._tier is not None:
+            stored, ended = self._tier.wait_written(wanted, WAIT_S), self._tier.written_at
         if not stored or request.request not in worker.agent.poll().saved:
             raise LayerflowError(f"the benchmark's prompt was not stored; {self._story()}")
         return ended - began

@@ -278,6 +278,8 @@ class Agent:
                 continue
             # A step that computes would be waited for in vain: it is the caller who ends it.
             drains = step.closed and not step.saves_cancelled
+            if drains:
+                self._inbox.hurry(step)
             if not (drains and step.reads.wait(blocks, until)):
                 cut += step.cut_saves("its blocks were reclaimed")
                 self._inbox.reclaimed()
@@ -286,7 +288,10 @@ class Agent:
         return cut
 
     def wait_idle(self, request: str, timeout_s: float) -> bool:
-        """Wait until no transfer touches this request's blocks; False after `timeout_s`."""
+        """Wait until no transfer touches this request's blocks; False after `timeout_s`. Its saves leave at once."""
+        for step in self._ledger.steps():
+            if step.saves and request in step.requests:
+                self._inbox.hurry(step)
         return self._ledger.wait_idle(request, timeout_s)
 
     def poll(self) -> Ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,9 +21,10 @@ class Course:
     :ivar done_at: by layer: when the layer's KV was written.
     :ivar done: by layer: None until its KV is written; then True, or the device event behind it. Stored last.
     :ivar closed_at: when the forward pass ended.
+    :ivar hurried: somebody waits for the saves.
     """
 
-    __slots__ = ("asked_at", "closed_at", "done", "done_at", "waited_at")
+    __slots__ = ("asked_at", "closed_at", "done", "done_at", "hurried", "waited_at")
 
     def __init__(self, layers: int) -> None:
         self.asked_at = [0.0] * layers
@@ -30,6 +32,7 @@ class Course:
         self.done_at = [0.0] * layers
         self.done: list[Any] = [None] * layers
         self.closed_at = 0.0
+        self.hurried = False
 
     @property
     def computed_layers(self) -> int:
@@ -42,8 +45,11 @@ class Course:
     def pace(self, now: float) -> float:
         """Seconds per layer since the first one was done; 0.0 before. Grows while a layer is computed.
 
-        After the forward pass: once for each layer that the engine's next doings may take.
+        After the forward pass: once for each layer that the engine's next doings may take. Infinite when somebody waits
+        for the saves.
         """
+        if self.hurried:
+            return math.inf
         done = self.computed_layers
         if not done:
             return 0.0

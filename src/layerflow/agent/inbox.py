@@ -177,6 +177,11 @@ class Inbox:
         self._finish(step)
         self._save_lane.poke()
 
+    def hurry(self, step: Step) -> None:
+        """Somebody waits for the step's saves."""
+        step.hurry()
+        self._save_lane.poke()
+
     def reclaimed(self) -> None:
         """Saves were cut off: those that wait for their layer are reported now."""
         self._save_lane.poke()

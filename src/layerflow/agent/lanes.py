@@ -125,7 +125,7 @@ class SaveLane:
 
     The engine's thread only stores a word; this thread samples it, so that compute never pays for waking another
     thread. Where layers follow each other fast, their saves wait for the end of the forward pass: each costs the
-    interpreter some time, which the engine's thread needs for the next layer.
+    interpreter some time, which the engine's thread needs for the next layer. Unless somebody waits for the saves.
 
     :param report: called on the lane's thread.
     :param told: called after some reports, when none follows at once.
@@ -134,7 +134,7 @@ class SaveLane:
     def __init__(self, report: Report, told: Callable[[], None]) -> None:
         self._tell = report
         self._told = told
-        self._news = False
+        self._untold = 0
         self._jobs: queue.SimpleQueue[Job | bool] = queue.SimpleQueue()
         self._gated: list[Job] = []
         self._passing: deque[tuple[Job, DeviceEvent | None]] = deque()
@@ -166,13 +166,18 @@ class SaveLane:
             self._interval = HELD_SAMPLE_S
             self._gated = [job for job in self._gated if not self._try(job)]
             self._arrived()
-            if self._news:
-                self._news = False
-                self._told()
+            if self._untold:
+                self._let_know()
 
     def _report(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
-        self._news = True
         self._tell(job, failure, event)
+        self._untold += job.batch.nbytes
+        if self._untold >= TOLD_BYTES:
+            self._let_know()
+
+    def _let_know(self) -> None:
+        self._untold = 0
+        self._told()
 
     def _take(self) -> bool:
         """Fetch new jobs; wait for the next moment at which anything can happen."""
@@ -200,9 +205,12 @@ class SaveLane:
         batch, step = job.batch, job.step
         done = step.computed(batch.layer)
         if not step.saves_cancelled:
-            if step.pace(time.monotonic()) < FAST_LAYER_S:
+            pace = step.pace(time.monotonic())
+            if pace < FAST_LAYER_S:
+                if step.closed:  # from now on it grows with the clock
+                    self._interval = min(self._interval, FAST_LAYER_S - pace)
                 return False
-            self._interval = SAMPLE_S
+            self._interval = min(self._interval, SAMPLE_S)
             if done is None:
                 return False
         if not step.begin(SAVE):
@@ -245,6 +253,9 @@ SAMPLE_S = 2e-3
 
 HELD_SAMPLE_S = 10e-3
 """The same while no layer is done, or all wait for the end of the pass."""
+
+TOLD_BYTES = 8 << 20
+"""Saves behind a forward pass follow each other at once; what is behind the arena can begin with the first of them."""
 
 FAST_LAYER_S = 3e-3
 """Layers faster than this are saved behind the forward pass, once what the engine does with its result is over too; a

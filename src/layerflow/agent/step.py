@@ -152,6 +152,10 @@ class Step:
         course.done_at[layer] = time.monotonic()
         course.done[layer] = event or (True if self._local else self._device.record())
 
+    def hurry(self) -> None:
+        """Somebody waits for the saves: they do not keep behind the forward pass any more."""
+        self._course.hurried = True
+
     def close(self, ok: bool | None = None) -> None:
         """The forward pass ended; saves drain on their own.
 
