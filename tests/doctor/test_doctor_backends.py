@@ -8,6 +8,8 @@ from layerflow.config import Settings
 from layerflow.doctor import Finding, State, machine, probes
 from layerflow.doctor.memcache import examine_memcache
 from layerflow.doctor.mooncake import examine_mooncake
+from layerflow.errors import Unsupported
+from layerflow.hosts.environment import environment
 
 
 @pytest.fixture
@@ -140,9 +142,36 @@ def test_cann_real_emulated_and_absent(packages, closed_port, tmp_path, monkeypa
     assert found().found == "ASCEND_HOME_PATH is not set"
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     assert found().state is State.PROBLEM and str(tmp_path) in found().found
-    assert found(cann_emulator=str(tmp_path)).state is State.PROBLEM
-    (tmp_path / "libascendcl.so").touch()
-    assert found(cann_emulator=str(tmp_path)).state is State.WARNING
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libascendcl.so").touch()
+    assert found().state is State.OK
+    emulated = found(cann_emulator=str(tmp_path))
+    assert emulated.state is State.WARNING and "no NPU" in emulated.advice
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "usable"),
+    [
+        ("lib64/libascendcl.so", "", True),
+        ("libascendcl.so", "", False),
+        ("build.sh", 'mkdir -p "$1/lib64"', True),
+        ("build.sh", "echo no compiler >&2; exit 1", False),
+    ],
+)
+def test_an_emulator_is_judged_as_the_host_judges_it(packages, closed_port, tmp_path, monkeypatch, name, text, usable):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "emulator" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    options = {"cann_emulator": str(tmp_path / "emulator")}
+    found = memcache(**urls(closed_port), metrics_url="", **options)["cann"]
+    if usable:
+        built = environment("memcache", options)["ASCEND_HOME_PATH"]
+        assert (found.state, found.found) == (State.WARNING, f"emulated: {built}") and Path(built, "lib64").is_dir()
+    else:
+        with pytest.raises(Unsupported) as refused:
+            environment("memcache", options)
+        assert (found.state, found.found) == (State.PROBLEM, str(refused.value))
 
 
 @pytest.mark.parametrize(

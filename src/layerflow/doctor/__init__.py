@@ -19,7 +19,8 @@ __all__ = ["Finding", "State", "examine"]
 def examine(settings: Settings) -> Iterator[Finding]:
     """Every check that the configuration asks for, the program's own first.
 
-    Takes some seconds where something does not answer. Changes nothing and loads no native library.
+    Takes some seconds where something does not answer. Loads no native library, and changes nothing, but for the user's
+    cache where an emulated CANN is still to be built.
     """
     running = running_server(settings.server)
     yield from examine_program()

@@ -12,7 +12,8 @@ from layerflow.config import MemcacheSettings, Settings, parse_size
 from layerflow.doctor import machine, probes
 from layerflow.doctor.finding import Finding, ok, problem, warning
 from layerflow.doctor.memory import fits
-from layerflow.errors import ConfigError
+from layerflow.errors import ConfigError, Unsupported
+from layerflow.hosts.environment import emulator
 
 _INSTALL = 'pip install "layerflow[ascend]"'
 _OLDEST, _BEFORE = (1, 3), (1, 4)
@@ -78,13 +79,11 @@ def _packages() -> Iterator[Finding]:
 def _cann(settings: MemcacheSettings) -> Finding:
     check = "cann"
     if settings.cann_emulator:
-        if not any(Path(settings.cann_emulator).rglob("*.so*")):
-            return problem(
-                check,
-                f"no libraries in pool.memcache.cann_emulator = {settings.cann_emulator!r}",
-                'build the emulator, or set it to "" for the real CANN',
-            )
-        return warning(check, f"emulated: {settings.cann_emulator}", "for tests and demos only; no NPU is used")
+        try:
+            built = emulator(Path(settings.cann_emulator))
+        except Unsupported as error:
+            return problem(check, str(error), 'correct it, or set pool.memcache.cann_emulator = "" for the real CANN')
+        return warning(check, f"emulated: {built}", "for tests and demos only; no NPU is used")
     home = os.environ.get("ASCEND_HOME_PATH", "")
     if not home or not (Path(home) / "lib64" / "libascendcl.so").exists():
         found = f"no lib64/libascendcl.so in {home}" if home else "ASCEND_HOME_PATH is not set"
