@@ -186,7 +186,7 @@ def number_blocks(parts: Sequence[OutlinePart], plans: Sequence[PlanPart], loadi
     """
     if len(parts) != len(plans):
         raise LayerflowError(f"the server planned {len(plans)} parts where {len(parts)} were asked for")
-    columns: dict[int, list[list[np.ndarray]]] = {}
+    groups: dict[int, _Columns] = {}
     for position, (part, plan) in enumerate(zip(parts, plans, strict=True)):
         offsets = codec.unpack_u64(plan.offsets, len(part.pieces), "plan offsets")
         stored = (
@@ -194,19 +194,26 @@ def number_blocks(parts: Sequence[OutlinePart], plans: Sequence[PlanPart], loadi
             if loading
             else [len(piece.blocks) for piece in part.pieces]
         )
-        rows = columns.setdefault(part.group, [[], [], [], [], [], []])
+        columns = groups.setdefault(part.group, _Columns())
         for piece, offset, held in zip(part.pieces, offsets.tolist(), stored, strict=True):
-            if offset == NOWHERE:
-                continue
-            count = len(piece.blocks)
-            numbers = np.arange(piece.blocks.start, piece.blocks.stop, dtype=np.int64)
-            rows[0].append(part.table[numbers])
-            rows[1].append(np.full(count, offset, dtype=np.int64))
-            rows[2].append(np.full(count, held, dtype=np.int64))
-            rows[3].append(np.arange(piece.index, piece.index + count, dtype=np.int64))
-            rows[4].append(numbers)
-            rows[5].append(np.full(count, position, dtype=np.int64))
-    return {group: Numbered(*(np.concatenate(column) for column in rows)) for group, rows in columns.items() if rows[0]}
+            if offset != NOWHERE:
+                columns.blocks.append(part.table[piece.blocks.start : piece.blocks.stop])
+                columns.pieces.append((len(piece.blocks), offset, held, piece.index, piece.blocks.start, position))
+    return {group: columns.numbered() for group, columns in groups.items() if columns.pieces}
+
+
+class _Columns:
+    """One group's pieces that have a place: their blocks; and count, offset, held, index, first number and part."""
+
+    def __init__(self) -> None:
+        self.blocks: list[np.ndarray] = []
+        self.pieces: list[tuple[int, int, int, int, int, int]] = []
+
+    def numbered(self) -> Numbered:
+        counts, *columns = np.array(self.pieces, dtype=np.int64).T
+        within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+        offsets, held, index, first, part = (np.repeat(column, counts) for column in columns)
+        return Numbered(np.concatenate(self.blocks), offsets, held, index + within, first + within, part)
 
 
 def _unpickled(request: str, group: int, digests: bytes, rows: bytes, blocks: bytes, parent: bytes) -> OutlinePart:
@@ -293,7 +300,10 @@ def _whole(spec: ModelSpec, group: GroupSpec, number: int, tokens: int, digest: 
 def _table(request: StepRequest, group: int, pieces: Sequence[Piece]) -> np.ndarray:
     # A copy: the engine goes on writing its table while the server plans.
     table = _column(request, group)
-    for piece in pieces:
+    span = table[pieces[0].blocks.start : pieces[-1].blocks.stop]
+    if len(table) >= pieces[-1].blocks.stop and (span >= 0).all():
+        return table
+    for piece in pieces:  # a windowed group has no blocks for what it skips in between
         held = table[piece.blocks.start : piece.blocks.stop]
         if len(held) != len(piece.blocks) or (held < 0).any():
             raise SpecError(
