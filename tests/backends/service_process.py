@@ -1,0 +1,106 @@
+"""A service that clients of a pool need, as a process on this machine: started, asked over HTTP, broken."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Self
+
+READY_S = 30.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+class ServiceProcess:
+    """Runs until :meth:`close`.
+
+    :param name: for messages.
+    :param http_port: of 127.0.0.1, where it tells its health and counters.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], http_port: int) -> None:
+        self._http_port = http_port
+        self._name, self._command = name, command
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http_port}"
+
+    def start(self) -> None:
+        """Also again, after :meth:`kill`; returns when it answers."""
+        self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
+        until = time.monotonic() + READY_S
+        while not self._healthy():
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.kill()
+                self._log.seek(0)
+                raise RuntimeError(f"{self._name} did not start:\n{self._log.read().decode()[-2000:]}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """As an out-of-memory kill does."""
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def check(self) -> None:
+        """:raises OSError, HTTPException: it is not there, or not well."""
+        self.get("/health")
+
+    def figures(self, pattern: str) -> dict[str, int]:
+        """Of its metrics, those whose line has the pattern: the groups of it are a name and a number."""
+        return {name: int(figure) for name, figure in re.findall(pattern, self.get("/metrics").decode(), re.MULTILINE)}
+
+    def get(self, path: str) -> bytes:
+        """:raises OSError, HTTPException: no answer, or not the one that was asked for."""
+        asked = http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=2)
+        try:
+            asked.request("GET", path)
+            answer = asked.getresponse()
+            body = answer.read()
+            if answer.status != http.HTTPStatus.OK:
+                raise ConnectionError(f"{path}: {answer.status}")
+            return body
+        finally:
+            asked.close()
+
+    def close(self) -> None:
+        self.kill()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _healthy(self) -> bool:
+        try:
+            self.check()
+        except (OSError, http.client.HTTPException):
+            return False
+        return True
