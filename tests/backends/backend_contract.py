@@ -197,6 +197,13 @@ def load(
     ]
 
 
+def assert_whole(bench: Bench, client: Client, things: Sequence[Thing], steps: Sequence[int] = ()) -> None:
+    """Each of them can be loaded, into the second half of the arena, and has its own bytes."""
+    for thing, (outcome, data) in zip(things, load(bench, client, things, ARENA // 2, steps), strict=True):
+        assert outcome == OK, outcome
+        assert np.array_equal(data, thing.bytes), "wrong bytes"
+
+
 def seen(bench: Bench, *things: Thing) -> list[list[bool]]:
     """For each client, what lookup says of each."""
     return [list(client.backend.lookup([thing.key for thing in things], soon())) for client in bench.clients]
@@ -232,9 +239,7 @@ class BackendContract:
         assert outcomes(backend.commit([place], soon())) == [OK]
         assert seen(bench, one) == everybody
         for client in bench.clients:
-            [(outcome, data)] = load(bench, client, [one], ARENA // 2)
-            assert outcome == OK
-            assert np.array_equal(data, one.bytes)
+            assert_whole(bench, client, [one])
 
     def test_the_header_may_come_last(self, bench):
         one = bench.thing("one")
@@ -245,9 +250,7 @@ class BackendContract:
         assert outcomes(bench.first.backend.write([place], 0, one.layers, soon())) == [OK]
         bench.arena.array[:HEADER_BYTES] = np.frombuffer(one.header, np.uint8)
         assert outcomes(bench.first.backend.commit([place], soon())) == [OK]
-        [(outcome, data)] = load(bench, bench.clients[-1], [one], ARENA // 2)
-        assert outcome == OK
-        assert np.array_equal(data, one.bytes)
+        assert_whole(bench, bench.clients[-1], [one])
 
     def test_revoke_leaves_nothing(self, bench):
         one, other, backend = bench.thing("one"), bench.thing("other"), bench.first.backend
@@ -261,9 +264,7 @@ class BackendContract:
         assert seen(bench, one, other) == [[False, True]] * len(bench.clients)
         assert load(bench, bench.clients[-1], [one], ARENA // 2)[0][0] == MISSING
         assert save(bench, bench.clients[-1], [one]) == [OK]  # and the key is free
-        [(outcome, data)] = load(bench, bench.first, [one], ARENA // 2)
-        assert outcome == OK
-        assert np.array_equal(data, one.bytes)
+        assert_whole(bench, bench.first, [one])
 
     def test_revoke_right_after_open(self, bench):
         one = bench.thing("one")
@@ -281,9 +282,7 @@ class BackendContract:
         for number, client in enumerate(bench.clients):
             assert save(bench, client, [again, bench.thing(("beside it", number))]) == [EXISTS, OK]
         for client in bench.clients:
-            [(outcome, data)] = load(bench, client, [one], ARENA // 2)
-            assert outcome == OK
-            assert np.array_equal(data, one.bytes)
+            assert_whole(bench, client, [one])
 
     def test_a_key_that_is_being_written(self, bench):
         one, other = bench.thing("one"), bench.thing("other")
@@ -352,9 +351,7 @@ class BackendContract:
         assert outcomes(bench.first.backend.commit([mine], soon())) == [OK]
         bench.second.backend.revoke([theirs])
         for client in bench.clients:
-            [(outcome, data)] = load(bench, client, [one], ARENA // 2)
-            assert outcome == OK
-            assert np.array_equal(data, one.bytes)
+            assert_whole(bench, client, [one])
 
     # Layers --------------------------------------------------------------------------------------
 
@@ -374,27 +371,19 @@ class BackendContract:
         assert outcomes(backend.commit(places, soon())) == [OK] * 3
         for client in bench.clients:
             for reading in ((1, 3), steps):
-                for thing, (outcome, data) in zip(
-                    things, load(bench, client, things, ARENA // 2, reading), strict=True
-                ):
-                    assert outcome == OK
-                    assert np.array_equal(data, thing.bytes)
+                assert_whole(bench, client, things, reading)
 
     def test_many_keys_per_call(self, bench):
         things = [bench.thing(("many", i), blocks=1 + i % 7, layers=4) for i in range(64)]
         assert save(bench, bench.first, things) == [OK] * 64
         assert seen(bench, *things) == [[True] * 64] * len(bench.clients)
         for client in bench.clients:
-            for thing, (outcome, data) in zip(things, load(bench, client, things, ARENA // 2, (1, 2)), strict=True):
-                assert outcome == OK
-                assert np.array_equal(data, thing.bytes)
+            assert_whole(bench, client, things, (1, 2))
 
     def test_one_layer_objects(self, bench):
         one = bench.thing("flat", layers=1)
         assert save(bench, bench.first, [one]) == [OK]
-        [(outcome, data)] = load(bench, bench.clients[-1], [one], ARENA // 2)
-        assert outcome == OK
-        assert np.array_equal(data, one.bytes)
+        assert_whole(bench, bench.clients[-1], [one])
 
     # Not there -----------------------------------------------------------------------------------
 
@@ -437,9 +426,7 @@ class BackendContract:
         bench.first.backend.close_fetch([place])
         bench.first.backend.close_fetch([place])
         bench.first.backend.revoke([place])
-        [(outcome, data)] = load(bench, bench.first, [one], ARENA // 2)
-        assert outcome == OK
-        assert np.array_equal(data, one.bytes)
+        assert_whole(bench, bench.first, [one])
 
     def test_empty_batches(self, bench):
         for client in bench.clients:
@@ -460,9 +447,7 @@ class BackendContract:
         assert load(bench, bench.first, [one], ARENA // 2)[0][0] == MISSING
         fresh = bench.thing("one", variant=1)
         assert save(bench, bench.first, [fresh]) == [OK]
-        [(outcome, data)] = load(bench, bench.clients[-1], [fresh], ARENA // 2)
-        assert outcome == OK
-        assert np.array_equal(data, fresh.bytes)
+        assert_whole(bench, bench.clients[-1], [fresh])
 
     def test_alive(self, bench):
         for client in bench.clients:

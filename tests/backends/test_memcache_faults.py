@@ -27,6 +27,7 @@ from backends.backend_contract import (
     seen,
     soon,
 )
+from e2e.known import eventually
 from memcache_client import RemoteMemcache
 from memcache_fixtures import MEMORY, arena, join, meta, protocol
 
@@ -57,10 +58,7 @@ def bench(owner, reader, arena) -> Bench:
 
 def settle(condition: Callable[[], bool]) -> None:
     """Until it holds."""
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until, "it does not settle"
-        time.sleep(0.05)
+    assert eventually(condition, 30, 0.05), "it does not settle"
 
 
 def right(bench: Bench, client: Client, thing) -> bool:
@@ -308,11 +306,8 @@ def test_the_meta_service_dies_and_comes_back(bench, meta):
     assert save(bench, bench.first, [one]) == [OK]
     read, write = one.at(bench.second, HALF, known=False), new.at(bench.first, 0)
     put(bench, [new], [0])
-    limit = soon()
-    while outcomes(second.open_fetch([read], soon())) != [
-        OK
-    ]:  # another client may see what was published a little later
-        assert time.monotonic() < limit
+    # Another client may see what was published a little later.
+    settle(lambda: outcomes(second.open_fetch([read], soon())) == [OK])
     assert outcomes(second.fetch([read], 0, 1, soon())) == [OK]
     assert outcomes(first.open_write([write], soon())) == [OK]
     assert outcomes(first.write([write], 0, 1, soon())) == [OK]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from threading import Event
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from backends.backend_contract import (
     BackendContract,
     Bench,
     Client,
+    assert_whole,
     lay_out,
     load,
     outcomes,
@@ -27,6 +27,7 @@ from backends.backend_contract import (
     save,
     soon,
 )
+from e2e.known import eventually
 from mooncake_master import MooncakeMaster
 from mooncake_owner import Owner
 
@@ -46,10 +47,7 @@ def settings(master: MooncakeMaster, **options: object) -> dict[str, object]:
 
 def until(happens: Callable[[], bool], what: str) -> None:
     """Try until it does."""
-    end, pause = time.monotonic() + PATIENCE_S, Event()
-    while not happens():
-        assert time.monotonic() < end, f"not within {PATIENCE_S} s: {what}"
-        pause.wait(0.05)
+    assert eventually(happens, PATIENCE_S, 0.05), f"not within {PATIENCE_S} s: {what}"
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +188,7 @@ class TestSessions:
             assert outcomes(two.commit([quick], soon())) == [OK]
         assert one.statistics()["sessions_taken_over"] == 1
         for client in bench.clients:
-            [(outcome, data)] = load(bench, client, [theirs], HALF)
-            assert outcome == OK
-            assert np.array_equal(data, theirs.bytes)
+            assert_whole(bench, client, [theirs])
         assert outcomes(one.open_write([slow], soon())) == [EXISTS]
         two.hide([mine.key])
         assert save(bench, bench.first, [mine]) == [OK]  # what the library kept of the lost session is not in the way
@@ -408,9 +404,7 @@ class TestSetup:
         backend = bench.first.backend
         until(lambda: backend.statistics()["segment_warm_bytes"] == 256 << 20, "it is warm")
         assert backend.statistics()["segment_bytes"] == 256 << 20
-        for thing, (outcome, data) in zip(things, load(bench, bench.second, things, HALF), strict=True):
-            assert outcome == OK
-            assert np.array_equal(data, thing.bytes)
+        assert_whole(bench, bench.second, things)
 
     def test_objects_go_where_they_are_wanted(self, alone, join):
         master, bench = alone()
@@ -427,9 +421,7 @@ class TestSetup:
             one = bench.thing("one")
             assert save(bench, twice, [one]) == [OK]
             assert sorted(master.allocated().values()) == [one.nbytes] * 2
-            [(outcome, data)] = load(bench, bench.second, [one], HALF)
-            assert outcome == OK
-            assert np.array_equal(data, one.bytes)
+            assert_whole(bench, bench.second, [one])
 
     @pytest.mark.parametrize(
         ("options", "words"),

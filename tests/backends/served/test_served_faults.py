@@ -64,6 +64,15 @@ def prompts(worker: KnownWorker, number: int, tokens: int = TOKENS) -> list[Chai
     return [worker.prompt(tokens) for _ in range(number)]
 
 
+def near_and_far(served: Served, worker: KnownWorker) -> tuple[Chain, Chain]:
+    """Two saved prompts: the arena has the first, the second is only behind it."""
+    near, far = prompts(worker, 2)
+    save(worker, near, far)
+    served.empty_arena()
+    reload(worker, [near])
+    return near, far
+
+
 # The host -----------------------------------------------------------------------------------------
 
 
@@ -71,10 +80,7 @@ def prompts(worker: KnownWorker, number: int, tokens: int = TOKENS) -> list[Chai
 def test_a_host_that_is_lost_costs_what_it_carried(tiered, start, how):
     served = start(tiered)
     with engine(served, small_spec(LAYERS)) as worker:
-        near, far = prompts(worker, 2)
-        save(worker, near, far)
-        served.empty_arena()
-        reload(worker, [near])
+        near, far = near_and_far(served, worker)
         runs = [worker.admit(near), trusting(worker, far, HIT)]
         served.signal_host(STOP)
         step = worker.agent.open_step([run.request(save=False) for run in runs])
@@ -98,10 +104,7 @@ def test_a_host_that_is_lost_costs_what_it_carried(tiered, start, how):
 def test_a_host_that_is_slow_costs_a_step_its_deadline(tiered, start):
     served = start(tiered)
     with engine(served, small_spec(LAYERS)) as worker:
-        near, far = prompts(worker, 2)
-        save(worker, near, far)
-        served.empty_arena()
-        reload(worker, [near])
+        near, far = near_and_far(served, worker)
         runs = [worker.admit(near), trusting(worker, far, HIT)]
         with stopped(served):
             reasons = attempt(worker, runs, timeout_s=0.4)
@@ -370,10 +373,7 @@ def test_another_server_outlives_one_that_is_killed(tiered, start):
 def test_a_server_stopped_in_mid_load_goes_on(tiered, start):
     served = start(tiered, transfer__step_timeout_ms=500)
     with engine(served, small_spec(LAYERS), lookup_s=0.5) as worker:
-        near, far = prompts(worker, 2)
-        save(worker, near, far)
-        served.empty_arena()
-        reload(worker, [near])
+        near, far = near_and_far(served, worker)
         with stopped(served):
             runs = [trusting(worker, near, HIT), trusting(worker, far, HIT)]
             step = worker.agent.open_step([run.request(save=False) for run in runs])

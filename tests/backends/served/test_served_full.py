@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 
 import pytest
 from backends.served.house import LOOKUP_S, Served, attempt, engine, objects_of, reload, save, skip_unless
@@ -16,6 +18,13 @@ from layerflow.spec import ModelSpec
 LAYERS, CHUNK = 6, 16
 LARGE = {"layers": 16, "block_size": 16, "chunk_tokens": 64, "row": 1024}  # objects of 2 MiB
 SMALLEST = 16 * MIB  # segment that Mooncake takes
+
+
+def offer(worker: KnownWorker, chain: Chain) -> None:
+    """Save a prompt for which there may be no room: that costs nobody anything."""
+    run = worker.admit(chain, look=False)
+    assert not attempt(worker, [run], save=True)
+    worker.retire(run)
 
 
 def accounted(served: Served, spec: ModelSpec, chains: list[Chain]) -> dict[str, int]:
@@ -35,9 +44,7 @@ def test_an_arena_that_is_much_smaller_than_what_is_in_use(kind, start):
     with engine(served, spec) as worker:
         chains = [worker.prompt(tokens) for tokens in range(100, 220, 3)]
         for chain in chains:
-            run = worker.admit(chain, look=False)
-            assert not attempt(worker, [run], save=True)
-            worker.retire(run)
+            offer(worker, chain)
             if kind.tiered:
                 served.settle()
         if kind.tiered:
@@ -83,59 +90,47 @@ def test_many_at_once_in_a_small_arena(kind, start):
     assert served.status()["pool"]["evictions"] > 0
 
 
-def fill_up(served: Served, worker: KnownWorker, holder: Control) -> list[Chain]:
-    """Prompts that fill the arena, pinned by leases named ``held-0`` and so on; the last did not fit whole."""
-    held: list[Chain] = []
-    while not served.status()["pool"]["full"]:
-        chain = worker.prompt(160)
-        run = worker.admit(chain, look=False)
-        assert not attempt(worker, [run], save=True)
-        worker.retire(run)
-        holder.lookup(f"held-{len(held)}", chain)
-        held.append(chain)
-    return held
+@contextmanager
+def full_arena(served: Served, worker: KnownWorker) -> Iterator[list[Chain]]:
+    """Prompts that fill the arena, pinned to the end of the with-block; the last did not fit whole."""
+    with closing(Control(served.endpoint, "holder", worker.spec, lookup_timeout_s=LOOKUP_S)) as holder:
+        held: list[Chain] = []
+        while not served.status()["pool"]["full"]:
+            chain = worker.prompt(160)
+            offer(worker, chain)
+            holder.lookup(f"held-{len(held)}", chain)
+            held.append(chain)
+        yield held
+        for number in range(len(held)):
+            holder.drop_lease(f"held-{number}")
+        served.settle()
+        served.wait_quiet()
 
 
 def test_what_is_pinned_is_not_pushed_out(kind, start):
     served = start(kind, pool__size="512KiB", pool__lease_ms=60_000)
-    spec = small_spec(LAYERS)
-    holder = Control(served.endpoint, "holder", spec, lookup_timeout_s=LOOKUP_S)
-    with engine(served, spec) as worker:
-        held = fill_up(served, worker, holder)
+    with engine(served, small_spec(LAYERS)) as worker:
         late = worker.prompt(160)
-        run = worker.admit(late, look=False)
-        assert not attempt(worker, [run], save=True), "a save without room costs nobody anything"
-        assert worker.serve(late).hit.tokens == 0
-        assert [run.hit.tokens for run in reload(worker, held[:-1])] == [159] * (len(held) - 1)
-        for number in range(len(held)):
-            holder.drop_lease(f"held-{number}")
-        served.settle()
-        served.wait_quiet()
+        with full_arena(served, worker) as held:
+            offer(worker, late)
+            assert worker.serve(late).hit.tokens == 0
+            assert [run.hit.tokens for run in reload(worker, held[:-1])] == [159] * (len(held) - 1)
         save(worker, late)
         assert reload(worker, [late])[0].hit.tokens == 159
-    holder.close()
 
 
 def test_no_room_in_the_arena_for_what_is_behind_it(make_kind, start):
     skip_unless(make_kind.of.tiered, make_kind.of, "nothing is behind the arena")
-    kind = make_kind()
-    served = start(kind, pool__size="512KiB", pool__lease_ms=60_000)
-    spec = small_spec(LAYERS)
-    holder = Control(served.endpoint, "holder", spec, lookup_timeout_s=LOOKUP_S)
-    with engine(served, spec) as worker:
+    served = start(make_kind(), pool__size="512KiB", pool__lease_ms=60_000)
+    with engine(served, small_spec(LAYERS)) as worker:
         wanted = worker.prompt(160)
         save(worker, wanted)
         served.empty_arena()
-        held = fill_up(served, worker, holder)
-        [run] = reload(worker, [wanted])
-        assert run.hit.tokens < 159, "there is no room to bring it to"
-        assert served.tier["fetches_without_room"]
-        for number in range(len(held)):
-            holder.drop_lease(f"held-{number}")
-        served.settle()
-        served.wait_quiet()
+        with full_arena(served, worker):
+            [run] = reload(worker, [wanted])
+            assert run.hit.tokens < 159, "there is no room to bring it to"
+            assert served.tier["fetches_without_room"]
         assert reload(worker, [wanted])[0].hit.tokens == 159
-    holder.close()
 
 
 def test_a_full_pool_makes_room(make_kind, start):
@@ -146,9 +141,7 @@ def test_a_full_pool_makes_room(make_kind, start):
     with engine(served, spec, blocks=64) as worker:
         chains = [worker.prompt(64) for _ in range(16)]  # 32 MiB
         for chain in chains:
-            run = worker.admit(chain, look=False)
-            assert not attempt(worker, [run], save=True)
-            worker.retire(run)
+            offer(worker, chain)
             served.settle()
         lost = accounted(served, spec, chains)
         assert set(lost) <= {"write_full"}, lost
@@ -169,9 +162,7 @@ def test_objects_that_are_too_large(make_kind, start, too_large_for):
     spec = small_spec(**(LARGE | {"chunk_tokens": 576}))  # 18 MiB
     with engine(served, spec, blocks=64) as worker:
         large, small = worker.prompt(577), worker.prompt(64)
-        run = worker.admit(large, look=False)
-        assert not attempt(worker, [run], save=True)
-        worker.retire(run)
+        offer(worker, large)
         served.settle()
         if too_large_for == "arena":
             assert reload(worker, [large])[0].hit.tokens == 0
