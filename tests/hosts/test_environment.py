@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.machinery
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,23 @@ def test_an_emulator_that_is_not_built_is_built_once_into_the_cache(monkeypatch,
     assert built.is_relative_to(tmp_path / "cache")
     assert (built / "lib64" / "libascendcl.so").read_text() == "built\n"
     assert emulator(script.parent) == built
+
+
+def test_nobody_else_builds_while_what_a_build_has_left_goes_on(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "build.sh").write_text(f"read -r line >/dev/null 2>&1 <{gate} & exit 1")
+    with pytest.raises(Unsupported):
+        emulator(tmp_path)
+    [path] = tmp_path.glob("cache/layerflow/*/.lock")
+    with open(path, "w") as lock:
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            gate.write_text("go on\n")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 @pytest.mark.parametrize(("script", "says"), [(None, "neither"), ("echo no compiler >&2; exit 1", "no compiler")])

@@ -35,7 +35,7 @@ from layerflow.hosts.messages import (
     split_keys,
     unpack_u32,
 )
-from layerflow.server import host_child, host_output
+from layerflow.server import host_child, host_output, host_process
 
 pytestmark = pytest.mark.usefixtures("fake_on_path")
 
@@ -260,7 +260,8 @@ async def test_a_server_that_was_stopped_itself_kills_nobody() -> None:
         assert it.host.state.pid == pid and it.lost.empty()
 
 
-async def test_a_host_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+async def test_a_host_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_process, "KILL_S", 0.1)  # long before it ends by itself
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     async with Served(gates={"close": str(gate)}) as it:

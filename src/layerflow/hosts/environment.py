@@ -22,6 +22,11 @@ _EMULATED = {
 }
 
 
+def takes_long(backend: str, options: Mapping[str, Any]) -> bool:
+    """Whether :func:`environment` may wait for a compiler, or for another process that has one at work."""
+    return backend == "memcache" and bool(options.get("cann_emulator"))
+
+
 def environment(backend: str, options: Mapping[str, Any]) -> dict[str, str]:
     """Variables to add to the server's own; those that are lists contain the server's. Imports nothing native.
 
@@ -69,20 +74,25 @@ def emulator(directory: Path) -> Path:
         built.mkdir(parents=True, exist_ok=True)
         with open(built / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _build(script, built)
+            _build(script, built, lock.fileno())
     except (OSError, subprocess.SubprocessError) as error:
         raise Unsupported(f"the CANN emulator cannot be built: {error}; it needs bash and a C compiler") from error
     return built
 
 
-def _build(script: Path, out: Path) -> None:
-    """Does nothing where nothing has changed since the last time."""
+def _build(script: Path, out: Path, lock: int) -> None:
+    """Does nothing where nothing has changed since the last time.
+
+    :param lock: held by the script too, which goes on should this process end.
+    """
     done = subprocess.run(
         ["bash", str(script), str(out)],  # noqa: S607 - bash is where the machine has it
         capture_output=True,
         text=True,
+        errors="replace",
         timeout=BUILD_S,
         check=False,
+        pass_fds=(lock,),
     )
     if done.returncode != 0:
         raise OSError(f"{script} failed: {(done.stderr or done.stdout).strip()[-500:]}")

@@ -17,6 +17,10 @@ from layerflow.errors import ProtocolError
 from layerflow.keys import KEY_BYTES
 
 MAX_FRAME_BYTES = 64 << 20
+STOP_S = 8.0
+"""What a host may take to stop: a quarter for calls under way; then memcache's client takes some 3 to 5 s to leave its
+pool. After one that was killed instead, who joins may wait for a minute, or not reach all of the pool's memory. Only a
+host that hangs takes all of it."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -108,7 +112,7 @@ class Ping(msgspec.Struct, tag="ping", frozen=True):
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """Close and exit."""
+    """Close and exit, within :data:`STOP_S`."""
 
 
 # To the server ---------------------------------------------------------------------------------

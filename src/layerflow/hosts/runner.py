@@ -19,6 +19,7 @@ from layerflow.hosts.fetching import FetchLane
 from layerflow.hosts.holding import Holding
 from layerflow.hosts.lane import Judge, describe
 from layerflow.hosts.messages import (
+    STOP_S,
     Advance,
     Ask,
     Down,
@@ -58,10 +59,10 @@ HUNG_CALLS = 3
 save shows at the server: the job does not end in time."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 2.0
-STOP_S = 2.5
-"""How long leaving may take when told to: less than the server waits before it kills."""
 ALONE_S = 0.5
-"""The same when the server is gone: its arena is nobody's."""
+"""How long leaving may take when the server is gone: its arena is nobody's. Told to, it is :data:`STOP_S`."""
+CALLS_SHARE = 0.25
+"""Of that, for calls under way; the rest is for closing."""
 _READ_BYTES = 1 << 18
 
 
@@ -185,7 +186,7 @@ class Runner:
         last = threading.Timer(patience, os._exit, (ENDED,))
         last.daemon = True
         last.start()
-        until = time.monotonic() + patience / 2
+        until = time.monotonic() + CALLS_SHARE * patience
         # Not under calls that still run: a library that is closed then may crash, or free what they use.
         if all([part.stop(max(0.0, until - time.monotonic())) for part in parts]):
             judge.quietly("close", backend.close)

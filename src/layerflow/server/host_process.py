@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import structlog
 
-from layerflow.hosts.environment import environment
-from layerflow.hosts.messages import Down, Ping, Pong, Start, Stop, ToHost, ToServer, Up, encode
+from layerflow.errors import LayerflowError
+from layerflow.hosts.environment import environment, takes_long
+from layerflow.hosts.messages import STOP_S, Down, Ping, Pong, Start, Stop, ToHost, ToServer, Up, encode
 from layerflow.server.host_child import Child
 from layerflow.server.host_output import Throttle
 
 PING_S = 0.5
-STOP_S = 3.0
+KILL_S = STOP_S + 1.0
+"""A host that was told to stop counts by itself, from when it hears of it, and cannot while a library holds its GIL."""
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 5.0
 """Before the next start of a host that never got up; doubling from the first."""
@@ -44,8 +51,8 @@ class HostListener(Protocol):
 class HostState:
     """For status.
 
-    :param state: ``starting`` (no word yet), ``up``, ``down`` (it runs, its backend does not answer),
-        ``restarting`` (there is no process) or ``stopped``.
+    :param state: ``starting`` (no word yet; as long as there is no pid, what it needs is being built), ``up``, ``down``
+        (it runs, its backend does not answer), ``restarting`` (there is no process) or ``stopped``.
     :param reason: why it is not up.
     :param pid: of the process; 0 = there is none.
     :param restarts: processes after the first.
@@ -110,7 +117,7 @@ class HostProcess:
             self._child.kill(why)
 
     async def close(self) -> None:
-        """Stop it, or kill it after :data:`STOP_S`. It is dead and reaped when this returns."""
+        """Stop it, or kill it after :data:`KILL_S`. It is dead and reaped when this returns."""
         self._closing = True
         for timer in self._timers.values():
             timer.cancel()
@@ -118,7 +125,7 @@ class HostProcess:
             if self._gone is None:
                 self._gone = asyncio.Event()
                 self.send(Stop())
-                self._later("stop", STOP_S, self.kill, "it did not stop when told to")
+                self._later("stop", KILL_S, self.kill, "it did not stop when told to")
             await self._gone.wait()
             self._timers["stop"].cancel()
         self._throttle.close()
@@ -127,10 +134,38 @@ class HostProcess:
     def _spawn(self) -> None:
         self._been_up = self._unusable = False
         self._answered, self._unanswered_s = True, 0.0
-        variables = {**os.environ, **environment(self._backend, self._options)}
+        additions = functools.partial(environment, self._backend, self._options)
+        if takes_long(self._backend, self._options):
+            self.state = replace(self.state, state="starting")
+            self._aside(additions)
+        else:
+            self._spawn_with(additions)
+
+    def _aside(self, additions: Callable[[], dict[str, str]]) -> None:
+        """Find them on a thread that no end of the server or of its loop waits for."""
+        loop, found = asyncio.get_running_loop(), Future[dict[str, str]]()
+
+        def find() -> None:
+            try:
+                found.set_result(additions())
+            except BaseException as error:  # noqa: BLE001 - raised again on the loop
+                found.set_exception(error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                loop.call_soon_threadsafe(self._spawn_with, found.result)
+
         try:
+            threading.Thread(target=find, name="layerflow-host-environment", daemon=True).start()
+        except RuntimeError as error:  # the machine has none to spare
+            self._again(f"it cannot be started: {error}")
+
+    def _spawn_with(self, additions: Callable[[], dict[str, str]]) -> None:
+        """:param additions: gives what to add to this process's environment."""
+        if self._closing:
+            return
+        try:
+            variables = {**os.environ, **additions()}
             self._child = Child(self._backend, self._arena, variables, self._throttle, self._heard, self._died)
-        except OSError as error:
+        except (OSError, LayerflowError) as error:
             self._again(f"it cannot be started: {error}")
             return
         self.state = replace(self.state, state="starting", pid=self._child.pid)
