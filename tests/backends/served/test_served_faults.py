@@ -254,7 +254,7 @@ def test_what_is_not_there_at_the_start_is_used_once_it_appears(bare, start):
         assert not served.tier["writing_jobs"]
         kind.mend()
         served.wait_up()
-        save(worker, late)
+        assert eventually(lambda: attempt_to_save(served, worker, late), PATIENCE_S, 0.1)
         served.empty_arena()
         assert [run.hit.tokens for run in reload(worker, [early, late])] == [0, HIT]
 
