@@ -27,7 +27,7 @@ from layerflow.agent.direct_copier import DirectCopier
 from layerflow.agent.watchdog import EXIT_STUCK, Watchdog, end_process
 from layerflow.config import Settings
 from layerflow.errors import DeadlineExceeded, SpecError
-from layerflow.hosts.backend import Unusable, pool_name
+from layerflow.hosts.backend import Unreachable, Unusable, pool_name
 from layerflow.hosts.memcache_meta import MetaService
 from layerflow.hosts.memcache_setup import Connected, make_store
 from layerflow.keys import object_key
@@ -195,6 +195,27 @@ class TestThroughTheArenaAsEver:
             worker.serve(worker.prompt(TOKENS))
         [told] = [log for log in logs if log["event"] == "direct_unavailable"]
         assert "memcache needs CANN" in told["error"]
+
+    @pytest.mark.parametrize("refusals", [direct_client.JOINS - 1, direct_client.JOINS])
+    def test_a_pool_that_does_not_let_a_client_in_is_asked_again(
+        self, pool: FakePool, monkeypatch: pytest.MonkeyPatch, refusals: int
+    ) -> None:
+        asked = 0
+
+        def connect(options: object, meta: object) -> Connected:
+            nonlocal asked
+            asked += 1
+            if asked <= refusals:
+                raise Unreachable("memcache cannot join the pool")
+            return Connected(FakeStore(pool), 1, "fake")
+
+        monkeypatch.setattr(direct_client, "connect", connect)
+        if refusals < direct_client.JOINS:
+            direct_client.give_back(direct_client.open_client(json.dumps(pool.urls), 0))
+        else:
+            with pytest.raises(Unreachable, match="cannot join"):
+                direct_client.open_client(json.dumps(pool.urls), 0)
+        assert asked == direct_client.JOINS
 
     @pytest.mark.parametrize("what", ["memory that the transport refuses", "a library that surprises"])
     def test_whatever_goes_wrong_and_the_next_worker_tries_again(

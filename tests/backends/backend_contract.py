@@ -15,6 +15,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from e2e.known import eventually
 
 from layerflow.hosts.backend import Backend, Outcome, Place
 from layerflow.memfd import SharedMemory
@@ -506,8 +507,9 @@ class BackendContract:
         assert save(bench, bench.first, [one]) == [OK]
         reader, at = bench.clients[-1], ARENA // 2
         place = one.at(reader, at, known=False)
-        assert outcomes(reader.backend.open_fetch([place], soon())) == [OK]
-        opened = True
+        # Another client may hear of what was published a little later.
+        opened = eventually(lambda: outcomes(reader.backend.open_fetch([place], soon())) == [OK])
+        assert opened
         for layer in range(one.layers):
             if opened:
                 [outcome] = outcomes(reader.backend.fetch([place], layer, layer + 1, soon()))

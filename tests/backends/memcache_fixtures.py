@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -10,9 +11,11 @@ from backends.backend_contract import ARENA, Client
 from memcache_client import RemoteMemcache
 from meta_service import MB, MetaService
 
+from layerflow.hosts.backend import Unreachable
 from layerflow.memfd import SharedMemory
 
 MEMORY = 64 * MB
+JOIN_S = 60.0
 
 Join = Callable[..., Client]
 
@@ -42,8 +45,15 @@ def join(meta, arena, protocol) -> Iterator[Join]:
 
     def attach(patches: Sequence[tuple[str, str, object]] = (), **options: object) -> Client:
         made.append(RemoteMemcache(meta.options(protocol=protocol, **options), arena, patches))
-        made[-1].attach(arena, lambda keys: None)
-        return Client(made[-1], made[-1].address)
+        limit = time.monotonic() + JOIN_S
+        while True:
+            try:
+                made[-1].attach(arena, lambda keys: None)
+            except Unreachable:  # as a host does: the pool may not let a client in while another one leaves
+                if time.monotonic() > limit:
+                    raise
+            else:
+                return Client(made[-1], made[-1].address)
 
     yield attach
     for one in reversed(made):

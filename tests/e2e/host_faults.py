@@ -18,6 +18,8 @@ from layerflow.agent import Control
 from layerflow_cli.bench.harness import ServerProcess
 
 ARENA = 12 * PROMPT_BYTES
+MOST = 4
+"""So many times the wanted kills at most, until one has hit a transfer: a few may all fall between two."""
 PAST_S = 0.5
 """A wait may end so long after its deadline on a machine whose cores are all taken."""
 
@@ -31,7 +33,7 @@ def kill_hosts(server: ServerProcess, rounds: int, name: str, **how: Any) -> Non
     with load(server.endpoint, **how) as it:
         assert eventually(it.up, 30, 0.02), it.tier()
         first = open_files(server)
-        for _ in range(rounds):
+        while len(back) < rounds or (not it.tier()["failures"] and len(back) < MOST * rounds):
             it.flows()
             pid = it.tier()["host"]["pid"]
             it.random_moment()
@@ -43,14 +45,14 @@ def kill_hosts(server: ServerProcess, rounds: int, name: str, **how: Any) -> Non
     busy, steady = it.busy.counts, it.steady.counts
     record(
         f"host_killed_{name}",
-        kills=rounds,
+        kills=len(back),
         worst_back_s=round(max(back), 3),
         median_back_s=round(sorted(back)[len(back) // 2], 3),
         lost=tier["failures"],
         busy=vars(busy),
         steady=vars(steady),
     )
-    assert tier["restarts"] == rounds
+    assert tier["restarts"] == len(back)
     assert tier["failures"], "no kill hit a transfer: the campaign has shown nothing"
     assert not busy.failed or tier["failures"]["fetch_failed"], "loads that died with their host are not counted"
     assert busy.hits > rounds and steady.hits > rounds

@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import structlog
+
 from layerflow.device.base import Device
-from layerflow.hosts.backend import Unusable
+from layerflow.hosts.backend import Unreachable, Unusable
 from layerflow.hosts.memcache_meta import MetaService
-from layerflow.hosts.memcache_setup import MemcacheOptions, connect, shared
+from layerflow.hosts.memcache_setup import Connected, MemcacheOptions, connect, shared
+
+JOINS = 3
+
+log = structlog.get_logger("layerflow.agent")
 
 _taken = threading.Lock()
 
@@ -60,7 +66,7 @@ def open_client(options: str, device_id: int) -> Client:
         read = MemcacheOptions.read(json.loads(options) | mine)
         common = shared(read)
         meta = MetaService(common.meta_service_url, common.metrics_url)
-        connected = connect(read, meta)
+        connected = _connect(read, meta)
     except BaseException:
         _taken.release()
         raise
@@ -71,6 +77,16 @@ def give_back(client: Client) -> None:
     """The client is closed; the process may make another one."""
     client.meta.close()
     _taken.release()
+
+
+def _connect(options: MemcacheOptions, meta: MetaService) -> Connected:
+    """A pool may not let a client in while another one joins or leaves: what failed is tried again."""
+    for _ in range(JOINS - 1):
+        try:
+            return connect(options, meta)
+        except Unreachable as error:
+            log.info("direct_client_refused", error=str(error))
+    return connect(options, meta)
 
 
 def _own_address(url: str) -> str:
