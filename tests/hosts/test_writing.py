@@ -78,10 +78,20 @@ def test_a_job_without_progress_holds_nothing_up(bench: MakeBench) -> None:
     it, still, quick = bench(), Thing(1, 1, 3, 4096), Thing(9, 1, 3, 4096, at=1 << 16)
     start(it, Write(1, still.said(), 0, 60_000), Write(2, quick.said(), 1, 60_000), Finish(2))
     assert it.hear() == Written(2)
-    assert it.calls(3) == ["open_write 1", "write 1 0:3", "commit 1"]
+    assert it.calls(4) == ["open_write 1", "open_write 1", "write 1 0:3", "commit 1"]
 
 
-def test_what_is_dropped_before_its_first_layer_is_never_opened(bench: MakeBench) -> None:
+def test_room_is_asked_for_before_the_first_layer_and_given_back_without_any(bench: MakeBench) -> None:
+    it, thing = bench(), Thing(1, 2, 3, 4096)
+    lane = start(it, Write(1, thing.said(), 0, 10_000))
+    assert it.calls(1) == ["open_write 2"]
+    put(lane, Drop(1, pack_u32([0, 1])))
+    assert outcomes(it.hear()) == {0: Outcome.FAILED, 1: Outcome.FAILED}
+    assert it.calls(1) == ["revoke 2"]
+    assert stored(it, thing) == [False, False]
+
+
+def test_what_is_dropped_at_once_is_never_opened(bench: MakeBench) -> None:
     it, thing = bench(), Thing(1, 2, 3, 4096)
     start(it, Write(1, thing.said(), 0, 10_000), Drop(1, pack_u32([0, 1])), Advance(1, 2), Finish(1))
     assert outcomes(it.hear()) == {0: Outcome.FAILED, 1: Outcome.FAILED}

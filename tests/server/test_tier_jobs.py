@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import anyio
@@ -49,7 +48,7 @@ def new(name: int) -> NewObject:
 class World:
     """A pool of `room` objects, and a host that only listens."""
 
-    def __init__(self, room: int = 8) -> None:
+    def __init__(self, room: int = 8, backlog: int = 1 << 30) -> None:
         self.pool = MemoryPool(Arena(room * (NBYTES + 4096)))
         self.sent: list[ToHost] = []
         self.events: list[Event] = []
@@ -57,7 +56,7 @@ class World:
         self.written: list[bytes] = []
         self.alive = True
         self.fetches = Fetches(self.pool, self.send, self.events.extend, self.fail)
-        self.writes = Writes(self.pool, self.send, lambda one: self.written.append(one.key), self.fail)
+        self.writes = Writes(self.pool, backlog, self.send, lambda one: self.written.append(one.key), self.fail)
 
     def send(self, message: ToHost) -> bool:
         if self.alive:
@@ -84,11 +83,11 @@ class World:
         self.fetches.watch(arrival)
         return arrival
 
-    def save(self, *names: int, until: float = 9.0) -> list[tuple[NewObject, int]]:
+    def save(self, *names: int, until: float = 9.0, now: float = 0.0) -> list[tuple[NewObject, int]]:
         objects = [new(name) for name in names]
         reserved = self.pool.reserve(objects, "saver")
         placed = [(one, place.offset) for one, place in zip(objects, reserved, strict=True)]
-        self.writes.plan(STEP, 0, LAYERS, placed, until)
+        self.writes.plan(STEP, 0, LAYERS, placed, until, now)
         return placed
 
 
@@ -164,7 +163,7 @@ def test_the_death_of_the_host_fails_exactly_what_it_carried(world):
     world.begin(2)
     world.watch(2)
     world.save(3)
-    world.writes.stored(STEP, 0, 1, 1 << 30, 0.0)
+    world.writes.stored(STEP, 0, 1, 0.0)
     assert world.fetches.host_lost("signal 9") == 1
     world.writes.host_lost("signal 9")
     [lost] = world.news()
@@ -244,18 +243,17 @@ def test_without_a_host_nothing_begins(world):
     world.fetches.begin([new(1)], LAYERS, 1.0, 0.0)
     assert key(1) not in world.fetches and world.pool.statistics().half_written == 0
     world.save(2)
-    world.writes.stored(STEP, 0, 1, 1 << 30, 0.0)
     assert world.writes.shed_objects == 1 and len(world.writes) == 0
 
 
 def test_a_write_follows_the_layers_and_ends_with_the_commit(world):
-    world.save(1, 2)
-    assert world.writes.planned(STEP) and not world.sent
-    for stored in (1, 1, 3):
-        world.writes.stored(STEP, 0, stored, 1 << 30, 4.0)
+    world.save(1, 2, now=4.0)
     [write] = world.said(Write)
-    assert write.layers == 1 and write.timeout_ms == 5000
-    assert world.said(Advance) == [Advance(write.id, 3)]
+    assert world.writes.planned(STEP)
+    assert write.layers == 0 and write.timeout_ms == 5000
+    for stored in (1, 1, 3):
+        world.writes.stored(STEP, 0, stored, 4.0)
+    assert world.said(Advance) == [Advance(write.id, 1), Advance(write.id, 3)]
     world.pool.commit([key(1), key(2)], "saver")
     world.writes.committed(STEP, [key(1), key(2)])
     assert world.sent[-1] == Finish(write.id)
@@ -268,11 +266,13 @@ def test_a_write_follows_the_layers_and_ends_with_the_commit(world):
 
 
 def test_what_was_revoked_is_dropped_before_and_after_the_write_began(world):
+    world = World(backlog=4 * NBYTES - 1)
     world.save(1, 2, 3, 4)
+    assert not world.said(Write), "there is no room for it before something of it is dropped"
     world.writes.revoked(STEP, [key(2)])
-    world.writes.stored(STEP, 0, 1, 1 << 30, 0.0)
+    world.writes.stored(STEP, 0, 1, 0.0)
     [write] = world.said(Write)
-    assert split_keys(write.objects.keys) == [key(1), key(3), key(4)]
+    assert split_keys(write.objects.keys) == [key(1), key(3), key(4)] and write.layers == 1
     world.writes.revoked(STEP, [key(3)])
     world.pool.commit([key(1)], "saver")
     world.writes.committed(STEP, [key(1)])
@@ -283,7 +283,7 @@ def test_what_was_revoked_is_dropped_before_and_after_the_write_began(world):
 
 def test_a_step_that_ends_unfinished_leaves_nothing(world):
     world.save(1)
-    world.writes.stored(STEP, 0, 2, 1 << 30, 0.0)
+    world.writes.stored(STEP, 0, 2, 0.0)
     world.writes.forget_step(STEP)
     [write] = world.said(Write)
     assert [unpack_u32(drop.positions) for drop in world.said(Drop)] == [[0]]
@@ -291,9 +291,13 @@ def test_a_step_that_ends_unfinished_leaves_nothing(world):
     assert world.written == [] and len(world.writes) == 0 and not world.writes.planned(STEP)
 
 
-def test_past_the_backlog_objects_are_shed_whole(world):
+def test_past_the_backlog_objects_are_shed_whole():
+    world = World(backlog=2 * NBYTES - 1)
     world.save(1, 2)
-    world.writes.stored(STEP, 0, 1, 2 * NBYTES - 1, 0.0)
+    assert world.writes.planned(STEP) and world.writes.shed_objects == 0, (
+        "the backlog may be shorter by the first layer"
+    )
+    world.writes.stored(STEP, 0, 1, 0.0)
     assert world.writes.shed_objects == 2 and not world.sent and not world.writes.planned(STEP)
 
 
@@ -302,14 +306,12 @@ def test_jobs_that_the_host_sits_on_are_named(world):
     assert world.fetches.overdue(0.5) is None
     assert world.fetches.overdue(1.5).number == fetch.id
     world.save(2, until=3.0)
-    assert world.writes.overdue(math.inf) is None, "the host does not know of it yet"
-    world.writes.stored(STEP, 0, 1, 1 << 30, 0.0)
     assert world.writes.overdue(2.9) is None and world.writes.overdue(3.1) is not None
 
 
 async def test_draining_ends_with_the_last_write(world):
     world.save(1)
-    world.writes.stored(STEP, 0, LAYERS, 1 << 30, 0.0)
+    world.writes.stored(STEP, 0, LAYERS, 0.0)
     world.pool.commit([key(1)], "saver")
     world.writes.committed(STEP, [key(1)])
     [write] = world.said(Write)

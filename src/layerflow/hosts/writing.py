@@ -38,7 +38,8 @@ class WriteJob(Job):
     @property
     def ready(self) -> bool:
         """Whether there is something to do."""
-        return self.written < self.available or self.finishing or bool(self.dropped) or not self.places
+        begun = self.opened and self.written == self.available
+        return not begun or self.finishing or bool(self.dropped) or not self.places
 
 
 class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
@@ -122,7 +123,7 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
         if now >= job.until:
             self._give_up(job, "its time ran out")
             return
-        if job.places and not job.opened and job.available:
+        if job.places and not job.opened:
             self._open(job, now)
         if job.places and job.written < job.available:
             self._write(job)

@@ -113,10 +113,10 @@ class Tier:
         self._shunned = Shunned()
         self._questions: dict[int, Question] = {}
         self._numbers = 0
-        self._backlog = min(settings.write_backlog, arena[1] // 2)
         self._host = HostProcess(name, options, *arena, self)
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
-        self._writes = Writes(pool, self._host.send, self._written, self._write_failed)
+        room = min(settings.write_backlog, arena[1] // 2)
+        self._writes = Writes(pool, room, self._host.send, self._written, self._write_failed)
 
     def start(self) -> None:
         """Start the host; the server serves from the arena until it is up."""
@@ -206,7 +206,7 @@ class Tier:
         :param until: when the step's saves must be in the arena.
         """
         if self.up:
-            self._writes.plan(step, group, layers, placed, until + self._patience)
+            self._writes.plan(step, group, layers, placed, until + self._patience, time.monotonic())
 
     def planned(self, step: StepKey) -> bool:
         """Whether the step wants to hear of stored layers."""
@@ -214,7 +214,7 @@ class Tier:
 
     def stored(self, step: StepKey, group: int, layers: int) -> None:
         """So many leading layers of the step's saves of a group are in the arena."""
-        self._writes.stored(step, group, layers, self._backlog, time.monotonic())
+        self._writes.stored(step, group, layers, time.monotonic())
 
     def committed(self, step: StepKey, keys: Sequence[bytes]) -> None:
         """These are whole in the arena."""

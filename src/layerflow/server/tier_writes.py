@@ -1,8 +1,9 @@
 """Objects on their way from the arena into the tier, layer by layer behind the steps that save them.
 
-A write is a job of the host: what one step saves of one group. It begins with the first layer that is
-stored in the arena and is finished once the step has committed there; what was revoked is dropped. From
-its commit until the host has written it, an object is pinned in the arena.
+A write is a job of the host: what one step saves of one group. It begins with the step, so that the host has asked
+the pool for room when the first layer is stored in the arena, and is finished once the step has committed there; what
+was revoked is dropped. Where the backlog is full then, the first layer decides. From its commit until the host has
+written it, an object is pinned in the arena.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Job:
 class Writes:
     """All writes to one host.
 
+    :param room: bytes that may be on their way; a job that would take the backlog past it is shed.
     :param send: to the host; False = there is none.
     :param written: told of every object that is in the tier now.
     :param failed: told of every other one: its key, the outcome's number and what happened.
@@ -61,11 +63,13 @@ class Writes:
     def __init__(
         self,
         pool: Pool,
+        room: int,
         send: Callable[[ToHost], bool],
         written: Callable[[NewObject], None],
         failed: Callable[[bytes, int, str], None],
     ) -> None:
         self._pool = pool
+        self._room = room
         self._send = send
         self._written = written
         self._failed = failed
@@ -83,7 +87,7 @@ class Writes:
         return sum(job.sent for job in self._jobs.values())
 
     def plan(
-        self, step: StepKey, group: int, layers: int, placed: Sequence[tuple[NewObject, int]], until: float
+        self, step: StepKey, group: int, layers: int, placed: Sequence[tuple[NewObject, int]], until: float, now: float
     ) -> None:
         """A step is about to save these objects of one group, at these places of the arena.
 
@@ -97,26 +101,25 @@ class Writes:
         job = Job(self._numbers, step, group, layers, list(placed), positions, nbytes, until)
         self._jobs[job.number] = job
         self._by_step.setdefault(step, []).append(job)
+        if self._fits(job):
+            self._begin(job, now)
 
     def planned(self, step: StepKey) -> bool:
         """Whether the step has anything to write."""
         return step in self._by_step
 
-    def stored(self, step: StepKey, group: int, layers: int, room: int, now: float) -> None:
-        """So many leading layers of the step's saves of a group are in the arena.
-
-        :param room: bytes that may be on their way; a job that would take the backlog past it is shed.
-        """
-        for job in self._by_step.get(step, ()):
+    def stored(self, step: StepKey, group: int, layers: int, now: float) -> None:
+        """So many leading layers of the step's saves of a group are in the arena."""
+        for job in list(self._by_step.get(step, ())):
             if job.group != group or layers <= job.stored:
                 continue
             job.stored = layers
             if job.sent:
                 self._send(Advance(job.number, layers))
-            elif self.backlog_bytes + job.nbytes > room:
-                self._shed(job)
-            else:
+            elif self._fits(job):
                 self._begin(job, now)
+            else:
+                self._shed(job)
 
     def committed(self, step: StepKey, keys: Iterable[bytes]) -> None:
         """These objects are whole in the arena. What else a job of theirs had will never be."""
@@ -180,6 +183,9 @@ class Writes:
             self._ended = anyio.Event()
             await self._ended.wait()
 
+    def _fits(self, job: Job) -> bool:
+        return self.backlog_bytes + job.nbytes <= self._room
+
     def _begin(self, job: Job, now: float) -> None:
         """The host is told of what is left of it."""
         job.placed = [job.placed[position] for position in sorted(job.positions.values())]
@@ -202,7 +208,9 @@ class Writes:
         if job.sent:
             job.dropped.update(positions)
             self._send(Drop(job.number, pack_u32(positions)))
-        elif not job.positions:
+            return
+        job.nbytes -= sum(job.placed[position][0].nbytes for position in positions)
+        if not job.positions:
             self._forget(job)
 
     def _end(self, job: Job) -> None:
