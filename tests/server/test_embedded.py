@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 from e2e.known import KnownWorker, eventually, layerflow_threads, open_fds, small_spec
@@ -138,3 +139,14 @@ def test_a_control_client_outlives_its_server() -> None:
         control.purge(0.2)
     assert not control.connect(0.2)
     control.close()
+
+
+def test_status_says_why_what_is_behind_the_arena_has_not_started(tmp_path: Path) -> None:
+    nothing = {"cann_emulator": str(tmp_path / "nothing")}
+    settings = Settings(pool={"size": "4MiB", "backend": "memcache", "memcache": nothing})
+    with EmbeddedServer(settings, f"ipc://{tmp_path}/control") as server:
+
+        def reason() -> str:
+            return server.call(server.server.status)["tier"]["reason"]
+
+        assert eventually(lambda: "has neither lib64/libascendcl.so nor build.sh" in reason()), reason()

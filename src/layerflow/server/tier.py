@@ -306,7 +306,7 @@ class Tier:
         """For ``layerflow status``: the snapshot, and what the backend and its host say of themselves."""
         return {
             "backend": self.name,
-            "reason": self.reason,
+            "reason": "" if self.up else self._host.state.reason or self.reason,
             "details": self.details,
             "host": dataclasses.asdict(self._host.state),
             "backend_figures": dict(self._host.statistics),
