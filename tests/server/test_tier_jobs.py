@@ -230,6 +230,87 @@ def test_what_nobody_wants_any_more_is_called_back_once(world):
     assert world.news() == [] and world.pool.statistics().half_written == 0
 
 
+CALLED_BACK = tuple(Failure(at, Outcome.FAILED, "nobody wants it any more") for at in range(2))
+
+
+def called_back(world: World, *names: int) -> Fetch:
+    """A fetch that was called back and whose host has not answered."""
+    fetch = world.begin(*names)
+    world.fetches.lease([key(name) for name in names], "request", 5.0)
+    world.fetches.heard(Fetched(fetch.id, 2, ended=False))
+    world.fetches.drop_lease("request")
+    assert world.said(Unfetch) == [Unfetch(fetch.id)]
+    return fetch
+
+
+def test_what_was_called_back_and_is_wanted_again_is_fetched_anew_into_its_room(world):
+    fetch = called_back(world, 1, 2)
+    world.fetches.begin([new(1), new(2)], LAYERS, 1.0, 0.5)
+    assert world.said(Fetch) == [fetch], "the host is still at it"
+    assert key(1) in world.fetches and world.fetches.refused == 0
+    world.watch(1, 2)
+    world.fetches.heard(Fetched(fetch.id, 3, ended=False))
+    assert world.news() == [], "layers that are fetched anew are not there"
+    world.fetches.heard(Fetched(fetch.id, 3, ended=True, failed=CALLED_BACK))
+    [_, anew] = world.said(Fetch)
+    assert anew.id != fetch.id and anew.objects == fetch.objects and anew.timeout_ms == 1000
+    assert world.failed == [] and world.news() == []
+    world.fetches.heard(Fetched(anew.id, 1, ended=False))
+    assert world.news() == [LayersFetched(*STEP, 1, 0, 1)]
+    world.fetches.heard(Fetched(anew.id, LAYERS, ended=True))
+    assert world.news() == [LayersFetched(*STEP, 1, 0, LAYERS)]
+    assert world.pool.lookup([key(1), key(2)]) == [True, True]
+
+
+def test_what_came_all_the_same_is_not_fetched_anew(world):
+    fetch = called_back(world, 1)
+    world.fetches.begin([new(1)], LAYERS, 1.0, 0.5)
+    world.fetches.heard(Fetched(fetch.id, LAYERS, ended=True))
+    assert world.said(Fetch) == [fetch] and world.pool.lookup([key(1)]) == [True]
+
+
+def test_what_is_missing_is_not_fetched_anew_and_who_waits_is_told(world):
+    fetch = called_back(world, 1, 2)
+    world.fetches.begin([new(1), new(2)], LAYERS, 1.0, 0.5)
+    world.watch(1, 2)
+    failed = (Failure(0, Outcome.MISSING, "it is gone"), CALLED_BACK[1])
+    world.fetches.heard(Fetched(fetch.id, 0, ended=True, failed=failed))
+    [_, anew] = world.said(Fetch)
+    assert split_keys(anew.objects.keys) == [key(2)]
+    assert isinstance(world.news()[0], FetchFailed) and world.failed == [(key(1), Outcome.MISSING)]
+    assert key(1) not in world.fetches and key(2) in world.fetches
+    world.fetches.heard(Fetched(anew.id, LAYERS, ended=True))
+    assert world.pool.lookup([key(1), key(2)]) == [False, True]
+
+
+def test_what_is_wanted_again_and_then_not_is_let_go(world):
+    fetch = called_back(world, 1)
+    world.fetches.begin([new(1)], LAYERS, 1.0, 0.5)
+    world.fetches.lease([key(1)], "another", 5.0)
+    world.fetches.drop_lease("another")
+    assert len(world.said(Unfetch)) == 1 and key(1) not in world.fetches
+    world.fetches.heard(Fetched(fetch.id, 2, ended=True, failed=CALLED_BACK[:1]))
+    assert world.said(Fetch) == [fetch] and world.failed == []
+    assert world.pool.statistics().half_written == 0 and len(world.fetches) == 0
+
+
+def test_without_a_host_what_is_wanted_again_fails(world):
+    fetch = called_back(world, 1)
+    world.fetches.begin([new(1)], LAYERS, 1.0, 0.5)
+    world.watch(1)
+    world.alive = False
+    world.fetches.heard(Fetched(fetch.id, 2, ended=True, failed=CALLED_BACK[:1]))
+    assert isinstance(world.news()[0], FetchFailed) and len(world.fetches) == 0
+    world.fetches.forget_step(STEP)
+    assert world.pool.statistics().half_written == 0
+
+
+def test_nobody_waits_for_what_has_failed_while_the_rest_is_coming(world):
+    fetch = world.begin(1, 2)
+    world.fetches.heard(Fetched(fetch.id, 1, ended=False, failed=(Failure(0, Outcome.MISSING, "it is gone"),)))
+    assert world.fetches.coming(key(1)) is None and world.fetches.coming(key(2)) is not None
+
+
 def test_what_finds_no_room_stays_where_it_is():
     world = World(room=2)
     world.pool.reserve([new(90)], "somebody")

@@ -2,7 +2,8 @@
 
 A fetch is a job of the host: objects of one group, first layer first. Its objects have room in the arena
 from the start, so that steps can read the layers that have come while the rest is on its way; they are
-published in the arena once whole.
+published in the arena once whole. What nobody wants any more is called back; wanted again before the host has
+answered, it is fetched anew, into the same room.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Job:
     :param due: when the host must have ended it.
     :param leases: who has looked these keys up: (owner, until, keys).
     :param lost: what did not come, and keeps its room because steps may still be reading it.
+    :param unwanted: it was called back.
+    :param again: it was, and is wanted since.
     """
 
     number: int
@@ -39,12 +42,14 @@ class Job:
     objects: list[NewObject]
     layers: int
     due: float
+    timeout_s: float
     arrived: int = 0
     failed: dict[int, str] = field(default_factory=dict)
     arrivals: list[Arrival] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
     lost: list[bytes] = field(default_factory=list)
     unwanted: bool = False
+    again: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +111,7 @@ class Fetches:
         return len(self._jobs)
 
     def coming(self, key: bytes) -> Coming | None:
-        """Where `key` will be; None = it is not on its way, or was called back."""
+        """Where `key` will be; None = it is not on its way, will not come, or was called back."""
         coming = self._coming.get(key)
         return None if coming is None or coming.job.unwanted else coming
 
@@ -115,6 +120,12 @@ class Fetches:
 
         What finds no room in the arena stays where it is; :meth:`coming` tells.
         """
+        for job in {coming.job for new in objects if (coming := self._coming.get(new.key))}:
+            job.unwanted, job.again, job.arrived = False, True, 0
+            job.due, job.timeout_s = now + timeout_s, timeout_s
+        objects = [new for new in objects if new.key not in self._coming]
+        if not objects:
+            return
         self._numbers += 1
         owner: Owner = ("fetch", self._numbers)
         room = zip(objects, self._pool.reserve(objects, owner), strict=True)
@@ -122,8 +133,8 @@ class Fetches:
         self.refused += len(objects) - len(placed)
         if not placed:
             return
-        job = Job(self._numbers, owner, [new for new, _ in placed], layers, now + timeout_s)
-        if not self._send(Fetch(job.number, describe(placed, layers), max(1, round(timeout_s * 1e3)))):
+        job = Job(self._numbers, owner, [new for new, _ in placed], layers, now + timeout_s, timeout_s)
+        if not self._order(job, placed):
             self._pool.revoke([new.key for new in job.objects], owner)
             return
         self._jobs[job.number] = job
@@ -168,14 +179,20 @@ class Fetches:
     def heard(self, message: Fetched) -> None:
         """News of a job."""
         job = self._jobs.get(message.id)
-        if job is None:
+        if job is None or (job.again and not message.ended):
             return
+        if job.again:
+            job.again = False
+            if message.failed or message.layers < job.layers:
+                self._emit(list(self._anew(job, message)))
+                return
         fresh = {failure.position: failure for failure in message.failed if failure.position not in job.failed}
         for position, failure in fresh.items():
             job.failed[position] = failure.reason
             if not job.unwanted or failure.outcome != Unreadable.FAILED:  # what was called back has not failed
                 self._failed(job.objects[position].key, failure.outcome, failure.reason)
         events = list(self._losses(job, fresh))
+        self._forget(job, fresh)
         # The last layer is told with the end: until then any object may still turn out to be broken.
         job.arrived = max(job.arrived, min(message.layers, job.layers if message.ended else job.layers - 1))
         if message.ended:
@@ -204,7 +221,37 @@ class Fetches:
     def _unwanted(self, job: Job) -> None:
         if not (job.leases or job.arrivals or job.unwanted) and job.number in self._jobs:
             job.unwanted = True
-            self._send(Unfetch(job.number))
+            if not job.again:
+                self._send(Unfetch(job.number))
+            job.again = False
+
+    def _order(self, job: Job, placed: Sequence[tuple[NewObject, int]]) -> bool:
+        timeout_ms = max(1, round(job.timeout_s * 1e3))
+        return self._send(Fetch(job.number, describe(placed, job.layers), timeout_ms))
+
+    def _anew(self, job: Job, message: Fetched) -> Iterable[Event]:
+        """The host has ended what was called back, and it is wanted again: all of it that could be had."""
+        fresh = [failure for failure in message.failed if failure.outcome != Unreadable.FAILED]
+        for failure in fresh:
+            job.failed[failure.position] = failure.reason
+            self._failed(job.objects[failure.position].key, failure.outcome, failure.reason)
+        yield from self._losses(job, [failure.position for failure in fresh])
+        self._forget(job, job.failed)
+        self._pool.revoke([job.objects[position].key for position in job.failed], job.owner)
+        job.objects = [new for position, new in enumerate(job.objects) if position not in job.failed]
+        job.failed = {}
+        del self._jobs[job.number]
+        self._numbers += 1
+        job.number = self._numbers
+        self._jobs[job.number] = job
+        placed = [(new, self._coming[new.key].offset) for new in job.objects]
+        if not placed or not self._order(job, placed):
+            yield from self._end(job, False, "the fetch was given up")
+
+    def _forget(self, job: Job, positions: Iterable[int]) -> None:
+        """These will not come: nobody is to wait for them from now on."""
+        for position in positions:
+            self._coming.pop(job.objects[position].key, None)
 
     def _losses(self, job: Job, positions: Iterable[int]) -> Iterable[Event]:
         lost = list(positions)
@@ -234,7 +281,7 @@ class Fetches:
         came: list[bytes] = []
         lost: list[int] = []
         for position, new in enumerate(job.objects):
-            del self._coming[new.key]
+            self._coming.pop(new.key, None)
             if complete and position not in job.failed:
                 came.append(new.key)
                 self.fetched_objects += 1

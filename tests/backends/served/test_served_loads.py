@@ -77,3 +77,17 @@ def test_layers_of_several_slices(kind, start):
             served.empty_arena()
             [run] = reload(worker, [chain])
             assert run.hit.tokens == 499
+
+
+def test_a_prompt_that_is_given_up_and_asked_for_again(kind, start):
+    served = start(kind)
+    with engine(served, small_spec(LAYERS, window=40)) as worker:
+        chain = worker.prompt(200)
+        save(worker, chain)
+        for number in range(10):
+            served.empty_arena()
+            assert worker.agent.lookup(f"given up {number}", chain).tokens == 199
+            worker.agent.drop_lease(f"given up {number}")
+            [run] = reload(worker, [chain])
+            assert run.hit.tokens == 199, "its fetch had been called back"
+        assert not kind.tiered or not served.tier["failures"], served.tier
