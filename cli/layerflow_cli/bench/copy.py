@@ -44,11 +44,10 @@ def measure(
     :returns: for each block size, e.g. ``"64KiB"``: ``save_gbps``, ``load_gbps`` (extents included),
         ``memcpy_gbps`` (one contiguous ``torch.Tensor.copy_`` of the same bytes on one thread, the faster
         direction), their ratios ``save_ratio`` and ``load_ratio``, and ``extents_us`` (of one batch).
-        ``two_lanes``: throughput of two lanes saving at once ÷ of one, with the smallest blocks, of which one lane
-        alone does not fill the memory's bandwidth; ``two_lanes_64KiB`` and so on: the same for each size;
-        larger ones show how near one lane comes to it; ``two_contiguous``: the same for two contiguous copies, i.e.
-        what the machine's memory has left; ``two_cores``: the same for work that touches no memory (hashing), i.e.
-        what other processes leave of two cores; ``native``: the C extension is used.
+        ``two_lanes``: throughput of two lanes saving at once ÷ of one, 64 KiB blocks; ``two_contiguous``: the
+        same for two contiguous copies, i.e. what the machine's memory has left; ``two_cores``: the same for work
+        that touches no memory (hashing), i.e. what other processes leave of two cores; ``native``: the C extension
+        is used.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -56,11 +55,9 @@ def measure(
         result: dict[str, Any] = {
             f"{kib}KiB": _Field(kib << 10, moved_bytes, seed).one_lane(turns) for kib in block_kib
         }
-        two = {f"{kib}KiB": _Field(kib << 10, moved_bytes, seed).two_lanes(turns) for kib in block_kib}
+        result |= _Field(64 << 10, moved_bytes, seed).two_lanes(turns)
     finally:
         torch.set_num_threads(threads)
-    result |= two[f"{min(block_kib)}KiB"]
-    result |= {f"two_lanes_{size}": factors["two_lanes"] for size, factors in two.items()}
     return result | {"native": copy_native is not None}
 
 
