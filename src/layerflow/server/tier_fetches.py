@@ -181,18 +181,22 @@ class Fetches:
         job = self._jobs.get(message.id)
         if job is None or (job.again and not message.ended):
             return
-        if job.again:
-            job.again = False
-            if message.failed or message.layers < job.layers:
-                self._emit(list(self._anew(job, message)))
-                return
-        fresh = {failure.position: failure for failure in message.failed if failure.position not in job.failed}
+        anew, job.again = job.again and (bool(message.failed) or message.layers < job.layers), False
+        fresh = {
+            failure.position: failure
+            for failure in message.failed
+            if failure.position not in job.failed and not (anew and failure.outcome == Unreadable.FAILED)
+        }
         for position, failure in fresh.items():
             job.failed[position] = failure.reason
             if not job.unwanted or failure.outcome != Unreadable.FAILED:  # what was called back has not failed
                 self._failed(job.objects[position].key, failure.outcome, failure.reason)
         events = list(self._losses(job, fresh))
-        self._forget(job, fresh)
+        for position in fresh:  # nobody is to wait for these from now on
+            self._coming.pop(job.objects[position].key, None)
+        if anew:
+            self._emit([*events, *self._fetch_anew(job)])
+            return
         # The last layer is told with the end: until then any object may still turn out to be broken.
         job.arrived = max(job.arrived, min(message.layers, job.layers if message.ended else job.layers - 1))
         if message.ended:
@@ -229,14 +233,8 @@ class Fetches:
         timeout_ms = max(1, round(job.timeout_s * 1e3))
         return self._send(Fetch(job.number, describe(placed, job.layers), timeout_ms))
 
-    def _anew(self, job: Job, message: Fetched) -> Iterable[Event]:
+    def _fetch_anew(self, job: Job) -> list[Event]:
         """The host has ended what was called back, and it is wanted again: all of it that could be had."""
-        fresh = [failure for failure in message.failed if failure.outcome != Unreadable.FAILED]
-        for failure in fresh:
-            job.failed[failure.position] = failure.reason
-            self._failed(job.objects[failure.position].key, failure.outcome, failure.reason)
-        yield from self._losses(job, [failure.position for failure in fresh])
-        self._forget(job, job.failed)
         self._pool.revoke([job.objects[position].key for position in job.failed], job.owner)
         job.objects = [new for position, new in enumerate(job.objects) if position not in job.failed]
         job.failed = {}
@@ -245,13 +243,9 @@ class Fetches:
         job.number = self._numbers
         self._jobs[job.number] = job
         placed = [(new, self._coming[new.key].offset) for new in job.objects]
-        if not placed or not self._order(job, placed):
-            yield from self._end(job, False, "the fetch was given up")
-
-    def _forget(self, job: Job, positions: Iterable[int]) -> None:
-        """These will not come: nobody is to wait for them from now on."""
-        for position in positions:
-            self._coming.pop(job.objects[position].key, None)
+        if placed and self._order(job, placed):
+            return []
+        return self._end(job, False, "the fetch was given up")
 
     def _losses(self, job: Job, positions: Iterable[int]) -> Iterable[Event]:
         lost = list(positions)
