@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from e2e.known import KnownWorker, eventually, small_spec, step_of
 
-from layerflow.agent.lanes import Job
+from layerflow.agent.jobs import Job
 from layerflow.flow.events import BatchDone, BatchFailed, Event
 from layerflow.server import EmbeddedServer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from layerflow.agent.step import LOAD, SAVE
 from layerflow.agent.values import StepRequest
 from layerflow.errors import SpecError
 from layerflow.keys import Chain
-from layerflow.ops.extents import Extents
 from layerflow.server import EmbeddedServer
 from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, Batch, PlanPart
@@ -36,18 +36,20 @@ class Gate:
         self.entered = threading.Event()
         self._open = threading.Event()
         self._copier: Any = worker.agent._inbox._copiers[direction]  # type: ignore[index]
-        self._name = "save" if direction == SAVE else "load"
-        self._copy = getattr(self._copier, self._name)
-        setattr(self._copier, self._name, self._held)
+        name = "save" if direction == SAVE else "load"
+        self._calls = {called: getattr(self._copier, called) for called in (name, f"{name}_batches")}
+        for called, copy in self._calls.items():
+            setattr(self._copier, called, functools.partial(self._held, copy))
 
-    def _held(self, extents: Extents, after: Any = None) -> Any:
+    def _held(self, copy: Callable[..., Any], *arguments: Any) -> Any:
         self.entered.set()
         assert self._open.wait(LONG_S)
-        return self._copy(extents, after)
+        return copy(*arguments)
 
     def open(self) -> None:
         self._open.set()
-        setattr(self._copier, self._name, self._copy)
+        for called, copy in self._calls.items():
+            setattr(self._copier, called, copy)
 
 
 @pytest.fixture
@@ -320,7 +322,7 @@ def test_taking_back_blocks_of_a_step_without_a_plan(worker: KnownWorker, monkey
 def test_who_waits_for_saves_does_not_wait_for_a_pause_of_the_engine(
     worker: KnownWorker, monkeypatch: pytest.MonkeyPatch, ask: str
 ) -> None:
-    monkeypatch.setattr("layerflow.agent.lanes.FAST_LAYER_S", LONG_S * 10)  # nothing leaves by itself
+    monkeypatch.setattr("layerflow.agent.save_lane.FAST_LAYER_S", LONG_S * 10)  # nothing leaves by itself
     run = worker.admit(worker.prompt(60))
     computed(worker, run)
     if ask == "wait_idle":

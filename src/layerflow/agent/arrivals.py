@@ -41,9 +41,12 @@ class Arrivals:
 
     # -- asked ------------------------------------------------------------------------------------
 
-    def in_place(self, layer: int) -> bool:
-        """Has every batch of the layer ended, well or not, and does no further one come?"""
-        return self._sealed[layer] and not self._outstanding[layer]
+    def in_place(self, layer: int, landed: int = 0) -> bool:
+        """Has every batch of the layer ended, well or not, and does no further one come?
+
+        :param landed: batches whose bytes are in place although their end was not told yet.
+        """
+        return self._sealed[layer] and self._outstanding[layer] == landed
 
     def all_in_place(self) -> bool:
         """The same of every layer."""

@@ -10,10 +10,12 @@ import structlog
 from layerflow.agent.advisor import Advisor
 from layerflow.agent.bypass import Bypass
 from layerflow.agent.emulated import EmulatedLink
-from layerflow.agent.lanes import Job, LoadLane, SaveLane
+from layerflow.agent.jobs import Job
 from layerflow.agent.ledger import Ledger
 from layerflow.agent.link import Attachment, Link
+from layerflow.agent.load_lane import LoadLane
 from layerflow.agent.outline import Numbered
+from layerflow.agent.save_lane import SaveLane
 from layerflow.agent.step import LOAD, SAVE, Step
 from layerflow.agent.values import Measured, Tally
 from layerflow.device.base import Device, DeviceEvent
@@ -66,7 +68,7 @@ class Inbox:
         self.bypass = Bypass(memory, device, ledger)
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self._poller = Poller(device.kind) if device.kind != "cpu" else None
-        self._load_lane = LoadLane(self._ended_copy)
+        self._load_lane = LoadLane(self._ended_copy, self._loaded_some)
         self._save_lane = SaveLane(self._ended_copy, self._ring)
 
     def close(self) -> None:
@@ -363,9 +365,16 @@ class Inbox:
             else:
                 self._tally.saved_bytes += batch.nbytes
             job.news.done.append(batch.batch)
-        more = self._load_lane.waiting > FEW_BATCHES if batch.direction == LOAD else self._poller is None
-        if failure or not more:  # the save lane rings by itself
-            self.link.ring()
+        # Lanes that end their batches themselves ring when they have told some.
+        if failure or (self._poller is not None and (batch.direction == SAVE or self._few_loads())):
+            self._ring()
+
+    def _loaded_some(self) -> None:
+        if self._poller is None and self._few_loads():
+            self._ring()
+
+    def _few_loads(self) -> bool:
+        return self._load_lane.waiting <= FEW_BATCHES
 
     def _ring(self) -> None:
         assert self.link is not None

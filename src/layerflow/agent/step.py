@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from layerflow.agent.arrivals import Arrivals
+from layerflow.agent.convoy import Convoy
 from layerflow.agent.course import Course
 from layerflow.agent.outline import Numbered, OutlinePart, number_blocks
 from layerflow.agent.reads import SaveReads
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 LOAD, SAVE = 0, 1
 LATE_SAVE_S = 1.0
 """How long a save past the arena is waited for when it is cut off; then it has failed, whatever becomes of it."""
+LANDING_POLL_S = 0.2e-3
+"""How often the engine's thread looks for a layer that it waits for, while one call copies several."""
 CANCELLED = "cancelled"
 TOO_LATE = "cancelled: it was still under way when its step was cut off"
 
@@ -50,6 +53,7 @@ class Step:
 
     :ivar announced: the server knows of it, or will before anything that is said of it from now on.
     :ivar cargo: its objects in the pool, where its bytes move past the arena.
+    :ivar thread: native id of the thread that opened it: the engine's.
     :ivar saves_spoiled: a save did not end when it was cut off. It has failed, whatever becomes of it.
     """
 
@@ -67,6 +71,7 @@ class Step:
         on_closed: Callable[[Step, bool], None],
     ) -> None:
         self.number = number
+        self.thread = threading.get_native_id()
         self.loads = loads
         self.saves = saves
         self.deadline = deadline
@@ -97,6 +102,7 @@ class Step:
         self._arrivals = Arrivals(loads, groups, block_bytes)
         self._ready = self._arrivals.ready
         self._under_way = UnderWay(number, self._condition)
+        self._convoys: list[Convoy | None] = [None, None]
 
     # -- the engine's thread ----------------------------------------------------------------------
 
@@ -195,12 +201,13 @@ class Step:
         expired = False
         with self._condition:
             # Not `fenced`: until a running batch has ended it is not known what has failed.
-            while not (self._arrivals.in_place(layer) or self.cut_off.is_set()):
+            while not (self._in_place(layer) or self.cut_off.is_set()):
                 left = self.deadline - time.monotonic()
                 if left <= 0:
                     expired = True
                     break
-                self._condition.wait(left)
+                # A lane that copies several batches in one call tells nobody of each.
+                self._condition.wait(left if self._convoys[LOAD] is None else min(left, LANDING_POLL_S))
         if expired:
             self.fence(f"not in place at the step's deadline (layer {layer})")
         with self._condition:
@@ -256,6 +263,7 @@ class Step:
         """Blocks `lo` to `hi` of the group's numbering will not arrive."""
         with self._condition:
             self._arrivals.fail_range(group, lo, hi, reason)
+            self._halt(LOAD)
             self._condition.notify_all()
 
     def abort(self, request: str) -> None:
@@ -272,6 +280,7 @@ class Step:
             if arrivals.fenced or arrivals.all_in_place():
                 return
             arrivals.fenced = reason
+            self._halt(LOAD)
             self._under_way.await_none(LOAD)
             try:
                 self._settle_device()
@@ -284,6 +293,7 @@ class Step:
     def cancel_saves(self, reason: str) -> None:
         """No save batch starts any more."""
         self.saves_cancelled = self.saves_cancelled or reason
+        self._halt(SAVE)
 
     def cut_saves(self, reason: str) -> bool:
         """Cut the saves off: no batch starts any more, the running one is waited for. False if they were cut already.
@@ -318,6 +328,27 @@ class Step:
                 failure = failure or TOO_LATE
             self._condition.notify_all()
             return failure
+
+    def set_out(self, convoy: Convoy) -> bool:
+        """As :meth:`begin`, for batches that one call copies, all of their blocks. Pair with :meth:`came_in`."""
+        direction, arrivals = convoy.direction, self._arrivals
+        with self._condition:
+            if (arrivals.fenced or arrivals.failures) if direction == LOAD else self.saves_cancelled:
+                return False
+            self._under_way.begin(direction, len(convoy.batches))
+            self._convoys[direction] = convoy
+            self._condition.notify_all()
+            return True
+
+    def came_in(self, convoy: Convoy, copied: int) -> None:
+        """The first `copied` batches are copied; the others were not begun."""
+        with self._condition:
+            self._convoys[convoy.direction] = None
+            self._under_way.end_all(convoy.direction, len(convoy.batches))
+            if convoy.direction == LOAD:
+                for batch in convoy.batches[:copied]:
+                    self._arrivals.end(batch, "", None)
+            self._condition.notify_all()
 
     def live(self, batch: Batch) -> list[tuple[int, int]]:
         """What of a load batch is still to be copied: blocks that have failed are never written again."""
@@ -364,6 +395,15 @@ class Step:
         return bool(self._arrivals.fenced)
 
     # -- under the condition's lock -----------------------------------------------------------------
+
+    def _in_place(self, layer: int) -> bool:
+        convoy = self._convoys[LOAD]
+        return self._arrivals.in_place(layer, convoy.landed(layer) if convoy is not None else 0)
+
+    def _halt(self, direction: int) -> None:
+        convoy = self._convoys[direction]
+        if convoy is not None:
+            convoy.halt()
 
     def _await_saves(self) -> None:
         if not self._under_way.await_none(SAVE, self._save_patience):

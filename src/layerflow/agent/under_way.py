@@ -27,15 +27,19 @@ class UnderWay:
         self._ended = [0, 0]
         self._unsettled: list[tuple[Batch, DeviceEvent]] = []
 
-    def begin(self, direction: int) -> None:
-        """A lane is about to touch engine memory for a batch."""
-        self._begun[direction] += 1
+    def begin(self, direction: int, batches: int = 1) -> None:
+        """A lane is about to touch engine memory for so many batches."""
+        self._begun[direction] += batches
 
     def end(self, batch: Batch, event: DeviceEvent | None) -> None:
         """It will not any more, or has enqueued the copy that `event` is behind."""
         self._ended[batch.direction] += 1
         if event is not None:
             self._unsettled.append((batch, event))
+
+    def end_all(self, direction: int, batches: int) -> None:
+        """It will not any more, for so many batches that left nothing on a device."""
+        self._ended[direction] += batches
 
     def await_begun(self, direction: int) -> None:
         """Wait for the batches that have begun before now, and for no later one."""

@@ -7,12 +7,19 @@
  * prefetcher knows nothing yet; the next extent's lines are therefore asked for while this one is
  * copied. Elsewhere (aarch64) this is memcpy.
  */
+#define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include <fcntl.h>
+#include <sched.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #if defined(__x86_64__) && defined(__SSE2__)
 #include <emmintrin.h>
@@ -91,38 +98,163 @@ static Py_ssize_t take_int64(PyObject *object, Py_buffer *view, const char *name
     return view->len / 8;
 }
 
-static PyObject *copy(PyObject *self, PyObject *args) {
-    (void)self;
-    unsigned long long dst_base, src_base;
-    PyObject *objects[3];
-    if (!PyArg_ParseTuple(args, "KKOOO:copy", &dst_base, &src_base, &objects[0], &objects[1], &objects[2]))
-        return NULL;
-    static const char *const names[3] = {"dst", "src", "nbytes"};
+/* dst, src and nbytes of one call; the views are the caller's to release, `taken` of them, whatever is returned. */
+typedef struct {
     Py_buffer views[3];
+    int taken;
+    Py_ssize_t count;
+} Ranges;
+
+static int take_ranges(PyObject *const objects[3], Ranges *ranges) {
+    static const char *const names[3] = {"dst", "src", "nbytes"};
     Py_ssize_t lengths[3];
-    int taken = 0;
-    PyObject *result = NULL;
-    for (; taken < 3; taken++)
-        if ((lengths[taken] = take_int64(objects[taken], &views[taken], names[taken])) < 0)
-            goto out;
+    for (ranges->taken = 0; ranges->taken < 3; ranges->taken++) {
+        int i = ranges->taken;
+        if ((lengths[i] = take_int64(objects[i], &ranges->views[i], names[i])) < 0)
+            return -1;
+    }
     if (lengths[0] != lengths[1] || lengths[0] != lengths[2]) {
         PyErr_Format(PyExc_ValueError, "dst, src and nbytes have %zd, %zd and %zd items; they must be equally long",
                      lengths[0], lengths[1], lengths[2]);
-        goto out;
+        return -1;
     }
-    const int64_t *nbytes = views[2].buf;
+    const int64_t *nbytes = ranges->views[2].buf;
     for (Py_ssize_t i = 0; i < lengths[2]; i++)
         if (nbytes[i] < 0) {
             PyErr_Format(PyExc_ValueError, "nbytes[%zd] is negative", i);
-            goto out;
+            return -1;
         }
+    ranges->count = lengths[2];
+    return 0;
+}
+
+static void release_ranges(Ranges *ranges) {
+    while (ranges->taken)
+        PyBuffer_Release(&ranges->views[--ranges->taken]);
+}
+
+static PyObject *copy(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long dst_base, src_base;
+    PyObject *objects[3], *result = NULL;
+    if (!PyArg_ParseTuple(args, "KKOOO:copy", &dst_base, &src_base, &objects[0], &objects[1], &objects[2]))
+        return NULL;
+    Ranges ranges;
+    if (take_ranges(objects, &ranges) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        move_all((uintptr_t)dst_base, (uintptr_t)src_base, ranges.views[0].buf, ranges.views[1].buf,
+                 ranges.views[2].buf, ranges.count);
+        Py_END_ALLOW_THREADS
+        result = Py_NewRef(Py_None);
+    }
+    release_ranges(&ranges);
+    return result;
+}
+
+/*
+ * Giving the interpreter back wakes the thread that waited for it, and Linux puts a woken thread on the waker's core:
+ * an engine's thread would share it with this copy for many milliseconds, although another core is idle. So whoever is
+ * on the core of `thread` moves to another one that it may use, if there is one. Where that cannot be found out, or is
+ * not allowed, it stays.
+ */
+#ifdef __linux__
+static int core_of(long thread) {
+    char path[64], line[1024];
+    snprintf(path, sizeof path, "/proc/self/task/%ld/stat", thread);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return -1;
+    ssize_t length = read(fd, line, sizeof line - 1);
+    close(fd);
+    if (length <= 0)
+        return -1;
+    line[length] = 0;
+    char *field = strrchr(line, ')'); /* behind the thread's name, field 2; the core is field 39, see proc(5) */
+    for (int number = 2; field && number < 39; number++)
+        field = strchr(field + 1, ' ');
+    return field ? atoi(field + 1) : -1;
+}
+
+static void step_aside(long thread) {
+    cpu_set_t allowed, others;
+    int core = thread > 0 ? core_of(thread) : -1;
+    if (core < 0 || core != sched_getcpu() || sched_getaffinity(0, sizeof allowed, &allowed) != 0)
+        return;
+    others = allowed;
+    CPU_CLR(core, &others);
+    if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0)
+        sched_setaffinity(0, sizeof allowed, &allowed);
+}
+#else
+static void step_aside(long thread) { (void)thread; }
+#endif
+
+static double monotonic_s(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now); /* what time.monotonic reads on Linux */
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+/* Batches in order until all are copied or `halt` is set; how many were. */
+static Py_ssize_t move_batches(uintptr_t dst_base, uintptr_t src_base, const Ranges *ranges, const int64_t *ends,
+                               Py_ssize_t batches, double *landed, const unsigned char *halt) {
+    const int64_t *dst = ranges->views[0].buf, *src = ranges->views[1].buf, *nbytes = ranges->views[2].buf;
+    int64_t at = 0;
+    for (Py_ssize_t batch = 0; batch < batches; batch++) {
+        if (__atomic_load_n(halt, __ATOMIC_ACQUIRE))
+            return batch;
+        move_all(dst_base, src_base, dst + at, src + at, nbytes + at, (Py_ssize_t)(ends[batch] - at));
+        at = ends[batch];
+        double now = monotonic_s();
+        __atomic_store(&landed[batch], &now, __ATOMIC_RELEASE);
+    }
+    return batches;
+}
+
+static int check_ends(const int64_t *ends, Py_ssize_t batches, Py_ssize_t count) {
+    int64_t at = 0;
+    for (Py_ssize_t batch = 0; batch < batches; batch++) {
+        if (ends[batch] < at || ends[batch] > count) {
+            PyErr_Format(PyExc_ValueError, "ends[%zd] is not between the end before it and the %zd extents", batch,
+                         count);
+            return -1;
+        }
+        at = ends[batch];
+    }
+    return 0;
+}
+
+static PyObject *copy_batches(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long dst_base, src_base;
+    PyObject *objects[3], *ends_object, *result = NULL;
+    Py_buffer ends = {0}, landed = {0}, halt = {0};
+    long beside;
+    if (!PyArg_ParseTuple(args, "KKOOOOw*y*l:copy_batches", &dst_base, &src_base, &objects[0], &objects[1], &objects[2],
+                          &ends_object, &landed, &halt, &beside))
+        return NULL;
+    Ranges ranges = {.taken = 0};
+    Py_ssize_t batches = take_int64(ends_object, &ends, "ends");
+    if (batches < 0 || take_ranges(objects, &ranges) < 0)
+        goto out;
+    if (landed.len < batches * (Py_ssize_t)sizeof(double) || (uintptr_t)landed.buf % sizeof(double) || halt.len < 1) {
+        PyErr_Format(PyExc_ValueError, "landed must hold %zd doubles and halt one byte", batches);
+        goto out;
+    }
+    if (check_ends(ends.buf, batches, ranges.count) < 0)
+        goto out;
+    Py_ssize_t copied;
     Py_BEGIN_ALLOW_THREADS
-    move_all((uintptr_t)dst_base, (uintptr_t)src_base, views[0].buf, views[1].buf, nbytes, lengths[2]);
+    step_aside(beside);
+    copied = move_batches((uintptr_t)dst_base, (uintptr_t)src_base, &ranges, ends.buf, batches, landed.buf, halt.buf);
     Py_END_ALLOW_THREADS
-    result = Py_NewRef(Py_None);
+    result = PyLong_FromSsize_t(copied);
 out:
-    while (taken--)
-        PyBuffer_Release(&views[taken]);
+    release_ranges(&ranges);
+    if (batches >= 0)
+        PyBuffer_Release(&ends);
+    PyBuffer_Release(&landed);
+    PyBuffer_Release(&halt);
     return result;
 }
 
@@ -132,6 +264,12 @@ static PyMethodDef methods[] = {
      "Copy nbytes[i] bytes from address src_base + src[i] to dst_base + dst[i], for every i, without the GIL.\n\n"
      "dst, src, nbytes: int64 arrays of equal length. Sources and destinations must not overlap; the\n"
      "caller has checked every address."},
+    {"copy_batches", copy_batches, METH_VARARGS,
+     "copy_batches(dst_base, src_base, dst, src, nbytes, ends, landed, halt, beside)\n--\n\n"
+     "As copy, batch after batch: batch b has the extents up to number ends[b]. landed[b], a double, becomes the\n"
+     "CLOCK_MONOTONIC seconds at which its bytes were in place. No further batch begins once the byte halt is set.\n"
+     "beside: native id of a thread of this process whose core is left to it, if there is another; 0 = none.\n"
+     "Returns how many batches were copied. Others may read landed and write halt meanwhile."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -9,3 +9,15 @@ def copy(
     nbytes: npt.NDArray[np.int64],
     /,
 ) -> None: ...
+def copy_batches(
+    dst_base: int,
+    src_base: int,
+    dst: npt.NDArray[np.int64],
+    src: npt.NDArray[np.int64],
+    nbytes: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    landed: npt.NDArray[np.float64],
+    halt: npt.NDArray[np.uint8],
+    beside: int,
+    /,
+) -> int: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,17 +16,42 @@ from layerflow.ops.extents import Extents
 from layerflow.ops.paged import Int64, PagedMemory
 
 CopyCall = Callable[[int, int, Int64, Int64, Int64], None]
+CopyBatches = Callable[[int, int, Int64, Int64, Int64, Int64, npt.NDArray[np.float64], npt.NDArray[np.uint8], int], int]
 
 
-def _load_native() -> CopyCall | None:
+def _load_native() -> tuple[CopyCall | None, CopyBatches | None]:
     try:
-        from layerflow.ops._copy import copy  # noqa: PLC0415 - optional: no compiler where layerflow was installed
+        # Optional: no compiler where layerflow was installed.
+        from layerflow.ops._copy import copy, copy_batches  # noqa: PLC0415
     except ImportError:
-        return None
-    return copy
+        return None, None
+    return copy, copy_batches
 
 
-copy_native = _load_native()
+copy_native, copy_batches_native = _load_native()
+
+
+class Headway:
+    """How far a call has come that copies several batches. Other threads may look, and stop it.
+
+    :ivar landed_at: float64, shape ``(batches,)``: monotonic seconds at which a batch's bytes were in place; 0.0 = not
+        yet.
+    """
+
+    __slots__ = ("_halt", "landed_at")
+
+    def __init__(self, batches: int) -> None:
+        self.landed_at = np.zeros(batches)
+        self._halt = np.zeros(1, np.uint8)
+
+    @property
+    def halted(self) -> npt.NDArray[np.uint8]:
+        """uint8, shape ``(1,)``: not 0 once :meth:`halt` was called."""
+        return self._halt
+
+    def halt(self) -> None:
+        """Begin no further batch."""
+        self._halt[0] = 1
 
 
 class ArenaMemory(Protocol):
@@ -76,6 +102,27 @@ def copy_fallback(dst_base: int, src_base: int, dst: Int64, src: Int64, nbytes: 
         ctypes.memmove(to, at, size)
 
 
+def copy_batches_fallback(
+    dst_base: int,
+    src_base: int,
+    dst: Int64,
+    src: Int64,
+    nbytes: Int64,
+    ends: Int64,
+    landed: npt.NDArray[np.float64],
+    halt: npt.NDArray[np.uint8],
+    beside: int = 0,
+) -> int:
+    """What the C extension's ``copy_batches`` does, as :func:`copy_fallback`."""
+    at = 0
+    for batch, end in enumerate(ends.tolist()):
+        if halt[0]:
+            return batch
+        copy_fallback(dst_base, src_base, dst[at:end], src[at:end], nbytes[at:end])
+        at, landed[batch] = end, time.monotonic()
+    return len(ends)
+
+
 class CpuCopier:
     """Copies on the calling thread, without the GIL where the C extension is there.
 
@@ -86,6 +133,9 @@ class CpuCopier:
         self._array = arena.array  # a view: whoever closes the arena, the mapping outlives this copier
         self._base = arena.address
         self._copy = copy_native if native and copy_native is not None else copy_fallback
+        self._copy_batches = (
+            copy_batches_native if native and copy_batches_native is not None else copy_batches_fallback
+        )
 
     def load(self, extents: Extents, after: DeviceEvent | None = None) -> None:
         _must_be_done(after)
@@ -94,6 +144,22 @@ class CpuCopier:
     def save(self, extents: Extents, after: DeviceEvent | None = None) -> None:
         _must_be_done(after)
         self._copy(self._base, 0, extents.arena, extents.engine, extents.nbytes)
+
+    def load_batches(self, extents: Extents, ends: Int64, headway: Headway, beside: int = 0) -> int:
+        """As :meth:`load`, batch after batch in one call: the interpreter is not needed in between.
+
+        :param extents: of all batches, one after the other.
+        :param ends: int64, shape ``(batches,)``: how many extents there are up to the end of each.
+        :param beside: native id of the thread that waits for the bytes; its core is left to it. 0 = nobody's.
+        :returns: how many were copied: all, unless `headway` was halted.
+        """
+        arena, engine, nbytes, _ = extents
+        return self._copy_batches(0, self._base, engine, arena, nbytes, ends, headway.landed_at, headway.halted, beside)
+
+    def save_batches(self, extents: Extents, ends: Int64, headway: Headway, beside: int = 0) -> int:
+        """As :meth:`load_batches`, to the arena."""
+        arena, engine, nbytes, _ = extents
+        return self._copy_batches(self._base, 0, arena, engine, nbytes, ends, headway.landed_at, headway.halted, beside)
 
     def drain(self) -> None:
         """Nothing is ever enqueued."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,14 @@ class Extents(NamedTuple):
     engine: Int64
     nbytes: Int64
     total: int
+
+
+def joined(pieces: Sequence[Extents]) -> Extents:
+    """All of them, one after the other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    arena, engine, nbytes, totals = zip(*pieces, strict=True)
+    return Extents(np.concatenate(arena), np.concatenate(engine), np.concatenate(nbytes), sum(totals))
 
 
 class _Cut(NamedTuple):
@@ -93,6 +101,10 @@ class BlockList:
     def __len__(self) -> int:
         return self._blocks.size
 
+    def shape(self, layer: int) -> int:
+        """See :meth:`layerflow.ops.paged.PagedMemory.shape`."""
+        return self._memory.shape(layer)
+
     def extents(self, layer: int, lo: int, hi: int, byte_lo: int = 0, byte_hi: int = 0) -> Extents:
         """Byte ranges of blocks `lo` to `hi` in one layer, all planes; neighbours in both memories are merged.
 
@@ -101,20 +113,31 @@ class BlockList:
             planes in storage order; 0 and 0 = whole blocks.
         :raises ExtentError: for a layer of another group or a range outside the list or the block.
         """
-        group, position = self._memory.place(layer)
-        if group != self._group:
-            raise ExtentError(f"layer {layer} is not in group {self._group}")
-        if not 0 <= lo <= hi <= self._blocks.size:
-            raise ExtentError(f"layer {layer}: blocks {lo} to {hi} are outside the list of {self._blocks.size}")
-        planes = self._memory.planes(layer)
+        self._check_range(layer, lo, hi)
         if byte_lo or byte_hi:
-            return self._part(layer, position, lo, hi, byte_lo, byte_hi)
-        cut = self._cuts.get((lo, hi, shape := self._memory.shape(layer)))
+            return self._part(layer, self._memory.place(layer)[1], lo, hi, byte_lo, byte_hi)
+        return self.layers([layer], lo, hi)
+
+    def layers(self, layers: Sequence[int], lo: int, hi: int) -> Extents:
+        """As :meth:`extents` of whole blocks, one layer after the other; each has equally many ranges.
+
+        :param layers: of this group, with blocks that lie alike (:meth:`PagedMemory.shape`).
+        :raises ExtentError: for a layer of another group or another shape, or a range outside the list.
+        """
+        memory, shape = self._memory, self._memory.shape(layers[0])
+        for layer in layers:
+            self._check_range(layer, lo, hi)
+            if memory.shape(layer) != shape:
+                raise ExtentError(f"layers {layers[0]} and {layer} do not lie alike; take their extents one by one")
+        cut = self._cuts.get((lo, hi, shape))
         if cut is None:
-            cut = self._cuts[lo, hi, shape] = self._cut(planes, lo, hi)
-        bases = planes[0].base if len(planes) == 1 else np.array([plane.base for plane in planes])[cut.plane]
-        arena = cut.arena + cut.layer_step * position
-        return Extents(arena, cut.engine + bases, cut.nbytes, (hi - lo) * self._memory.block_bytes(layer))
+            cut = self._cuts[lo, hi, shape] = self._cut(memory.planes(layers[0]), lo, hi)
+        positions = np.array([memory.place(layer)[1] for layer in layers], np.int64)
+        bases = np.array([[plane.base for plane in memory.planes(layer)] for layer in layers], np.int64)
+        arena = cut.arena + positions[:, None] * cut.layer_step
+        engine = cut.engine + (bases if bases.shape[1] == 1 else bases[:, cut.plane])
+        total = (hi - lo) * memory.block_bytes(layers[0]) * len(layers)
+        return Extents(arena.ravel(), engine.ravel(), np.tile(cut.nbytes, len(layers)), total)
 
     def _cut(self, planes: tuple[PagedPlane, ...], lo: int, hi: int) -> _Cut:
         """Blocks `lo` to `hi` as ranges in the group's first layer, and where other layers of its shape differ."""
@@ -168,6 +191,12 @@ class BlockList:
             engine.append(plane.base + self._blocks[lo] * plane.stride + (plane.pieces + low - starts)[kept])
             nbytes.append(length[kept])
         return Extents(np.concatenate(arena), np.concatenate(engine), np.concatenate(nbytes), byte_hi - byte_lo)
+
+    def _check_range(self, layer: int, lo: int, hi: int) -> None:
+        if self._memory.place(layer)[0] != self._group:
+            raise ExtentError(f"layer {layer} is not in group {self._group}")
+        if not 0 <= lo <= hi <= self._blocks.size:
+            raise ExtentError(f"layer {layer}: blocks {lo} to {hi} are outside the list of {self._blocks.size}")
 
     def _check(
         self, arena_bytes: int | Int64, engine_blocks: Int64, object_offsets: Int64, object_blocks: Int64, index: Int64

@@ -15,8 +15,8 @@ import numpy as np
 import structlog
 
 from layerflow.agent import Agent, NoStep, Outcome, Step
-from layerflow.agent.lanes import FAST_LAYER_S
 from layerflow.agent.outline import OutlinePart
+from layerflow.agent.save_lane import FAST_LAYER_S
 from layerflow.connectors.vllm.deferred import Deferred
 from layerflow.connectors.vllm.figures import StepTally
 from layerflow.connectors.vllm.layout import Layout
