@@ -1,0 +1,77 @@
+"""A step that is driven by hand, in place of the link and the lanes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from e2e.known import small_spec
+
+from layerflow.agent import Hit, StepRequest
+from layerflow.agent.outline import Numbered, outline_loads
+from layerflow.agent.step import LOAD, Step
+from layerflow.device import device_for
+from layerflow.keys import Chain
+from layerflow.wire import codec
+from layerflow.wire.messages import NOWHERE, Batch, Plan, PlanPart
+
+SPEC = small_spec(2)
+BLOCKS = 8
+
+
+class Scene:
+    """A step of two requests that load 8 blocks each in 2 layers, planned and with every batch granted."""
+
+    def __init__(self, timeout_s: float = 60.0, missing: bool = False) -> None:
+        requests = [self._request(name) for name in ("a", "b")]
+        loads = outline_loads(SPEC, requests)
+        self.fenced: list[str] = []
+        self.closed: list[bool] = []
+        deadline = time.monotonic() + timeout_s
+        self.step = Step(
+            1,
+            [0, 0],
+            [SPEC.groups[0].bytes_per_block],
+            loads,
+            [],
+            deadline,
+            deadline,
+            device_for("cpu"),
+            lambda _, reason: self.fenced.append(reason),
+            lambda _, ok: self.closed.append(ok),
+        )
+        self.bound: list[Numbered] = []
+        offsets = [[0, NOWHERE if missing else 4096], [8192, 12288]]
+        plans = [PlanPart(codec.pack_u64(places), codec.pack_u32([4, 4])) for places in offsets]
+        self.step.planned(Plan(1, plans, []), self._bind)
+        self.batches = [self._batch(number, layer) for number, layer in enumerate(range(2), 1)]
+        for batch in self.batches:
+            self.step.granted(batch)
+
+    @staticmethod
+    def _request(name: str) -> StepRequest:
+        chain = Chain(b"r" * 16, np.arange(40) + ord(name), SPEC.chunk_tokens)
+        return StepRequest(name, chain, (np.arange(10),), load=(0, 32), hit=Hit(32))
+
+    def _bind(self, group: int, blocks: Numbered) -> Any:
+        self.bound.append(blocks)
+        return blocks
+
+    def _batch(self, number: int, layer: int) -> Batch:
+        return Batch(1, number, LOAD, layer, 0, len(self.bound[0].numbers), 0, 0, 1, 0.0, True)
+
+    def copy(self, *layers: int) -> None:
+        """The lane copies these layers."""
+        for layer in layers:
+            assert self.step.begin(LOAD)
+            self.step.end(self.batches[layer])
+
+
+def waiting(step: Step, layer: int) -> tuple[threading.Thread, list[Any]]:
+    """An engine thread in ``wait_layer``, and where its outcome will be."""
+    outcomes: list[Any] = []
+    thread = threading.Thread(target=lambda: outcomes.append(step.wait_layer(layer)))
+    thread.start()
+    return thread, outcomes

@@ -1,0 +1,161 @@
+"""Batches that one call copies: each layer is ready as it lands, and whoever cuts them off waits for one batch only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from e2e.known import KnownWorker, eventually, small_spec
+
+from layerflow.agent.convoy import Convoy
+from layerflow.agent.step import LOAD, SAVE
+from layerflow.server import EmbeddedServer
+from layerflow.wire.messages import Batch
+
+from .scene import BLOCKS, Scene, waiting
+
+Embed = Callable[..., EmbeddedServer]
+PATIENCE_S = 10.0
+
+
+def under_way(scene: Scene) -> Convoy:
+    """All of the step's batches have set out."""
+    convoy = Convoy(LOAD, scene.batches)
+    assert scene.step.set_out(convoy)
+    return convoy
+
+
+def land(convoy: Convoy, position: int) -> None:
+    convoy.headway.landed_at[position] = time.monotonic()
+
+
+def halted(convoy: Convoy) -> bool:
+    return bool(convoy.headway.halted[0])
+
+
+def test_a_layer_is_ready_before_the_lane_is_back() -> None:
+    scene = Scene()
+    convoy = under_way(scene)
+    first, told = waiting(scene.step, 0)
+    land(convoy, 0)
+    first.join(PATIENCE_S)
+    assert told[0].ready
+    second, told = waiting(scene.step, 1)
+    land(convoy, 1)
+    second.join(PATIENCE_S)
+    assert told[0].ready and scene.step.loading
+    scene.step.came_in(convoy, 2)
+    assert scene.step.is_ready(0) and scene.step.is_ready(1) and not scene.step.loading
+
+
+def test_who_waits_already_when_it_sets_out_sees_it_land() -> None:
+    scene = Scene()
+    thread, told = waiting(scene.step, 0)
+    assert eventually(lambda: scene.step.frontier == 0)
+    land(under_way(scene), 0)
+    thread.join(PATIENCE_S)
+    assert told[0].ready
+
+
+def test_a_layer_is_not_ready_while_a_batch_of_it_is_missing() -> None:
+    scene = Scene()
+    more = Batch(1, 3, LOAD, 0, 0, BLOCKS, 0, 0, 1, 0.0, True)
+    scene.step.granted(more)
+    convoy = Convoy(LOAD, [scene.batches[0], more])
+    assert scene.step.set_out(convoy)
+    thread, told = waiting(scene.step, 0)
+    land(convoy, 0)
+    thread.join(0.1)
+    assert not told
+    land(convoy, 1)
+    thread.join(PATIENCE_S)
+    assert told[0].ready
+
+
+def test_a_fence_halts_it_and_waits_until_it_is_back() -> None:
+    scene = Scene()
+    convoy = under_way(scene)
+    land(convoy, 0)
+    fence = threading.Thread(target=scene.step.fence, args=("the server is gone",))
+    fence.start()
+    assert eventually(lambda: halted(convoy))
+    fence.join(0.1)
+    assert fence.is_alive(), "the fence has ended while a batch may still be copied"
+    scene.step.came_in(convoy, 1)
+    fence.join(PATIENCE_S)
+    assert not scene.step.wait_all()
+    assert scene.step.failed and not scene.step.set_out(Convoy(LOAD, scene.batches[1:]))
+
+
+def test_what_a_fence_finds_landed_has_arrived() -> None:
+    scene = Scene()
+    convoy = under_way(scene)
+    fence = threading.Thread(target=scene.step.fence, args=("the server is gone",))
+    fence.start()
+    assert eventually(lambda: halted(convoy))
+    scene.step.came_in(convoy, 2)
+    fence.join(PATIENCE_S)
+    assert scene.step.wait_all().ready and not scene.step.failed
+
+
+def test_a_failure_halts_it_and_the_rest_goes_one_by_one() -> None:
+    scene = Scene()
+    convoy = under_way(scene)
+    scene.step.load_failed(0, 0, 4, "broken: by somebody else")
+    assert halted(convoy)
+    scene.step.came_in(convoy, 1)
+    assert not scene.step.set_out(Convoy(LOAD, scene.batches[1:])), "blocks that have failed would be written again"
+    assert scene.step.live(scene.batches[1]) == [(4, 2 * BLOCKS)]
+    scene.copy(1)
+    assert {failed.request: failed.blocks for failed in scene.step.wait_all().failed} == {"a": (0, 1, 2, 3)}
+
+
+def test_a_wait_does_not_tell_of_a_failure_before_it_is_back() -> None:
+    scene = Scene()
+    convoy = under_way(scene)
+    land(convoy, 0)
+    scene.step.load_failed(0, 0, 4, "broken: by somebody else")
+    thread, told = waiting(scene.step, 0)
+    thread.join(0.1)
+    assert not told, "a copy into those blocks may still be under way"
+    scene.step.came_in(convoy, 2)
+    thread.join(PATIENCE_S)
+    assert {failed.request for failed in told[0].failed} == {"a"}
+
+
+def test_cutting_saves_halts_them_and_waits_until_they_are_back() -> None:
+    scene = Scene()
+    convoy = Convoy(SAVE, [Batch(1, 9, SAVE, 0, 0, 1, 0, 0, 1, 0.0, True)])
+    loads = under_way(scene)
+    assert scene.step.set_out(convoy)
+    cut = threading.Thread(target=scene.step.cut_saves, args=("its blocks were reclaimed",))
+    cut.start()
+    assert eventually(lambda: halted(convoy))
+    cut.join(0.1)
+    assert cut.is_alive()
+    scene.step.came_in(convoy, 0)
+    cut.join(PATIENCE_S)
+    assert not cut.is_alive() and not halted(loads)
+    assert not scene.step.set_out(Convoy(SAVE, convoy.batches))
+
+
+@pytest.mark.parametrize("way", ["load_batches", "save_batches"])
+def test_what_cannot_be_copied_together_is_copied_one_by_one(
+    embed: Embed, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    server = embed()
+    with KnownWorker(server.endpoint, small_spec(12), context=server.context) as worker:
+        refused: list[str] = []
+
+        def refuse(*_: object) -> int:
+            refused.append(way)
+            raise ValueError("not like this")
+
+        assert worker.agent._inbox._copiers is not None
+        for copier in worker.agent._inbox._copiers:
+            monkeypatch.setattr(copier, way, refuse)
+        saved = worker.serve(worker.prompt(60))
+        assert worker.serve(saved.chain).hit.tokens == 59
+        assert refused
