@@ -48,6 +48,10 @@ class Arrivals:
         """
         return self._sealed[layer] and self._outstanding[layer] == landed
 
+    def all_granted(self) -> bool:
+        """Does no further batch come, for any layer?"""
+        return all(self._sealed)
+
     def all_in_place(self) -> bool:
         """The same of every layer."""
         return all(map(self.in_place, range(len(self._groups))))

@@ -152,7 +152,7 @@ class Inbox:
         for step in self._ledger.steps():
             if not step.announced:
                 continue
-            place = (step.frontier, step.computed_layers if step.saves else 0)
+            place = step.progress
             if place != step.reported:
                 step.reported = place
                 moved.append(Progress(step.number, *place))

@@ -183,6 +183,12 @@ class Step:
         return bool(self.loads) and not self._arrivals.fenced and not self._arrivals.all_in_place()
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """What of this step the server still grants by: the frontier while loads are to come, and computed layers."""
+        frontier = self.reported[0] if self._arrivals.all_granted() else self.frontier
+        return frontier, self.computed_layers if self.saves else 0
+
+    @property
     def failed(self) -> tuple[FailedBlocks, ...]:
         """Everything of this step that has failed so far."""
         with self._condition:
