@@ -102,7 +102,6 @@ class Step:
         self._arrivals = Arrivals(loads, groups, block_bytes)
         self._ready = self._arrivals.ready
         self._under_way = UnderWay(number, self._condition)
-        self._convoys: list[Convoy | None] = [None, None]
 
     # -- the engine's thread ----------------------------------------------------------------------
 
@@ -213,7 +212,7 @@ class Step:
                     expired = True
                     break
                 # A lane that copies several batches in one call tells nobody of each.
-                self._condition.wait(left if self._convoys[LOAD] is None else min(left, LANDING_POLL_S))
+                self._condition.wait(left if self._under_way.convoy(LOAD) is None else min(left, LANDING_POLL_S))
         if expired:
             self.fence(f"not in place at the step's deadline (layer {layer})")
         with self._condition:
@@ -269,7 +268,7 @@ class Step:
         """Blocks `lo` to `hi` of the group's numbering will not arrive."""
         with self._condition:
             self._arrivals.fail_range(group, lo, hi, reason)
-            self._halt(LOAD)
+            self._under_way.halt(LOAD)
             self._condition.notify_all()
 
     def abort(self, request: str) -> None:
@@ -286,7 +285,7 @@ class Step:
             if arrivals.fenced or arrivals.all_in_place():
                 return
             arrivals.fenced = reason
-            self._halt(LOAD)
+            self._under_way.halt(LOAD)
             self._under_way.await_none(LOAD)
             try:
                 self._settle_device()
@@ -299,7 +298,7 @@ class Step:
     def cancel_saves(self, reason: str) -> None:
         """No save batch starts any more."""
         self.saves_cancelled = self.saves_cancelled or reason
-        self._halt(SAVE)
+        self._under_way.halt(SAVE)
 
     def cut_saves(self, reason: str) -> bool:
         """Cut the saves off: no batch starts any more, the running one is waited for. False if they were cut already.
@@ -341,16 +340,14 @@ class Step:
         with self._condition:
             if (arrivals.fenced or arrivals.failures) if direction == LOAD else self.saves_cancelled:
                 return False
-            self._under_way.begin(direction, len(convoy.batches))
-            self._convoys[direction] = convoy
+            self._under_way.set_out(convoy)
             self._condition.notify_all()
             return True
 
     def came_in(self, convoy: Convoy, copied: int) -> None:
         """The first `copied` batches are copied; the others were not begun."""
         with self._condition:
-            self._convoys[convoy.direction] = None
-            self._under_way.end_all(convoy.direction, len(convoy.batches))
+            self._under_way.come_in(convoy)
             if convoy.direction == LOAD:
                 for batch in convoy.batches[:copied]:
                     self._arrivals.end(batch, "", None)
@@ -403,13 +400,8 @@ class Step:
     # -- under the condition's lock -----------------------------------------------------------------
 
     def _in_place(self, layer: int) -> bool:
-        convoy = self._convoys[LOAD]
+        convoy = self._under_way.convoy(LOAD)
         return self._arrivals.in_place(layer, convoy.landed(layer) if convoy is not None else 0)
-
-    def _halt(self, direction: int) -> None:
-        convoy = self._convoys[direction]
-        if convoy is not None:
-            convoy.halt()
 
     def _await_saves(self) -> None:
         if not self._under_way.await_none(SAVE, self._save_patience):

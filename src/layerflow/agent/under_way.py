@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import structlog
 
+from layerflow.agent.convoy import Convoy
 from layerflow.device.base import DeviceEvent
 from layerflow.wire.messages import Batch
 
@@ -26,10 +27,11 @@ class UnderWay:
         self._begun = [0, 0]
         self._ended = [0, 0]
         self._unsettled: list[tuple[Batch, DeviceEvent]] = []
+        self._convoys: list[Convoy | None] = [None, None]
 
-    def begin(self, direction: int, batches: int = 1) -> None:
-        """A lane is about to touch engine memory for so many batches."""
-        self._begun[direction] += batches
+    def begin(self, direction: int) -> None:
+        """A lane is about to touch engine memory for a batch."""
+        self._begun[direction] += 1
 
     def end(self, batch: Batch, event: DeviceEvent | None) -> None:
         """It will not any more, or has enqueued the copy that `event` is behind."""
@@ -37,9 +39,25 @@ class UnderWay:
         if event is not None:
             self._unsettled.append((batch, event))
 
-    def end_all(self, direction: int, batches: int) -> None:
-        """It will not any more, for so many batches that left nothing on a device."""
-        self._ended[direction] += batches
+    def set_out(self, convoy: Convoy) -> None:
+        """A lane is about to copy all these batches in one call."""
+        self._begun[convoy.direction] += len(convoy.batches)
+        self._convoys[convoy.direction] = convoy
+
+    def come_in(self, convoy: Convoy) -> None:
+        """The call is over; what it has not copied may begin again."""
+        self._ended[convoy.direction] += len(convoy.batches)
+        self._convoys[convoy.direction] = None
+
+    def convoy(self, direction: int) -> Convoy | None:
+        """The batches that are being copied in one call."""
+        return self._convoys[direction]
+
+    def halt(self, direction: int) -> None:
+        """Of these no further one begins."""
+        convoy = self._convoys[direction]
+        if convoy is not None:
+            convoy.halt()
 
     def await_begun(self, direction: int) -> None:
         """Wait for the batches that have begun before now, and for no later one."""
