@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,31 @@ def test_a_thread_that_leaves_a_core_may_use_the_same_ones_afterwards(beside: st
     thread.join()
     assert found == [(COUNT, True)]
     assert (arena.array == 7).all()
+
+
+@needs_native
+@pytest.mark.skipif(not Path("/proc/thread-self/stat").exists(), reason="a thread's core is not told here")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other core")
+def test_a_thread_leaves_the_core_of_the_one_it_is_beside() -> None:
+    at = np.zeros(1, np.int64)
+    source, arena = np.ones(1, np.uint8), FlatArena(1)
+    extents, ends = Extents(at, at + source.ctypes.data, at + 1, 1), at + 1
+
+    def core() -> str:
+        return Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[36]
+
+    moved: list[bool] = []
+
+    def lane() -> None:
+        for _ in range(20):
+            before = core()
+            CpuCopier(arena).save_batches(extents, ends, Headway(1), threading.get_native_id())
+            moved.append(core() != before)
+
+    thread = threading.Thread(target=lane)
+    thread.start()
+    thread.join()
+    assert sum(moved) > 10
 
 
 @needs_native
