@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -73,9 +74,22 @@ def joins(job: Job, first: Job) -> bool:
     )
 
 
-def together(jobs: Sequence[Job], convoy: Convoy) -> int:
-    """Copy batches that join each other in one call. How many were; each of the others is to be seen to by itself."""
-    step, copier, copied = jobs[0].step, jobs[0].copier, 0
+def together(direction: int, jobs: Sequence[Job], report: Report) -> Sequence[Job]:
+    """Copy batches that join each other in one call, and report them. What is left is to be moved one by one."""
+    if len(jobs) == 1:
+        return jobs
+    convoy = Convoy(direction, [job.batch for job in jobs])
+    began, copied = time.monotonic(), _copied(jobs[0], convoy)
+    for job, ended in zip(jobs[:copied], convoy.headway.landed_at.tolist(), strict=False):
+        trace(job, "load" if direction == LOAD else "save", began, ended)
+        began = ended
+        report(job, "", None)
+    return jobs[copied:]
+
+
+def _copied(first: Job, convoy: Convoy) -> int:
+    """How many batches of the convoy were copied."""
+    step, copier, copied = first.step, first.copier, 0
     assert isinstance(copier, CpuCopier)
     if not step.set_out(convoy):
         return 0
@@ -83,7 +97,7 @@ def together(jobs: Sequence[Job], convoy: Convoy) -> int:
         call = copier.load_batches if convoy.direction == LOAD else copier.save_batches
         copied = call(*_ranges(step, convoy), convoy.headway, step.thread)
     except Exception:
-        log.exception("batches_refused", step=step.number, batches=len(jobs))  # one by one it shows which it was
+        log.exception("batches_refused", step=step.number, batches=len(convoy.batches))  # one by one it shows which
     finally:
         step.came_in(convoy, copied)
     return copied

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from layerflow.agent.convoy import Convoy
 from layerflow.agent.jobs import Job, Report, explained, extents_of, joins, together, trace
 from layerflow.agent.step import CANCELLED, LOAD
 from layerflow.device.timing import sleep_until
@@ -50,7 +49,7 @@ class LoadLane:
 
     def _run(self) -> None:
         while jobs := self._take():
-            for job in jobs[self._copy_together(jobs) if len(jobs) > 1 else 0 :]:
+            for job in together(LOAD, jobs, self._report):
                 self._move(job)
                 del job
             del jobs  # they hold the arena: a dead server's memory would stay until the next batch
@@ -73,16 +72,6 @@ class LoadLane:
             jobs.append(job)
             nbytes += job.batch.nbytes
         return jobs
-
-    def _copy_together(self, jobs: list[Job]) -> int:
-        """Copy batches of one step in one call; how many were."""
-        convoy = Convoy(LOAD, [job.batch for job in jobs])
-        began, copied = time.monotonic(), together(jobs, convoy)
-        for job, ended in zip(jobs[:copied], convoy.headway.landed_at.tolist(), strict=False):
-            trace(job, "load", began, ended)
-            began = ended
-            self._report(job, "", None)
-        return copied
 
     def _move(self, job: Job) -> None:
         self._pass(job)
@@ -123,7 +112,7 @@ class LoadLane:
 
 
 CONVOY_BYTES = 256 << 20
-"""Batches are reported when the call is over: soon enough to be granted further ones meanwhile."""
+"""Batches are reported when the call is over. As much as is in flight at once by default."""
 
 LINK_SPIN_US = 50
 LINK_LEAD_S = 100e-6

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from layerflow.agent.convoy import Convoy
 from layerflow.agent.jobs import Job, Report, explained, extents_of, joins, together, trace
 from layerflow.agent.step import CANCELLED, SAVE
 from layerflow.device.base import DeviceEvent
@@ -63,7 +62,7 @@ class SaveLane:
                     job.step.cancel_saves("agent closed")
             self._interval = HELD_SAMPLE_S
             while jobs := self._leaving():
-                for job in jobs[self._copy_together(jobs) if len(jobs) > 1 else 0 :]:
+                for job in together(SAVE, jobs, self._report):
                     self._move(job)
                     del job
             self._arrived()
@@ -130,16 +129,6 @@ class SaveLane:
             return False
         self._interval = min(self._interval, SAMPLE_S)
         return step.computed(job.batch.layer) is not None
-
-    def _copy_together(self, jobs: list[Job]) -> int:
-        """Copy batches of one step in one call; how many were."""
-        convoy = Convoy(SAVE, [job.batch for job in jobs])
-        began, copied = time.monotonic(), together(jobs, convoy)
-        for job, ended in zip(jobs[:copied], convoy.headway.landed_at.tolist(), strict=False):
-            trace(job, "save", began, ended)
-            began = ended
-            self._report(job, "", None)
-        return copied
 
     def _move(self, job: Job) -> None:
         batch, step = job.batch, job.step

@@ -36,22 +36,18 @@ class Headway:
 
     :ivar landed_at: float64, shape ``(batches,)``: monotonic seconds at which a batch's bytes were in place; 0.0 = not
         yet.
+    :ivar halted: uint8, shape ``(1,)``: not 0 once :meth:`halt` was called.
     """
 
-    __slots__ = ("_halt", "landed_at")
+    __slots__ = ("halted", "landed_at")
 
     def __init__(self, batches: int) -> None:
         self.landed_at = np.zeros(batches)
-        self._halt = np.zeros(1, np.uint8)
-
-    @property
-    def halted(self) -> npt.NDArray[np.uint8]:
-        """uint8, shape ``(1,)``: not 0 once :meth:`halt` was called."""
-        return self._halt
+        self.halted = np.zeros(1, np.uint8)
 
     def halt(self) -> None:
         """Begin no further batch."""
-        self._halt[0] = 1
+        self.halted[0] = 1
 
 
 class ArenaMemory(Protocol):
