@@ -108,7 +108,12 @@ class GroupSpec(msgspec.Struct, frozen=True):
     @property
     def rules(self) -> Kind:
         """The kind's need and keep rules for this group."""
-        return KINDS[self.kind](self.block_size, self.window)
+        return _rules(self.kind, self.block_size, self.window)
+
+
+@functools.lru_cache(256)
+def _rules(kind: str, block_size: int, window: int) -> Kind:
+    return KINDS[kind](block_size, window)
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -130,9 +135,12 @@ class Shard(msgspec.Struct, frozen=True):
 
     def peers(self) -> tuple[Shard, ...]:
         """All shards of the model, tensor ranks innermost."""
-        return tuple(
-            Shard(tp, self.tp_size, pp, self.pp_size) for pp in range(self.pp_size) for tp in range(self.tp_size)
-        )
+        return _peers(self.tp_size, self.pp_size)
+
+
+@functools.lru_cache(256)
+def _peers(tp_size: int, pp_size: int) -> tuple[Shard, ...]:
+    return tuple(Shard(tp, tp_size, pp, pp_size) for pp in range(pp_size) for tp in range(tp_size))
 
 
 class ModelSpec(msgspec.Struct, frozen=True):

@@ -76,7 +76,7 @@ def test_layers_that_lie_alike_have_the_extents_of_each(case: Case, data: st.Dat
     field = Field(case, native=False)
     lo = data.draw(st.integers(0, len(field.blocks)))
     hi = data.draw(st.integers(lo, len(field.blocks)))
-    shapes = {layer: field.blocks.shape(layer) for layer in field.layers}
+    shapes = {layer: field.blocks.shapes[layer] for layer in field.layers}
     alike = [layer for layer in field.layers if shapes[layer] == shapes[field.layers[0]]]
     got, expected = field.blocks.layers(alike, lo, hi), joined([field.blocks.extents(at, lo, hi) for at in alike])
     for one, other in zip(got, expected, strict=True):

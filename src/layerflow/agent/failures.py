@@ -33,8 +33,9 @@ class LoadFailures:
         self._dead = {group: np.zeros(len(column.numbers), dtype=bool) for group, column in numbered.items()}
         for position, part in enumerate(self._parts):
             column = numbered.get(part.group)
-            there = set() if column is None else set(column.numbers[column.part == position].tolist())
-            self._fail(position, _numbers(part) - there, "no longer in the pool")
+            there = column.numbers[column.part == position] if column is not None else np.empty(0, np.int64)
+            if len(there) < sum(len(piece.blocks) for piece in part.pieces):
+                self._fail(position, _numbers(part) - set(there.tolist()), "no longer in the pool")
 
     def fail_all(self, reason: str) -> None:
         """Nothing arrived."""

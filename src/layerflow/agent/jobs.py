@@ -106,20 +106,21 @@ def _copied(first: Job, convoy: Convoy) -> int:
 def _ranges(step: Step, convoy: Convoy) -> tuple[Extents, Int64]:
     """The extents of a convoy's batches, and where each batch's end. What layers share is worked out once for them."""
     lists = step.blocks[convoy.direction]
+    shapes = next(iter(lists.values())).shapes
 
-    def likeness(batch: Batch) -> tuple[int, ...]:
-        group = step.group_of(batch.layer)
-        part = batch.batch if batch.byte_hi else 0  # a part of a block is like no other batch
-        return group, lists[group].shape(batch.layer), batch.lo, batch.hi, part
+    def likeness(batch: Batch) -> tuple[int, int, int, int]:
+        # A part of a block is like no other batch.
+        return shapes[batch.layer], batch.lo, batch.hi, batch.batch if batch.byte_hi else 0
 
     pieces: list[Extents] = []
     counts: list[int] = []
-    for (group, _, lo, hi, part), batches in itertools.groupby(convoy.batches, likeness):
+    for (_, lo, hi, part), batches in itertools.groupby(convoy.batches, likeness):
         alike = list(batches)
+        blocks = lists[step.group_of(alike[0].layer)]
         if part:
-            extents = lists[group].extents(alike[0].layer, lo, hi, alike[0].byte_lo, alike[0].byte_hi)
+            extents = blocks.extents(alike[0].layer, lo, hi, alike[0].byte_lo, alike[0].byte_hi)
         else:
-            extents = lists[group].layers([batch.layer for batch in alike], lo, hi)
+            extents = blocks.layers([batch.layer for batch in alike], lo, hi)
         pieces.append(extents)
         counts += [extents.nbytes.size // len(alike)] * len(alike)
     return joined(pieces), np.cumsum(counts, dtype=np.int64)

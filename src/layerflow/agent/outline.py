@@ -198,22 +198,24 @@ def number_blocks(parts: Sequence[OutlinePart], plans: Sequence[PlanPart], loadi
         for piece, offset, held in zip(part.pieces, offsets.tolist(), stored, strict=True):
             if offset != NOWHERE:
                 columns.blocks.append(part.table[piece.blocks.start : piece.blocks.stop])
-                columns.pieces.append((len(piece.blocks), offset, held, piece.index, piece.blocks.start, position))
+                columns.pieces.append((len(piece.blocks), piece.index, piece.blocks.start, offset, held, position))
     return {group: columns.numbered() for group, columns in groups.items() if columns.pieces}
 
 
 class _Columns:
-    """One group's pieces that have a place: their blocks; and count, offset, held, index, first number and part."""
+    """One group's pieces that have a place: their blocks; and count, index, first number, offset, held and part."""
 
     def __init__(self) -> None:
         self.blocks: list[np.ndarray] = []
         self.pieces: list[tuple[int, int, int, int, int, int]] = []
 
     def numbered(self) -> Numbered:
-        counts, *columns = np.array(self.pieces, dtype=np.int64).T
-        within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-        offsets, held, index, first, part = (np.repeat(column, counts) for column in columns)
-        return Numbered(np.concatenate(self.blocks), offsets, held, index + within, first + within, part)
+        rows = np.array(self.pieces, dtype=np.int64).T
+        counts = rows[0]
+        columns = rows[1:].repeat(counts, axis=1)
+        columns[:2] += np.arange(columns.shape[1]) - (counts.cumsum() - counts).repeat(counts)
+        index, numbers, offsets, held, part = columns
+        return Numbered(np.concatenate(self.blocks), offsets, held, index, numbers, part)
 
 
 def _unpickled(request: str, group: int, digests: bytes, rows: bytes, blocks: bytes, parent: bytes) -> OutlinePart:

@@ -86,24 +86,33 @@ class BlockList:
         spec = memory.spec.groups[group]
         self._memory = memory
         self._group = group
+        self._block_bytes = spec.bytes_per_block
         self._check(arena_bytes, *arrays)
         self._blocks = engine_blocks.copy()
-        self._layer_step = object_blocks * spec.bytes_per_block
+        self._layer_step = object_blocks * self._block_bytes
         self._plane_starts = plane_offsets(spec)
         self._arena = tuple(
             object_offsets + (HEADER_BYTES + object_blocks * start + index * plane.block_bytes)
             for start, plane in zip(self._plane_starts, memory.planes(spec.layers[0]), strict=True)
         )
-        joined = (np.diff(engine_blocks) == 1) & (np.diff(index) == 1) & (np.diff(object_offsets) == 0)
-        self._breaks: Int64 = np.flatnonzero(~joined) + 1  # blocks that do not continue the one before
+        # Blocks that do not continue the one before.
+        self._breaks: Int64 = (
+            1
+            + (
+                (engine_blocks[1:] - engine_blocks[:-1] != 1)
+                | (index[1:] - index[:-1] != 1)
+                | (object_offsets[1:] != object_offsets[:-1])
+            ).nonzero()[0]
+        )
         self._cuts: dict[tuple[int, int, int], _Cut] = {}
 
     def __len__(self) -> int:
         return self._blocks.size
 
-    def shape(self, layer: int) -> int:
-        """See :meth:`layerflow.ops.paged.PagedMemory.shape`."""
-        return self._memory.shape(layer)
+    @property
+    def shapes(self) -> Sequence[int]:
+        """See :attr:`layerflow.ops.paged.PagedMemory.shapes`."""
+        return self._memory.shapes
 
     def extents(self, layer: int, lo: int, hi: int, byte_lo: int = 0, byte_hi: int = 0) -> Extents:
         """Byte ranges of blocks `lo` to `hi` in one layer, all planes; neighbours in both memories are merged.
@@ -113,31 +122,31 @@ class BlockList:
             planes in storage order; 0 and 0 = whole blocks.
         :raises ExtentError: for a layer of another group or a range outside the list or the block.
         """
-        self._check_range(layer, lo, hi)
         if byte_lo or byte_hi:
+            self._check_range([layer], lo, hi)
             return self._part(layer, self._memory.place(layer)[1], lo, hi, byte_lo, byte_hi)
         return self.layers([layer], lo, hi)
 
     def layers(self, layers: Sequence[int], lo: int, hi: int) -> Extents:
         """As :meth:`extents` of whole blocks, one layer after the other; each has equally many ranges.
 
-        :param layers: of this group, with blocks that lie alike (:meth:`PagedMemory.shape`).
+        :param layers: of this group, with blocks that lie alike (:attr:`PagedMemory.shapes`).
         :raises ExtentError: for a layer of another group or another shape, or a range outside the list.
         """
-        memory, shape = self._memory, self._memory.shape(layers[0])
-        for layer in layers:
-            self._check_range(layer, lo, hi)
-            if memory.shape(layer) != shape:
-                raise ExtentError(f"layers {layers[0]} and {layer} do not lie alike; take their extents one by one")
+        self._check_range(layers, lo, hi)
+        memory, shape = self._memory, self._memory.shapes[layers[0]]
+        if any(memory.shapes[layer] != shape for layer in layers):
+            raise ExtentError(f"layers {list(layers)} do not lie alike; take their extents one by one")
         cut = self._cuts.get((lo, hi, shape))
         if cut is None:
             cut = self._cuts[lo, hi, shape] = self._cut(memory.planes(layers[0]), lo, hi)
-        positions = np.array([memory.place(layer)[1] for layer in layers], np.int64)
-        bases = np.array([[plane.base for plane in memory.planes(layer)] for layer in layers], np.int64)
+        positions, bases = memory.origins(layers)
         arena = cut.arena + positions[:, None] * cut.layer_step
         engine = cut.engine + (bases if bases.shape[1] == 1 else bases[:, cut.plane])
-        total = (hi - lo) * memory.block_bytes(layers[0]) * len(layers)
-        return Extents(arena.ravel(), engine.ravel(), np.tile(cut.nbytes, len(layers)), total)
+        nbytes = np.empty(arena.shape, np.int64)
+        nbytes[:] = cut.nbytes
+        total = (hi - lo) * self._block_bytes * len(layers)
+        return Extents(arena.ravel(), engine.ravel(), nbytes.ravel(), total)
 
     def _cut(self, planes: tuple[PagedPlane, ...], lo: int, hi: int) -> _Cut:
         """Blocks `lo` to `hi` as ranges in the group's first layer, and where other layers of its shape differ."""
@@ -150,25 +159,27 @@ class BlockList:
                 self._blocks[lo:hi] * plane.stride,
                 self._layer_step[lo:hi],
             )
-            nbytes = np.full(hi - lo, plane.piece_bytes, dtype=np.int64)
             if plane.pieces.size > 1:
                 inside = np.arange(plane.pieces.size, dtype=np.int64) * plane.piece_bytes
                 arena = (arena[:, None] + inside).ravel()
                 engine = (engine[:, None] + plane.pieces).ravel()
-                step, nbytes = np.repeat(step, plane.pieces.size), np.repeat(nbytes, plane.pieces.size)
+                step = step.repeat(plane.pieces.size)
             elif plane.dense and merged:
                 arena, engine, step = arena[heads], engine[heads], step[heads]
-                nbytes = np.diff(heads, append=hi - lo) * plane.piece_bytes
-            found = (arena, engine, nbytes, step, np.full(arena.size, number, dtype=np.int64))
-            for column, values in zip(columns, found, strict=True):
+            nbytes, plane_number = np.empty((2, arena.size), np.int64)
+            nbytes[:], plane_number[:] = plane.piece_bytes, number
+            if plane.dense and merged:
+                nbytes[:-1] *= heads[1:] - heads[:-1]
+                nbytes[-1:] *= hi - lo - heads[-1:]
+            for column, values in zip(columns, (arena, engine, nbytes, step, plane_number), strict=True):
                 column.append(values)
-        return _Cut(*(np.concatenate(column) for column in columns))
+        return _Cut(*(column[0] if len(column) == 1 else np.concatenate(column) for column in columns))
 
     def _heads(self, lo: int, hi: int) -> Int64:
         """First blocks of the runs within ``lo:hi``, counted from `lo`."""
         if hi == lo:
             return np.empty(0, np.int64)
-        first, last = np.searchsorted(self._breaks, (lo + 1, hi))
+        first, last = self._breaks.searchsorted((lo + 1, hi))
         heads = np.empty(1 + last - first, np.int64)
         heads[0] = 0
         np.subtract(self._breaks[first:last], lo, out=heads[1:])
@@ -192,31 +203,31 @@ class BlockList:
             nbytes.append(length[kept])
         return Extents(np.concatenate(arena), np.concatenate(engine), np.concatenate(nbytes), byte_hi - byte_lo)
 
-    def _check_range(self, layer: int, lo: int, hi: int) -> None:
-        if self._memory.place(layer)[0] != self._group:
-            raise ExtentError(f"layer {layer} is not in group {self._group}")
+    def _check_range(self, layers: Sequence[int], lo: int, hi: int) -> None:
+        for layer in layers:
+            if self._memory.place(layer)[0] != self._group:
+                raise ExtentError(f"layer {layer} is not in group {self._group}")
         if not 0 <= lo <= hi <= self._blocks.size:
-            raise ExtentError(f"layer {layer}: blocks {lo} to {hi} are outside the list of {self._blocks.size}")
+            raise ExtentError(f"layer {layers[0]}: blocks {lo} to {hi} are outside the list of {self._blocks.size}")
 
     def _check(
         self, arena_bytes: int | Int64, engine_blocks: Int64, object_offsets: Int64, object_blocks: Int64, index: Int64
     ) -> None:
-        ends = np.broadcast_to(np.asarray(arena_bytes, dtype=np.int64), object_offsets.shape)
         spec = self._memory.spec.groups[self._group]
-        row_bytes = spec.bytes_per_block * len(spec.layers)  # one block of an object over all layers
-        most_blocks = (ends - HEADER_BYTES) // row_bytes
+        row_bytes = self._block_bytes * len(spec.layers)  # one block of an object over all layers
         num_blocks = self._memory.num_blocks[self._group]
-        # The products below cannot overflow: object_blocks is clipped to what the memory holds.
-        room = ends - HEADER_BYTES - np.clip(object_blocks, 0, np.maximum(most_blocks, 0)) * row_bytes
+        room = arena_bytes - HEADER_BYTES
+        # Products of impossible sizes may overflow: their blocks are refused whatever comes out.
+        left = room - object_blocks * row_bytes
         self._refuse(
             (engine_blocks < 0) | (engine_blocks >= num_blocks),
             lambda b: f"engine block {engine_blocks[b]} is outside the {num_blocks} registered blocks",
         )
         self._refuse(
-            (object_blocks < 1) | (object_blocks > most_blocks) | (object_offsets < 0) | (object_offsets > room),
+            (object_blocks < 1) | (object_blocks > room // row_bytes) | (object_offsets < 0) | (object_offsets > left),
             lambda b: (
                 f"its object of {object_blocks[b]} blocks at offset {object_offsets[b]} is outside the arena of "
-                f"{ends[b]} bytes"
+                f"{np.broadcast_to(arena_bytes, object_offsets.shape)[b]} bytes"
             ),
         )
         self._refuse(

@@ -7,7 +7,7 @@ exchange objects only if they pack blocks alike, which :attr:`PagedMemory.packin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,18 +105,26 @@ class PagedMemory:
         self.num_blocks = tuple(blocks)  #: blocks of each group
         self._planes = tuple(planes)
         kinds: dict[object, int] = {}
-        self._shapes = tuple(
-            kinds.setdefault(tuple((p.stride, p.piece_bytes, p.pieces.tobytes()) for p in layer), len(kinds))
-            for layer in planes
+        self.shapes = tuple(  #: by layer: a number that layers of a group share whose blocks lie alike
+            kinds.setdefault((group, *((p.stride, p.piece_bytes, p.pieces.tobytes()) for p in layer)), len(kinds))
+            for layer, (group, _) in zip(planes, self._places, strict=True)
+        )
+        self._positions: Int64 = np.array([position for _, position in self._places], np.int64)
+        self._bases = tuple(
+            np.array([[plane.base for plane in planes[layer]] for layer in group.layers], np.int64)
+            for group in spec.groups
         )
 
     def planes(self, layer: int) -> tuple[PagedPlane, ...]:
         """The layer's planes, in storage order."""
         return self._planes[layer]
 
-    def shape(self, layer: int) -> int:
-        """A number that layers share whose blocks lie alike, but for where they begin."""
-        return self._shapes[layer]
+    def origins(self, layers: Sequence[int]) -> tuple[Int64, Int64]:
+        """Where layers of one group begin: their index within it, int64, shape ``(n,)``; and in engine memory the
+        address of block 0 in each plane, shape ``(n, planes)``.
+        """
+        positions = self._positions[list(layers)]
+        return positions, self._bases[self._places[layers[0]][0]][positions]
 
     def place(self, layer: int) -> tuple[int, int]:
         """The layer's group and its index within that group.

@@ -192,10 +192,16 @@ class Driver:
             (self.tier.committed if committed else self.tier.revoked)(step, keys)
 
     def _grant(self, session: int) -> Grant:
-        return self._grants.setdefault(session, Grant([], [], [], []))
+        grant = self._grants.get(session)
+        if grant is None:
+            grant = self._grants[session] = Grant([], [], [], [])
+        return grant
 
     def _notice(self, session: int) -> Notice:
-        return self._notices.setdefault(session, Notice([], [], []))
+        notice = self._notices.get(session)
+        if notice is None:
+            notice = self._notices[session] = Notice([], [], [])
+        return notice
 
     def _flush(self) -> None:
         grants, self._grants = self._grants, {}
