@@ -1,10 +1,10 @@
-"""Which keys a server certainly does not hold, readable in shared memory without asking it.
+"""Which keys a server holds, readable in shared memory without asking it.
 
 A table of buckets, 64 bytes each: seven aligned 8-byte words for tags, 0 = free, and one word that counts
 the tags that found no room. A key's tag and bucket come from its own bytes. One process writes, any number
 read. A tag never moves while it is there, and every entry is one word: a reader needs no lock and sees each
-entry whole, or not at all. What was added before a look is always found; what was not may be found too
-(another key's tag, or a bucket that has overflowed).
+entry whole, or not at all. What was added before a look is always found. What was not may be found too: by another
+key's tag (both 64 bits and the bucket alike), or, where a bucket has overflowed, because nobody can tell.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class Presence:
         """False: no object with this 24-byte key is complete."""
         return self._may_hold(key, 0)
 
+    def holds(self, key: bytes) -> bool | None:
+        """Whether an object with this 24-byte key is complete, as far as one sees; None: its bucket has overflowed."""
+        words, tag = self._look(key, 0)
+        return True if tag in words[:_TAGS] else None if words[_TAGS] else False
+
     def may_hold_tails(self, parent: bytes, tokens: int = 0) -> bool:
         """False: no complete partial chunk of so many tokens (0: of any) follows this 24-byte key."""
         return self._may_hold(parent, _salt(tokens))
@@ -75,10 +80,13 @@ class Presence:
         self.memory.close()
 
     def _may_hold(self, key: bytes, salt: int) -> bool:
+        words, tag = self._look(key, salt)
+        return words[_TAGS] != 0 or tag in words
+
+    def _look(self, key: bytes, salt: int) -> tuple[list[int], int]:
         bucket, tag = place_of(key, salt, self._buckets)
         at = bucket * _BUCKET_WORDS
-        words = self._words[at : at + _BUCKET_WORDS].tolist()
-        return words[_TAGS] != 0 or tag in words
+        return self._words[at : at + _BUCKET_WORDS].tolist(), tag
 
 
 class PresenceWriter(Presence):

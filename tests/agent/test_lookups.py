@@ -12,6 +12,7 @@ from e2e.known import eventually, layerflow_threads, small_spec
 from server.support import Embed
 
 from layerflow.agent import line
+from layerflow.agent import lookups as lookups_module
 from layerflow.agent.lookups import Inquiry, Lookups
 from layerflow.agent.values import MISS, Hit
 from layerflow.config import Settings
@@ -223,6 +224,36 @@ def muted(server: EmbeddedServer) -> Callable[[], None]:
             lookup(session, message)
 
     return lambda: server.call(go_on)  # type: ignore[return-value]
+
+
+def test_at_sight_nobody_waits_for_the_answer_and_the_lease_follows(embed: Embed, dial: Dial) -> None:
+    server = embed()
+    store(server, prompt(40))
+    lookups = dial(server, at_sight=True)
+    go_on = muted(server)
+    inquiry = lookups.ask("seen", prompt(40))
+    assert inquiry.hit is None
+    assert lookups.wait(inquiry, 0.0) == inquiry.seen == Hit(39, 2, 8, prompt(40).partial(2, 8))
+    go_on()
+    assert eventually(lambda: server.server.pool.statistics().pinned == 3)
+    assert lookups.ask("unseen", prompt(40, seed=1)).hit is MISS
+    lookups.ask("next", prompt(40))
+    assert inquiry.hit == inquiry.seen, "answers that nobody waits for are taken with the next question"
+
+
+def test_a_server_that_owes_an_answer_is_not_believed_at_sight(
+    embed: Embed, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = embed()
+    store(server, prompt(40))
+    lookups = dial(server, at_sight=True)
+    go_on = muted(server)
+    old = lookups.ask("old", prompt(40))
+    monkeypatch.setattr(lookups_module, "PROMPT_S", -1.0)
+    assert lookups.wait(old, 0.0) is None, "what was seen is out of date"
+    assert lookups.ask("new", prompt(40)).seen is None
+    go_on()
+    assert lookups.wait(old, PATIENCE_S) == Hit(39, 2, 8, prompt(40).partial(2, 8))
 
 
 def test_answers_reach_the_inquiry_they_belong_to(embed: Embed, dial: Dial) -> None:

@@ -11,11 +11,11 @@ import pytest
 from pages import ROOT, code, page, rows, sections
 
 from layerflow.config import Settings
+from layerflow.hits import MAX_TAILS
 from layerflow.keys import Chain, Media, object_key, root_digest
 from layerflow.objects import object_bytes, pack_header
 from layerflow.presence import place_of
 from layerflow.server.handlers import MAX_LEASE_MS
-from layerflow.server.lookup import MAX_TAILS
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from layerflow.wire import codec, messages
 from layerflow.wire.messages import STRANGER, Message

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.line import Sight
+from layerflow.agent.line import MOST_LOOKS, Sight, hit_of
+from layerflow.agent.values import Hit
+from layerflow.hits import MAX_TAILS, HitLength, find_hit
 from layerflow.keys import Chain, object_key
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
-from layerflow.server.lookup import MAX_TAILS, HitLength, find_hit, hit_keys
+from layerflow.server.lookup import hit_keys
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 ROOT = b"r" * 16
@@ -156,6 +158,38 @@ def test_a_client_that_does_not_ask_would_have_found_nothing(world: World, data:
         assert find_hit(world.pool, world.spec, ROOT, world.chain.digests, len(world.chain)) == nothing
     other = Chain(b"o" * 16, world.chain.tokens, CHUNK)
     assert sight.misses(other) == any(group.kind == "full" for group in world.spec.groups)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds())
+def test_what_a_client_sees_for_itself_is_what_the_server_would_say(world: World) -> None:
+    chain = world.chain
+    rest = len(chain) % CHUNK
+    own = chain.partial(len(chain.digests), rest) if rest else b""
+    said = find_hit(world.pool, world.spec, ROOT, chain.digests, len(chain), own)
+    assert Sight(world.presence.memory, world.spec).hit(chain) == hit_of(said, chain, world.spec)
+
+
+def test_a_client_does_not_look_for_a_long_prompt_itself() -> None:
+    presence, spec = PresenceWriter(1 << 16), spec_of([0])
+    longest = Chain(ROOT, np.arange(MOST_LOOKS * CHUNK), CHUNK)
+    sight = Sight(presence.memory, spec)
+    assert sight.hit(longest) == Hit(0)
+    longest.extend(np.arange(CHUNK))
+    assert sight.hit(longest) is None
+
+
+def test_a_client_that_cannot_tell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket of the prompt's second chunk has overflowed."""
+    presence, spec = PresenceWriter(1 << 16), spec_of([0])
+    chain = Chain(ROOT, np.arange(3 * CHUNK), CHUNK)
+    keys = [object_key(digest, 0, spec.shard) for digest in chain.digests]
+    presence.add(keys[0])
+    sight = Sight(presence.memory, spec)
+    assert sight.hit(chain) == Hit(CHUNK)
+    holds = sight._table.holds
+    monkeypatch.setattr(sight._table, "holds", lambda key: None if key == keys[1] else holds(key))
+    assert sight.hit(chain) is None
 
 
 @settings(max_examples=60, deadline=None)

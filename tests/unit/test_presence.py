@@ -88,6 +88,13 @@ class TableMachine(RuleBasedStateMachine):
         assert all(self.reader.may_hold_tails(key) for key in +self.parents)
 
     @invariant()
+    def what_is_seen_is_there_and_what_is_denied_is_not(self) -> None:
+        for key in self.objects:
+            seen = self.reader.holds(key)
+            assert seen is None or seen == bool(self.objects[key])
+            assert seen is not None or self.reader.may_hold(key)
+
+    @invariant()
     def what_is_not_there_is_denied_unless_its_bucket_has_overflowed(self) -> None:
         with self.reader.memory.view.cast("Q") as words:
             for key in [*crowd(12), *(key_of(number) for number in range(20))]:

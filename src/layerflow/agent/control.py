@@ -13,7 +13,7 @@ import structlog
 import zmq
 
 from layerflow.agent.handshake import ClientKeys
-from layerflow.agent.line import Line
+from layerflow.agent.line import Line, hit_of
 from layerflow.agent.values import MISS, Hit
 from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError
 from layerflow.keys import Chain
@@ -178,15 +178,6 @@ def lookup_of(number: int, request: str, chain: Chain, lease_ms: int) -> Lookup:
     rest = len(chain) - full * chain.chunk_tokens
     tail = chain.partial(full, rest) if rest else b""
     return Lookup(number, request, chain.parent(0), b"".join(chain.digests), len(chain), lease_ms, tail)
-
-
-def hit_of(found: Found, chain: Chain, spec: ModelSpec) -> Hit:
-    """The server offers what it has stored; only the prompt's own tokens tell which of its tails fits."""
-    for tail in found.tails:
-        tokens = spec.usable(tail.chunk * chain.chunk_tokens + tail.tokens, len(chain))
-        if tokens is not None and chain.partial(tail.chunk, tail.tokens) == tail.digest:
-            return Hit(tokens, tail.chunk, tail.tokens, tail.digest)
-    return Hit(found.tokens)
 
 
 def fetch_status(endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:

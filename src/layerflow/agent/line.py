@@ -1,7 +1,8 @@
 """A line to the server for who only looks up: a conversation, its sign of life, and the server's presence table.
 
 The table spares most questions: of a prompt that was never seen nothing is stored, and the table says so in
-microseconds, where a lookup is a message there and one back.
+microseconds, where a lookup is a message there and one back. Of a prompt that was seen it says how much is stored; that
+it stays there is the server's to say.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 import zmq
 
 from layerflow.agent.handshake import ClientKeys, Conversation, dial, fetch_presence
+from layerflow.agent.values import Hit
 from layerflow.errors import LayerflowError, ServerLost
-from layerflow.keys import Chain, object_key
+from layerflow.hits import HitLength, find_hit
+from layerflow.keys import DIGEST_BYTES, Chain, object_key
 from layerflow.memfd import SharedMemory
 from layerflow.presence import Presence
-from layerflow.spec import ModelSpec
-from layerflow.wire.messages import Attach, Bye, Missed, Welcome
+from layerflow.spec import ModelSpec, Shard
+from layerflow.wire.messages import Attach, Bye, Found, Missed, Welcome
 
 BYE_LINGER_MS = 100
 LOOK_S = 0.02
@@ -28,6 +32,9 @@ LOOK_S = 0.02
 
 TELL_S = 1.0
 """How often the server is told of lookups that it was not asked."""
+
+MOST_LOOKS = 128
+"""Objects of one prompt that are looked for in the table on a scheduler's own thread, some 2 us each."""
 
 log = structlog.get_logger("layerflow.agent")
 
@@ -40,6 +47,7 @@ class Sight:
 
     def __init__(self, memory: SharedMemory, spec: ModelSpec) -> None:
         self._table = Presence(memory)
+        self._spec = spec
         whole = [n for n, group in enumerate(spec.groups) if not (group.rules.windowed or group.rules.exact)]
         self._whole_group = whole[0] if whole else None
         self._shard = spec.shard.peers()[0]
@@ -63,9 +71,59 @@ class Sight:
                 return False
         return True
 
+    def hit(self, chain: Chain) -> Hit | None:
+        """The longest hit, by what the table shows now; None: it cannot tell, or the prompt is too long to look."""
+        shards = self._spec.shard.peers()
+        if len(chain.digests) * len(self._spec.groups) * len(shards) > MOST_LOOKS:
+            return None
+        seen = _Seen(self._table, chain, self._shard)
+        full = len(chain.digests)
+        rest = len(chain) - full * chain.chunk_tokens
+        own = chain.partial(full, rest) if rest else b""
+        found = find_hit(seen, self._spec, chain.parent(0), chain.digests, len(chain), own)
+        return hit_of(found, chain, self._spec) if seen.sure else None
+
     def close(self) -> None:
         """Unmap."""
         self._table.close()
+
+
+class _Seen:
+    """The table as a hit is searched in it.
+
+    :ivar sure: nothing was looked for that the table cannot tell.
+    """
+
+    def __init__(self, table: Presence, chain: Chain, shard: Shard) -> None:
+        self._table = table
+        self._chain = chain
+        self._shard = shard
+        self.sure = True
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [self._table.holds(key) for key in keys]
+        self.sure &= None not in found
+        return [there is True for there in found]
+
+    def tails(self, parent: bytes) -> list[tuple[int, bytes]]:
+        """Those that the prompt itself goes on with."""
+        table, chain = self._table, self._chain
+        if not table.may_hold_tails(parent):
+            return []
+        digest = parent[:DIGEST_BYTES]
+        chunk = chain.digests.index(digest) + 1 if digest in chain.digests else 0
+        most = min(len(chain) - chunk * chain.chunk_tokens, chain.chunk_tokens - 1)
+        lengths = [tokens for tokens in range(most, 0, -1) if table.may_hold_tails(parent, tokens)]
+        return [(tokens, object_key(chain.partial(chunk, tokens), 0, self._shard)) for tokens in lengths]
+
+
+def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
+    """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
+    for tail in found.tails:
+        tokens = spec.usable(tail.chunk * chain.chunk_tokens + tail.tokens, len(chain))
+        if tokens is not None and chain.partial(tail.chunk, tail.tokens) == tail.digest:
+            return Hit(tokens, tail.chunk, tail.tokens, tail.digest)
+    return Hit(found.tokens)
 
 
 class Line:
@@ -119,6 +177,10 @@ class Line:
         if time.monotonic() >= self._tell_at:
             self._tell()
         return True
+
+    def hit(self, chain: Chain) -> Hit | None:
+        """How much of this prompt is stored, by what can be seen without asking; None: ask the server."""
+        return self._sight.hit(chain) if self._sight is not None else None
 
     def hung_up(self) -> bool:
         """Has the server died? Seen within :data:`LOOK_S`, where it is on this machine."""

@@ -25,11 +25,12 @@ from layerflow.flow.events import (
     SessionOpened,
     StepClosed,
 )
+from layerflow.hits import HitLength, find_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
-from layerflow.server.lookup import HitLength, find_hit, hit_keys
+from layerflow.server.lookup import hit_keys
 from layerflow.server.planner import plan_step
 from layerflow.server.planner_direct import plan_direct
 from layerflow.server.reach import find_and_bring, unknown_keys

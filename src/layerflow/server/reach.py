@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from layerflow.hits import HitLength, find_hit
 from layerflow.keys import object_key
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject, Pool
-from layerflow.server.lookup import Behind, Both, HitLength, find_hit
+from layerflow.server.lookup import Behind, Both
 from layerflow.spec import ModelSpec, Shard
 
 if TYPE_CHECKING:

@@ -73,6 +73,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 transfer.engine_id,
                 self._groups,
                 can_fail_in_background=_TransferResults is not None,
+                recomputes=transfer.kv_load_failure_policy == "recompute",
                 events=ChunkEvents(kv_cache_config) if self._events else None,
             )
         self._times: HookTimes | None = None

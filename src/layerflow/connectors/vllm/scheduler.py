@@ -47,6 +47,7 @@ class SchedulerSide:
     :param engine_id: vLLM's, shared with its workers.
     :param groups: how many cache groups the model has.
     :param can_fail_in_background: vLLM can be told that a background load of several groups has failed.
+    :param recomputes: vLLM computes what could not be loaded, so that a hit need not wait for its lease.
     :param events: takes what is stored, where vLLM's KV cache events are on.
     """
 
@@ -57,6 +58,7 @@ class SchedulerSide:
         groups: int,
         *,
         can_fail_in_background: bool,
+        recomputes: bool = False,
         events: ChunkEvents | None = None,
     ) -> None:
         self.options = options
@@ -64,6 +66,7 @@ class SchedulerSide:
         self.spec: ModelSpec | None = None
         self._engine_id = engine_id
         self._in_step = groups == 1
+        self._recomputes = recomputes
         self._may_load = options.load and (self._in_step or can_fail_in_background)
         self._tracked: dict[str, Tracked] = {}
         self._loading: list[Tracked] = []
@@ -82,7 +85,7 @@ class SchedulerSide:
         """All workers have registered their caches."""
         first, self._ranks = layouts[0], len(layouts)
         self.spec = msgspec.msgpack.decode(first.spec, type=ModelSpec)
-        self._lookups = Lookups(first.endpoint, self._engine_id, self.spec)
+        self._lookups = Lookups(first.endpoint, self._engine_id, self.spec, at_sight=self._recomputes)
         self._lookups.wait_connected(CONNECT_S)
         self._control = Control(first.endpoint, self._engine_id, self.spec)
         self._advisor = Advisor(self.spec)

@@ -1,0 +1,114 @@
+"""How many leading tokens of a prompt can be loaded: over all groups, all shards, complete objects only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from layerflow.keys import DIGEST_BYTES, object_key
+from layerflow.kinds import Kind
+from layerflow.spec import ModelSpec
+
+MAX_TAILS = 16
+"""Stored tails offered per lookup: more would mean that many prompts differ within one chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A longer hit, valid if `digest` is that of the prompt's next `tokens` tokens after `chunk` chunks."""
+
+    chunk: int
+    tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HitLength:
+    """The answer: tokens over full chunks, and candidates for more, longest first."""
+
+    tokens: int
+    tails: tuple[Tail, ...]
+
+
+class Reach(Protocol):
+    """What a hit is searched in: a pool, a pool with a tier behind it, a table of what a pool holds."""
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects can be loaded."""
+        ...
+
+    def tails(self, parent: bytes) -> Sequence[tuple[int, bytes]]:
+        """Partial chunks that follow the object `parent`, longest first: tokens, and an object's key."""
+        ...
+
+
+def find_hit(
+    pool: Reach, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int, own: bytes = b""
+) -> HitLength:
+    """The longest hit that every group and every shard satisfies, leaving one token to compute.
+
+    Where a group's hits are exact, one that would have to be shortened for that token does not count.
+
+    :param digests: of the prompt's full chunks, in order.
+    :param tokens: length of the prompt.
+    :param own: digest of what the full chunks leave of the prompt; empty = nothing, or unknown.
+    """
+    rules = [group.rules for group in spec.groups]
+    present = _presence(pool, spec, digests)
+    # A group that needs every chunk from the first on bounds the search for all.
+    bound = len(digests)
+    for kind, row in zip(rules, present, strict=True):
+        if not kind.first_token(tokens):
+            missing = np.flatnonzero(~row)
+            bound = min(bound, int(missing[0]) if missing.size else bound)
+    tails: list[Tail] = []
+    for chunk in range(bound, -1, -1):
+        parent = digests[chunk - 1] if chunk else root
+        room = tokens - chunk * spec.chunk_tokens
+        for tail in _tails(pool, spec, parent, room, own if chunk == len(digests) else b""):
+            if len(tails) == MAX_TAILS:
+                break
+            hit = spec.usable(chunk * spec.chunk_tokens + tail[0], tokens)
+            if hit is not None and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
+                tails.append(Tail(chunk, *tail))
+        hit = spec.usable(chunk * spec.chunk_tokens, tokens)
+        if hit and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
+            return HitLength(hit, tuple(tails))
+    return HitLength(0, tuple(tails))
+
+
+def _presence(pool: Reach, spec: ModelSpec, digests: list[bytes]) -> list[np.ndarray]:
+    """Per group: bool array over chunks, True where every shard has the object."""
+    shards = spec.shard.peers()
+    rows: list[np.ndarray] = []
+    for group in range(len(spec.groups)):
+        keys = [object_key(digest, group, shard) for digest in digests for shard in shards]
+        found = np.array(pool.lookup(keys), dtype=bool)
+        rows.append(np.asarray(found.reshape(len(digests), len(shards)).all(axis=1)))
+    return rows
+
+
+def _tails(pool: Reach, spec: ModelSpec, parent: bytes, room: int, own: bytes) -> Iterator[tuple[int, bytes]]:
+    """Tails after `parent` of at most `room` tokens that every group and shard has, longest first.
+
+    :param own: the prompt's own of exactly `room` tokens, which a pool may hold without listing it.
+    """
+    shards = spec.shard.peers()
+    listed = [(tokens, key[:DIGEST_BYTES]) for tokens, key in pool.tails(object_key(parent, 0, shards[0]))]
+    for tokens, digest in dict.fromkeys([(room, own), *listed] if own and room else listed):
+        if tokens <= room and all(
+            pool.lookup([object_key(digest, group, shard) for group in range(len(spec.groups)) for shard in shards])
+        ):
+            yield tokens, digest
+
+
+def _satisfied(rules: list[Kind], present: list[np.ndarray], chunk_tokens: int, hit: int, upto: int) -> bool:
+    """Do the full chunks below `upto` that a hit of `hit` tokens needs exist in every group?"""
+    for kind, row in zip(rules, present, strict=True):
+        need = kind.need(hit, chunk_tokens)
+        if not row[need.start : min(need.stop, upto)].all():
+            return False
+    return True
