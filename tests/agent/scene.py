@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,13 @@ BLOCKS = 8
 class Scene:
     """A step of two requests that load 8 blocks each in 2 layers, planned and with every batch granted."""
 
-    def __init__(self, timeout_s: float = 60.0, missing: bool = False) -> None:
+    def __init__(self, timeout_s: float = 60.0, missing: bool = False, granted: bool = True) -> None:
         requests = [self._request(name) for name in ("a", "b")]
         loads = outline_loads(SPEC, requests)
         self.fenced: list[str] = []
         self.closed: list[bool] = []
+        self.attended = 0
+        self.on_attend: Callable[[], None] = lambda: None
         deadline = time.monotonic() + timeout_s
         self.step = Step(
             1,
@@ -39,6 +42,7 @@ class Scene:
             deadline,
             deadline,
             device_for("cpu"),
+            self._attend,
             lambda _, reason: self.fenced.append(reason),
             lambda _, ok: self.closed.append(ok),
         )
@@ -47,7 +51,7 @@ class Scene:
         plans = [PlanPart(codec.pack_u64(places), codec.pack_u32([4, 4])) for places in offsets]
         self.step.planned(Plan(1, plans, []), self._bind)
         self.batches = [self._batch(number, layer) for number, layer in enumerate(range(2), 1)]
-        for batch in self.batches:
+        for batch in self.batches if granted else ():
             self.step.granted(batch)
 
     @staticmethod
@@ -61,6 +65,10 @@ class Scene:
 
     def _batch(self, number: int, layer: int) -> Batch:
         return Batch(1, number, LOAD, layer, 0, len(self.bound[0].numbers), 0, 0, 1, 0.0, True)
+
+    def _attend(self) -> None:
+        self.attended += 1
+        self.on_attend()
 
     def copy(self, *layers: int) -> None:
         """The lane copies these layers."""

@@ -177,3 +177,33 @@ def test_cutting_saves_waits_for_what_they_have_enqueued_and_for_no_load() -> No
     step.end(scene.batches[1])
     step.quiet()
     assert (load.waited, save.waited) == (1, 1)
+
+
+def test_loads_begin_before_the_forward_pass_where_the_engine_lets_them() -> None:
+    scene = Scene()
+    asked = scene.attended
+    assert not scene.step.begin_loads(0.0)
+    assert scene.attended == asked, "everything is granted: there is nothing to hear"
+    began: list[bool] = []
+    thread = threading.Thread(target=lambda: began.append(scene.step.begin_loads(10.0)))
+    thread.start()
+    scene.copy(0)
+    thread.join(10)
+    assert began == [True]
+    scene.copy(1)
+    assert scene.step.begin_loads(0.0), "everything is in place"
+
+
+def test_a_wait_first_hears_what_the_server_has_granted() -> None:
+    scene = Scene(granted=False)
+
+    def grant() -> None:
+        for batch in scene.batches:
+            scene.step.granted(batch)
+        scene.copy(0, 1)
+
+    scene.on_attend = grant
+    assert scene.step.wait_layer(0).ready
+    assert scene.attended == 1
+    assert scene.step.wait_layer(1).ready
+    assert scene.attended == 1

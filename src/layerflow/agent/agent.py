@@ -210,7 +210,8 @@ class Agent:
         saving_s = terms.save_timeout_ms / 1e3 if terms is not None else 0.0
         step = Step(
             next(self._numbers), self._groups, self._block_bytes, list(loads), list(saves),
-            now + loading_s, now + max(loading_s, saving_s), self.device, self._inbox.fenced, self._inbox.closed,
+            now + loading_s, now + max(loading_s, saving_s), self.device,
+            self._inbox.attend, self._inbox.fenced, self._inbox.closed,
         )  # fmt: skip
         step.work = work
         with self._ledger.lock:

@@ -179,6 +179,11 @@ class Inbox:
         self._finish(step)
         self._save_lane.poke()
 
+    def attend(self) -> None:
+        """Take what the server has said, on this thread."""
+        assert self.link is not None
+        self.link.attend()
+
     def hurry(self, step: Step) -> None:
         """Somebody waits for the step's saves."""
         step.hurry()

@@ -2,14 +2,19 @@
 
 The server's death is seen on the doorway's connection (the kernel hangs up), its silence by
 heartbeats. Other threads only append to queues; what they report is coalesced into one message.
+
+Where the engine's thread holds the interpreter for milliseconds, this one gets it too late: the engine's thread itself
+sends what it has to say, and takes what has come (:meth:`Link.attend`), whenever the link is not at it.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -125,6 +130,11 @@ class Link:
         self._rung = False
         self._closing = False
         self._tries = 0
+        # Whoever holds the lock may use the socket and call the owner.
+        self._turn = threading.Lock()
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._broken: Exception | None = None
+        self._heard_at = 0.0
         self.ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="layerflow-link", daemon=True)
 
@@ -133,12 +143,21 @@ class Link:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Queue a message and wake the thread.
+        """Send a message, or queue it and wake the thread.
 
         Encoded here: what cannot be encoded is its sender's error, not the end of the link.
         """
         self._outbox.append(codec.encode(message))
-        self.ring()
+        if not self._on_this_thread(self._post):
+            self.ring()
+
+    def attend(self) -> None:
+        """Do what the messages that have come say, on this thread; nothing where the link is at it.
+
+        Whoever calls holds no lock.
+        """
+        if self._on_this_thread(self._read) and self._owner.sampling():
+            self.ring()  # it sleeps for as long as was right before these messages
 
     def ring(self) -> None:
         """Wake the thread, at most once until it has looked; nobody is woken after :meth:`close`."""
@@ -158,6 +177,26 @@ class Link:
         if self._bell >= 0:
             os.close(self._bell)
             self._bell = -1
+
+    def _on_this_thread(self, work: Callable[[zmq.Socket[bytes]], None]) -> bool:
+        """Use the socket on this thread, if nobody does; whether that was so. What goes wrong ends the attachment."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            dealer = self._dealer
+            if dealer is None or self._closing:
+                return False
+            work(dealer)
+            # What came meanwhile, the socket's descriptor does not tell the link's thread any more.
+            if _pending(dealer):
+                self.ring()
+            return True
+        except Exception as error:  # noqa: BLE001 - the link's thread raises it again
+            self._broken = self._broken or error
+            self.ring()
+            return True
+        finally:
+            self._turn.release()
 
     def _run(self) -> None:
         while not self._closing:
@@ -213,9 +252,12 @@ class Link:
             attached = True
             self._owner.attached_to(Attachment(welcome.session, arena, terms, welcome, direct))
             self._tries = 0
+            self._dealer, self._broken = dealer, None
             self.ready.set()
             self._converse(dealer, guest.fileno(), welcome)
         finally:
+            with self._turn:
+                self._dealer = None
             self.ready.clear()
             if attached:
                 self._owner.lost("closed" if self._closing else "the server is gone")
@@ -224,34 +266,40 @@ class Link:
             dealer.close()
 
     def _converse(self, dealer: zmq.Socket[bytes], guest: int, welcome: Welcome) -> None:
-        poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
-        poller.register(guest, zmq.POLLIN | zmq.POLLERR)
-        poller.register(self._bell, zmq.POLLIN)
+        news = int(dealer.getsockopt(zmq.FD))
+        poller = select.poll()
+        for descriptor in (news, guest, self._bell):
+            poller.register(descriptor, select.POLLIN)
         beat_s, next_beat = welcome.heartbeat_ms / 1e3, time.monotonic()
-        heard = next_beat
+        self._heard_at = next_beat
         while True:
-            now = time.monotonic()
-            if int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # after a pause of this process: answers have queued up
-                heard = now
-            self._owner.tick(now, silent=now - heard > welcome.liveness_ms / 1e3)
-            if now >= next_beat:
-                next_beat = now + beat_s
-                self._outbox.append(codec.encode(Beat(now)))
-            self._flush(dealer)
-            if self._closing:
-                return
-            patience = FRONTIER_SAMPLE_MS if self._owner.sampling() else max(1, round((next_beat - now) * 1e3))
+            with self._turn:
+                now = time.monotonic()
+                if self._broken is not None:
+                    raise self._broken
+                if _pending(dealer):  # after a pause of this process: answers have queued up
+                    self._heard_at = now
+                self._owner.tick(now, silent=now - self._heard_at > welcome.liveness_ms / 1e3)
+                if now >= next_beat:
+                    next_beat = now + beat_s
+                    self._outbox.append(codec.encode(Beat(now)))
+                self._flush(dealer)
+                if self._closing:
+                    return
+                # What came while something was sent, the descriptor does not tell any more.
+                patience = 0 if _pending(dealer) else max(1, round((next_beat - now) * 1e3))
+                if patience and self._owner.sampling():
+                    patience = FRONTIER_SAMPLE_MS
             ready = dict(poller.poll(patience))
-            if guest in ready:
-                if dealer.poll(LAST_WORDS_MS):  # how the steps that it drained have ended
-                    self._read(dealer)
-                raise ServerLost("the server hung up")
             if self._bell in ready:
                 self._look()
-            if dealer in ready:
-                heard = time.monotonic()
-                self._read(dealer)
+            with self._turn:
+                if guest in ready:
+                    if dealer.poll(LAST_WORDS_MS):  # how the steps that it drained have ended
+                        self._read(dealer)
+                    raise ServerLost("the server hung up")
+                if news in ready or not patience:
+                    self._read(dealer)
 
     def _read(self, dealer: zmq.Socket[bytes]) -> None:
         while True:
@@ -259,6 +307,7 @@ class Link:
                 frame = dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._heard_at = time.monotonic()
             message = codec.decode_reply(frame, 64 << 20)
             if isinstance(message, Problem) and message.code == STRANGER:
                 raise ServerLost(f"the server does not know this session: {message.message}")
@@ -268,6 +317,9 @@ class Link:
         report = self._report()
         if report is not None:
             self._outbox.append(codec.encode(report))
+        self._post(dealer)
+
+    def _post(self, dealer: zmq.Socket[bytes]) -> None:
         while self._outbox:
             try:
                 dealer.send(self._outbox[0], zmq.NOBLOCK)
@@ -283,6 +335,11 @@ class Link:
         if not (done or failed or fenced or progress or closed or measured):
             return None
         return Report(done, failed, fenced, progress, closed, measured)
+
+
+def _pending(dealer: zmq.Socket[bytes]) -> bool:
+    """Has a message come?"""
+    return bool(int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _drain(column: deque[T]) -> list[T]:

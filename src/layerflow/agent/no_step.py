@@ -27,6 +27,10 @@ class NoStep:
         """There is nothing to load."""
         return True
 
+    def begin_loads(self, timeout_s: float) -> bool:
+        """There is nothing to load."""
+        return True
+
     def layer_done(self, layer: int, event: object = None) -> None:
         """Nothing waits for it."""
 

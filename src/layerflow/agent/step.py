@@ -48,6 +48,7 @@ class Step:
     :param block_bytes: per group: bytes of one block in one layer, all planes.
     :param deadline: monotonic seconds; loads not in place by then have failed.
     :param device: of the engine's memory.
+    :param attend: takes what the server has said, on the calling thread.
     :param on_fenced: told (step, reason) when the loads were cut off here.
     :param on_closed: told (step, ok) when the forward pass ended.
 
@@ -67,6 +68,7 @@ class Step:
         deadline: float,
         save_deadline: float,
         device: Device,
+        attend: Callable[[], None],
         on_fenced: Callable[[Step, str], None],
         on_closed: Callable[[Step, bool], None],
     ) -> None:
@@ -90,6 +92,7 @@ class Step:
         self.saves_spoiled = False
         self._groups = groups
         self._device = device
+        self._attend = attend
         self._on_fenced = on_fenced
         self._on_closed = on_closed
         self._save_patience: float | None = None
@@ -144,6 +147,18 @@ class Step:
         with self._condition:
             left = min(timeout_s, self.deadline - time.monotonic())
             return self._condition.wait_for(lambda: not self.loading, left) or time.monotonic() >= self.deadline
+
+    def begin_loads(self, timeout_s: float) -> bool:
+        """Before a forward pass: let the loads begin now. False if none has after `timeout_s`.
+
+        For engines whose thread hardly lets go of the interpreter while they prepare the pass: the link and the lane
+        need it for a moment.
+        """
+        if not self.loading:
+            return True
+        self._take_grants()
+        with self._condition:
+            return self._condition.wait_for(lambda: self._under_way.has_begun(LOAD) or not self.loading, timeout_s)
 
     def layer_done(self, layer: int, event: object = None) -> None:
         """After the new tokens' KV of `layer` was written; its saves may leave.
@@ -203,6 +218,7 @@ class Step:
 
     def _wait(self, layer: int) -> Outcome:
         began = self._course.asked_at[layer] = time.monotonic()
+        self._take_grants()
         expired = False
         with self._condition:
             # Not `fenced`: until a running batch has ended it is not known what has failed.
@@ -227,6 +243,10 @@ class Step:
         ended = self._course.waited_at[layer] = time.monotonic()
         self.trace.spans.append(Span("wait", layer, began, ended))
         return outcome
+
+    def _take_grants(self) -> None:
+        if self.loads and not self._arrivals.all_granted():
+            self._attend()
 
     def _no_such(self, layer: object) -> SpecError:
         last = len(self._groups) - 1

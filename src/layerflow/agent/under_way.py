@@ -53,6 +53,10 @@ class UnderWay:
         """The batches that are being copied in one call."""
         return self._convoys[direction]
 
+    def has_begun(self, direction: int) -> bool:
+        """Has any?"""
+        return self._begun[direction] > 0
+
     def halt(self, direction: int) -> None:
         """Of these no further one begins."""
         convoy = self._convoys[direction]

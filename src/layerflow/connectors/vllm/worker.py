@@ -30,6 +30,9 @@ RECLAIM_S = 0.2
 SETTLE_S = 5e-3
 """How long after a short forward pass its saves begin: the engine first samples and answers."""
 
+BEGIN_S = 1e-3
+"""How long the forward pass may be held up for its loads to begin; the first layer would wait for them anyway."""
+
 IDLE_WAIT_S = 1e-3
 """How long a pass without a forward waits for background loads: it has nothing else to do."""
 
@@ -94,6 +97,8 @@ class WorkerSide:
             self.prepare(plan)
         if self._step is None and self._tails is None and not (plan.idle or self._late):
             self._open(plan)
+        if self._step is not None and self._early:
+            self._step.begin_loads(BEGIN_S)
         for request, parts in plan.background.items():
             self._background[request] = self._remember(self._agent.open_outline(parts, []), (request,))
         self._leaving.update(plan.leaving)
