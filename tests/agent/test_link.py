@@ -75,6 +75,14 @@ def test_what_has_come_is_heard_on_the_thread_that_attends(embed: Embed, monkeyp
         heard = heard_on(link, monkeypatch)
         mine = threading.get_ident()
         number = 0
+        read = link._read
+
+        def read_what_comes(dealer: Any) -> None:
+            if threading.get_ident() == mine:
+                dealer.poll(200)  # with the link's turn: it cannot be quicker
+            read(dealer)
+
+        monkeypatch.setattr(link, "_read", read_what_comes)
 
         def asked_and_heard_here() -> bool:
             nonlocal number
