@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from layerflow.keys import DIGEST_BYTES, object_key
 from layerflow.kinds import Kind
 from layerflow.spec import ModelSpec
@@ -61,9 +59,8 @@ def find_hit(
     # A group that needs every chunk from the first on bounds the search for all.
     bound = len(digests)
     for kind, row in zip(rules, present, strict=True):
-        if not kind.first_token(tokens):
-            missing = np.flatnonzero(~row)
-            bound = min(bound, int(missing[0]) if missing.size else bound)
+        if False in row and not kind.first_token(tokens):
+            bound = min(bound, row.index(False))
     tails: list[Tail] = []
     for chunk in range(bound, -1, -1):
         parent = digests[chunk - 1] if chunk else root
@@ -80,14 +77,14 @@ def find_hit(
     return HitLength(0, tuple(tails))
 
 
-def _presence(pool: Reach, spec: ModelSpec, digests: list[bytes]) -> list[np.ndarray]:
-    """Per group: bool array over chunks, True where every shard has the object."""
+def _presence(pool: Reach, spec: ModelSpec, digests: list[bytes]) -> list[list[bool]]:
+    """Per group: by chunk, whether every shard has the object."""
     shards = spec.shard.peers()
-    rows: list[np.ndarray] = []
+    rows: list[list[bool]] = []
     for group in range(len(spec.groups)):
-        keys = [object_key(digest, group, shard) for digest in digests for shard in shards]
-        found = np.array(pool.lookup(keys), dtype=bool)
-        rows.append(np.asarray(found.reshape(len(digests), len(shards)).all(axis=1)))
+        found = pool.lookup([object_key(digest, group, shard) for digest in digests for shard in shards])
+        count = len(shards)
+        rows.append(found if count == 1 else [all(found[at : at + count]) for at in range(0, len(found), count)])
     return rows
 
 
@@ -105,10 +102,10 @@ def _tails(pool: Reach, spec: ModelSpec, parent: bytes, room: int, own: bytes) -
             yield tokens, digest
 
 
-def _satisfied(rules: list[Kind], present: list[np.ndarray], chunk_tokens: int, hit: int, upto: int) -> bool:
+def _satisfied(rules: list[Kind], present: list[list[bool]], chunk_tokens: int, hit: int, upto: int) -> bool:
     """Do the full chunks below `upto` that a hit of `hit` tokens needs exist in every group?"""
     for kind, row in zip(rules, present, strict=True):
         need = kind.need(hit, chunk_tokens)
-        if not row[need.start : min(need.stop, upto)].all():
+        if not all(row[need.start : min(need.stop, upto)]):
             return False
     return True
