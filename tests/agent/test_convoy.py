@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from e2e.known import KnownWorker, eventually, small_spec
+from msgspec import structs
 
 from layerflow.agent.convoy import Convoy
 from layerflow.agent.step import LOAD, SAVE
@@ -48,6 +49,37 @@ def test_a_layer_is_ready_before_the_lane_is_back() -> None:
     assert told[0].ready and scene.step.loading
     scene.step.came_in(convoy, 2)
     assert scene.step.is_ready(0) and scene.step.is_ready(1) and not scene.step.loading
+
+
+def test_a_layer_that_has_landed_waits_for_no_lock() -> None:
+    scene = Scene()
+    convoy = under_way(scene)
+    land(convoy, 0)
+    with scene.step._condition:
+        first, told = waiting(scene.step, 0)
+        first.join(PATIENCE_S)
+        assert told[0].ready and scene.step.is_ready(0) and not scene.step.is_ready(1)
+    scene.step.load_failed(0, 0, 1, "gone")
+    assert not scene.step.is_ready(0), "there is something to tell"
+
+
+def test_a_lane_that_comes_in_while_somebody_looks_is_not_counted_twice() -> None:
+    """Half of the layer is copied when the call is halted: what has landed there is what has ended."""
+    scene = Scene(granted=False)
+    whole = scene.batches[0]
+    half, rest = (structs.replace(whole, batch=number, seals=number == 2) for number in (1, 2))
+    for batch in (half, rest):
+        scene.step.granted(batch)
+    convoy = Convoy(LOAD, [half, rest])
+    assert scene.step.set_out(convoy)
+    land(convoy, 0)
+
+    def landed(layer: int) -> int:
+        scene.step.came_in(convoy, 1)
+        return 1
+
+    convoy.landed = landed  # type: ignore[method-assign]
+    assert not scene.step.is_ready(0)
 
 
 def test_who_waits_already_when_it_sets_out_sees_it_land() -> None:

@@ -48,6 +48,11 @@ class Arrivals:
         """
         return self._sealed[layer] and self._outstanding[layer] == landed
 
+    @property
+    def troubled(self) -> bool:
+        """Is there anything to tell but that bytes are in place?"""
+        return bool(self.fenced or self.failures or self._aborted)
+
     def all_granted(self) -> bool:
         """Does no further batch come, for any layer?"""
         return all(self._sealed)

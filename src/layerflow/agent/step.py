@@ -123,7 +123,7 @@ class Step:
         if layer < 0:
             raise self._no_such(layer)
         self.frontier = layer
-        if ready:
+        if ready or self._has_landed(layer):
             course = self._course
             course.asked_at[layer] = course.waited_at[layer] = time.monotonic()
             return READY
@@ -131,7 +131,7 @@ class Step:
 
     def is_ready(self, layer: int) -> bool:
         """Would :meth:`wait_layer` return at once?"""
-        return self._ready[layer]
+        return self._ready[layer] or self._has_landed(layer)
 
     def wait_all(self) -> Outcome:
         """All layers at once (bulk loading)."""
@@ -243,6 +243,14 @@ class Step:
         ended = self._course.waited_at[layer] = time.monotonic()
         self.trace.spans.append(Span("wait", layer, began, ended))
         return outcome
+
+    def _has_landed(self, layer: int) -> bool:
+        """Are the layer's bytes in place, though the lane that copies more of the step has told nobody yet?"""
+        convoy = self._under_way.convoy(LOAD)
+        if convoy is None or self._arrivals.troubled:
+            return False
+        # Without the lock. The lane comes in before it ends its batches: while it has not, none of them counts twice.
+        return self._arrivals.in_place(layer, convoy.landed(layer)) and self._under_way.convoy(LOAD) is convoy
 
     def _take_grants(self) -> None:
         if self.loads and not self._arrivals.all_granted():
