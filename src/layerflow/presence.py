@@ -9,7 +9,11 @@ key's tag (both 64 bits and the bucket alike), or, where a bucket has overflowed
 
 from __future__ import annotations
 
+import functools
 import struct
+
+import numpy as np
+import numpy.typing as npt
 
 from layerflow.errors import ExtentError
 from layerflow.memfd import SharedMemory
@@ -45,6 +49,12 @@ def _salt(tokens: int) -> int:
     return _TAILS + tokens * _MIX & _MASK
 
 
+@functools.lru_cache(256)
+def _multiples(most: int) -> npt.NDArray[np.uint64]:
+    """What 1 to `most` tokens add to a salt, longest first."""
+    return np.arange(most, 0, -1, dtype=np.uint64) * np.uint64(_MIX)
+
+
 class Presence:
     """The reader's side.
 
@@ -54,12 +64,16 @@ class Presence:
 
     def __init__(self, memory: SharedMemory) -> None:
         buckets, rest = divmod(memory.nbytes, BUCKET_BYTES)
-        if rest or buckets & (buckets - 1):
-            raise ExtentError(f"a presence table of {memory.nbytes} bytes: it has a power of two of 64-byte buckets")
+        if rest or buckets < 2 or buckets & (buckets - 1):
+            raise ExtentError(
+                f"a presence table of {memory.nbytes} bytes: it has two 64-byte buckets or another power of two"
+            )
         self.memory = memory
         self._buckets = buckets
         # One word is read and written by one load or store of the machine; numpy would take ten times as long.
         self._words = memory.view.cast("Q")
+        self._table = np.frombuffer(self._words, np.uint64).reshape(-1, _BUCKET_WORDS)
+        self._shift = np.uint64(65 - buckets.bit_length())
 
     def may_hold(self, key: bytes) -> bool:
         """False: no object with this 24-byte key is complete."""
@@ -74,8 +88,18 @@ class Presence:
         """False: no complete partial chunk of so many tokens (0: of any) follows this 24-byte key."""
         return self._may_hold(parent, _salt(tokens))
 
+    def tail_lengths(self, parent: bytes, most: int) -> list[int]:
+        """Of 1 to `most` tokens, longest first: those for which :meth:`may_hold_tails` is true, seen all at once."""
+        low, high, ranks = _KEY.unpack(parent)
+        mixed = _multiples(most) + np.uint64(ranks * _MIX + _TAILS & _MASK)
+        # As place_of says; a tag of 0 is taken for a free word, and so for "maybe".
+        words = self._table[mixed + np.uint64(low) >> self._shift]
+        found = (words == (mixed ^ np.uint64(high))[:, None]).any(axis=1) | (words[:, _TAGS] != 0)
+        return [most - at for at in found.nonzero()[0].tolist()]
+
     def close(self) -> None:
         """Unmap; nothing may be asked any more."""
+        del self._table
         self._words.release()
         self.memory.close()
 

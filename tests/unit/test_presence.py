@@ -8,7 +8,7 @@ import mmap
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -115,6 +115,24 @@ class TableMachine(RuleBasedStateMachine):
 
 TestTableMachine = TableMachine.TestCase
 TestTableMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([*crowd(3), key_of(1), key_of(2)]), st.integers(0, 12)), max_size=60),
+    st.integers(0, 9),
+    st.sampled_from([0, 1, 9, 255]),
+)
+def test_lengths_are_seen_together_as_one_by_one(tails: list[tuple[bytes, int]], filled: int, most: int) -> None:
+    """One length's bucket has overflowed where it was added more than seven times."""
+    table = PresenceWriter(0)
+    for _ in range(filled):
+        table.add_tails(key_of(1), 3)
+    for parent, tokens in tails:
+        table.add_tails(parent, tokens)
+    for parent in [*crowd(3), key_of(1), key_of(2), key_of(3)]:
+        one_by_one = [tokens for tokens in range(most, 0, -1) if table.may_hold_tails(parent, tokens)]
+        assert table.tail_lengths(parent, most) == one_by_one
 
 
 def test_an_overflowed_bucket_says_maybe_until_what_found_no_room_is_gone() -> None:

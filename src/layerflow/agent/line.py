@@ -66,10 +66,8 @@ class Sight:
         parent = object_key(chain.parent(0), 0, shard)
         if not table.may_hold_tails(parent):
             return True
-        for tokens in range(1, min(len(chain), chain.chunk_tokens - 1) + 1):
-            if table.may_hold_tails(parent, tokens) and table.may_hold(object_key(chain.partial(0, tokens), 0, shard)):
-                return False
-        return True
+        lengths = table.tail_lengths(parent, min(len(chain), chain.chunk_tokens - 1))
+        return not any(table.may_hold(object_key(chain.partial(0, tokens), 0, shard)) for tokens in lengths)
 
     def hit(self, chain: Chain) -> Hit | None:
         """The longest hit, by what the table shows now; None: it cannot tell, or the prompt is too long to look."""
@@ -113,8 +111,10 @@ class _Seen:
         digest = parent[:DIGEST_BYTES]
         chunk = chain.digests.index(digest) + 1 if digest in chain.digests else 0
         most = min(len(chain) - chunk * chain.chunk_tokens, chain.chunk_tokens - 1)
-        lengths = [tokens for tokens in range(most, 0, -1) if table.may_hold_tails(parent, tokens)]
-        return [(tokens, object_key(chain.partial(chunk, tokens), 0, self._shard)) for tokens in lengths]
+        return [
+            (tokens, object_key(chain.partial(chunk, tokens), 0, self._shard))
+            for tokens in table.tail_lengths(parent, most)
+        ]
 
 
 def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
