@@ -101,6 +101,13 @@ class Chain:
         """Digest of what comes before chunk `chunk`."""
         return self._parents[chunk]
 
+    @property
+    def tail(self) -> bytes:
+        """Digest of what the full chunks leave of the prompt; empty = they leave nothing."""
+        full = len(self.digests)
+        rest = len(self) - full * self.chunk_tokens
+        return self.partial(full, rest) if rest else b""
+
     def partial(self, chunk: int, tokens: int) -> bytes:
         """Digest of chunk `chunk` if it held only its first `tokens` tokens."""
         start = chunk * self.chunk_tokens

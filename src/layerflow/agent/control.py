@@ -174,10 +174,7 @@ class Control:
 
 def lookup_of(number: int, request: str, chain: Chain, lease_ms: int) -> Lookup:
     """The question for a prompt."""
-    full = len(chain.digests)
-    rest = len(chain) - full * chain.chunk_tokens
-    tail = chain.partial(full, rest) if rest else b""
-    return Lookup(number, request, chain.parent(0), b"".join(chain.digests), len(chain), lease_ms, tail)
+    return Lookup(number, request, chain.parent(0), b"".join(chain.digests), len(chain), lease_ms, chain.tail)
 
 
 def fetch_status(endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:

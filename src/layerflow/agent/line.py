@@ -75,10 +75,7 @@ class Sight:
         if len(chain.digests) * len(self._spec.groups) * len(shards) > MOST_LOOKS:
             return None
         seen = _Seen(self._table, chain, self._shard)
-        full = len(chain.digests)
-        rest = len(chain) - full * chain.chunk_tokens
-        own = chain.partial(full, rest) if rest else b""
-        found = find_hit(seen, self._spec, chain.parent(0), chain.digests, len(chain), own)
+        found = find_hit(seen, self._spec, chain.parent(0), chain.digests, len(chain), chain.tail)
         return hit_of(found, chain, self._spec) if seen.sure else None
 
     def close(self) -> None:
