@@ -48,6 +48,27 @@ def test_a_message_leaves_on_the_thread_that_sends_it(embed: Embed, monkeypatch:
         assert eventually(lambda: not link._outbox)
 
 
+def test_a_report_leaves_on_the_thread_that_tells_or_is_left_to_the_link(
+    embed: Embed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with worker_on(embed()) as worker:
+        link = link_of(worker)
+        reported: list[int] = []
+        report = link._report
+        monkeypatch.setattr(link, "_report", lambda: (reported.append(threading.get_ident()), report())[1])
+
+        def told_here() -> bool:
+            link.tell()
+            return threading.get_ident() in reported
+
+        assert eventually(told_here)
+        with link._turn:
+            reported.clear()
+            link.tell()
+            assert threading.get_ident() not in reported
+        assert eventually(lambda: link._thread.ident in reported)
+
+
 def test_where_the_link_is_at_it_a_message_is_left_to_it(embed: Embed, monkeypatch: pytest.MonkeyPatch) -> None:
     with worker_on(embed()) as worker:
         link = link_of(worker)

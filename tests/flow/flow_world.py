@@ -5,6 +5,8 @@ It carries out the core's commands and asserts, command by command, what the cor
 
 from __future__ import annotations
 
+import sys
+
 from flow_books import Pass, Side, covered, side_of
 
 from layerflow.flow import Flow
@@ -40,6 +42,7 @@ from layerflow.flow.events import (
     SessionOpened,
     StepClosed,
     StepOpened,
+    Tick,
 )
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
@@ -48,10 +51,11 @@ LOAD, SAVE = Direction.LOAD, Direction.SAVE
 class World:
     """Sends events to a flow, keeps the books, checks every command and the core's own invariants."""
 
-    def __init__(self, limits: Limits | None = None, *, validate: bool = True):
+    def __init__(self, limits: Limits | None = None, *, validate: bool = True, most: int = sys.maxsize):
         self.limits = limits or Limits()
         self.flow = Flow(self.limits)
         self.validate = validate
+        self.most = most
         self.now = 100.0
         self.layers: dict[int, tuple[LayerShape, ...]] = {}
         self.steps: dict[tuple[int, int], Pass] = {}
@@ -82,9 +86,20 @@ class World:
 
     def send(self, event: Event) -> list[Command]:
         lost = self._before(event)
-        commands = self.flow.handle(event, self.now)
+        commands = self.flow.handle(event, self.now, self.most)
+        assert len(of(commands, Submit)) <= self.most
         for command in commands:
             self._obey(command, lost)
+        if self.flow.paused:
+            self._ready()
+            if self.validate:
+                self.flow.validate()
+            rest = self.flow.handle(Tick(), self.now)
+            assert of(rest, Submit), "paused for nothing"
+            for command in rest:
+                self._obey(command, None)
+            commands += rest
+        assert not self.flow.paused
         told = [(c.session, c.step, c.group) for c in of(commands, LayersStored)]
         assert len(set(told)) == len(told), "told twice at once"
         if lost is not None:

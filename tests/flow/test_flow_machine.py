@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -49,9 +50,9 @@ REQUESTS = st.sampled_from("abcde")
 class FlowMachine(RuleBasedStateMachine):
     """Several sessions, random parts and groups, completions in any order, and everything that goes wrong."""
 
-    @initialize(limits=limits)
-    def start(self, limits):
-        self.world = World(limits)
+    @initialize(limits=limits, most=st.sampled_from([0, 1, 4, sys.maxsize]))
+    def start(self, limits, most):
+        self.world = World(limits, most=most)
         self.sessions = 0
         self.numbers = 0
         self.stale = []

@@ -8,7 +8,18 @@ from flow_world import LOAD, SAVE, World, of, submits
 from layerflow.errors import ConfigError
 from layerflow.flow import Flow
 from layerflow.flow.commands import WakeAt
-from layerflow.flow.events import FrontierReached, LayersComputed, Limits, LimitsChanged, Part, StepClosed
+from layerflow.flow.events import (
+    FrontierReached,
+    LayersComputed,
+    LayerShape,
+    Limits,
+    LimitsChanged,
+    Part,
+    SessionOpened,
+    StepClosed,
+    StepOpened,
+    Tick,
+)
 from layerflow.flow.grant import stagger_slot
 
 
@@ -152,6 +163,30 @@ def test_stagger_applies_to_loads_of_tensor_parallel_sessions_only():
     assert all(s.not_before >= world.now for s in out if s.direction is LOAD)
     assert {s.not_before for s in out if s.direction is SAVE} == {0.0}
     assert {s.not_before for s in submits(world.open(1, 1, [Part("a", 0, 1)]))} == {0.0}
+
+
+@pytest.mark.parametrize("most", [0, 1, 4, 11, 12])
+def test_a_pause_changes_neither_the_batches_nor_their_order(most):
+    def granted(world):
+        world.open_session(0, [(0, 10)] * 4)
+        world.open_session(1, [(0, 30)] * 2)
+        opened = world.open(0, 1, [Part("a", 0, 2)], [Part("a", 0, 1)]) + world.open(1, 1, [Part("b", 0, 1)])
+        return submits(opened + world.done(submits(opened)[0]))
+
+    at_once, paused = granted(World()), granted(World(most=most))
+    assert paused == at_once
+    assert len(at_once) == 10
+
+
+def test_a_paused_core_hands_the_rest_out_at_the_next_event():
+    flow = World().flow
+    flow.handle(SessionOpened(0, (LayerShape(0, 10),) * 5), 1.0)
+    first = submits(flow.handle(StepOpened(0, 1, 9.0, 9.0, (Part("a", 0, 2),), ()), 1.0, 2))
+    assert [batch.layer for batch in first] == [0, 1] and flow.paused
+    flow.validate()
+    assert [batch.layer for batch in submits(flow.handle(Tick(), 1.0))] == [2, 3, 4]
+    assert not flow.paused
+    flow.validate()
 
 
 def test_wake_at_only_when_the_earliest_deadline_changes():

@@ -108,12 +108,13 @@ class Agent:
     @property
     def traces(self) -> deque[StepTrace]:
         """The last finished steps, oldest first."""
-        return self._inbox.traces
+        self._inbox.measure()
+        return self._inbox.measures.traces
 
     @property
     def measured(self) -> deque[Measured]:
-        """The figures of the last finished steps, oldest first; take them from the left."""
-        return self._inbox.measured
+        """The figures of the last finished steps, oldest first, a moment after their end; take them from the left."""
+        return self._inbox.measures.measured
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Wait for a server; False after `timeout_s`."""
@@ -154,6 +155,7 @@ class Agent:
         :param prompt_tokens: of the whole prompt.
         """
         terms = self.terms
+        self._inbox.measure()
         return self._inbox.advisor.advise(terms.mode if terms is not None else "auto", hit, prompt_tokens)
 
     @property
@@ -318,6 +320,7 @@ class Agent:
         """Cut off what is open, stop the threads and hang up; in a forked copy nothing."""
         if os.getpid() != self._pid:
             return
+        self._inbox.measure()
         self._link.close()
         self._inbox.close()
         self._link.release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 
 import structlog
 
@@ -14,14 +13,14 @@ from layerflow.agent.jobs import Job
 from layerflow.agent.ledger import Ledger
 from layerflow.agent.link import Attachment, Link
 from layerflow.agent.load_lane import LoadLane
+from layerflow.agent.measures import Measures
 from layerflow.agent.outline import Numbered
 from layerflow.agent.save_lane import SaveLane
 from layerflow.agent.step import LOAD, SAVE, Step
-from layerflow.agent.values import Measured, Tally
+from layerflow.agent.values import Tally
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.device.poller import Poller
 from layerflow.errors import LayerflowError, Unsupported
-from layerflow.observe.trace import StepTrace, figures
 from layerflow.ops.copier import Copier, copier_for
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
@@ -31,7 +30,6 @@ from layerflow.wire.messages import (
     Closed,
     Failure,
     Fence,
-    Figures,
     Grant,
     Notice,
     OpenStep,
@@ -42,7 +40,6 @@ from layerflow.wire.messages import (
     ToClient,
 )
 
-KEPT_TRACES = 64
 FEW_BATCHES = 2
 """A lane with more work than this needs none soon: what it has done is told together with what it does next. Each
 report wakes two threads, on cores that compute."""
@@ -55,8 +52,7 @@ class Inbox:
 
     def __init__(self, memory: PagedMemory, device: Device, ledger: Ledger, tally: Tally, advisor: Advisor) -> None:
         self.advisor = advisor
-        self.traces: deque[StepTrace] = deque(maxlen=KEPT_TRACES)
-        self.measured: deque[Measured] = deque(maxlen=KEPT_TRACES)
+        self.measures = Measures(advisor, spans_are_transfers=device.kind == "cpu")
         self.attachment: Attachment | None = None
         self.silent = False
         self.link: Link | None = None
@@ -69,7 +65,7 @@ class Inbox:
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self._poller = Poller(device.kind) if device.kind != "cpu" else None
         self._load_lane = LoadLane(self._ended_copy, self._loaded_some)
-        self._save_lane = SaveLane(self._ended_copy, self._ring)
+        self._save_lane = SaveLane(self._ended_copy, self._saved_some)
 
     def close(self) -> None:
         """Stop the lanes and the poller."""
@@ -142,6 +138,7 @@ class Inbox:
                 log.warning("server_silent", open_steps=len(self._ledger))
             else:
                 log.info("server_heard_again")
+        self.measure(now)
         for step in self._ledger.steps():
             if now > (step.deadline if silent or not step.announced else step.save_deadline):
                 self.cut(step, "not finished at its deadline")
@@ -159,13 +156,18 @@ class Inbox:
         return moved
 
     def sampling(self) -> bool:
-        """Frontiers matter while a prefetch window is set and something loads."""
+        """While a prefetch window is set and something loads, frontiers matter. Steps that ended are to be measured."""
         attachment = self.attachment
-        return (
+        return self.measures.pending or (
             attachment is not None
             and attachment.terms.prefetch_layers > 0
             and any(step.loading for step in self._ledger.steps())
         )
+
+    def measure(self, until: float | None = None) -> None:
+        """Work the figures of ended steps out, and tell the server with what is told next."""
+        assert self.link is not None
+        self.link.news.figures.extend(self.measures.work_out(until))
 
     # -- told by steps ----------------------------------------------------------------------------
 
@@ -327,17 +329,9 @@ class Inbox:
         if self._ledger.get(step.number) is not step:
             return
         attachment = self.attachment
-        trace = step.finish_trace(attachment.session if attachment is not None else 0)
-        measured = Measured(step.number, figures(trace, "load"), figures(trace, "save"))
-        self.traces.append(trace)
-        self.measured.append(measured)
-        # Elsewhere the spans are times of enqueueing, which say nothing of the link.
-        if self._device.kind == "cpu" or step.cargo is not None:
-            self.advisor.observe(trace, measured.load, step.work)
+        step.over(attachment.session if attachment is not None else 0)
         self.bypass.over(step)
-        if self._ledger.finish(step):
-            self.link.news.figures.append(_message(measured))
-            self.link.ring()
+        self._ledger.finish(step, self.measures.ended)
 
     def _ended_copy(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
         """A lane is done with a batch; on a device the poller says when its bytes are in place."""
@@ -378,22 +372,16 @@ class Inbox:
         if self._poller is None and self._few_loads():
             self._ring()
 
+    def _saved_some(self, idle: bool) -> None:
+        assert self.link is not None
+        if idle:
+            self.link.tell()
+        else:
+            self.link.ring()
+
     def _few_loads(self) -> bool:
         return self._load_lane.waiting <= FEW_BATCHES
 
     def _ring(self) -> None:
         assert self.link is not None
         self.link.ring()
-
-
-def _message(measured: Measured) -> Figures:
-    load, save = measured.load, measured.save
-    return Figures(
-        measured.step,
-        load.bytes,
-        load.transfer_ms / 1e3,
-        load.exposed_ms / 1e3,
-        save.bytes,
-        save.transfer_ms / 1e3,
-        save.exposed_ms / 1e3,
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 
 from layerflow.agent.step import Step
 from layerflow.agent.values import Ended
@@ -40,18 +41,21 @@ class Ledger:
         with self.lock:
             return list(self._steps.values())
 
-    def finish(self, step: Step) -> bool:
-        """Close; False if it was closed already."""
+    def finish(self, step: Step, ended: Callable[[Step], None]) -> None:
+        """Close, unless it was closed already.
+
+        :param ended: told of the step, under the lock, before anybody who waits for its end.
+        """
         with self.lock:
             if self._steps.pop(step.number, None) is None:
-                return False
+                return
+            ended(step)
             self._busy.subtract(step.requests)
             for request in step.requests:
                 if not self._busy[request]:
                     del self._busy[request]
                     self._release(request)
             self._idle.notify_all()
-            return True
 
     def busy(self, request: str) -> bool:
         """Does an open step touch this request's blocks?"""

@@ -93,7 +93,7 @@ class Owner(Protocol):
         ...
 
     def sampling(self) -> bool:
-        """Does the server wait for frontiers (a prefetch window is set)?"""
+        """Is :meth:`progress` or :meth:`tick` to be called within a millisecond?"""
         ...
 
 
@@ -158,6 +158,11 @@ class Link:
         """
         if self._on_this_thread(self._read) and self._owner.sampling():
             self.ring()  # it sleeps for as long as was right before these messages
+
+    def tell(self) -> None:
+        """Report on this thread; or wake the link's, where that is at it."""
+        if not self._on_this_thread(self._flush):
+            self.ring()
 
     def ring(self) -> None:
         """Wake the thread, at most once until it has looked; nobody is woken after :meth:`close`."""

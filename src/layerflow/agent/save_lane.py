@@ -25,10 +25,10 @@ class SaveLane:
     interpreter some time, which the engine's thread needs for the next layer. Unless somebody waits for the saves.
 
     :param report: called on the lane's thread.
-    :param told: called after some reports, when none follows at once.
+    :param told: called (idle) after some reports. Where the lane is idle, it may be used to pass them on.
     """
 
-    def __init__(self, report: Report, told: Callable[[], None]) -> None:
+    def __init__(self, report: Report, told: Callable[[bool], None]) -> None:
         self._tell = report
         self._told = told
         self._untold = 0
@@ -67,17 +67,17 @@ class SaveLane:
                     del job
             self._arrived()
             if self._untold:
-                self._let_know()
+                self._let_know(idle=True)
 
     def _report(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
         self._tell(job, failure, event)
         self._untold += job.batch.nbytes
         if self._untold >= TOLD_BYTES:
-            self._let_know()
+            self._let_know(idle=False)
 
-    def _let_know(self) -> None:
+    def _let_know(self, idle: bool) -> None:
         self._untold = 0
-        self._told()
+        self._told(idle)
 
     def _take(self) -> bool:
         """Fetch new jobs; wait for the next moment at which anything can happen."""

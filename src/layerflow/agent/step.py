@@ -102,6 +102,7 @@ class Step:
         self.cut_off = threading.Event()
         self._condition = threading.Condition()
         self._course = Course(len(groups))
+        self._done, self._done_at = self._course.done, self._course.done_at
         self._arrivals = Arrivals(loads, groups, block_bytes)
         self._ready = self._arrivals.ready
         self._under_way = UnderWay(number, self._condition)
@@ -166,11 +167,13 @@ class Step:
         :param event: on cuda and npu: the engine's event behind that write; None = one is recorded now.
         :raises SpecError: the model has no such layer.
         """
-        course = self._course
-        if not 0 <= layer < len(course.done):
+        if layer < 0:
             raise self._no_such(layer)
-        course.done_at[layer] = time.monotonic()
-        course.done[layer] = event or (True if self._local else self._device.record())
+        try:
+            self._done_at[layer] = time.monotonic()
+        except IndexError:
+            raise self._no_such(layer) from None
+        self._done[layer] = event or self._local or self._device.record()
 
     def hurry(self) -> None:
         """Somebody waits for the saves: they do not keep behind the forward pass any more."""
@@ -413,10 +416,13 @@ class Step:
             self._await_saves()
             self._settle_device()
 
-    def finish_trace(self, session: int) -> StepTrace:
-        """Add the compute spans; the step is over, nothing of it is read any more."""
+    def over(self, session: int) -> None:
+        """Nothing of it is read any more."""
         self.reads.stop()
         self.trace.session = session
+
+    def finish_trace(self) -> StepTrace:
+        """Add the compute spans; once, when the step is over."""
         self.trace.spans.extend(self._course.compute_spans())
         return self.trace
 

@@ -12,6 +12,7 @@ step's opening, its commit and the death of its parts cost O(parts).
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict
@@ -79,10 +80,16 @@ class Flow:
             Tick: self._tick,
         }
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    @property
+    def paused(self) -> bool:
+        """Were batches left that may run now? The next event hands them out: a ``Tick``, where there is no other."""
+        return self._state.paused
+
+    def handle(self, event: Event, now: float, most: int = sys.maxsize) -> list[Command]:
         """Apply one event.
 
         :param now: seconds on the caller's monotonic clock; never smaller than in the call before.
+        :param most: batches to hand out in this call; see :attr:`paused`.
         :returns: what to do, in this order.
         :raises InvalidTransition: for an impossible event; nothing has changed then.
         :raises ConfigError: for impossible limits; the old ones stay.
@@ -98,7 +105,7 @@ class Flow:
             for step in state.unsettled:
                 settle(state, step, out)
             state.unsettled.clear()
-        grant(state, now, out)
+        grant(state, now, out, most)
         earliest = state.deadlines.earliest()
         if earliest not in (state.wake, math.inf):
             state.wake = earliest

@@ -3,6 +3,8 @@
 Work-conserving: it grants until no permitted batch is left or the next one does not fit. A batch that
 does not fit is not overtaken, neither by a smaller one (a session of large batches would starve) nor
 by saves (loads come first). Saves granted ahead of compute need no room: a session may have so much.
+
+It may be paused after a few batches, so that they can leave before the others are made out.
 """
 
 from __future__ import annotations
@@ -17,17 +19,19 @@ from layerflow.flow.state import State
 from layerflow.flow.steps import Flight
 
 
-def grant(state: State, now: float, out: list[Command]) -> None:
-    """Grant whatever may run now."""
+def grant(state: State, now: float, out: list[Command], most: int) -> None:
+    """Grant whatever may run now, up to `most` batches; ``state.paused`` if there are more."""
     loads, saves = state.rings
-    if loads.queue and not _grant(state, Direction.LOAD, now, out):
+    full = len(out) + most
+    state.paused = False
+    if loads.queue and not _grant(state, Direction.LOAD, now, out, full):
         return
     if saves.queue:
-        _grant(state, Direction.SAVE, now, out)
+        _grant(state, Direction.SAVE, now, out, full)
 
 
-def _grant(state: State, direction: Direction, now: float, out: list[Command]) -> bool:
-    """Grant in one direction; False when a batch is waiting for room."""
+def _grant(state: State, direction: Direction, now: float, out: list[Command], full: int) -> bool:
+    """Grant in one direction; False when a batch is waiting: for room, or because `out` is `full`."""
     ring, budget = state.rings[direction], state.budget
     limits, max_bytes = budget.limits, budget.max_batch[direction]
     while ring.queue:
@@ -41,6 +45,9 @@ def _grant(state: State, direction: Direction, now: float, out: list[Command]) -
             continue
         ahead = direction is Direction.SAVE and cohort.layer >= cohort.strand.leg.step.computed
         if not ahead and not budget.fits(direction, cut.nbytes):
+            return False
+        if len(out) >= full:
+            state.paused = True
             return False
         ring.charge(session, cut.nbytes)
         out.append(_submit(state, session, cohort, cut, now))

@@ -25,6 +25,7 @@ class State:
         "flights",
         "newest_session",
         "next_batch",
+        "paused",
         "rings",
         "sessions",
         "telling",
@@ -42,6 +43,7 @@ class State:
         self.telling: list[Strand] = []
         self.unsettled: list[Step] = []
         self.next_batch = 1
+        self.paused = False
         self.newest_session = -1
         self.wake = math.inf
 

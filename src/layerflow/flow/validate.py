@@ -211,7 +211,9 @@ def _session(state: State, session: Session) -> None:
 
 
 def _conserving(state: State) -> None:
-    """No permitted batch idles while there is room for it."""
+    """No permitted batch idles while there is room for it, unless the core was told to pause."""
+    if state.paused:
+        return
     limits, budget = state.budget.limits, state.budget
     for direction in Direction:
         for session in state.sessions.values():
