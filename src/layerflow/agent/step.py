@@ -7,8 +7,8 @@ the common case, a few plain stores. Lanes and the link thread tell the step wha
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,44 @@ class Step:
     :ivar thread: native id of the thread that opened it: the engine's.
     :ivar saves_spoiled: a save did not end when it was cut off. It has failed, whatever becomes of it.
     """
+
+    # The engine's thread comes from its compute: a slot is in one cold line of memory, a dictionary's value in three.
+    __slots__ = (
+        "_arrivals",
+        "_attend",
+        "_condition",
+        "_course",
+        "_device",
+        "_done",
+        "_done_at",
+        "_groups",
+        "_local",
+        "_on_closed",
+        "_on_fenced",
+        "_ready",
+        "_save_patience",
+        "_under_way",
+        "after",
+        "announced",
+        "blocks",
+        "cargo",
+        "closed",
+        "cut_off",
+        "deadline",
+        "frontier",
+        "loads",
+        "number",
+        "reads",
+        "reported",
+        "requests",
+        "save_deadline",
+        "saves",
+        "saves_cancelled",
+        "saves_spoiled",
+        "thread",
+        "trace",
+        "work",
+    )
 
     def __init__(
         self,
@@ -126,7 +164,7 @@ class Step:
         self.frontier = layer
         if ready or self._has_landed(layer):
             course = self._course
-            course.asked_at[layer] = course.waited_at[layer] = time.monotonic()
+            course.asked_at[layer] = course.waited_at[layer] = monotonic()
             return READY
         return self._wait(layer)
 
@@ -140,14 +178,14 @@ class Step:
         for layer in range(len(self._groups)):
             outcome = self._wait(layer) if not self._ready[layer] else outcome
         # No layer computes before the last has arrived.
-        self._course.waited_at[:] = [time.monotonic()] * len(self._groups)
+        self._course.waited_at[:] = [monotonic()] * len(self._groups)
         return outcome
 
     def wait_loaded(self, timeout_s: float) -> bool:
         """Have the loads ended, well or not? Then :meth:`wait_all` returns at once. False after `timeout_s`."""
         with self._condition:
-            left = min(timeout_s, self.deadline - time.monotonic())
-            return self._condition.wait_for(lambda: not self.loading, left) or time.monotonic() >= self.deadline
+            left = min(timeout_s, self.deadline - monotonic())
+            return self._condition.wait_for(lambda: not self.loading, left) or monotonic() >= self.deadline
 
     def begin_loads(self, timeout_s: float) -> bool:
         """Before a forward pass: let the loads begin now. False if none has after `timeout_s`.
@@ -170,7 +208,7 @@ class Step:
         if layer < 0:
             raise self._no_such(layer)
         try:
-            self._done_at[layer] = time.monotonic()
+            self._done_at[layer] = monotonic()
         except IndexError:
             raise self._no_such(layer) from None
         self._done[layer] = event or self._local or self._device.record()
@@ -187,7 +225,7 @@ class Step:
         if self.closed:
             return
         self.closed = True
-        self._course.closed_at = time.monotonic()
+        self._course.closed_at = monotonic()
         if ok is None:
             ok = not self.saves or self.computed_layers == len(self._groups)
         if not ok:
@@ -220,13 +258,13 @@ class Step:
         self.close(None if kind is None else False)
 
     def _wait(self, layer: int) -> Outcome:
-        began = self._course.asked_at[layer] = time.monotonic()
+        began = self._course.asked_at[layer] = monotonic()
         self._take_grants()
         expired = False
         with self._condition:
             # Not `fenced`: until a running batch has ended it is not known what has failed.
             while not (self._in_place(layer) or self.cut_off.is_set()):
-                left = self.deadline - time.monotonic()
+                left = self.deadline - monotonic()
                 if left <= 0:
                     expired = True
                     break
@@ -243,7 +281,7 @@ class Step:
         if not self._local:
             for event in self._arrivals.enqueued(layer):
                 self._device.wait(event)
-        ended = self._course.waited_at[layer] = time.monotonic()
+        ended = self._course.waited_at[layer] = monotonic()
         self.trace.spans.append(Span("wait", layer, began, ended))
         return outcome
 
