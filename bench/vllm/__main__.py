@@ -54,7 +54,8 @@ class Sizes:
     warm_ups: int = 2
     crowd_rounds: int = 12
     stored: int = 8
-    short_pairs: int = 40
+    short_pairs: int = 400
+    decoding_pairs: int = 40
     long_pairs: int = 25
 
     def kv_bytes(self, part: str) -> int:
@@ -65,14 +66,16 @@ class Sizes:
         return max(needed + SPARE_BLOCKS, MAX_MODEL_LEN // BLOCK_SIZE + 1) * BLOCK_SIZE * TOKEN_BYTES
 
 
-QUICK = Sizes(tokens=512, rounds=2, warm_ups=1, crowd_rounds=2, stored=5, short_pairs=3, long_pairs=2)
+QUICK = Sizes(tokens=512, rounds=2, warm_ups=1, crowd_rounds=2, stored=5, short_pairs=3, decoding_pairs=2, long_pairs=2)
 
 
 def bench(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Takes the result as JSON.")],
     parts: Annotated[str, typer.Option(help="Which of hit, c8, miss, with commas between.")] = "hit,c8,miss",
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of hit and of c8; 9 and 12 if not given.")] = None,
-    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of miss; 40 short and 25 long if not given.")] = None,
+    pairs: Annotated[
+        int | None, typer.Option(min=1, help="Pairs of miss; 400 short, 40 decoding and 25 long if not given.")
+    ] = None,
     logs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keeps the servers' logs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short prompts, few rounds: shows that it runs.")] = False,
 ) -> None:
@@ -84,7 +87,7 @@ def bench(
     if rounds:
         sizes = dataclasses.replace(sizes, rounds=rounds, crowd_rounds=rounds)
     if pairs:
-        sizes = dataclasses.replace(sizes, short_pairs=pairs, long_pairs=pairs)
+        sizes = dataclasses.replace(sizes, short_pairs=pairs, decoding_pairs=pairs, long_pairs=pairs)
     about = {"sizes": dataclasses.asdict(sizes), "versions": report.versions(), "machine": report.machine()}
     screen = console()
     results: dict[str, dict[str, Any]] = {}
@@ -127,7 +130,12 @@ def _part(part: str, running: Fleet, names: list[str], sizes: Sizes, advance: Ad
             running, names, rounds=sizes.crowd_rounds, stored=sizes.stored, tokens=sizes.tokens, advance=advance
         )
     return misses.measure(
-        running, short_pairs=sizes.short_pairs, long_pairs=sizes.long_pairs, tokens=sizes.tokens, advance=advance
+        running,
+        short_pairs=sizes.short_pairs,
+        decoding_pairs=sizes.decoding_pairs,
+        long_pairs=sizes.long_pairs,
+        tokens=sizes.tokens,
+        advance=advance,
     )
 
 

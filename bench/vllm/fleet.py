@@ -76,9 +76,10 @@ class Fleet:
         self.contenders[contender.name] = contender
         return child
 
-    def settle(self, name: str) -> None:
+    def settle(self, name: str, pause_s: float = PAUSE_S) -> None:
         """Until the contender's saves have ended, and a moment more.
 
+        :param pause_s: so long.
         :raises BenchFailed: they never do, or a server has died.
         """
         deadline = time.monotonic() + SETTLE_S
@@ -86,7 +87,7 @@ class Fleet:
             if time.monotonic() > deadline:
                 raise BenchFailed(f"{name}: its saves have not ended after {SETTLE_S:g} s; logs are in {self.folder}")
             time.sleep(POLL_S)
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
         for child in self.children:
             child.check()
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +85,35 @@ def test_media_across_a_chunk_border_belong_to_both_chunks() -> None:
 def test_what_is_no_token_list_is_refused(bad: object) -> None:
     with pytest.raises(BadKey, match="token ids"):
         Chain(ROOT, bad, 16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokens", [np.arange(4), array("q", range(4))])
+def test_a_chain_has_tokens_of_its_own(tokens: Any) -> None:
+    chain = Chain(ROOT, tokens, 2)
+    tokens[0] = 99
+    assert chain.tokens[0] == 0
+
+
+def test_hashing_a_long_prompt_keeps_the_interpreter() -> None:
+    """An engine hashes while it schedules; any other thread that runs Python would keep it for 5 ms each time."""
+    tokens, turns, over = list(range(50_000)), 0, False
+
+    def run() -> None:
+        nonlocal turns
+        while not over:
+            turns += 1
+
+    thread, interval = threading.Thread(target=run), sys.getswitchinterval()
+    sys.setswitchinterval(0.5)  # so long nobody is made to let go
+    try:
+        thread.start()
+        before = turns
+        Chain(ROOT, tokens, 256)
+        assert turns == before
+    finally:
+        over = True
+        sys.setswitchinterval(interval)
+        thread.join()
 
 
 def test_object_keys_differ_by_group_and_rank() -> None:

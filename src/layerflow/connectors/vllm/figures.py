@@ -24,8 +24,12 @@ class StepTally:
     """One worker's figures since they were last taken."""
 
     def __init__(self) -> None:
-        self.failed_loads = self.failed_saves = self.shed = self.revoked = 0
-        self._moved: dict[str, float] = {}
+        self._sums: dict[str, float] = {}
+
+    def add(self, name: str, value: float) -> None:
+        """Of :data:`FIGURES`."""
+        if value:
+            self._sums[name] = self._sums.get(name, 0) + value
 
     def moved(self, load: StepFigures, save: StepFigures) -> None:
         """A step has finished."""
@@ -38,18 +42,9 @@ class StepTally:
             ("save_seconds", save.transfer_ms / 1e3),
             ("save_exposed_seconds", save.exposed_ms / 1e3),
         ):
-            if value:
-                self._moved[name] = self._moved.get(name, 0) + value
+            self.add(name, value)
 
     def take(self) -> dict[str, float]:
         """The figures that are not 0, and start over."""
-        counts = {
-            "failed_loads": self.failed_loads,
-            "failed_saves": self.failed_saves,
-            "shed_saves": self.shed,
-            "revoked_saves": self.revoked,
-        }
-        taken = self._moved | {name: count for name, count in counts.items() if count}
-        self.failed_loads = self.failed_saves = self.shed = self.revoked = 0
-        self._moved = {}
+        taken, self._sums = self._sums, {}
         return taken

@@ -85,7 +85,7 @@ class WorkerSide:
         self._deferred.flush()  # its blocks may be among those
         if any(plan.fresh):
             cut = self._agent.reclaim([np.array(ids, dtype=np.int64) for ids in plan.fresh], RECLAIM_S)
-            self._tally.revoked += cut
+            self._tally.add("revoked_saves", cut)
         self._plan, self._hooked = plan, False
         self._late = bool(plan.saves) and not (plan.loads or plan.tails) and self._is_short(plan)
         if not self._late and (self._early or not (plan.loads or plan.tails)):
@@ -153,6 +153,8 @@ class WorkerSide:
         :param forward: the pass computed something.
         """
         arrived: set[str] = set()
+        if not (self._background or self._leaving or self._failed_requests):  # nearly always
+            return set(), arrived, set()
         if self._background and not forward:
             next(iter(self._background.values())).wait_loaded(IDLE_WAIT_S)
         for request, step in list(self._background.items()):
@@ -260,7 +262,7 @@ class WorkerSide:
             else:
                 table = tables[failed.request, failed.group]
                 self._failed_blocks.update(int(table[block]) for block in failed.blocks)
-        self._tally.failed_loads += len({failed.request for failed in outcome.failed})
+        self._tally.add("failed_loads", len({failed.request for failed in outcome.failed}))
         # Other requests of the step may share these blocks, so nothing of the step is published.
         for mine in (self._step, self._tails):
             if isinstance(mine, Step):
@@ -275,10 +277,12 @@ class WorkerSide:
         ended = self._agent.poll()
         if self._stored is not None:
             self._stored.settle(over, [request for request, _ in ended.failed_saves])
-        self._tally.shed += len(ended.shed)
-        self._tally.failed_saves += len(ended.failed_saves) - len(ended.shed)
-        while self._agent.measured:
-            step, load, save = self._agent.measured.popleft()
+        if ended.failed_saves:
+            self._tally.add("shed_saves", len(ended.shed))
+            self._tally.add("failed_saves", len(ended.failed_saves) - len(ended.shed))
+        measured = self._agent.measured
+        while measured:
+            step, load, save = measured.popleft()
             self._tally.moved(load, save)
             for request in self._loads_of.pop(step, ()):
                 hidden, whole = self._overlaps.get(request, (0.0, 0.0))
