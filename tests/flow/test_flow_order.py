@@ -189,6 +189,13 @@ def test_a_paused_core_hands_the_rest_out_at_the_next_event():
     flow.validate()
 
 
+def test_saves_alone_are_granted_without_a_pause():
+    flow = World().flow
+    flow.handle(SessionOpened(0, (LayerShape(0, 10),) * 5), 1.0)
+    assert len(submits(flow.handle(StepOpened(0, 1, 9.0, 9.0, (), (Part("a", 0, 2),)), 1.0, 2))) == 5
+    assert not flow.paused
+
+
 def test_wake_at_only_when_the_earliest_deadline_changes():
     world = World()
     world.open_session(0, [(0, 10)])

@@ -332,6 +332,7 @@ class Inbox:
         step.over(attachment.session if attachment is not None else 0)
         self.bypass.over(step)
         self._ledger.finish(step, self.measures.ended)
+        self.link.ring()  # to measure it
 
     def _ended_copy(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
         """A lane is done with a batch; on a device the poller says when its bytes are in place."""

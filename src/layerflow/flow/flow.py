@@ -89,7 +89,7 @@ class Flow:
         """Apply one event.
 
         :param now: seconds on the caller's monotonic clock; never smaller than in the call before.
-        :param most: batches to hand out in this call; see :attr:`paused`.
+        :param most: batches to hand out in this call, where loads are among them; see :attr:`paused`.
         :returns: what to do, in this order.
         :raises InvalidTransition: for an impossible event; nothing has changed then.
         :raises ConfigError: for impossible limits; the old ones stay.

@@ -4,12 +4,14 @@ Work-conserving: it grants until no permitted batch is left or the next one does
 does not fit is not overtaken, neither by a smaller one (a session of large batches would starve) nor
 by saves (loads come first). Saves granted ahead of compute need no room: a session may have so much.
 
-It may be paused after a few batches, so that they can leave before the others are made out.
+It may be paused after a few batches, so that loads can leave before the others are made out. Nobody waits for a save's
+grant: with saves alone there is no pause.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 
 from layerflow.flow.carve import Cohort, Cut
 from layerflow.flow.commands import Command, Submit
@@ -20,9 +22,9 @@ from layerflow.flow.steps import Flight
 
 
 def grant(state: State, now: float, out: list[Command], most: int) -> None:
-    """Grant whatever may run now, up to `most` batches; ``state.paused`` if there are more."""
+    """Grant whatever may run now; with loads among it up to `most` batches, ``state.paused`` if there are more."""
     loads, saves = state.rings
-    full = len(out) + most
+    full = len(out) + most if loads.queue else sys.maxsize
     state.paused = False
     if loads.queue and not _grant(state, Direction.LOAD, now, out, full):
         return
