@@ -7,6 +7,7 @@ does: no environment variable, no process-local hash seed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ class Media(NamedTuple):
     content: bytes
 
 
+@functools.lru_cache(1024)
 def root_digest(fingerprint: bytes, *, adapter: str = "", salt: str = "") -> bytes:
     """Where a request's chain starts.
 
