@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bench.vllm.asking import Prompts
+from bench.vllm.asking import Prompts, Server
 from bench.vllm.figures import pair_ratio, spread
-from bench.vllm.fleet import Fleet
+from bench.vllm.fleet import PAUSE_S, Fleet
 
 WITHOUT, WITH = "plain", "layerwise"
 SHORT_TOKENS = 64
@@ -27,32 +27,31 @@ def measure(
     :returns: JSON-ready figures, times in milliseconds.
     """
     prompts = Prompts(seed=3)
-    ttft: dict[str, list[float]] = {WITHOUT: [], WITH: []}
-    speed: dict[str, list[float]] = {WITHOUT: [], WITH: []}
-    long: dict[str, list[float]] = {WITHOUT: [], WITH: []}
+
+    def pairs(
+        count: int, what: str, ask: Callable[[Server], float], pause_s: float = PAUSE_S
+    ) -> dict[str, list[float]]:
+        taken: dict[str, list[float]] = {WITHOUT: [], WITH: []}
+        for number in range(-WARM_UPS, count):
+            for name in _order(number):
+                advance(f"miss: {name}, {what}, pair {number + 1}")
+                figure = ask(fleet.servers[name])
+                if number >= 0:
+                    taken[name].append(figure)
+                fleet.settle(name, pause_s)  # what it saves must not slow the other one
+        return taken
+
+    def first_ms(length: int) -> Callable[[Server], float]:
+        return lambda server: server.ask(prompts.fresh(length)).first_ms
+
+    def decoded_per_s(server: Server) -> float:
+        answer = server.stream(prompts.fresh(SHORT_TOKENS), DECODED + 1)
+        return DECODED / (answer.last_ms - answer.first_ms) * 1e3
+
     # The long ones first: they touch all of vLLM's cache, and the short ones meet no page for the first time.
-    for number in range(-WARM_UPS, long_pairs):
-        for name in _order(number):
-            advance(f"miss: {name}, {tokens} tokens, pair {number + 1}")
-            answer = fleet.servers[name].ask(prompts.fresh(tokens))
-            if number >= 0:
-                long[name].append(answer.first_ms)
-            # What it saves must not slow the other one.
-            fleet.settle(name)
-    for number in range(-WARM_UPS, short_pairs):
-        for name in _order(number):
-            advance(f"miss: {name}, {SHORT_TOKENS} tokens, pair {number + 1}")
-            answer = fleet.servers[name].ask(prompts.fresh(SHORT_TOKENS))
-            if number >= 0:
-                ttft[name].append(answer.first_ms)
-            fleet.settle(name, BRIEF_PAUSE_S)
-    for number in range(-WARM_UPS, decoding_pairs):
-        for name in _order(number):
-            advance(f"miss: {name}, {DECODED} tokens more, pair {number + 1}")
-            answer = fleet.servers[name].stream(prompts.fresh(SHORT_TOKENS), DECODED + 1)
-            if number >= 0:
-                speed[name].append(DECODED / (answer.last_ms - answer.first_ms) * 1e3)
-            fleet.settle(name)
+    long = pairs(long_pairs, f"{tokens} tokens", first_ms(tokens))
+    ttft = pairs(short_pairs, f"{SHORT_TOKENS} tokens", first_ms(SHORT_TOKENS), BRIEF_PAUSE_S)
+    speed = pairs(decoding_pairs, f"{DECODED} tokens more", decoded_per_s)
     by_length = {str(SHORT_TOKENS): ttft, str(tokens): long}
     ratios = {length: pair_ratio(taken[WITH], taken[WITHOUT]) for length, taken in by_length.items()}
     decode = pair_ratio(speed[WITH], speed[WITHOUT])
