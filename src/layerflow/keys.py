@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,9 +23,10 @@ from layerflow.spec import Shard
 DIGEST_BYTES = 16
 KEY_BYTES = 24
 _MAX_TOKEN = 2**63 - 1
-_PIECE_BYTES, _PIECE_IDS = 1024, 256
-"""hashlib lets go of the interpreter from 2 KiB on, numpy from 500 elements on. Beside a thread that runs Python, that
-costs 5 ms each time, and this happens while an engine schedules."""
+_HIGH_BYTE = 7 if sys.byteorder == "little" else 0
+_PIECE_BYTES = 1024
+"""hashlib lets go of the interpreter from 2 KiB on. Beside a thread that runs Python, that costs 5 ms each time, and
+this happens while an engine schedules."""
 _SUFFIX = struct.Struct("<HHHxx")
 
 
@@ -50,15 +53,14 @@ def root_digest(fingerprint: bytes, *, adapter: str = "", salt: str = "") -> byt
     return hasher.digest()
 
 
-def chunk_digest(parent: bytes, tokens: np.ndarray, media: Sequence[Media] = ()) -> bytes:
+def chunk_digest(parent: bytes, ids: memoryview, media: Sequence[Media] = ()) -> bytes:
     """Digest of one chunk, full or partial.
 
     :param parent: digest of the chunk before, or the root.
-    :param tokens: int64, shape ``(n,)``.
+    :param ids: bytes of the chunk's token ids, int64, little-endian.
     :param media: those that overlap this chunk, starts relative to the chunk.
     """
     hasher = hashlib.blake2b(parent, digest_size=DIGEST_BYTES, person=b"layerflow-chunk")
-    ids = memoryview(tokens.astype("<i8", copy=False).tobytes())
     for start in range(0, len(ids), _PIECE_BYTES):
         hasher.update(ids[start : start + _PIECE_BYTES])
     for start, length, content in media:
@@ -80,7 +82,7 @@ class Chain:
     def __init__(self, root: bytes, tokens: Sequence[int] | np.ndarray, chunk_tokens: int, media: Sequence[Media] = ()):
         if chunk_tokens < 1:
             raise BadKey(f"chunk_tokens {chunk_tokens} must be at least 1")
-        self.tokens = _token_array(tokens)
+        self._ids = _token_ids(tokens)
         self.chunk_tokens = chunk_tokens
         self._media = tuple(media)
         self.digests: list[bytes] = []
@@ -92,14 +94,19 @@ class Chain:
 
         :raises BadKey: as the constructor.
         """
-        self.tokens = np.concatenate([self.tokens, _token_array(tokens)])
+        self._ids = self._ids + _token_ids(tokens)  # another array: somebody may be reading the old one
         self._digest_full_chunks()
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self._ids)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The token ids: int64, shape ``(n,)``. Not to be written to."""
+        return np.frombuffer(self._ids, np.int64)
 
     def _digest_full_chunks(self) -> None:
-        for index in range(len(self.digests), len(self.tokens) // self.chunk_tokens):
+        for index in range(len(self.digests), len(self) // self.chunk_tokens):
             digest = self.partial(index, self.chunk_tokens)
             self.digests.append(digest)
             self._parents.append(digest)
@@ -123,19 +130,28 @@ class Chain:
             for item in self._media
             if item.start < start + tokens and item.start + item.length > start
         ]
-        return chunk_digest(self._parents[chunk], self.tokens[start : start + tokens], media)
+        ids = self._ids
+        if sys.byteorder != "little":
+            ids = ids[:]
+            ids.byteswap()
+        return chunk_digest(self._parents[chunk], memoryview(ids)[start : start + tokens].cast("B"), media)
 
 
-def _token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise BadKey(f"token ids must be one list of integers, not {ids.dtype} of shape {ids.shape}")
-    pieces = [ids[start : start + _PIECE_IDS] for start in range(0, len(ids), _PIECE_IDS)]
-    least = min((piece.min() for piece in pieces), default=0)
-    if least < 0 or (ids.dtype == np.uint64 and ids.max(initial=0) > _MAX_TOKEN):
-        raise BadKey(f"token ids must be 0 to {_MAX_TOKEN}; the least is {least}, the largest {ids.max()}")
-    # Nobody else's memory; what was a list is in an array of its own already.
-    return ids.astype(np.int64, copy=ids is tokens or ids.base is not None)
+def _token_ids(tokens: Sequence[int] | np.ndarray) -> array[int]:
+    """Without numpy for what an engine passes, a list: each of its calls costs 10 us where nothing is in the caches."""
+    ids = array("Q")
+    try:
+        if not isinstance(tokens, np.ndarray):
+            ids = array("Q", tokens if isinstance(tokens, list) else list(tokens))
+        elif tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise TypeError(f"{tokens.dtype} of shape {tokens.shape}")
+        else:
+            ids.frombytes(tokens.astype(np.int64).tobytes())
+    except (TypeError, OverflowError) as error:
+        raise BadKey(f"token ids must be one list of integers, 0 to {_MAX_TOKEN}: {error}") from None
+    if not memoryview(ids).cast("B")[_HIGH_BYTE::8].tobytes().isascii():  # a number of 64 bits, or negative in numpy
+        raise BadKey(f"token ids must be 0 to {_MAX_TOKEN}; the largest is {max(ids)}")
+    return ids
 
 
 def object_key(digest: bytes, group: int, shard: Shard) -> bytes:

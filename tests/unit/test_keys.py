@@ -81,7 +81,13 @@ def test_media_across_a_chunk_border_belong_to_both_chunks() -> None:
     assert one.partial(0, 13) != other.partial(0, 13)
 
 
-@pytest.mark.parametrize("bad", [[1.5], [[1, 2]], ["a"], np.zeros(3, dtype=bool)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *([1.5], [[1, 2]], ["a"], "ab", [1, -1], [2**63], [2**64]),
+        *(np.zeros(3, dtype=bool), np.zeros((1, 2), dtype=int), np.array([1, -1]), np.array([2**63], np.uint64)),
+    ],
+)
 def test_what_is_no_token_list_is_refused(bad: object) -> None:
     with pytest.raises(BadKey, match="token ids"):
         Chain(ROOT, bad, 16)  # type: ignore[arg-type]
