@@ -9,10 +9,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from layerflow.agent.jobs import Job, Report, explained, extents_of, joins, together, trace
-from layerflow.agent.step import CANCELLED, SAVE
+from layerflow.agent.step import CANCELLED, SAVE, Step
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import use_precise_timers
 
@@ -21,8 +21,9 @@ class SaveLane:
     """Engine memory to arena, each batch once its layer is computed.
 
     The engine's thread only stores a word; this thread samples it, so that compute never pays for waking another
-    thread. Where layers follow each other fast, their saves wait for the end of the forward pass: each costs the
-    interpreter some time, which the engine's thread needs for the next layer. Unless somebody waits for the saves.
+    thread. Each save costs the interpreter some time, which the engine's thread needs for the next layer: where layers
+    follow each other fast, their saves wait for the end of the forward pass, else small ones leave together. Unless
+    somebody waits for the saves.
 
     :param report: called on the lane's thread.
     :param told: called (idle) after some reports. Where the lane is idle, it may be used to pass them on.
@@ -32,10 +33,11 @@ class SaveLane:
         self._tell = report
         self._told = told
         self._untold = 0
+        self._untold_since = 0.0
         self._jobs: queue.SimpleQueue[Job | bool] = queue.SimpleQueue()
         self._gated: list[Job] = []
         self._passing: deque[tuple[Job, DeviceEvent | None]] = deque()
-        self._interval = HELD_SAMPLE_S
+        self._interval = SAMPLE_S
         self._thread = threading.Thread(target=self._run, name="layerflow-save", daemon=True)
         self._thread.start()
 
@@ -60,17 +62,21 @@ class SaveLane:
             if not open_:
                 for job in self._gated:
                     job.step.cancel_saves("agent closed")
-            self._interval = HELD_SAMPLE_S
+            self._interval = SAMPLE_S
             while jobs := self._leaving():
                 for job in together(SAVE, jobs, self._report):
                     self._move(job)
                     del job
             self._arrived()
-            if self._untold:
+            if self._untold and (not self._gated or time.monotonic() - self._untold_since >= TOLD_S):
                 self._let_know(idle=True)
 
     def _report(self, job: Job, failure: str, event: DeviceEvent | None) -> None:
         self._tell(job, failure, event)
+        if not self._untold:
+            self._untold_since = time.monotonic()
+        if job.step.saves_pressed:  # nothing more of it is to come, or somebody waits
+            self._untold_since = 0.0
         self._untold += job.batch.nbytes
         if self._untold >= TOLD_BYTES:
             self._let_know(idle=False)
@@ -101,24 +107,26 @@ class SaveLane:
         return min(waits) if waits else None
 
     def _leaving(self) -> list[Job]:
-        """Take the first batch that may leave out of the gate, and those behind it that can share its call."""
-        jobs: list[Job] = []
-        nbytes = 0
+        """Take batches that may leave, and can share a call, out of the gate."""
+        ready: dict[Step, list[Job]] = {}
+        waiting: set[Step] = set()
+        gates: dict[Step, bool | None] = {}
         for job in self._gated:
-            if not self._may_leave(job):
-                continue
-            if jobs and not joins(job, jobs[0]):
-                break
-            jobs.append(job)
-            nbytes += job.batch.nbytes
-            if nbytes >= TOLD_BYTES or not joins(job, job):
-                break
-        if jobs:
-            self._gated = [job for job in self._gated if job not in jobs]
-        return jobs
+            step = job.step
+            gate = gates[step] if step in gates else gates.setdefault(step, self._gate(job))
+            if step.computed(job.batch.layer) is not None if gate is None else gate:
+                ready.setdefault(step, []).append(job)
+            else:
+                waiting.add(step)
+        for step, computed in ready.items():
+            jobs = _one_call(computed)
+            if step not in waiting or _is_worth_it(jobs):
+                self._gated = [job for job in self._gated if job not in jobs]
+                return jobs
+        return []
 
-    def _may_leave(self, job: Job) -> bool:
-        """Is its layer computed, or is it to be given up?"""
+    def _gate(self, job: Job) -> bool | None:
+        """For all of a step's batches: True = they leave, to be given up; False = they stay; None = once computed."""
         step = job.step
         if step.saves_cancelled:
             return True
@@ -127,8 +135,9 @@ class SaveLane:
             if step.closed:  # from now on it grows with the clock
                 self._interval = min(self._interval, FAST_LAYER_S - pace)
             return False
-        self._interval = min(self._interval, SAMPLE_S)
-        return step.computed(job.batch.layer) is not None
+        if job.link.emulated:
+            self._interval = min(self._interval, SLOW_LINK_SAMPLE_S)
+        return None
 
     def _move(self, job: Job) -> None:
         batch, step = job.batch, job.step
@@ -160,14 +169,37 @@ class SaveLane:
             self._report(job, "", event)
 
 
-SAMPLE_S = 2e-3
-"""Sampling costs some 1 % of a core; it happens only while saves wait. The end of a forward pass is not sampled."""
+def _one_call(jobs: Sequence[Job]) -> list[Job]:
+    """The first batch, and those behind it that can share its call."""
+    taken: list[Job] = []
+    nbytes = 0
+    for job in jobs:
+        if taken and not joins(job, taken[0]):
+            break
+        taken.append(job)
+        nbytes += job.batch.nbytes
+        if nbytes >= TOLD_BYTES:
+            break
+    return taken
 
-HELD_SAMPLE_S = 10e-3
-"""The same while no layer is done, or all wait for the end of the pass."""
 
-TOLD_BYTES = 16 << 20
-"""Saves behind a forward pass follow each other at once; what is behind the arena can begin with the first of them."""
+def _is_worth_it(jobs: Sequence[Job]) -> bool:
+    """Do these leave, although more of their step is to come? What can share no call has nothing to wait for."""
+    first = jobs[0]
+    return not joins(first, first) or first.step.saves_pressed or sum(job.batch.nbytes for job in jobs) >= WORTH_BYTES
+
+
+SAMPLE_S, SLOW_LINK_SAMPLE_S = 20e-3, 2e-3
+"""How often to look at the layers while saves wait for them. Each look, and each call, takes the interpreter from the
+engine's thread for some 0.1 ms, and the core too where the system likes it so. A link that is slower than memory has no
+time to lose. The end of a forward pass is not sampled."""
+
+WORTH_BYTES = 8 << 20
+"""Less than this, under a millisecond of copying, waits for the layers to come."""
+
+TOLD_BYTES, TOLD_S = 16 << 20, 50e-3
+"""What was saved is told to the server together, as long as more is to come: each report wakes two threads and the
+server. But what is behind the arena is to begin before the last layer is there."""
 
 FAST_LAYER_S = 3e-3
 """Layers faster than this are saved behind the forward pass, once what the engine does with its result is over too; a

@@ -413,6 +413,11 @@ class Step:
         """How many layers, from the first on, are marked done."""
         return self._course.computed_layers
 
+    @property
+    def saves_pressed(self) -> bool:
+        """Does somebody wait for the saves, or does nothing more come to join them?"""
+        return self.closed or self._course.hurried or bool(self.saves_cancelled)
+
     def pace(self, now: float) -> float:
         """See :meth:`layerflow.agent.course.Course.pace`."""
         return self._course.pace(now)

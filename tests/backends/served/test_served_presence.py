@@ -16,6 +16,8 @@ from layerflow.keys import Chain
 
 LAYERS, CHUNK = 5, 16
 TOKENS = 6 * CHUNK + 3
+BY_LAYER = {"pool__link_gbps": 10.0}
+"""For layers as small as here: a save over a link, however fast, waits for no other layer's."""
 
 
 @pytest.fixture
@@ -31,9 +33,9 @@ def child() -> Iterator[Callable[..., Child]]:
         process.close()
 
 
-def everywhere(kind, start) -> list[Served]:
+def everywhere(kind, start, **settings: object) -> list[Served]:
     """A server, and a second one on the same pool where there can be one."""
-    return [start(kind) for _ in range(1 + kind.shared)]
+    return [start(kind, **settings) for _ in range(1 + kind.shared)]
 
 
 def seen(servers: list[Served], worker: KnownWorker, chain: Chain) -> list[int]:
@@ -48,7 +50,7 @@ def stored_layers(served: Served, worker: KnownWorker, tokens: int, layers: int)
 
 
 def test_nothing_is_seen_before_the_last_layer(kind, start):
-    servers = everywhere(kind, start)
+    servers = everywhere(kind, start, **BY_LAYER)
     first = servers[0]
     with engine(first, small_spec(LAYERS)) as worker:
         chain = worker.prompt(TOKENS)
@@ -73,7 +75,7 @@ def test_nothing_is_seen_before_the_last_layer(kind, start):
 
 
 def test_a_step_that_is_closed_unfinished_leaves_nothing(kind, start):
-    servers = everywhere(kind, start)
+    servers = everywhere(kind, start, **BY_LAYER)
     first = servers[0]
     with engine(first, small_spec(LAYERS)) as worker:
         written = 0
@@ -102,7 +104,7 @@ def test_a_step_that_is_closed_unfinished_leaves_nothing(kind, start):
 
 
 def test_writers_killed_at_every_layer(kind, start, child):
-    servers = everywhere(kind, start)
+    servers = everywhere(kind, start, **BY_LAYER)
     first = servers[0]
     spec = small_spec(LAYERS, content="killed")
     with engine(first, spec) as worker:
