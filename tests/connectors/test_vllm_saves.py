@@ -35,7 +35,7 @@ class Following:
         plan = StepPlan()
         self.planner.step(output({"r": scheduled}, state=BlockState({"r": (BLOCKS,)})), plan)
         self.vllm.num_computed_tokens += scheduled
-        return [piece for _, _, saved in pieces(plan.saves) for piece in saved]
+        return [piece for _, _, saved in pieces(plan.saves.parts) for piece in saved]
 
 
 def test_chunks_of_a_prompt_that_is_computed_in_pieces() -> None:
@@ -126,11 +126,11 @@ class TestTablesWithoutVllmsOwn:
         following = Following(150)
         plan = StepPlan()
         following.planner.step(output({"r": 70}, new=[("r", ([21, 22, 23],), 0)]), plan)
-        assert pieces(plan.saves) == [("r", 0, [([21, 22], 64)])]
+        assert pieces(plan.saves.parts) == [("r", 0, [([21, 22], 64)])]
         following.vllm.num_computed_tokens = 70
         plan = StepPlan()
         following.planner.step(output({"r": 80}, cached=[("r", ([24, 25],), 70, False)]), plan)
-        assert pieces(plan.saves) == [("r", 0, [([23, 24], 64), ([25], 22)])]
+        assert pieces(plan.saves.parts) == [("r", 0, [([23, 24], 64), ([25], 22)])]
 
     def test_nothing_new_keeps_them(self) -> None:
         following = Following(150)
@@ -138,14 +138,14 @@ class TestTablesWithoutVllmsOwn:
         following.vllm.num_computed_tokens = 70
         plan = StepPlan()
         following.planner.step(output({"r": 80}, cached=[("r", None, 70, False)]), plan)
-        assert pieces(plan.saves) == [("r", 0, [([23, 24], 64), ([25], 22)])]
+        assert pieces(plan.saves.parts) == [("r", 0, [([23, 24], 64), ([25], 22)])]
 
     def test_resumed_after_preemption_starts_over(self) -> None:
         following = Following(150)
         following.planner.step(output({"r": 70}, new=[("r", ([21, 22, 23],), 0)]), StepPlan())
         plan = StepPlan()
         following.planner.step(output({"r": 150}, cached=[("r", ([31, 32, 33, 34, 35],), 0, True)]), plan)
-        assert pieces(plan.saves) == [("r", 0, [([33, 34], 64), ([35], 22)])]
+        assert pieces(plan.saves.parts) == [("r", 0, [([33, 34], 64), ([35], 22)])]
 
 
 class TestRecurrentState:
@@ -159,7 +159,7 @@ class TestRecurrentState:
         plan = StepPlan()
         state = BlockState({"r": (BLOCKS, [0, 0, 41])}, {"r": offers})
         planner.step(output({"r": scheduled}, state=state), plan)
-        return pieces(plan.saves)
+        return pieces(plan.saves.parts)
 
     def test_at_a_chunks_end(self) -> None:
         saved = self.plan(150, 130, [(1, 42, 128)])

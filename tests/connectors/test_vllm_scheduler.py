@@ -217,7 +217,7 @@ class TestPlan:
         plan = house.plan()
         assert pieces(plan.loads) == [("r", 0, [([11, 12], 64), ([13, 14], 64)])]
         assert (plan.tails, plan.background) == ([], {})
-        assert pieces(plan.saves) == [("r", 0, [([15], 22)])]
+        assert pieces(plan.saves.parts) == [("r", 0, [([15], 22)])]
         assert house.plan().loads == []
 
     def test_the_block_that_a_hit_ends_in_comes_first(self) -> None:
@@ -247,7 +247,7 @@ class TestPlan:
         house.admit(made, 0)
         plan = house.plan(scheduled=150, computed=0)
         assert plan.loads == []
-        assert pieces(plan.saves) == [("r", 0, [([11, 12], 64), ([13, 14], 64), ([15], 22)])]
+        assert pieces(plan.saves.parts) == [("r", 0, [([11, 12], 64), ([13, 14], 64), ([15], 22)])]
 
     def test_before_the_workers_are_there_nothing_moves(self) -> None:
         side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True)
@@ -346,7 +346,7 @@ class TestNews:
         house.hear(WorkerNews(failed=frozenset({"r", "gone"})), frozenset({11}))
         assert house.side.matched(made, 0) == (0, False)
         plan = house.plan(scheduled=150, computed=0)
-        assert pieces(plan.saves) == [("r", 0, [([11, 12], 64), ([13, 14], 64), ([15], 22)])]
+        assert pieces(plan.saves.parts) == [("r", 0, [([11, 12], 64), ([13, 14], 64), ([15], 22)])]
 
 
 class TestReset:

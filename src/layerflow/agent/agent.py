@@ -256,14 +256,14 @@ class Agent:
         """May a save still read this request's blocks? Loads do not count."""
         return self.busy(request) and any(step.reads.of(request) for step in self._ledger.steps())
 
-    def reclaim(self, group_blocks: Sequence[np.ndarray], timeout_s: float) -> int:
+    def reclaim(self, group_blocks: Sequence[Sequence[int] | np.ndarray], timeout_s: float) -> int:
         """These engine blocks are about to be overwritten: nothing reads them any more when this returns.
 
         Saves that still read one of them are waited for; those of steps whose forward pass has not ended, or that have
         not ended after `timeout_s`, are cut off: what they had not stored yet is not stored. Call it before the step
         that overwrites is opened. Costs microseconds while nothing is being saved.
 
-        :param group_blocks: per group: int64, shape ``(n,)``: engine block ids.
+        :param group_blocks: per group: engine block ids.
         :param timeout_s: for all of them together.
         :returns: of how many steps the saves were cut off.
         :raises SpecError: not one list per group, or the timeout is none.

@@ -1,9 +1,10 @@
-"""One thing to do a little later, or sooner where somebody is about to depend on it."""
+"""Things to do a little later, or sooner where somebody is about to depend on them."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import structlog
@@ -12,51 +13,52 @@ log = structlog.get_logger("layerflow.vllm")
 
 
 class Deferred:
-    """Holds at most one call. Done after `delay_s` on a thread of its own, or by :meth:`flush` before.
+    """Calls in the order in which they were put: each a while after that, on a thread of its own, or by :meth:`flush`.
 
     :param delay_s: seconds.
     """
 
     def __init__(self, delay_s: float) -> None:
         self._delay_s = delay_s
-        self._call: Callable[[], None] | None = None
-        self._due = 0.0
-        self._closing = False
-        self._condition = threading.Condition()
+        self._calls: deque[tuple[float, Callable[[], None]]] = deque()
+        self._put = threading.Semaphore(0)
+        self._doing = threading.Lock()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="layerflow-deferred", daemon=True)
         self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """Do this later; what was still held is done now."""
-        self.flush()
-        with self._condition:
-            self._call, self._due = call, time.monotonic() + self._delay_s
-            self._condition.notify()
+        """Do this later; returns at once."""
+        self._calls.append((time.monotonic() + self._delay_s, call))
+        self._put.release()
 
     def flush(self) -> None:
         """Do now what is held; returns once it is done, by whomever."""
-        with self._condition:
-            call, self._call = self._call, None
-            if call is not None:
-                call()
+        with self._doing:
+            while self._calls:
+                self._next()
 
     def close(self) -> None:
         """Do what is held and stop."""
         self.flush()
-        with self._condition:
-            self._closing = True
-            self._condition.notify()
+        self._closing.set()
+        self._put.release()
         self._thread.join()
 
     def _run(self) -> None:
-        with self._condition:
-            while not self._closing:
-                left = self._due - time.monotonic()
-                if self._call is None or left > 0:
-                    self._condition.wait(left if self._call is not None else None)
-                    continue
-                call, self._call = self._call, None
-                try:
-                    call()
-                except Exception:
-                    log.exception("deferred_failed")
+        while self._put.acquire() and not self._closing.is_set():
+            try:
+                first = self._calls[0]
+            except IndexError:  # it was flushed
+                continue
+            self._closing.wait(max(0.0, first[0] - time.monotonic()))
+            with self._doing:
+                if self._calls and self._calls[0] is first:
+                    self._next()
+
+    def _next(self) -> None:
+        _, call = self._calls.popleft()
+        try:
+            call()
+        except Exception:
+            log.exception("deferred_failed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from layerflow.agent.advisor import work_of
-from layerflow.agent.outline import outline_saves
+from layerflow.agent.outline import OutlinePart, outline_saves
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.vllm.options import Options
+from layerflow.connectors.vllm.planned import PlannedSaves, Tables
 from layerflow.connectors.vllm.requests import Tracked
 from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:
     from layerflow.connectors.vllm.plan import StepPlan
+
+Asked = tuple[StepRequest, Tables]
+"""What a request saves, still without its block tables; and these."""
 
 NULL_BLOCK = 0
 """vLLM's block id for positions without a block (``BlockPool.null_block``)."""
@@ -63,10 +69,7 @@ class SavePlanner:
 
     def tables(self, block_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Block ids per layerflow group, int64; -1 = no block."""
-        tables = [np.array(block_ids[group], dtype=np.int64) for group in self._vllm_groups]
-        for table in tables:
-            table[table == NULL_BLOCK] = -1
-        return tables
+        return _signed(self._of_groups(block_ids))
 
     def fresh(self, output: Any, loading: Sequence[Tracked]) -> tuple[tuple[int, ...], ...]:
         """Blocks that the step, or a load that starts with it, overwrites, per layerflow group.
@@ -91,7 +94,7 @@ class SavePlanner:
 
     def step(self, output: Any, plan: StepPlan) -> None:
         """Put the step's saves into its plan."""
-        asked: list[StepRequest] = []
+        asked: list[Asked] = []
         tables = _Tables(output)
         for request in [request for request in self._open if request in output.num_scheduled_tokens]:
             tracked = self._open[request]
@@ -108,21 +111,27 @@ class SavePlanner:
             return
         self._last_save = time.monotonic()
         plan.number, self.plans = self.plans, self.plans + 1
-        plan.saves = outline_saves(self._spec, asked, self._options.save_partial)
-        plan.work = work_of(asked)
+        requests = [request for request, _ in asked]
+        names = [request.request for request in requests]
+        plan.saves = PlannedSaves(names, [held for _, held in asked], functools.partial(self._outline, asked))
+        plan.work = work_of(requests)
 
-    def _ask(self, tracked: Tracked, upto: int) -> list[StepRequest]:
+    def _outline(self, asked: Sequence[Asked]) -> list[OutlinePart]:
+        requests = [dataclasses.replace(request, blocks=_signed(held)) for request, held in asked]
+        return outline_saves(self._spec, requests, self._options.save_partial)
+
+    def _ask(self, tracked: Tracked, upto: int) -> list[Asked]:
         chunk = self._spec.chunk_tokens
         whole = upto == tracked.request.num_prompt_tokens and self._options.save_partial
         if upto // chunk == tracked.saved // chunk and not (whole and upto % chunk):
             return []
         if upto > len(tracked.chain):
             tracked.know_tokens()
-        asked = self._request(tracked, self.tables(tracked.tables), upto, tail=whole)
+        asked = self._request(tracked, self._of_groups(tracked.tables), upto, tail=whole)
         tracked.saved = upto if whole else upto // chunk * chunk
         return [asked]
 
-    def _ask_states(self, tracked: Tracked, upto: int, output: Any) -> list[StepRequest]:
+    def _ask_states(self, tracked: Tracked, upto: int, output: Any) -> list[Asked]:
         """Recurrent state can be continued only where vLLM keeps it: a hit ends at one of these boundaries."""
         offers: dict[int, dict[int, int]] = {}
         state = output.kv_connector_block_state
@@ -131,14 +140,13 @@ class SavePlanner:
                 offers.setdefault(boundary, {})[vllm_group] = block
         asked = []
         for boundary, blocks in sorted(offers.items()):
-            tables = self.tables(tracked.tables)
+            tables = self._of_groups(tracked.tables)
             for number in self._states:
                 size = self._spec.groups[number].block_size
                 block = blocks.get(self._vllm_groups[number])
                 if block is None or boundary % size:
                     break
-                tables[number] = np.full(boundary // size, -1, dtype=np.int64)
-                tables[number][-1] = block
+                tables[number] = [NULL_BLOCK] * (boundary // size - 1) + [block]
             else:
                 if boundary > len(tracked.chain):
                     tracked.know_tokens()
@@ -146,14 +154,24 @@ class SavePlanner:
                 tracked.saved = boundary // self._spec.chunk_tokens * self._spec.chunk_tokens
         return asked
 
-    def _request(self, tracked: Tracked, tables: list[np.ndarray], upto: int, *, tail: bool) -> StepRequest:
+    def _request(self, tracked: Tracked, tables: Tables, upto: int, *, tail: bool) -> Asked:
         tracked.saving, tracked.drained = self.plans, 0
-        return StepRequest(tracked.id, tracked.chain, tables, save=(tracked.saved, upto), tail=tail)
+        return StepRequest(tracked.id, tracked.chain, (), save=(tracked.saved, upto), tail=tail), tables
+
+    def _of_groups(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        return [block_ids[group] for group in self._vllm_groups]
 
     def _beyond(self, taken: list[set[int]], block_ids: Sequence[Sequence[int]], computed: int) -> None:
         for number, vllm_group in enumerate(self._vllm_groups):
             first = computed // self._spec.groups[number].block_size
             taken[number].update(block_ids[vllm_group][first:])
+
+
+def _signed(tables: Tables) -> list[np.ndarray]:
+    signed = [np.array(table, dtype=np.int64) for table in tables]
+    for table in signed:
+        table[table == NULL_BLOCK] = -1
+    return signed
 
 
 class _Tables:

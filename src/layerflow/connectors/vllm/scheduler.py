@@ -172,7 +172,7 @@ class SchedulerSide:
         self._loading.clear()
         self._saves.step(output, plan)
         if self.events is not None and plan.saves:
-            self.events.planned(plan.saves, self._tracked)
+            self.events.planned(plan.saves.parts, self._tracked)
         if self._leaving:
             plan.leaving = tuple(self._leaving)
             self._leaving.clear()

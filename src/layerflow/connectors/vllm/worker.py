@@ -11,7 +11,6 @@ import sys
 from collections import deque
 
 import msgspec
-import numpy as np
 import structlog
 
 from layerflow.agent import Agent, NoStep, Outcome, Step
@@ -68,7 +67,7 @@ class WorkerSide:
         self._overlaps: dict[str, tuple[float, float]] = {}
         self._saving: dict[str, int] = {}
         self._deferred = Deferred(SETTLE_S)
-        self._owed: frozenset[str] = frozenset()
+        self._owed: dict[int, StepPlan] = {}
         self._late_steps: deque[Step | NoStep] = deque()
         self._tally = StepTally()
         self._stored = StoredChunks(layout.spec.chunk_tokens) if events else None
@@ -82,9 +81,10 @@ class WorkerSide:
 
     def prepare(self, plan: StepPlan) -> None:
         """A step is about to be prepared: blocks that it overwrites must be nobody's source any more."""
-        self._deferred.flush()  # its blocks may be among those
         if any(plan.fresh):
-            cut = self._agent.reclaim([np.array(ids, dtype=np.int64) for ids in plan.fresh], RECLAIM_S)
+            if any(owed.saves.read_any(plan.fresh) for owed in list(self._owed.values())):
+                self._deferred.flush()
+            cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
             self._tally.add("revoked_saves", cut)
         self._plan, self._hooked = plan, False
         self._late = bool(plan.saves) and not (plan.loads or plan.tails) and self._is_short(plan)
@@ -131,10 +131,9 @@ class WorkerSide:
         crashed = sys.exc_info()[0] is not None  # vLLM calls this on its way out too
         plan, late, self._late = self._plan, self._late, False
         if plan is not None and late and not crashed:
-            requests = _requests(plan.saves)
-            self._saving.update(dict.fromkeys(requests, plan.number))
+            self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
+            self._owed[plan.number] = plan
             self._deferred.put(functools.partial(self._save_late, plan))
-            self._owed = frozenset(requests)
         step, self._step = self._step, None
         tails, self._tails = self._tails, None
         if tails is not None:
@@ -208,22 +207,26 @@ class WorkerSide:
         if plan.tails:
             self._tails = self._remember(self._agent.open_outline(plan.tails, []), _requests(plan.tails))
         if plan.loads or plan.saves:
-            opened = self._agent.open_outline(plan.loads, plan.saves, work=plan.work)
+            opened = self._agent.open_outline(plan.loads, plan.saves.parts, work=plan.work)
             self._step = self._remember(opened, _requests(plan.loads))
-            self._saving.update(dict.fromkeys(_requests(plan.saves), plan.number))
+            self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
             if self._stored is not None:
                 self._stored.opened(self._step)
 
     def _saving_for(self, request: str) -> bool:
         """May a save still read the request's blocks? With events: or is it still to be told what it has stored?"""
         return (
-            request in self._owed
+            self._owes(request)
             or self._agent.saving(request)
             or (self._stored is not None and self._agent.busy(request))
         )
 
     def _is_busy(self, request: str) -> bool:
-        return request in self._owed or self._agent.busy(request)
+        return self._owes(request) or self._agent.busy(request)
+
+    def _owes(self, request: str) -> bool:
+        """Is a save of the request yet to be opened?"""
+        return any(request in plan.saves.requests for plan in list(self._owed.values()))
 
     def _remember(self, step: Step | NoStep, loading: tuple[str, ...]) -> Step | NoStep:
         if loading and isinstance(step, Step):
@@ -233,13 +236,13 @@ class WorkerSide:
     def _save_late(self, plan: StepPlan) -> None:
         """On the deferred thread, or where the engine's is about to reuse blocks."""
         try:
-            step = self._agent.open_outline([], plan.saves)
+            step = self._agent.open_outline([], plan.saves.parts)
             self._late_steps.append(step)
             self._mark_done(step)
             step.close()
         finally:
             # Last: from here on the agent knows of these saves, or there are none and their blocks may go.
-            self._owed = frozenset()
+            del self._owed[plan.number]
 
     def _mark_done(self, step: Step | NoStep) -> None:
         if isinstance(step, Step):
