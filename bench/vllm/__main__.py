@@ -47,6 +47,8 @@ class Sizes:
 
     :param tokens: of a long prompt; a multiple of the chunk size.
     :param stored: long prompts that `c8` draws its hits from.
+    :param launches: of the servers of `miss`, which share its pairs: two processes of the same vLLM differ by up to
+        2 %, for as long as they live.
     """
 
     tokens: int = 2048
@@ -57,6 +59,7 @@ class Sizes:
     short_pairs: int = 400
     decoding_pairs: int = 40
     long_pairs: int = 25
+    launches: int = 4
 
     def kv_bytes(self, part: str) -> int:
         """Of each vLLM's cache: small, so that warm-ups touch all of it."""
@@ -66,7 +69,17 @@ class Sizes:
         return max(needed + SPARE_BLOCKS, MAX_MODEL_LEN // BLOCK_SIZE + 1) * BLOCK_SIZE * TOKEN_BYTES
 
 
-QUICK = Sizes(tokens=512, rounds=2, warm_ups=1, crowd_rounds=2, stored=5, short_pairs=3, decoding_pairs=2, long_pairs=2)
+QUICK = Sizes(
+    tokens=512,
+    rounds=2,
+    warm_ups=1,
+    crowd_rounds=2,
+    stored=5,
+    short_pairs=4,
+    decoding_pairs=2,
+    long_pairs=2,
+    launches=2,
+)
 
 
 def bench(
@@ -74,7 +87,8 @@ def bench(
     parts: Annotated[str, typer.Option(help="Which of hit, c8, miss, with commas between.")] = "hit,c8,miss",
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of hit and of c8; 9 and 12 if not given.")] = None,
     pairs: Annotated[
-        int | None, typer.Option(min=1, help="Pairs of miss; 400 short, 40 decoding and 25 long if not given.")
+        int | None,
+        typer.Option(min=1, help="Pairs of miss; 400 short, 40 decoding and 25 long if not given, of four launches."),
     ] = None,
     logs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keeps the servers' logs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short prompts, few rounds: shows that it runs.")] = False,
@@ -114,29 +128,47 @@ def _measure(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """One part's result and hook times."""
     names = [contender.name for contender in contenders]
-    advance(f"{part}: starting {', '.join(names)}")
-    with fleet(folder, contenders, kv_bytes=sizes.kv_bytes(part), pool_gib=POOL_GIB) as running:
-        result = _part(part, running, names, sizes, advance)
+
+    def started(folder: Path) -> contextlib.AbstractContextManager[Fleet]:
+        advance(f"{part}: starting {', '.join(names)}")
+        return fleet(folder, contenders, kv_bytes=sizes.kv_bytes(part), pool_gib=POOL_GIB)
+
+    if part == "miss":
+        return _misses(started, sizes, folder, advance)
+    with started(folder) as running:
+        if part == "hit":
+            result = hits.measure(
+                running, names, rounds=sizes.rounds, warm_ups=sizes.warm_ups, tokens=sizes.tokens, advance=advance
+            )
+        else:
+            result = crowd.measure(
+                running, names, rounds=sizes.crowd_rounds, stored=sizes.stored, tokens=sizes.tokens, advance=advance
+            )
     return result, running.hook_times()
 
 
-def _part(part: str, running: Fleet, names: list[str], sizes: Sizes, advance: Advance) -> dict[str, Any]:
-    if part == "hit":
-        return hits.measure(
-            running, names, rounds=sizes.rounds, warm_ups=sizes.warm_ups, tokens=sizes.tokens, advance=advance
-        )
-    if part == "c8":
-        return crowd.measure(
-            running, names, rounds=sizes.crowd_rounds, stored=sizes.stored, tokens=sizes.tokens, advance=advance
-        )
-    return misses.measure(
-        running,
-        short_pairs=sizes.short_pairs,
-        decoding_pairs=sizes.decoding_pairs,
-        long_pairs=sizes.long_pairs,
-        tokens=sizes.tokens,
-        advance=advance,
-    )
+def _misses(
+    started: Callable[[Path], contextlib.AbstractContextManager[Fleet]], sizes: Sizes, folder: Path, advance: Advance
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    taken, hooks = [], []
+
+    def share(pairs: int) -> int:
+        return -(-pairs // sizes.launches)
+
+    for number in range(sizes.launches):
+        with started(folder / str(number)) as running:
+            taken.append(
+                misses.collect(
+                    running,
+                    short_pairs=share(sizes.short_pairs),
+                    decoding_pairs=share(sizes.decoding_pairs),
+                    long_pairs=share(sizes.long_pairs),
+                    tokens=sizes.tokens,
+                    advance=advance,
+                )
+            )
+        hooks.append(running.hook_times())
+    return misses.figures(taken, sizes.tokens), misses.typical(hooks)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bench.vllm.asking import Prompts, Server
@@ -17,21 +19,31 @@ BRIEF_PAUSE_S = 0.05
 """Between the many short prompts. One pair says little: it takes some 400 until the median is known to 2 %."""
 
 
-def measure(
+Taken = dict[str, list[float]]
+"""Samples of both, pair by pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What one launch of the servers has given: first tokens of short and of long prompts, ms, and decoded tokens/s."""
+
+    short: Taken
+    long: Taken
+    decoded: Taken
+
+
+def collect(
     fleet: Fleet, *, short_pairs: int, decoding_pairs: int, long_pairs: int, tokens: int, advance: Callable[[str], None]
-) -> dict[str, Any]:
+) -> Samples:
     """Pairs of requests, one to a vLLM without a connector and one to a vLLM with layerflow, in changing order.
 
     :param decoding_pairs: short prompts that are answered with many tokens.
     :param tokens: of a long prompt.
-    :returns: JSON-ready figures, times in milliseconds.
     """
     prompts = Prompts(seed=3)
 
-    def pairs(
-        count: int, what: str, ask: Callable[[Server], float], pause_s: float = PAUSE_S
-    ) -> dict[str, list[float]]:
-        taken: dict[str, list[float]] = {WITHOUT: [], WITH: []}
+    def pairs(count: int, what: str, ask: Callable[[Server], float], pause_s: float = PAUSE_S) -> Taken:
+        taken: Taken = {WITHOUT: [], WITH: []}
         for number in range(-WARM_UPS, count):
             for name in _order(number):
                 advance(f"miss: {name}, {what}, pair {number + 1}")
@@ -52,17 +64,55 @@ def measure(
     long = pairs(long_pairs, f"{tokens} tokens", first_ms(tokens))
     ttft = pairs(short_pairs, f"{SHORT_TOKENS} tokens", first_ms(SHORT_TOKENS), BRIEF_PAUSE_S)
     speed = pairs(decoding_pairs, f"{DECODED} tokens more", decoded_per_s)
-    by_length = {str(SHORT_TOKENS): ttft, str(tokens): long}
+    return Samples(ttft, long, speed)
+
+
+def figures(launches: Sequence[Samples], tokens: int) -> dict[str, Any]:
+    """JSON-ready figures of all launches together, times in milliseconds.
+
+    :param tokens: of a long prompt.
+    """
+    speed = _joined([samples.decoded for samples in launches])
+    by_length = {
+        str(SHORT_TOKENS): _joined([samples.short for samples in launches]),
+        str(tokens): _joined([samples.long for samples in launches]),
+    }
     ratios = {length: pair_ratio(taken[WITH], taken[WITHOUT]) for length, taken in by_length.items()}
     decode = pair_ratio(speed[WITH], speed[WITHOUT])
     return {
         "ttft_ms": {length: _spreads(taken) for length, taken in by_length.items()},
         "ttft_ratio": ratios,
-        "miss_ratio": max((figures["median"] for figures in ratios.values() if figures), default=None),
+        "ttft_ratio_by_launch": {
+            str(SHORT_TOKENS): [_median(samples.short) for samples in launches],
+            str(tokens): [_median(samples.long) for samples in launches],
+        },
+        "miss_ratio": max((spread["median"] for spread in ratios.values() if spread), default=None),
         "decode_tokens_per_s": _spreads(speed),
         "decode": decode,
         "decode_ratio": decode.get("median"),
     }
+
+
+def typical(launches: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Times inside each hook over all launches: medians of their p50 and p99, the longest call, and how many calls."""
+    made: dict[str, dict[str, float]] = {}
+    for name in {name: None for hooks in launches for name in hooks}:
+        times = [hooks[name] for hooks in launches if name in hooks]
+        made[name] = {
+            "count": sum(time["count"] for time in times),
+            "p50_us": statistics.median(time["p50_us"] for time in times),
+            "p99_us": statistics.median(time["p99_us"] for time in times),
+            "max_us": max(time["max_us"] for time in times),
+        }
+    return made
+
+
+def _median(taken: Taken) -> float | None:
+    return pair_ratio(taken[WITH], taken[WITHOUT]).get("median")
+
+
+def _joined(taken: Sequence[Taken]) -> Taken:
+    return {name: [sample for one in taken for sample in one[name]] for name in (WITHOUT, WITH)}
 
 
 def _order(number: int) -> tuple[str, str]:
