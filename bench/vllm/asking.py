@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,10 @@ ANSWER_S = 120.0
 PATH = "/v1/completions"
 _SPECIAL = 3
 """The vocabulary's first tokens, which no prompt here has."""
+
+
+Params = Mapping[str, Any] | None
+"""``kv_transfer_params`` of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,12 @@ class Server:
         self.name, self.url = name, url
         self._client = httpx.Client(base_url=url, trust_env=False, timeout=ANSWER_S)
 
-    def ask(self, prompt: Sequence[int]) -> Answer:
+    def ask(self, prompt: Sequence[int], params: Params = None) -> Answer:
         """One token, not streamed.
 
         :raises BenchFailed: another answer than 200, or none.
         """
-        body = _body(prompt, 1)
+        body = _body(prompt, 1, params)
         began = time.perf_counter()
         try:
             response = self._client.post(PATH, json=body)
@@ -70,13 +74,13 @@ class Server:
         tokens = tuple(answer["choices"][0]["token_ids"])
         return Answer(tokens, _cached(answer["usage"]), taken_ms, taken_ms)
 
-    def stream(self, prompt: Sequence[int], tokens: int) -> Answer:
+    def stream(self, prompt: Sequence[int], tokens: int, params: Params = None) -> Answer:
         """So many tokens, as they come.
 
         :raises BenchFailed: see :meth:`ask`.
         """
         heard = _Stream(self.name)
-        with self._client.stream("POST", PATH, json=_streamed(prompt, tokens)) as response:
+        with self._client.stream("POST", PATH, json=_streamed(prompt, tokens, params)) as response:
             if response.status_code != httpx.codes.OK:
                 raise BenchFailed(f"{self.name}: answered {response.status_code}: {response.read()[:500]!r}")
             for line in response.iter_lines():
@@ -130,8 +134,8 @@ class _Stream:
         return Answer(tuple(self._tokens), _cached(self._usage), self._times[0], self._times[-1])
 
 
-def _body(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-    return {
+def _body(prompt: Sequence[int], tokens: int, params: Params = None) -> dict[str, Any]:
+    body = {
         "model": NAME,
         "prompt": list(prompt),
         "max_tokens": tokens,
@@ -139,10 +143,11 @@ def _body(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
         "ignore_eos": True,
         "return_token_ids": True,
     }
+    return body if params is None else body | {"kv_transfer_params": params}
 
 
-def _streamed(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-    return _body(prompt, tokens) | {"stream": True, "stream_options": {"include_usage": True}}
+def _streamed(prompt: Sequence[int], tokens: int, params: Params = None) -> dict[str, Any]:
+    return _body(prompt, tokens, params) | {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def _cached(usage: dict[str, Any]) -> int:

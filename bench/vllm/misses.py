@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.vllm.asking import Prompts, Server
+from bench.vllm.asking import Params, Prompts, Server
 from bench.vllm.figures import pair_ratio, spread
 from bench.vllm.fleet import PAUSE_S, Fleet
 
 WITHOUT, WITH = "plain", "layerwise"
+SPARED = "spared"
+"""The vLLM with layerflow again, told neither to look up nor to save: the same process. Two of the same vLLM differ by
+more, for as long as they live, than layerflow costs."""
+_SERVERS: Mapping[str, tuple[str, Params]] = {
+    WITHOUT: (WITHOUT, None),
+    WITH: (WITH, None),
+    SPARED: (WITH, {"layerflow": {"load": False, "save": False}}),
+}
 SHORT_TOKENS = 64
 DECODED = 128
 WARM_UPS = 2
@@ -19,8 +28,9 @@ BRIEF_PAUSE_S = 0.05
 """Between the many short prompts. One pair says little: it takes some 400 until the median is known to 2 %."""
 
 
+Measure = Callable[[Server, Params], float]
 Taken = dict[str, list[float]]
-"""Samples of both, pair by pair."""
+"""Samples of each, pair by pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +47,37 @@ def collect(
 ) -> Samples:
     """Pairs of requests, one to a vLLM without a connector and one to a vLLM with layerflow, in changing order.
 
+    Short ones come with a third, which layerflow leaves alone.
+
     :param decoding_pairs: short prompts that are answered with many tokens.
     :param tokens: of a long prompt.
     """
     prompts = Prompts(seed=3)
 
-    def pairs(count: int, what: str, ask: Callable[[Server], float], pause_s: float = PAUSE_S) -> Taken:
-        taken: Taken = {WITHOUT: [], WITH: []}
+    def pairs(count: int, what: str, measure: Measure, *names: str, pause_s: float = PAUSE_S) -> Taken:
+        orders = list(itertools.permutations(names))
+        taken: Taken = {name: [] for name in names}
         for number in range(-WARM_UPS, count):
-            for name in _order(number):
+            for name in orders[number % len(orders)]:
                 advance(f"miss: {name}, {what}, pair {number + 1}")
-                figure = ask(fleet.servers[name])
+                server, params = _SERVERS[name]
+                figure = measure(fleet.servers[server], params)
                 if number >= 0:
                     taken[name].append(figure)
-                fleet.settle(name, pause_s)  # what it saves must not slow the other one
+                fleet.settle(server, pause_s)  # what it saves must not slow the other one
         return taken
 
-    def first_ms(length: int) -> Callable[[Server], float]:
-        return lambda server: server.ask(prompts.fresh(length)).first_ms
+    def first_ms(length: int) -> Measure:
+        return lambda server, params: server.ask(prompts.fresh(length), params).first_ms
 
-    def decoded_per_s(server: Server) -> float:
-        answer = server.stream(prompts.fresh(SHORT_TOKENS), DECODED + 1)
+    def decoded_per_s(server: Server, params: Params) -> float:
+        answer = server.stream(prompts.fresh(SHORT_TOKENS), DECODED + 1, params)
         return DECODED / (answer.last_ms - answer.first_ms) * 1e3
 
     # The long ones first: they touch all of vLLM's cache, and the short ones meet no page for the first time.
-    long = pairs(long_pairs, f"{tokens} tokens", first_ms(tokens))
-    ttft = pairs(short_pairs, f"{SHORT_TOKENS} tokens", first_ms(SHORT_TOKENS), BRIEF_PAUSE_S)
-    speed = pairs(decoding_pairs, f"{DECODED} tokens more", decoded_per_s)
+    long = pairs(long_pairs, f"{tokens} tokens", first_ms(tokens), WITHOUT, WITH)
+    ttft = pairs(short_pairs, f"{SHORT_TOKENS} tokens", first_ms(SHORT_TOKENS), *_SERVERS, pause_s=BRIEF_PAUSE_S)
+    speed = pairs(decoding_pairs, f"{DECODED} tokens more", decoded_per_s, *_SERVERS)
     return Samples(ttft, long, speed)
 
 
@@ -77,6 +91,7 @@ def figures(launches: Sequence[Samples], tokens: int) -> dict[str, Any]:
         str(SHORT_TOKENS): _joined([samples.short for samples in launches]),
         str(tokens): _joined([samples.long for samples in launches]),
     }
+    short = by_length[str(SHORT_TOKENS)]
     ratios = {length: pair_ratio(taken[WITH], taken[WITHOUT]) for length, taken in by_length.items()}
     decode = pair_ratio(speed[WITH], speed[WITHOUT])
     return {
@@ -90,6 +105,10 @@ def figures(launches: Sequence[Samples], tokens: int) -> dict[str, Any]:
         "decode_tokens_per_s": _spreads(speed),
         "decode": decode,
         "decode_ratio": decode.get("median"),
+        "same_server": {
+            "ttft_ratio": pair_ratio(short[WITH], short[SPARED]),
+            "decode": pair_ratio(speed[WITH], speed[SPARED]),
+        },
     }
 
 
@@ -112,11 +131,7 @@ def _median(taken: Taken) -> float | None:
 
 
 def _joined(taken: Sequence[Taken]) -> Taken:
-    return {name: [sample for one in taken for sample in one[name]] for name in (WITHOUT, WITH)}
-
-
-def _order(number: int) -> tuple[str, str]:
-    return (WITHOUT, WITH) if number % 2 else (WITH, WITHOUT)
+    return {name: [sample for one in taken for sample in one[name]] for name in taken[0]}
 
 
 def _spreads(taken: dict[str, list[float]]) -> dict[str, dict[str, float]]:

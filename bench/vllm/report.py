@@ -19,6 +19,7 @@ SHOWN = {
     "layerwise": "layerflow, layer-wise",
     "bulk": "layerflow, bulk",
     "plain": "vLLM, no connector",
+    "spared": "layerflow, told to leave it alone",
 }
 _HOOKS_OF = ("miss", "c8", "hit")
 """The first of these parts that ran gives `hook_us`: on a miss, hooks only cost."""
@@ -89,14 +90,17 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
         yield table
     if miss := result.get("miss"):
         table = _table("Prompts nobody has seen, and decoding",
-                       "", "median", "p25", "p75", "min", "max", "pairs")  # fmt: skip
+                       "", "median", "p25", "p75", "min", "max", "pairs", "median ≥", "median ≤")  # fmt: skip
         for length, taken in miss["ttft_ms"].items():
             for name, figures in taken.items():
                 table.add_row(f"first token of {length}, ms: {SHOWN[name]}", *_cells(figures))
             table.add_row(f"first token of {length}: with ÷ without", *_cells(miss["ttft_ratio"][length], 4))
+        same = miss["same_server"]
+        table.add_row("first token of short ones: with ÷ left alone", *_cells(same["ttft_ratio"], 4))
         for name, figures in miss["decode_tokens_per_s"].items():
             table.add_row(f"decoding, tokens/s: {SHOWN[name]}", *_cells(figures))
         table.add_row("decoding: speed with ÷ without", *_cells(miss["decode"], 4))
+        table.add_row("decoding: speed with ÷ left alone", *_cells(same["decode"], 4))
         yield table
     for part, hooks in result["hook_us_by_part"].items():
         if not hooks:

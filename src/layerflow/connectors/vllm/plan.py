@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from layerflow.agent.outline import OutlinePart
-from layerflow.connectors.vllm.planned import PlannedSaves
+from layerflow.connectors.vllm.planned import NO_SAVES, PlannedSaves
 from layerflow.connectors.vllm.stored import ChunkKey
 from layerflow.flow.estimators import ComputeCost, LinkCost
 
@@ -36,7 +36,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[OutlinePart] = field(default_factory=list)
     tails: list[OutlinePart] = field(default_factory=list)
     background: dict[str, list[OutlinePart]] = field(default_factory=dict)
-    saves: PlannedSaves = field(default_factory=PlannedSaves)
+    saves: PlannedSaves = NO_SAVES
     fresh: tuple[tuple[int, ...], ...] = ()
     leaving: tuple[str, ...] = ()
     work: tuple[int, int] | None = None

@@ -61,6 +61,9 @@ class PlannedSaves:
         )
 
 
+NO_SAVES = PlannedSaves()
+
+
 def _outlined(parts: Sequence[OutlinePart]) -> PlannedSaves:
     tables = [[[]] * part.group + [part.table.tolist()] for part in parts]
     return PlannedSaves(tuple({part.request: None for part in parts}), tables, lambda: parts)

@@ -77,12 +77,14 @@ class SavePlanner:
         A save that still reads one of them is too late: vLLM recycles blocks of running requests too (sliding
         windows, preemption). Empty where no save can be in flight.
         """
+        cached = output.scheduled_cached_reqs
+        if not (loading or output.scheduled_new_reqs or any(cached.new_block_ids)):  # most steps that only decode
+            return ()
         if time.monotonic() - self._last_save > SAVES_LAST_S:
             return ()
         taken: list[set[int]] = [set() for _ in self._vllm_groups]
         for new in output.scheduled_new_reqs:
             self._beyond(taken, new.block_ids, new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
         for request, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
@@ -94,6 +96,8 @@ class SavePlanner:
 
     def step(self, output: Any, plan: StepPlan) -> None:
         """Put the step's saves into its plan."""
+        if not self._open:
+            return
         asked: list[Asked] = []
         tables = _Tables(output)
         for request in [request for request in self._open if request in output.num_scheduled_tokens]:
