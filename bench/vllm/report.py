@@ -23,7 +23,8 @@ SHOWN = {
 }
 _HOOKS_OF = ("miss", "c8", "hit")
 """The first of these parts that ran gives `hook_us`: on a miss, hooks only cost."""
-
+_EACH_STEP, _EMPTY = "build_connector_meta", "clear_connector_metadata"
+"""The hook that every step calls first, and one that does nothing to speak of: it shows what the stopwatch costs."""
 
 POINTS = ("p50", "p90", "p99")
 
@@ -49,9 +50,24 @@ def summary(
         "overlap": hit.get("contenders", {}).get("layerwise", {}).get("overlap"),
         "hook_us": next((hooks[part] for part in _HOOKS_OF if hooks.get(part)), {}),
         "hook_us_by_part": dict(hooks),
+        "idle_step_us": idle_step_us(hooks.get("miss", {})),
         **parts,
         **about,
     }
+
+
+def idle_step_us(hooks: Mapping[str, Mapping[str, float]]) -> dict[str, float] | None:
+    """What a step that moves nothing spends in layerflow, by the medians of `miss`, whose steps nearly all only decode.
+
+    :returns: ``hooks``: of all hooks that such a step calls, with the stopwatch in each; ``stopwatch``: what of it is
+        that, at most; ``layerflow``: the rest. None = such steps were not measured.
+    """
+    if _EACH_STEP not in hooks or _EMPTY not in hooks:
+        return None
+    steps = hooks[_EACH_STEP]["count"]
+    called = [figures["p50_us"] for figures in hooks.values() if figures["count"] > steps / 2]
+    whole, stopwatch = sum(called), len(called) * hooks[_EMPTY]["p50_us"]
+    return {"hooks": round(whole, 1), "stopwatch": round(stopwatch, 1), "layerflow": round(whole - stopwatch, 1)}
 
 
 def wrong(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -110,6 +126,9 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             table.add_row(
                 name, *(_number(figures[key], 1) for key in ("p50_us", "p99_us", "max_us")), str(figures["count"])
             )
+        if part == "miss" and (idle := result["idle_step_us"]) is not None:
+            text = f"a step that moves nothing, without {idle['stopwatch']} of stopwatch"
+            table.add_row(text, _number(idle["layerflow"], 1))
         yield table
 
 

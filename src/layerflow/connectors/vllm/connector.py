@@ -37,7 +37,8 @@ _SCHEDULER_HOOKS = (
 )  # fmt: skip
 _WORKER_HOOKS = (
     "handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer",
-    "wait_for_save", "get_finished", "get_kv_connector_stats", "build_connector_worker_meta",
+    "wait_for_save", "get_finished", "get_block_ids_with_load_errors", "get_kv_connector_stats",
+    "build_connector_worker_meta", "clear_connector_metadata",
 )  # fmt: skip
 
 # vLLM 0.27 has neither: failures of background loads are told by their blocks there.
