@@ -47,8 +47,8 @@ class Sizes:
 
     :param tokens: of a long prompt; a multiple of the chunk size.
     :param stored: long prompts that `c8` draws its hits from.
-    :param launches: of the servers of `miss`, which share its pairs: two processes of the same vLLM differ by up to
-        2 %, for as long as they live.
+    :param launches: of the servers of `miss`, which share its pairs: two processes of the same vLLM differ by some
+        percent, for as long as they live.
     """
 
     tokens: int = 2048
@@ -59,7 +59,7 @@ class Sizes:
     short_pairs: int = 400
     decoding_pairs: int = 40
     long_pairs: int = 25
-    launches: int = 4
+    launches: int = 8
 
     def kv_bytes(self, part: str) -> int:
         """Of each vLLM's cache: small, so that warm-ups touch all of it."""
@@ -88,7 +88,7 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of hit and of c8; 9 and 12 if not given.")] = None,
     pairs: Annotated[
         int | None,
-        typer.Option(min=1, help="Pairs of miss; 400 short, 40 decoding and 25 long if not given, of four launches."),
+        typer.Option(min=1, help="Pairs of miss; 400 short, 40 decoding and 25 long if not given, of eight launches."),
     ] = None,
     logs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keeps the servers' logs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short prompts, few rounds: shows that it runs.")] = False,
@@ -129,9 +129,9 @@ def _measure(
     """One part's result and hook times."""
     names = [contender.name for contender in contenders]
 
-    def started(folder: Path) -> contextlib.AbstractContextManager[Fleet]:
+    def started(folder: Path, order: int = 1) -> contextlib.AbstractContextManager[Fleet]:
         advance(f"{part}: starting {', '.join(names)}")
-        return fleet(folder, contenders, kv_bytes=sizes.kv_bytes(part), pool_gib=POOL_GIB)
+        return fleet(folder, contenders[::order], kv_bytes=sizes.kv_bytes(part), pool_gib=POOL_GIB)
 
     if part == "miss":
         return _misses(started, sizes, folder, advance)
@@ -148,7 +148,10 @@ def _measure(
 
 
 def _misses(
-    started: Callable[[Path], contextlib.AbstractContextManager[Fleet]], sizes: Sizes, folder: Path, advance: Advance
+    started: Callable[[Path, int], contextlib.AbstractContextManager[Fleet]],
+    sizes: Sizes,
+    folder: Path,
+    advance: Advance,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     taken, hooks = [], []
 
@@ -156,10 +159,11 @@ def _misses(
         return -(-pairs // sizes.launches)
 
     for number in range(sizes.launches):
-        with started(folder / str(number)) as running:
+        with started(folder / str(number), -1 if number % 2 else 1) as running:
             taken.append(
                 misses.collect(
                     running,
+                    seed=number,
                     short_pairs=share(sizes.short_pairs),
                     decoding_pairs=share(sizes.decoding_pairs),
                     long_pairs=share(sizes.long_pairs),

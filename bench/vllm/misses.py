@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from bench.vllm.figures import pair_ratio, spread
 from bench.vllm.fleet import PAUSE_S, Fleet
 
 WITHOUT, WITH = "plain", "layerwise"
-SPARED = "spared"
-"""The vLLM with layerflow again, told neither to look up nor to save: the same process. Two of the same vLLM differ by
-more, for as long as they live, than layerflow costs."""
+SPARED, AGAIN = "spared", "again"
+"""Each of the two once more: the vLLM with layerflow, told neither to look up nor to save, and the one without. Two
+processes of the same vLLM differ by more, for as long as they live, than layerflow costs: in one, less is measured."""
 _SERVERS: Mapping[str, tuple[str, Params]] = {
     WITHOUT: (WITHOUT, None),
+    AGAIN: (WITHOUT, None),
     WITH: (WITH, None),
     SPARED: (WITH, {"layerflow": {"load": False, "save": False}}),
 }
@@ -43,19 +45,27 @@ class Samples:
 
 
 def collect(
-    fleet: Fleet, *, short_pairs: int, decoding_pairs: int, long_pairs: int, tokens: int, advance: Callable[[str], None]
+    fleet: Fleet,
+    *,
+    seed: int,
+    short_pairs: int,
+    decoding_pairs: int,
+    long_pairs: int,
+    tokens: int,
+    advance: Callable[[str], None],
 ) -> Samples:
     """Pairs of requests, one to a vLLM without a connector and one to a vLLM with layerflow, in changing order.
 
-    Short ones come with a third, which layerflow leaves alone.
+    Short ones are pairs of pairs: each server is asked twice, so that neither is the one that rested longer.
 
     :param decoding_pairs: short prompts that are answered with many tokens.
     :param tokens: of a long prompt.
     """
-    prompts = Prompts(seed=3)
+    prompts = Prompts(seed)
 
     def pairs(count: int, what: str, measure: Measure, *names: str, pause_s: float = PAUSE_S) -> Taken:
         orders = list(itertools.permutations(names))
+        random.Random(seed).shuffle(orders)
         taken: Taken = {name: [] for name in names}
         for number in range(-WARM_UPS, count):
             for name in orders[number % len(orders)]:
@@ -108,6 +118,10 @@ def figures(launches: Sequence[Samples], tokens: int) -> dict[str, Any]:
         "same_server": {
             "ttft_ratio": pair_ratio(short[WITH], short[SPARED]),
             "decode": pair_ratio(speed[WITH], speed[SPARED]),
+        },
+        "control": {
+            "ttft_ratio": pair_ratio(short[WITHOUT], short[AGAIN]),
+            "decode": pair_ratio(speed[WITHOUT], speed[AGAIN]),
         },
     }
 

@@ -19,6 +19,7 @@ SHOWN = {
     "layerwise": "layerflow, layer-wise",
     "bulk": "layerflow, bulk",
     "plain": "vLLM, no connector",
+    "again": "vLLM, no connector, once more",
     "spared": "layerflow, told to leave it alone",
 }
 _HOOKS_OF = ("miss", "c8", "hit")
@@ -111,12 +112,14 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             for name, figures in taken.items():
                 table.add_row(f"first token of {length}, ms: {SHOWN[name]}", *_cells(figures))
             table.add_row(f"first token of {length}: with ÷ without", *_cells(miss["ttft_ratio"][length], 4))
-        same = miss["same_server"]
-        table.add_row("first token of short ones: with ÷ left alone", *_cells(same["ttft_ratio"], 4))
+        in_one = {"layerflow, with ÷ left alone": miss["same_server"], "no connector ÷ once more": miss["control"]}
+        for name, ratios in in_one.items():
+            table.add_row(f"first token of short ones, one vLLM: {name}", *_cells(ratios["ttft_ratio"], 4))
         for name, figures in miss["decode_tokens_per_s"].items():
             table.add_row(f"decoding, tokens/s: {SHOWN[name]}", *_cells(figures))
         table.add_row("decoding: speed with ÷ without", *_cells(miss["decode"], 4))
-        table.add_row("decoding: speed with ÷ left alone", *_cells(same["decode"], 4))
+        for name, ratios in in_one.items():
+            table.add_row(f"decoding: speed, one vLLM: {name}", *_cells(ratios["decode"], 4))
         yield table
     for part, hooks in result["hook_us_by_part"].items():
         if not hooks:
