@@ -58,7 +58,7 @@ class Sizes:
     stored: int = 8
     short_pairs: int = 400
     decoding_pairs: int = 40
-    long_pairs: int = 25
+    long_pairs: int = 32
     launches: int = 8
 
     def kv_bytes(self, part: str) -> int:
@@ -88,7 +88,7 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of hit and of c8; 9 and 12 if not given.")] = None,
     pairs: Annotated[
         int | None,
-        typer.Option(min=1, help="Pairs of miss; 400 short, 40 decoding and 25 long if not given, of eight launches."),
+        typer.Option(min=1, help="Pairs of miss; 400 short, 40 decoding and 32 long if not given, of eight launches."),
     ] = None,
     logs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keeps the servers' logs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short prompts, few rounds: shows that it runs.")] = False,
@@ -129,9 +129,10 @@ def _measure(
     """One part's result and hook times."""
     names = [contender.name for contender in contenders]
 
-    def started(folder: Path, order: int = 1) -> contextlib.AbstractContextManager[Fleet]:
+    def started(folder: Path, backwards: bool = False) -> contextlib.AbstractContextManager[Fleet]:
         advance(f"{part}: starting {', '.join(names)}")
-        return fleet(folder, contenders[::order], kv_bytes=sizes.kv_bytes(part), pool_gib=POOL_GIB)
+        order = contenders[::-1] if backwards else contenders
+        return fleet(folder, order, kv_bytes=sizes.kv_bytes(part), pool_gib=POOL_GIB)
 
     if part == "miss":
         return _misses(started, sizes, folder, advance)
@@ -148,7 +149,7 @@ def _measure(
 
 
 def _misses(
-    started: Callable[[Path, int], contextlib.AbstractContextManager[Fleet]],
+    started: Callable[[Path, bool], contextlib.AbstractContextManager[Fleet]],
     sizes: Sizes,
     folder: Path,
     advance: Advance,
@@ -159,7 +160,7 @@ def _misses(
         return -(-pairs // sizes.launches)
 
     for number in range(sizes.launches):
-        with started(folder / str(number), -1 if number % 2 else 1) as running:
+        with started(folder / str(number), number % 2 == 1) as running:
             taken.append(
                 misses.collect(
                     running,

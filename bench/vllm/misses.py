@@ -58,6 +58,7 @@ def collect(
 
     Short ones are pairs of pairs: each server is asked twice, so that neither is the one that rested longer.
 
+    :param seed: of the prompts and of the order; each launch has its own.
     :param decoding_pairs: short prompts that are answered with many tokens.
     :param tokens: of a long prompt.
     """

@@ -80,7 +80,7 @@ class Presence:
     def tail_lengths(self, parent: bytes, most: int) -> list[int]:
         """Of 1 to `most` tokens, longest first: those for which :meth:`may_hold_tails` is true."""
         # Without numpy: each of its calls costs 10 us where nothing is in the caches; a loop is in them from its second
-        # round on. The places are those of place_of.
+        # round on. Buckets and tags are those of place_of, but for a tag of 0, which stays: that says "maybe".
         unpack, table, shift = _BUCKET.unpack_from, self._words, 65 - self._buckets.bit_length()
         low, high, ranks = _KEY.unpack(parent)
         mixed = ranks * _MIX + _salt(most) & _MASK

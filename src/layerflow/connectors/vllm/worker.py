@@ -151,9 +151,9 @@ class WorkerSide:
 
         :param forward: the pass computed something.
         """
-        arrived: set[str] = set()
         if not (self._background or self._leaving):  # most steps
-            return set(), arrived, set()
+            return set(), set(), set()
+        arrived: set[str] = set()
         if self._background and not forward:
             next(iter(self._background.values())).wait_loaded(IDLE_WAIT_S)
         for request, step in list(self._background.items()):
