@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 
 import pytest
 
@@ -20,6 +22,23 @@ def test_its_term_is_that_of_its_http_port(answers):
     assert meta.term == 0
     assert meta.reach() == 2
     assert meta.lost == 1
+    meta.close()
+
+
+def test_a_connection_whose_descriptor_somebody_else_closed_is_over(answers, monkeypatch):
+    """As memfabric may do, which closes some of its own twice."""
+    made, connect = [], socket.create_connection
+
+    def kept(*arguments, **more):
+        made.append(connect(*arguments, **more))
+        return made[-1]
+
+    monkeypatch.setattr(socket, "create_connection", kept)
+    meta = MetaService(NOBODY, answers.url)
+    assert meta.reach() == 1
+    os.close(made[0].fileno())
+    assert meta.term == 0
+    assert meta.reach() == meta.term == 2
     meta.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
@@ -57,22 +58,24 @@ class Line:
 
     def _drop(self) -> None:
         if self._line is not None:
-            self._line.close()
+            # memfabric closes a descriptor twice when a handshake fails; in between the number may have become ours.
+            with contextlib.suppress(OSError):
+                self._line.close()
             self._line = None
 
     def _connect(self) -> socket.socket:
         try:
             line = socket.create_connection(self._at, timeout=CONNECT_S)
+            # So that a service whose machine vanished without a word is noticed within four seconds too.
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                line.setsockopt(socket.IPPROTO_TCP, option, 1)
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            line.setblocking(False)
         except OSError as error:
             host, port = self._at
             at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             raise Unreachable(f"{self._whose} does not answer at {at}: {error}; {self._advice}") from error
-        # So that a service whose machine vanished without a word is noticed within four seconds too.
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            line.setsockopt(socket.IPPROTO_TCP, option, 1)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        line.setblocking(False)
         return line
 
     def _holds(self) -> bool:

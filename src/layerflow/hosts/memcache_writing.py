@@ -11,7 +11,9 @@ and no error, and whoever has an address may publish or remove. So writers must 
   minute, finishing an allocation that meanwhile is another's) is never taken for an object.
 * *Nobody writes late.* The address is the owner's for a lease; the owner stops at its end by its own clock, and when
   the MetaService that gave it ends. What is removed keeps its memory until the lease has run out. Left: a single
-  copy that is under way while the MetaService dies and a new one gives its memory to others, within that copy.
+  copy that is under way while the MetaService dies and a new one gives its memory to others, within that copy. And
+  an object evicted in the third of a second before the MetaService died, which the new one is told is still there,
+  where two others had its room: one that had not come to blank the header's place, one that had written behind it.
 * *Nobody blocks a key.* What an owner left unfinished is evicted after its lease like anything else; where there is
   room enough that nothing is evicted, the next writer that has seen it unchanged for longer than a lease removes it.
 

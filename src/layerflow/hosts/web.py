@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import re
 import time
@@ -39,15 +40,14 @@ class Web:
         if self.address is None:
             return b""
         # Not urllib: it asks for `Connection: close`, and then memcache's MetaService sends no body.
-        asked, url = http.client.HTTPConnection(*self.address, timeout=HTTP_S), self._url + path
+        url = self._url + path
         try:
-            asked.request("GET", self._path + path)
-            answer = asked.getresponse()
-            status, body = answer.status, answer.read()
+            with contextlib.closing(http.client.HTTPConnection(*self.address, timeout=HTTP_S)) as asked:
+                asked.request("GET", self._path + path)
+                answer = asked.getresponse()
+                status, body = answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(f"{self._whose} does not answer at {url}: {error}; is it running?") from error
-        finally:
-            asked.close()
         if status != http.HTTPStatus.OK:
             raise Unreachable(f"{self._whose} is not well: {url} says {status}; look at its log")
         return body

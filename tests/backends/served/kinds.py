@@ -30,7 +30,7 @@ class Kind(abc.ABC):
     tiered = True  #: there is something behind the arena
     shared = False  #: several servers may use it
     indexed = False  #: the server itself knows what is in it, tails of other prompts too
-    keeps = True  #: what is in it outlives :meth:`cut`
+    keeps: bool | None = True  #: what is in it outlives :meth:`cut`; None = it may
     leases = False  #: reading takes a lease that can run out
 
     def __init__(self, capacity: int = 64 * MIB, lease_ms: int = 10_000, *, absent: bool = False) -> None:
@@ -136,12 +136,13 @@ class Mooncake(Kind):
 class Memcache(Kind):
     """A real MetaService, and one process that gives the pool all its memory. CANN is emulated: no NPU takes part.
 
-    Out of reach means that the MetaService is dead; a new one knows of no object. Its leases outlive every hung host.
+    Out of reach means that the MetaService is dead. A new one is told of objects by who gives the memory, which the
+    dead one had told of them a moment after they were written, or not yet. Its leases outlive every hung host.
     """
 
     name = "memcache"
     shared = True
-    keeps = False
+    keeps = None
 
     def open(self) -> None:
         self.meta = self._closing.enter_context(MetaService())
