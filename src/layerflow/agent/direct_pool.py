@@ -41,7 +41,7 @@ class DirectPool:
 
     def __init__(self, client: Client, memory: PagedMemory) -> None:
         self._client = client
-        self._calls = Calls()
+        self._calls = Calls(lambda: client.meta.term)
         self._calls.open(client.store)
         self._reader = Reader(self._calls, client.meta, client.world_size)
         self._writer = Writer(self._calls, client.meta)

@@ -47,7 +47,7 @@ class Memcache(Backend):
         self._options = MemcacheOptions.read(options)
         self._shared = shared(self._options)
         self._meta = MetaService(self._shared.meta_service_url, self._shared.metrics_url)
-        self._calls = Calls()
+        self._calls = Calls(lambda: self._meta.term)
         self._reader = Reader(self._calls, self._meta, self._shared.world_size)
         self._writer = Writer(self._calls, self._meta)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from layerflow.hosts.backend import Unreachable
+from layerflow.hosts.memcache_asking import Askers
 from layerflow.hosts.memcache_codes import INVALID, NO_CLIENT, UNANSWERED, UNKNOWN, explain
 
 G2H, H2G = 2, 3
@@ -49,9 +50,13 @@ class _Known:
 
 
 class Calls:
-    """A client while it is connected. Any thread; none of these calls holds the GIL."""
+    """A client while it is connected. Any thread; none of these calls holds the GIL.
 
-    def __init__(self) -> None:
+    :param term: changes when the MetaService ends; see :attr:`~layerflow.hosts.memcache_meta.MetaService.term`.
+    """
+
+    def __init__(self, term: Callable[[], int]) -> None:
+        self._askers = Askers(term)
         self._changed = threading.Condition()
         self._store: Any = None
         self._under_way = 0
@@ -73,6 +78,7 @@ class Calls:
             store, self._store = self._store, None
             if store is None or not self._changed.wait_for(lambda: not self._under_way, _CLOSE_PATIENCE_S):
                 return
+            self._askers.close()
         close(store)
 
     # Metadata: one message to the MetaService each ----------------------------------------------
@@ -165,7 +171,7 @@ class Calls:
 
     def register(self, address: int, nbytes: int) -> int:
         """Make memory of this process known to the transport; 0 = done."""
-        return int(self._call("register_buffer", address, nbytes))
+        return int(self._call("register_buffer", address, nbytes, data=True))
 
     # ---------------------------------------------------------------------------------------------
 
@@ -230,16 +236,20 @@ class Calls:
         return self.move(gvas, addresses, sizes, direction)
 
     def _call(self, method: str, *arguments: Any, data: bool = False) -> Any:
-        """:raises Unreachable: there is no client, or it was closed."""
+        """:raises Unreachable: there is no client, it was closed, or the MetaService has ended and will not answer."""
         with self._changed:
             store = self._store
             if store is None:
                 raise Unreachable("the memcache client is not connected")
             self._under_way += 1
             self._counts["copy_calls" if data else "metadata_calls"] += 1
-        try:
-            return getattr(store, method)(*arguments)
-        finally:
-            with self._changed:
-                self._under_way -= 1
-                self._changed.notify_all()
+
+        def call() -> Any:
+            try:
+                return getattr(store, method)(*arguments)
+            finally:
+                with self._changed:
+                    self._under_way -= 1
+                    self._changed.notify_all()
+
+        return call() if data else self._askers.ask(call)

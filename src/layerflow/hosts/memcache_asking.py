@@ -1,0 +1,113 @@
+"""Calls to the MetaService, made by a thread that can be given up.
+
+What a MetaService that has ended was asked nobody answers, and the library waits a minute for it, whatever its
+configuration says. Its connection to the next MetaService is made meanwhile, and other calls get through.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from layerflow.hosts.backend import Unreachable
+
+ANSWER_S = 0.5
+"""An answer that the MetaService gave before it ended has come by then."""
+LOOK_S = 0.1
+
+T = TypeVar("T")
+
+
+class _Errand:
+    """One call, and what came of it once `done` can be acquired."""
+
+    __slots__ = ("answer", "call", "done", "error")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
+        self.answer: Any = None
+        self.error: Exception | None = None
+        self.done = threading.Lock()
+        self.done.acquire()
+
+    def run(self) -> None:
+        try:
+            self.answer = self.call()
+        except Exception as error:  # noqa: BLE001 - it is raised where it was asked
+            self.error = error
+        self.done.release()
+
+
+class Asker:
+    """Makes the calls of one thread, one at a time.
+
+    :param term: changes when the MetaService ends; see :attr:`~layerflow.hosts.memcache_meta.MetaService.term`.
+    :param answer_s: see :data:`ANSWER_S`.
+    :param look_s: how often it looks whether the MetaService has ended, in seconds.
+    """
+
+    def __init__(self, term: Callable[[], int], answer_s: float = ANSWER_S, look_s: float = LOOK_S) -> None:
+        self._term, self._answer_s, self._look_s = term, answer_s, look_s
+        self._errands: SimpleQueue[_Errand | None] | None = None
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """What the call returns, or raises.
+
+        :raises Unreachable: the MetaService has ended meanwhile. The call may come back later; nobody hears of it.
+        """
+        term, errand = self._term(), _Errand(call)
+        if self._errands is None:
+            self._errands = SimpleQueue()
+            threading.Thread(target=_serve, args=(self._errands,), name="layerflow-meta", daemon=True).start()
+        self._errands.put(errand)
+        until = math.inf
+        while not errand.done.acquire(timeout=self._look_s):
+            if until == math.inf and self._term() != term:
+                until = time.monotonic() + self._answer_s
+            elif time.monotonic() >= until:
+                self.close()
+                raise Unreachable("memcache's MetaService ended while it was asked")
+        if errand.error is not None:
+            raise errand.error
+        answer: T = errand.answer
+        return answer
+
+    def close(self) -> None:
+        """End the thread, once the call under way has come back; the next call has another."""
+        if self._errands is not None:
+            self._errands.put(None)
+            self._errands = None
+
+
+class Askers:
+    """One :class:`Asker` for every thread that asks.
+
+    :param term: see there.
+    """
+
+    def __init__(self, term: Callable[[], int]) -> None:
+        self._term = term
+        self._own = threading.local()
+        self._all: list[Asker] = []
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """See :meth:`Asker.ask`."""
+        asker: Asker | None = getattr(self._own, "asker", None)
+        if asker is None:
+            asker = self._own.asker = Asker(self._term)
+            self._all.append(asker)
+        return asker.ask(call)
+
+    def close(self) -> None:
+        """End their threads; while nothing is asked."""
+        for asker in self._all:
+            asker.close()
+
+
+def _serve(errands: SimpleQueue[_Errand | None]) -> None:
+    while (errand := errands.get()) is not None:
+        errand.run()
