@@ -39,7 +39,8 @@ class _Errand:
             self.answer = self.call()
         except Exception as error:  # noqa: BLE001 - it is raised where it was asked
             self.error = error
-        self.done.release()
+        finally:
+            self.done.release()
 
 
 class Asker:
