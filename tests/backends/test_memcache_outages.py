@@ -16,6 +16,8 @@ from e2e.rounds import rounds
 from layerflow_cli.bench.harness import ServerProcess
 
 KILLS = 50
+RESUME_S = 10.0
+"""The library connects again every two seconds, and may not succeed at once; it is not a matter of a minute."""
 ROOMY, SCARCE = 192 * MIB, 24 * MIB
 """Of the pool: it keeps everything, or evicts all the time."""
 Serve = Callable[..., ServerProcess]
@@ -47,10 +49,10 @@ def test_a_killed_host(serve: Serve, memcache: Memcache) -> None:
 @pytest.mark.parametrize("memcache", [SCARCE], indirect=True)
 def test_a_meta_service_that_is_back_at_once(serve: Serve, memcache: Memcache, rounds: int) -> None:
     """Who gives the memory tells the new one what was in it, as of a moment before: also what had just been evicted."""
-    outages(serve(**settings(memcache)), (memcache.cut, memcache.mend), rounds, 0.0, "memcache_meta_at_once")
+    outages(serve(**settings(memcache)), (memcache.cut, memcache.mend), rounds, 0.0, "memcache_meta_at_once", RESUME_S)
 
 
 @pytest.mark.parametrize("memcache", [SCARCE], indirect=True)
 @pytest.mark.parametrize("away_s", [5.0, pytest.param(60.0, marks=[pytest.mark.campaign, pytest.mark.timeout(600)])])
 def test_a_meta_service_that_is_away(serve: Serve, memcache: Memcache, away_s: float) -> None:
-    outages(serve(**settings(memcache)), (memcache.cut, memcache.mend), 1, away_s, "memcache_meta_away")
+    outages(serve(**settings(memcache)), (memcache.cut, memcache.mend), 1, away_s, "memcache_meta_away", RESUME_S)

@@ -14,6 +14,7 @@ from mooncake_owner import Owner
 from layerflow_cli.bench.harness import ServerProcess
 
 SEGMENT = 192 << 20
+RESUME_S = 5.0
 Serve = Callable[..., ServerProcess]
 
 
@@ -78,7 +79,7 @@ def test_a_master_that_is_away(
     if not segment:
         request.getfixturevalue("owner")
     name = "mooncake_master_own_segment" if segment else "mooncake_master_pure_client"
-    outages(serve(**settings(master, segment)), (master.kill, master.start), 1, away_s, name)
+    outages(serve(**settings(master, segment)), (master.kill, master.start), 1, away_s, name, RESUME_S)
 
 
 @rounds(2, 20)
@@ -88,12 +89,12 @@ def test_a_master_that_is_back_at_once(
     owner: Owner,
     rounds: int,
 ) -> None:
-    outages(serve(**settings(master)), (master.kill, master.start), rounds, 0.0, "mooncake_master_at_once")
+    outages(serve(**settings(master)), (master.kill, master.start), rounds, 0.0, "mooncake_master_at_once", RESUME_S)
 
 
 @pytest.mark.parametrize("away_s", [3.0, pytest.param(30.0, marks=[pytest.mark.campaign, pytest.mark.timeout(600)])])
 def test_a_master_that_hangs(serve: Serve, master: MooncakeMaster, owner: Owner, away_s: float) -> None:
-    outages(serve(**settings(master)), (master.pause, master.resume), 1, away_s, "mooncake_master_hangs")
+    outages(serve(**settings(master)), (master.pause, master.resume), 1, away_s, "mooncake_master_hangs", RESUME_S)
 
 
 def test_a_master_that_comes_later(serve: Serve, master: MooncakeMaster) -> None:

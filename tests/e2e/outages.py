@@ -11,9 +11,6 @@ from e2e.rounds import record
 from e2e.traffic import load
 from layerflow_cli.bench.harness import ServerProcess
 
-RESUME_S = 10.0
-"""Saves reach the pool so soon after the service answers again: it is not a matter of a minute."""
-
 
 def outages(
     server: ServerProcess,
@@ -21,11 +18,13 @@ def outages(
     rounds: int,
     away_s: float,
     name: str,
+    resume_s: float,
 ) -> None:
     """It goes away under load and is back `away_s` later.
 
     :param fault: how it goes and how it comes back; the latter returns when it answers.
     :param away_s: 0 = it may not even be noticed.
+    :param resume_s: saves reach the pool so soon after it answers again.
     """
     go, come = fault
     resumed: list[float] = []
@@ -47,9 +46,9 @@ def outages(
                 assert not eventually(it.up, away_s + killed - time.monotonic(), 0.1), "without it?"
                 assert it.steady.counts.hits > before[0] and it.busy.counts.passes > before[1]
                 served += it.busy.counts.passes - before[1]
-            written = it.tier()["written_objects"]
             come()
             healthy = time.monotonic()
+            written = it.tier()["written_objects"]
             assert eventually(lambda before=written: it.tier()["written_objects"] > before, 30, 0.01), it.tier()
             resumed.append(time.monotonic() - healthy)
             it.undisturbed()
@@ -72,4 +71,4 @@ def outages(
     assert server.process.poll() is None
     assert_rest(server, first)
     assert max(busy.worst_past, steady.worst_past) < PAST_S
-    assert max(resumed) < RESUME_S, resumed
+    assert max(resumed) < resume_s, resumed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -25,6 +26,8 @@ def test_answers_and_errors_come_back():
     assert asker.ask(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         asker.ask(lambda: 1 // 0)
+    with pytest.raises(SystemExit):
+        asker.ask(sys.exit)
     assert asker.ask(name) == "layerflow-meta"
     asker.close()
     assert asker.ask(lambda: 8) == 8, "it can be used again"
@@ -47,6 +50,16 @@ def test_a_call_is_given_up_once_the_meta_service_has_ended():
     assert asker.ask(number) != first, "the thread that hangs is another's no more"
     gate.set()
     assert returned.wait(PATIENCE_S)
+    assert asker.ask(lambda: 7) == 7
+    asker.close()
+
+
+def test_a_call_that_begins_when_it_has_ended_is_not_waited_for_either():
+    gate = threading.Event()
+    asker = Asker(lambda: 0, answer_s=0.01, look_s=0.01)
+    with pytest.raises(Unreachable):
+        asker.ask(lambda: gate.wait(PATIENCE_S))
+    gate.set()
     assert asker.ask(lambda: 7) == 7
     asker.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 
 import pytest
@@ -25,8 +26,8 @@ def test_its_term_is_that_of_its_http_port(answers):
     meta.close()
 
 
-def test_a_connection_whose_descriptor_somebody_else_closed_is_over(answers, monkeypatch):
-    """As memfabric may do, which closes some of its own twice."""
+def test_a_descriptor_that_is_anothers_by_now_is_left_alone(listener, monkeypatch):
+    """memfabric closes some of its own twice: what was opened in between, as here, is not there any more."""
     made, connect = [], socket.create_connection
 
     def kept(*arguments, **more):
@@ -34,12 +35,33 @@ def test_a_connection_whose_descriptor_somebody_else_closed_is_over(answers, mon
         return made[-1]
 
     monkeypatch.setattr(socket, "create_connection", kept)
-    meta = MetaService(NOBODY, answers.url)
-    assert meta.reach() == 1
-    os.close(made[0].fileno())
+    meta = MetaService(NOBODY, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    assert meta.reach() == meta.term == 1
+    with socket.socket() as another:
+        os.dup2(another.fileno(), made[0].fileno())
+        number = made[0].fileno()
+        assert meta.term == 0
+        assert meta.reach() == meta.term == 2
+        os.close(number)  # it was not closed
+    os.close(made[1].fileno())
     assert meta.term == 0
-    assert meta.reach() == meta.term == 2
+    assert meta.reach() == meta.term == 3
     meta.close()
+
+
+def test_a_process_with_many_files(listener):
+    """An engine has thousands; `select` knows 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2048), hard))
+    many = [os.dup(listener.fileno()) for _ in range(1100)]
+    try:
+        meta = MetaService(NOBODY, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        assert meta.reach() == meta.term == 1
+        meta.close()
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

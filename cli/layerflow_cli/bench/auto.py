@@ -129,16 +129,17 @@ class _Bench:
             assert self._auto.chosen is not None
             chosen[self._auto.chosen.value] += 1
             number += 1
-            if number == min(CLEAR_AFTER, rounds):
+            if number == max(1, min(CLEAR_AFTER, rounds)):
                 end = time.monotonic() + case_s
+        medians = _medians(rounds_taken)
+        best = [mode.value for mode in Mode if not _hopeless(mode.value, medians)]
         return {
             "hit_tokens": hit,
             "ratio": max(
-                statistics.median(taken["auto"] / taken[mode.value] for taken in rounds_taken if mode.value in taken)
-                for mode in Mode
+                statistics.median(taken["auto"] / taken[way] for taken in rounds_taken if way in taken) for way in best
             ),
             "chosen": dict(chosen),
-            "ttft_ms": {way: seconds * 1e3 for way, seconds in _medians(rounds_taken).items()},
+            "ttft_ms": {way: seconds * 1e3 for way, seconds in medians.items()},
             "rounds": number,
         }
 

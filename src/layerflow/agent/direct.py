@@ -111,12 +111,13 @@ class Direct:
         atexit.unregister(self.close)
         self._pid = -1
         self._work.put(None)
+        until = time.monotonic() + CLOSE_S
         self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            log.error("direct_close_failed", error=f"the pool's client has not answered for {CLOSE_S:.0f} s")
-            return
-        self._watchdog.close()
-        self._pool.close()
+        if not self._thread.is_alive():
+            self._watchdog.close()
+            if self._pool.close(max(0.0, until - time.monotonic())):
+                return
+        log.error("direct_close_failed", error=f"the pool's client has not answered for {CLOSE_S:.0f} s")
 
     # -- its thread -------------------------------------------------------------------------------
 

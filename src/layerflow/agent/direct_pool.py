@@ -7,13 +7,14 @@ device memory instead of the arena, and headers a buffer of this process.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
 from layerflow.agent.direct_cargo import Held
 from layerflow.agent.direct_client import Client, give_back
 from layerflow.errors import PoolError
-from layerflow.hosts.backend import OK, Place, Unusable, Verdict, pool_name
+from layerflow.hosts.backend import OK, Place, Unreachable, Unusable, Verdict, pool_name
 from layerflow.hosts.memcache_calls import Calls
 from layerflow.hosts.memcache_codes import explain
 from layerflow.hosts.memcache_reading import Reader, is_header
@@ -131,11 +132,17 @@ class DirectPool:
         self._move(extents, L2G)
         self._writable(objects)
 
-    def close(self) -> None:
-        """Close the client; takes seconds, with the GIL held."""
-        self._calls.close(close)
+    def close(self, patience_s: float) -> bool:
+        """Close the client; takes seconds, with the GIL held.
+
+        :param patience_s: for calls under way.
+        :returns: False: they have not come back, and the process keeps the client.
+        """
+        if not self._calls.close(close, patience_s):
+            return False
         self._headers.close()
         give_back(self._client)
+        return True
 
     def _move(self, extents: Extents, direction: int) -> None:
         if extents.total:
@@ -163,7 +170,8 @@ class DirectPool:
     def _hide(self, places: Sequence[Place]) -> None:
         """What is broken must not be found again."""
         if places:
-            self._calls.remove([pool_name(place.key) for place in places])
+            with contextlib.suppress(Unreachable):  # what is not hidden is found broken again
+                self._calls.remove([pool_name(place.key) for place in places])
 
     @staticmethod
     def _held(at: tuple[int, float] | None, place: Place) -> Held | None:

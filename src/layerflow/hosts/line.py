@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import select
 import socket
 import threading
@@ -28,6 +28,7 @@ class Line:
         self._lock = threading.Lock()
         self._line: socket.socket | None = None
         self._terms = 0
+        self._inode = 0  # of the connection, which tells it from another under the same number
 
     @property
     def lost(self) -> int:
@@ -58,10 +59,20 @@ class Line:
 
     def _drop(self) -> None:
         if self._line is not None:
-            # memfabric closes a descriptor twice when a handshake fails; in between the number may have become ours.
-            with contextlib.suppress(OSError):
+            if self._ours(self._line):
                 self._line.close()
+            else:
+                self._line.detach()
             self._line = None
+
+    def _ours(self, line: socket.socket) -> bool:
+        """Is the descriptor still this connection? memfabric closes one twice when a handshake fails; in between the
+        number may have become ours, and be another's again afterwards.
+        """
+        try:
+            return os.fstat(line.fileno()).st_ino == self._inode
+        except OSError:
+            return False
 
     def _connect(self) -> socket.socket:
         try:
@@ -72,6 +83,7 @@ class Line:
                 line.setsockopt(socket.IPPROTO_TCP, option, 1)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             line.setblocking(False)
+            self._inode = os.fstat(line.fileno()).st_ino
         except OSError as error:
             host, port = self._at
             at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -82,8 +94,12 @@ class Line:
         line = self._line
         if line is None:
             return False
-        try:
-            # The service never says anything on it: whatever there is to read is its end.
-            return not select.select([line], [], [], 0)[0]
-        except (OSError, ValueError):  # closed meanwhile
+        if not self._ours(line):
             return False
+        # Not select: it knows no descriptors above 1023. The service never says anything on it: any event is its end.
+        poll = select.poll()
+        try:
+            poll.register(line, select.POLLIN | select.POLLRDHUP)
+        except ValueError:  # closed meanwhile
+            return False
+        return not poll.poll(0)

@@ -108,13 +108,19 @@ class Memcache(Backend):
         self._writer.revoke(places)
 
     def close(self) -> None:
-        self._calls.close(close)
+        self._leave()
+
+    def _leave(self) -> bool:
+        """False: calls of the client do not come back, so it is still there."""
+        left = self._calls.close(close)
         self._reader.forget()
         self._writer.forget()
         self._meta.close()
+        return left
 
     def _join(self, arena: SharedMemory) -> Attached:
-        self.close()
+        if not self._leave():
+            raise Unreachable("memcache: a call of the client before has not come back yet")
         client = connect(self._options, self._meta)
         self._calls.open(client.store)
         code = self._calls.register(arena.address, arena.nbytes)

@@ -30,17 +30,16 @@ class _Errand:
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
         self.answer: Any = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.done = threading.Lock()
         self.done.acquire()
 
     def run(self) -> None:
         try:
             self.answer = self.call()
-        except Exception as error:  # noqa: BLE001 - it is raised where it was asked
+        except BaseException as error:  # noqa: BLE001 - it is raised where it was asked
             self.error = error
-        finally:
-            self.done.release()
+        self.done.release()
 
 
 class Asker:
@@ -53,6 +52,7 @@ class Asker:
 
     def __init__(self, term: Callable[[], int], answer_s: float = ANSWER_S, look_s: float = LOOK_S) -> None:
         self._term, self._answer_s, self._look_s = term, answer_s, look_s
+        self._lock = threading.Lock()
         self._errands: SimpleQueue[_Errand | None] | None = None
 
     def ask(self, call: Callable[[], T]) -> T:
@@ -61,11 +61,14 @@ class Asker:
         :raises Unreachable: the MetaService has ended meanwhile. The call may come back later; nobody hears of it.
         """
         term, errand = self._term(), _Errand(call)
-        if self._errands is None:
-            self._errands = SimpleQueue()
-            threading.Thread(target=_serve, args=(self._errands,), name="layerflow-meta", daemon=True).start()
-        self._errands.put(errand)
-        until = math.inf
+        with self._lock:
+            if self._errands is None:
+                errands: SimpleQueue[_Errand | None] = SimpleQueue()
+                threading.Thread(target=_serve, args=(errands,), name="layerflow-meta", daemon=True).start()
+                self._errands = errands
+            self._errands.put(errand)
+        # 0: it is not there now, but the library may not have seen that yet.
+        until = math.inf if term else time.monotonic() + self._answer_s
         while not errand.done.acquire(timeout=self._look_s):
             if until == math.inf and self._term() != term:
                 until = time.monotonic() + self._answer_s
@@ -79,9 +82,10 @@ class Asker:
 
     def close(self) -> None:
         """End the thread, once the call under way has come back; the next call has another."""
-        if self._errands is not None:
-            self._errands.put(None)
-            self._errands = None
+        with self._lock:
+            if self._errands is not None:
+                self._errands.put(None)
+                self._errands = None
 
 
 class Askers:
@@ -104,7 +108,7 @@ class Askers:
         return asker.ask(call)
 
     def close(self) -> None:
-        """End their threads; while nothing is asked."""
+        """End their threads, once what they were asked has come back."""
         for asker in self._all:
             asker.close()
 

@@ -59,6 +59,7 @@ class Calls:
         self._askers = Askers(term)
         self._changed = threading.Condition()
         self._store: Any = None
+        self._leaving: Any = None  # not closed yet
         self._under_way = 0
         self._counts: Counter[str] = Counter()
         self._known: dict[str, _Known] = {}
@@ -68,18 +69,25 @@ class Calls:
     def open(self, store: Any) -> None:
         """Calls go to `store` from now on."""
         with self._changed:
-            self._store = store
+            self._store, self.unlinked = store, False
             self._known.clear()
             self._lost.clear()
 
-    def close(self, close: Callable[[Any], None]) -> None:
-        """Close the client, unless calls are under way that do not end: it is never closed under one."""
+    def close(self, close: Callable[[Any], None], patience_s: float = _CLOSE_PATIENCE_S) -> bool:
+        """Close the client, unless calls are under way that do not end: it is never closed under one.
+
+        :returns: False: some are, even now. No more can be made; close it again later.
+        """
         with self._changed:
-            store, self._store = self._store, None
-            if store is None or not self._changed.wait_for(lambda: not self._under_way, _CLOSE_PATIENCE_S):
-                return
+            if self._store is not None:
+                self._leaving, self._store = self._store, None
+            if not self._changed.wait_for(lambda: not self._under_way, patience_s):
+                return False
+            store, self._leaving = self._leaving, None
             self._askers.close()
-        close(store)
+        if store is not None:
+            close(store)
+        return True
 
     # Metadata: one message to the MetaService each ----------------------------------------------
 
@@ -237,14 +245,14 @@ class Calls:
 
     def _call(self, method: str, *arguments: Any, data: bool = False) -> Any:
         """:raises Unreachable: there is no client, it was closed, or the MetaService has ended and will not answer."""
-        with self._changed:
-            store = self._store
-            if store is None:
-                raise Unreachable("the memcache client is not connected")
-            self._under_way += 1
-            self._counts["copy_calls" if data else "metadata_calls"] += 1
 
         def call() -> Any:
+            with self._changed:
+                store = self._store
+                if store is None:
+                    raise Unreachable("the memcache client is not connected")
+                self._under_way += 1
+                self._counts["copy_calls" if data else "metadata_calls"] += 1
             try:
                 return getattr(store, method)(*arguments)
             finally:
@@ -252,4 +260,11 @@ class Calls:
                     self._under_way -= 1
                     self._changed.notify_all()
 
-        return call() if data else self._askers.ask(call)
+        if data:
+            return call()
+        try:
+            return self._askers.ask(call)
+        except Unreachable:
+            self.unlinked = True
+            self.count("failed_calls")
+            raise

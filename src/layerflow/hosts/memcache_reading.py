@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerflow.hosts.backend import OK, Outcome, Place, Verdict, pool_name
+from layerflow.hosts.backend import OK, Outcome, Place, Unreachable, Verdict, pool_name
 from layerflow.hosts.memcache_calls import G2H, Calls, Span
 from layerflow.hosts.memcache_codes import WRONG_STATE, leasing, reading
 from layerflow.hosts.memcache_meta import MetaService
@@ -132,9 +132,17 @@ class Reader:
     def _lease(self, names: list[str]) -> list[int]:
         """A code for each."""
         codes = self._calls.lease(names, round(LEASE_S * 1e3))
-        corrected = self.correct([name for name, code in zip(names, codes, strict=True) if code == WRONG_STATE])
-        again = [at for at, name in enumerate(names) if name in corrected]
-        for at, code in zip(again, self._calls.lease([names[at] for at in again], round(LEASE_S * 1e3)), strict=True):
+        refused = [name for name, code in zip(names, codes, strict=True) if code == WRONG_STATE]
+        if not refused:
+            return codes
+        try:
+            corrected = self.correct(refused)
+            again = [at for at, name in enumerate(names) if name in corrected]
+            leased = self._calls.lease([names[at] for at in again], round(LEASE_S * 1e3))
+        except Unreachable:
+            self._calls.unlease([name for name, code in zip(names, codes, strict=True) if code == 0])
+            raise
+        for at, code in zip(again, leased, strict=True):
             codes[at] = code
         return codes
 
