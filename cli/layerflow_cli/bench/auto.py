@@ -121,15 +121,14 @@ class _Bench:
         """All modes in turns; those far behind after a few rounds leave their time to the others."""
         rounds_taken: list[dict[str, float]] = []
         chosen: Counter[str] = Counter()
-        end, number = math.inf, 0
-        while number < rounds or time.monotonic() < end:
+        end = math.inf
+        while (number := len(rounds_taken)) < rounds or time.monotonic() < end:
             medians = _medians(rounds_taken)
             ways = [way for way in WAYS if number < CLEAR_AFTER or way == "auto" or not _hopeless(way, medians)]
             rounds_taken.append({way: self._run(way, hit) for way in self._random.permutation(ways).tolist()})
             assert self._auto.chosen is not None
             chosen[self._auto.chosen.value] += 1
-            number += 1
-            if number == max(1, min(CLEAR_AFTER, rounds)):
+            if len(rounds_taken) == max(1, min(CLEAR_AFTER, rounds)):
                 end = time.monotonic() + case_s
         medians = _medians(rounds_taken)
         best = [mode.value for mode in Mode if not _hopeless(mode.value, medians)]

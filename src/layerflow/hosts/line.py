@@ -92,9 +92,7 @@ class Line:
 
     def _holds(self) -> bool:
         line = self._line
-        if line is None:
-            return False
-        if not self._ours(line):
+        if line is None or not self._ours(line):
             return False
         # Not select: it knows no descriptors above 1023. The service never says anything on it: any event is its end.
         poll = select.poll()
