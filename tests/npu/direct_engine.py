@@ -61,7 +61,10 @@ class Engine:
         return self.agent.lookup("look", self._chain(seed, count)).tokens
 
     def begin(self, seed: int, count: int, first: int = 0, layers: int = LAYERS) -> None:
-        """Compute a prompt into blocks from `first` on and save it; so many layers, the step stays open."""
+        """Compute a prompt into blocks from `first` on and save it; so many layers, the step stays open.
+
+        Returns when the step has got its room in the pool, or has been refused it.
+        """
         chain, name = self._chain(seed, count), self._name()
         table = first + np.arange(-(-count // self.size))
         self._step = self.agent.open_step([StepRequest(name, chain, (table,), save=(0, count), tail=True)])
@@ -71,6 +74,7 @@ class Engine:
             self._expect(chain, layer, table, 0, count)
             self._upload(layer)
             self._step.layer_done(layer)
+        assert eventually(lambda: self._step.announced, PATIENCE_S, 0.001)
 
     def end(self) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
         """End the step that was begun: what was saved and what was not."""
