@@ -38,14 +38,14 @@ def test_what_is_given_up_is_counted_and_never_closed_under():
     with pytest.raises(Unreachable, match="ended while it was asked"):
         calls.exists(["one"])
     assert calls.unlinked and calls.counts["failed_calls"] == 1
-    assert not calls.close(Store.close, 0.0)
+    assert not calls.close(0.0)
     assert not store.closed
     with pytest.raises(Unreachable, match="not connected"):
         calls.exists(["one"])
     store.gate.set()
-    assert calls.close(Store.close, PATIENCE_S)
+    assert calls.close(PATIENCE_S)
     assert store.closed == 1
-    assert calls.close(Store.close, 0.0) and store.closed == 1, "there is nothing left to close"
+    assert calls.close(0.0) and store.closed == 1, "there is nothing left to close"
     calls.open(store)
     assert not calls.unlinked and calls.exists(["one"]) == [1]
-    assert calls.close(Store.close)
+    assert calls.close()

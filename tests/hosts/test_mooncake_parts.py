@@ -246,10 +246,25 @@ class TestSessions:
         caller = threading.Thread(target=calls, args=("hang",))
         caller.start()
         begun.wait()
-        calls.close()
+        assert not calls.close(0.0)
+        assert closed == []
         done.set()
         caller.join()
-        assert closed == []
+        assert calls.close() and closed == [True]
+
+    def test_nothing_is_joined_over_a_call_that_does_not_come_back(self):
+        begun, done = threading.Event(), threading.Event()
+        store = SimpleNamespace(batch_remove=lambda *_: (begun.set(), done.wait()), close=lambda: None)
+        backend = Mooncake({"master": "127.0.0.1:1"})
+        backend._calls.open(store)
+        caller = threading.Thread(target=backend._calls, args=("batch_remove",))
+        caller.start()
+        begun.wait()
+        with pytest.raises(Unreachable, match="has not come back"):
+            backend.attach(SimpleNamespace(), lambda _: None)
+        done.set()
+        caller.join()
+        backend.close()
 
 
 class TestLoading:

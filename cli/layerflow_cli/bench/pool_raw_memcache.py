@@ -7,7 +7,7 @@ from typing import Any
 
 from layerflow.hosts.memcache_codes import explain
 from layerflow.hosts.memcache_meta import MetaService
-from layerflow.hosts.memcache_setup import MemcacheOptions, close, connect, shared
+from layerflow.hosts.memcache_setup import MemcacheOptions, connect, shared
 from layerflow_cli.bench.pool_raw_plain import Raw, Shape
 
 DRAM = 1
@@ -45,7 +45,7 @@ class RawMemcache(Raw):
         time.sleep(SWEEP_S)
 
     def close(self) -> None:
-        close(self._store)
+        self._store.close()
 
     def _copy(self, places: list[int], direction: int) -> None:
         objects, layers, nbytes = self.shape

@@ -25,7 +25,6 @@ from layerflow.agent.outline import OutlinePart
 from layerflow.agent.step import LOAD, SAVE, Step
 from layerflow.agent.watchdog import Watchdog
 from layerflow.hosts.backend import OK, Place, Unreachable
-from layerflow.hosts.memcache_setup import close
 from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import Batch, OpenStep
 
@@ -55,7 +54,7 @@ class Direct:
         try:
             self._pool = DirectPool(client, memory)
         except BaseException:
-            close(client.store)
+            client.store.close()  # without it the process ends in an abort
             give_back(client)
             raise
         self._watchdog = Watchdog()

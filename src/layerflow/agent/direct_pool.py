@@ -19,7 +19,6 @@ from layerflow.hosts.memcache_calls import Calls
 from layerflow.hosts.memcache_codes import explain
 from layerflow.hosts.memcache_reading import Reader, is_header
 from layerflow.hosts.memcache_scratch import SLOTS, Scratch
-from layerflow.hosts.memcache_setup import close
 from layerflow.hosts.memcache_writing import Writer
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
@@ -138,7 +137,7 @@ class DirectPool:
         :param patience_s: for calls under way.
         :returns: False: they have not come back, and the process keeps the client.
         """
-        if not self._calls.close(close, patience_s):
+        if not self._calls.close(patience_s):
             return False
         self._headers.close()
         give_back(self._client)

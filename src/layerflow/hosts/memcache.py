@@ -17,7 +17,7 @@ from layerflow.hosts.memcache_codes import explain
 from layerflow.hosts.memcache_meta import MetaService
 from layerflow.hosts.memcache_reading import Reader
 from layerflow.hosts.memcache_scratch import Scratch
-from layerflow.hosts.memcache_setup import MemcacheOptions, close, connect, shared
+from layerflow.hosts.memcache_setup import MemcacheOptions, connect, shared
 from layerflow.hosts.memcache_trial import reaches_all
 from layerflow.hosts.memcache_writing import Writer
 from layerflow.memfd import SharedMemory
@@ -112,7 +112,7 @@ class Memcache(Backend):
 
     def _leave(self) -> bool:
         """False: calls of the client do not come back, so it is still there."""
-        left = self._calls.close(close)
+        left = self._calls.close()
         self._reader.forget()
         self._writer.forget()
         self._meta.close()

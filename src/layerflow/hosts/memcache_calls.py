@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from layerflow.hosts.backend import Unreachable
+from layerflow.hosts.guard import CLOSE_PATIENCE_S, Guard
 from layerflow.hosts.memcache_asking import Askers
 from layerflow.hosts.memcache_codes import INVALID, NO_CLIENT, UNANSWERED, UNKNOWN, explain
 
 G2H, H2G = 2, 3
 """Pool to host, host to pool."""
-_CLOSE_PATIENCE_S = 1.0
 _SWEEP_S = 2.5
 """The library's own period is one second."""
 
@@ -49,45 +48,34 @@ class _Known:
     until: float = 0.0
 
 
-class Calls:
+class Calls(Guard):
     """A client while it is connected. Any thread; none of these calls holds the GIL.
 
     :param term: changes when the MetaService ends; see :attr:`~layerflow.hosts.memcache_meta.MetaService.term`.
     """
 
     def __init__(self, term: Callable[[], int]) -> None:
+        super().__init__("the memcache client is not connected")
         self._askers = Askers(term)
-        self._changed = threading.Condition()
-        self._store: Any = None
-        self._leaving: Any = None  # not closed yet
-        self._under_way = 0
-        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
         self._known: dict[str, _Known] = {}
         self._lost: dict[str, float] = {}
         self.unlinked = False  #: the MetaService did not answer the last call
 
     def open(self, store: Any) -> None:
         """Calls go to `store` from now on."""
-        with self._changed:
-            self._store, self.unlinked = store, False
+        with self._lock:
             self._known.clear()
             self._lost.clear()
+        self.unlinked = False
+        super().open(store)
 
-    def close(self, close: Callable[[Any], None], patience_s: float = _CLOSE_PATIENCE_S) -> bool:
-        """Close the client, unless calls are under way that do not end: it is never closed under one.
-
-        :returns: False: some are, even now. No more can be made; close it again later.
-        """
-        with self._changed:
-            if self._store is not None:
-                self._leaving, self._store = self._store, None
-            if not self._changed.wait_for(lambda: not self._under_way, patience_s):
-                return False
-            store, self._leaving = self._leaving, None
+    def close(self, patience_s: float = CLOSE_PATIENCE_S) -> bool:
+        """See :meth:`Guard.close`. Takes two to three seconds, and holds the GIL; without it the process aborts."""
+        closed = super().close(patience_s)
+        if closed:
             self._askers.close()
-        if store is not None:
-            close(store)
-        return True
+        return closed
 
     # Metadata: one message to the MetaService each ----------------------------------------------
 
@@ -108,7 +96,7 @@ class Calls:
     def lease(self, names: Sequence[str], ttl_ms: int) -> list[int]:
         """0 = leased, and its address may be read by this client."""
         codes = self._codes("batch_add_lease", names, ttl_ms)
-        with self._changed:
+        with self._lock:
             for name, code in zip(names, codes, strict=True):
                 if code == 0:
                     self._known.setdefault(name, _Known()).leases += 1
@@ -116,7 +104,7 @@ class Calls:
 
     def unlease(self, names: Sequence[str]) -> None:
         """Give leases back, without waiting for the MetaService; what cannot be given back runs out. Never raises."""
-        with self._changed:
+        with self._lock:
             for name in names:
                 known = self._known.setdefault(name, _Known())
                 known.leases = max(0, known.leases - 1)
@@ -136,7 +124,7 @@ class Calls:
     def finish(self, names: Sequence[str]) -> list[int]:
         """Publish; 0 = done."""
         codes = self._codes("batch_write_finish", names, [0] * len(names))
-        with self._changed:
+        with self._lock:
             until = time.monotonic() + _SWEEP_S
             for name in names:
                 self._known.setdefault(name, _Known()).until = until
@@ -145,7 +133,7 @@ class Calls:
     def remove(self, names: Sequence[str]) -> list[int]:
         """0 = gone, from the library's table too; its memory is kept until leases on it have run out."""
         codes = self._codes("remove_batch", names)
-        with self._changed:
+        with self._lock:
             for name, code in zip(names, codes, strict=True):
                 if code == 0:
                     self._known.pop(name, None)
@@ -186,7 +174,7 @@ class Calls:
     def remembers(self, name: str) -> bool:
         """Whether the library's table may still have this key, from a read or a write that is over or going on."""
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             if len(self._known) > 1024:
                 self._known = {name: known for name, known in self._known.items() if known.leases or known.until > now}
             known = self._known.get(name)
@@ -195,31 +183,20 @@ class Calls:
     def lose(self, name: str, until: float) -> None:
         """It was allocated here, and is another writer's: the client takes it for unfinished until then."""
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             self._lost = {name: until for name, until in self._lost.items() if until > now} | {name: until}
 
     def lost(self) -> list[str]:
         """See :meth:`lose`."""
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             return [name for name, until in self._lost.items() if until > now]
 
     def settle(self, names: Sequence[str]) -> None:
         """They count as lost no more."""
-        with self._changed:
+        with self._lock:
             for name in names:
                 self._lost.pop(name, None)
-
-    def count(self, name: str, by: int = 1) -> None:
-        """Something for :attr:`counts`."""
-        with self._changed:
-            self._counts[name] += by
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What was counted since the start."""
-        with self._changed:
-            return dict(self._counts)
 
     def _codes(self, method: str, names: Sequence[str], *arguments: Any) -> list[int]:
         """:raises Unreachable: the MetaService answered for none of them."""
@@ -247,18 +224,9 @@ class Calls:
         """:raises Unreachable: there is no client, it was closed, or the MetaService has ended and will not answer."""
 
         def call() -> Any:
-            with self._changed:
-                store = self._store
-                if store is None:
-                    raise Unreachable("the memcache client is not connected")
-                self._under_way += 1
-                self._counts["copy_calls" if data else "metadata_calls"] += 1
-            try:
+            with self.client() as store:
+                self.count("copy_calls" if data else "metadata_calls")
                 return getattr(store, method)(*arguments)
-            finally:
-                with self._changed:
-                    self._under_way -= 1
-                    self._changed.notify_all()
 
         if data:
             return call()

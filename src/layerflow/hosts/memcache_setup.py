@@ -194,11 +194,6 @@ def _own_priority() -> Iterator[None]:
         os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
-def close(store: Any) -> None:
-    """Takes two to three seconds, and holds the GIL. Without it the process ends in an abort."""
-    store.close()
-
-
 def _local_config(library: Any, options: MemcacheOptions) -> Any:
     config = library.LocalConfig()
     config.meta_service_url = options.meta_service_url

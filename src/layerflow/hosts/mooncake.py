@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerflow.hosts.backend import Attached, Backend, Place, Unusable, Verdict, pool_name
+from layerflow.hosts.backend import Attached, Backend, Place, Unreachable, Unusable, Verdict, pool_name
 from layerflow.hosts.mooncake_calls import Calls
 from layerflow.hosts.mooncake_codes import explain
 from layerflow.hosts.mooncake_master import Master
@@ -37,7 +37,8 @@ class Mooncake(Backend):
         self._warming: Warming | None = None
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> Attached:
-        self.close()
+        if not self._leave():
+            raise Unreachable("Mooncake: a call of the client before has not come back yet")
         before = mapped()
         client = connect(self._options, self._master)
         self._calls.open(client.store)
@@ -107,10 +108,15 @@ class Mooncake(Backend):
         self._writer.revoke(places)
 
     def close(self) -> None:
+        self._leave()
+
+    def _leave(self) -> bool:
+        """False: calls of the client do not come back, so it is still there."""
         if self._warming is not None:
             self._warming.stop()
             self._warming = None
-        self._calls.close()
+        left = self._calls.close()
         self._reader.forget()
         self._writer.forget()
         self._master.close()
+        return left
