@@ -82,6 +82,11 @@ class RemoteMemcache(Backend):
         """The library's own method, as another program of the pool might call it."""
         return self.call("library", method, *arguments)
 
+    @property
+    def nice(self) -> int:
+        """Of the thread that has attached."""
+        return os.getpriority(os.PRIO_PROCESS, self._process.pid)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -90,6 +91,11 @@ def test_signals_are_what_they_were(join):
     """The library takes SIGTERM over with a handler that hangs."""
     client = join()
     assert client.backend.terminate() == -signal.SIGTERM
+
+
+def test_whoever_joins_keeps_its_priority(join):
+    """The library raises it, where it may, and what is started later would have it too."""
+    assert join().backend.nice == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_a_configuration_file(bench, meta, join, tmp_path, protocol):
