@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import importlib.metadata
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,8 +138,7 @@ def connect(options: MemcacheOptions, meta: MetaService) -> Connected:
     store = make_store(library)
     if not options.config_file and (code := store.setup(_local_config(library, options))) != 0:
         raise Unusable(_REFUSED.format(version=version, said=explain(code), protocol=options.protocol))
-    with _own_priority():
-        code = store.init(options.device_id)
+    code = join(store, options.device_id)
     if code != 0:
         meta.check()
         raise Unreachable(_NOT_LET_IN.format(version=version, said=explain(code), protocol=options.protocol))
@@ -179,19 +177,18 @@ def make_store(library: Any) -> Any:
     return store
 
 
-@contextlib.contextmanager
-def _own_priority() -> Iterator[None]:
-    """What the library makes of the calling thread's priority is taken back.
+def join(store: Any, device_id: int) -> int:
+    """Let it join the pool; the library's code. An advantage that it gives the calling thread is taken back.
 
     It joins at nice -5, where it may, and stays there; so does every thread that is started later. A lane that copies
     would keep the server and the engine from their cores for milliseconds.
     """
     thread = threading.get_native_id()
     nice = os.getpriority(os.PRIO_PROCESS, thread)
-    try:
-        yield
-    finally:
+    code = int(store.init(device_id))
+    if os.getpriority(os.PRIO_PROCESS, thread) < nice:  # the other way back would need a privilege
         os.setpriority(os.PRIO_PROCESS, thread, nice)
+    return code
 
 
 def _local_config(library: Any, options: MemcacheOptions) -> Any:
