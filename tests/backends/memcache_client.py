@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from e2e.stopping import stop
+
 from layerflow.hosts.backend import Attached, Backend, Place, Verdict, pool_name
 from layerflow.hosts.environment import environment
 from layerflow.hosts.memcache import Memcache
@@ -38,7 +40,11 @@ class RemoteMemcache(Backend):
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), str(arena.fd), str(arena.nbytes)],
-            env={**os.environ, **environment("memcache", options)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                **environment("memcache", options),
+            },
             pass_fds=[theirs.fileno(), arena.fd],
             stdout=self.log,
             stderr=self.log,
@@ -92,7 +98,7 @@ class RemoteMemcache(Backend):
         self._process.wait()
 
     def pause(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        stop(self._process.pid)
 
     def terminate(self) -> int:
         """SIGTERM; the exit code."""

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from typing import Any
 
+from e2e.stopping import stop
+
 from layerflow.hosts.mooncake import Mooncake
 from layerflow.memfd import SharedMemory
 
@@ -18,12 +20,16 @@ class Owner:
 
     def __init__(self, **options: Any) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, json.dumps(options)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.name = self._hear()
 
     def pause(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        stop(self._process.pid)
 
     def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

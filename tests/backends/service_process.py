@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
+from e2e.stopping import stop
+
 READY_S = 30.0
 
 
@@ -62,7 +64,7 @@ class ServiceProcess:
         self._process.wait()
 
     def pause(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        stop(self._process.pid)
 
     def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

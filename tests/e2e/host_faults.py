@@ -13,6 +13,7 @@ from typing import Any
 
 from e2e.known import KnownWorker, eventually
 from e2e.rounds import record
+from e2e.stopping import left_over, stop
 from e2e.traffic import FETCH_S, PROMPT_BYTES, Load, load
 from layerflow.agent import Control
 from layerflow_cli.bench.harness import ServerProcess
@@ -113,10 +114,9 @@ def stop_in_mid_fetch(it: Load, pid: int) -> float:
     pause = threading.Event()
     while True:
         it.soon_after(it.busy.hit, FETCH_S)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         began = time.monotonic()
-        # Twice: what it had ended already may be on its way to the server.
-        if it.tier()["fetching_jobs"] and not pause.wait(0.02) and it.tier()["fetching_jobs"]:
+        if left_over(it.tier):
             return began
         os.kill(pid, signal.SIGCONT)
         pause.wait(0.1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from e2e.known import AFTER, KnownWorker, eventually, small_spec, step_of
+from e2e.stopping import stop
 from layerflow_cli.bench.harness import ServerProcess
 
 LAYERS = 8
@@ -18,11 +19,11 @@ LAYERS = 8
 def stopped() -> Iterator[Callable[[ServerProcess], None]]:
     servers: list[ServerProcess] = []
 
-    def stop(server: ServerProcess) -> None:
+    def stopped(server: ServerProcess) -> None:
         servers.append(server)
-        os.kill(server.process.pid, signal.SIGSTOP)
+        stop(server.process.pid)
 
-    yield stop
+    yield stopped
     for server in servers:
         os.kill(server.process.pid, signal.SIGCONT)
 

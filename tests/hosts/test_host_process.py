@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.stopping import stop
 
 from hosts.bench import PATIENCE_S, Thing, key_of
 from hosts.fake_backend import NAME
@@ -235,7 +236,7 @@ async def test_a_listener_that_fails_is_told_the_next_message() -> None:
 async def test_a_stopped_host_is_killed() -> None:
     async with Served({"liveness_s": 1.0}) as it:
         await it.hear(Up)
-        os.kill(it.host.state.pid, signal.SIGSTOP)
+        stop(it.host.state.pid)
         assert "hung" in await it.lose()
         await it.hear(Up)
 
@@ -276,7 +277,7 @@ async def test_a_host_that_reads_nothing_is_killed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(host_child, "MAX_UNREAD_BYTES", 1 << 20)
     async with Served({"liveness_s": 60.0}) as it:
         await it.hear(Up)
-        os.kill(it.host.state.pid, signal.SIGSTOP)
+        stop(it.host.state.pid)
         while it.host.send(Ask(1, bytes(24 << 10), 10_000)):
             pass
         assert "does not read" in await it.lose()
@@ -309,7 +310,7 @@ async def test_it_ends_with_its_server() -> None:
         assert line, "the server has ended"
     host = os.pidfd_open(int(line))
     try:
-        os.kill(int(line), signal.SIGSTOP)  # not by reading the end of its socket: it runs no code any more
+        stop(int(line))  # not by reading the end of its socket: it runs no code any more
         server.kill()
         await server.wait()
         assert select.select([host], [], [], PATIENCE_S)[0]

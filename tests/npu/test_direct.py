@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "backends"))
 
 from direct_engine import LAYERS, ROW, Remote
 from e2e.known import eventually
+from e2e.stopping import stop
 from meta_service import MetaService
 
 from layerflow import EmbeddedServer, Settings
@@ -186,7 +187,7 @@ def test_a_load_that_does_not_come_back_ends_its_engine(house: House, first: Rem
     victim = house.engine(CANN_EMU_EVENT_DELAY_US="1500000")
     giver = house.tier()["host"]["pid"]  # type: ignore[index]
     assert victim.begin_load(11, COUNT, timeout_s=2.0), "it has leased, and waits for the engine's event"
-    os.kill(giver, signal.SIGSTOP)
+    stop(giver)
     try:
         code = victim.wait(10)
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from backends.served.kinds import Kind
 from e2e.known import AFTER, KnownWorker, Run, eventually
+from e2e.stopping import stop
 
 from layerflow.agent import Control, Hit, Outcome
 from layerflow.keys import Chain
@@ -117,14 +118,22 @@ class Served:
 
     def signal(self, number: signal.Signals) -> None:
         """To the server."""
-        os.kill(self.pid, number)
+        tell(self.pid, number)
 
     def signal_host(self, number: signal.Signals) -> int:
         """To its host process, whose number is returned."""
         pid = int(self.tier["host"]["pid"])
         assert pid, "there is no host process"
-        os.kill(pid, number)
+        tell(pid, number)
         return pid
+
+
+def tell(pid: int, number: signal.Signals) -> None:
+    """A process that is told to stop has stopped afterwards."""
+    if number == signal.SIGSTOP:
+        stop(pid)
+    else:
+        os.kill(pid, number)
 
 
 def engine(

@@ -24,6 +24,7 @@ from backends.served.house import (
 )
 from e2e.children import tokens_of
 from e2e.known import KnownWorker, Run, eventually, small_spec, step_of
+from e2e.stopping import left_over
 
 from layerflow.agent import Step
 from layerflow.keys import Chain
@@ -129,7 +130,7 @@ def caught(served: Served, worker: KnownWorker, chain: Chain) -> tuple[Step, Run
         served.signal_host(STOP)
         assert outcome.ready
         assert worker.wrong_bytes(run, 0, 0, run.hit.tokens) == 0
-        if served.tier["fetching_jobs"]:
+        if left_over(lambda: served.tier):
             return step, run
         served.signal_host(GO_ON)
         assert worker.forward(step, [run]) == 0 and not run.failed
