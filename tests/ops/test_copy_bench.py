@@ -16,8 +16,10 @@ def test_copy_answers_for_each_block_size_and_for_two_lanes() -> None:
             "save_ratio",
             "load_ratio",
             "extents_us",
+            *copy.TWICE,
         }
         assert all(figure > 0 for figure in result[size].values())
+    assert all(result[name] == result["16KiB"][name] for name in copy.TWICE), "of the smallest size"
 
 
 def test_what_the_benchmark_moves_arrives() -> None:

@@ -27,6 +27,7 @@ BLOCK_KIB = (16, 64, 256)
 TOKENS = 16  # of one block
 SPREAD = 3  # both memories are so many times larger than what one turn moves
 LANES = 2
+TWICE = ("two_lanes", "two_contiguous", "two_cores")
 REPEATS = 3  # of one copy, where threads are compared
 HASHED = bytes(4 << 20)  # a few milliseconds of work that runs without the GIL
 
@@ -43,22 +44,20 @@ def measure(
     :param block_kib: block sizes, KiB.
     :returns: for each block size, e.g. ``"64KiB"``: ``save_gbps``, ``load_gbps`` (extents included),
         ``memcpy_gbps`` (one contiguous ``torch.Tensor.copy_`` of the same bytes on one thread, the faster
-        direction), their ratios ``save_ratio`` and ``load_ratio``, and ``extents_us`` (of one batch).
-        ``two_lanes``: throughput of two lanes saving at once ÷ of one, 64 KiB blocks; ``two_contiguous``: the
-        same for two contiguous copies, i.e. what the machine's memory has left; ``two_cores``: the same for work
-        that touches no memory (hashing), i.e. what other processes leave of two cores; ``native``: the C extension
-        is used.
+        direction), their ratios ``save_ratio`` and ``load_ratio``, ``extents_us`` (of one batch);
+        ``two_lanes``: throughput of two lanes saving at once ÷ of one, ``two_contiguous``: the same for two
+        contiguous copies, i.e. what the machine's memory has left, ``two_cores``: the same for work that touches no
+        memory (hashing), i.e. what other processes leave of two cores. Beside the sizes: these three of the smallest
+        one, where memory limits a single lane least; ``native``: the C extension is used.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        result: dict[str, Any] = {
-            f"{kib}KiB": _Field(kib << 10, moved_bytes, seed).one_lane(turns) for kib in block_kib
-        }
-        result |= _Field(64 << 10, moved_bytes, seed).two_lanes(turns)
+        result: dict[str, Any] = {f"{kib}KiB": _Field(kib << 10, moved_bytes, seed).figures(turns) for kib in block_kib}
     finally:
         torch.set_num_threads(threads)
-    return result | {"native": copy_native is not None}
+    smallest = result[f"{min(block_kib)}KiB"]
+    return result | {name: smallest[name] for name in TWICE} | {"native": copy_native is not None}
 
 
 class _Field:
@@ -97,6 +96,9 @@ class _Field:
         dst, src = self.flat_arena[here], self.flat_engine[here]
         (src.copy_(dst) if back else dst.copy_(src))
 
+    def figures(self, turns: int) -> dict[str, float]:
+        return self.one_lane(turns) | self.two_lanes(turns)
+
     def one_lane(self, turns: int) -> dict[str, float]:
         calls: dict[str, Call] = {
             "there": self.contiguous,
@@ -118,7 +120,7 @@ class _Field:
         }
 
     def two_lanes(self, turns: int) -> dict[str, float]:
-        work = {"two_lanes": self.save, "two_contiguous": self.contiguous, "two_cores": _hash}
+        work = dict(zip(TWICE, (self.save, self.contiguous, _hash), strict=True))
         calls = {f"{name}, {lanes}": _lanes(call, lanes) for name, call in work.items() for lanes in (1, LANES)}
         seconds = _take_turns(calls, turns)
         return {name: LANES * seconds[f"{name}, 1"] / seconds[f"{name}, {LANES}"] for name in work}
