@@ -13,7 +13,7 @@ from typing import Any
 
 from e2e.known import KnownWorker, eventually
 from e2e.rounds import record
-from e2e.stopping import left_over, stop
+from e2e.stopping import go_on, left_over, stop
 from e2e.traffic import FETCH_S, PROMPT_BYTES, Load, load
 from layerflow.agent import Control
 from layerflow_cli.bench.harness import ServerProcess
@@ -118,7 +118,7 @@ def stop_in_mid_fetch(it: Load, pid: int) -> float:
         began = time.monotonic()
         if left_over(it.tier):
             return began
-        os.kill(pid, signal.SIGCONT)
+        go_on(pid)
         pause.wait(0.1)
 
 

@@ -27,6 +27,12 @@ def stop(pid: int) -> None:
         time.sleep(0.0005)
 
 
+def go_on(pid: int) -> None:
+    """SIGCONT, unless the process is dead by now: a server kills a host that is silent for too long."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
 def left_over(tier: Callable[[], dict[str, Any]]) -> bool:
     """Has a host that is stopped fetches to end?
 

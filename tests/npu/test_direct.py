@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "backends"))
 
 from direct_engine import LAYERS, ROW, Remote
 from e2e.known import eventually
-from e2e.stopping import stop
+from e2e.stopping import go_on, stop
 from meta_service import MetaService
 
 from layerflow import EmbeddedServer, Settings
@@ -191,6 +190,6 @@ def test_a_load_that_does_not_come_back_ends_its_engine(house: House, first: Rem
     try:
         code = victim.wait(10)
     finally:
-        os.kill(giver, signal.SIGCONT)
+        go_on(giver)
     assert code == EXIT_STUCK, victim.said()
     assert "direct_copy_stuck" in victim.said()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 
 import pytest
@@ -24,7 +23,7 @@ from backends.served.house import (
 )
 from e2e.children import tokens_of
 from e2e.known import KnownWorker, Run, eventually, small_spec, step_of
-from e2e.stopping import left_over
+from e2e.stopping import go_on, left_over
 
 from layerflow.agent import Step
 from layerflow.keys import Chain
@@ -45,8 +44,7 @@ def stopped(served: Served) -> Iterator[None]:
     """The host does nothing meanwhile, and goes on afterwards unless it is dead by then."""
     host = served.signal_host(STOP)
     yield
-    with suppress(ProcessLookupError):
-        os.kill(host, GO_ON)
+    go_on(host)
 
 
 @pytest.fixture
