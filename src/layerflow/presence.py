@@ -26,6 +26,9 @@ _BUCKET = struct.Struct("@8Q")
 _MASK = 2**64 - 1
 _MIX = 0x9E3779B97F4A7C15
 _TAILS = 0xC2B2AE3D27D4EB4F
+_SPAN = 16
+"""Lengths of tails that are looked for together first: a prompt may go on with any of hundreds, and few are there."""
+_SPANS = 1 << 32
 
 
 def place_of(key: bytes, salt: int, buckets: int) -> tuple[int, int]:
@@ -42,8 +45,13 @@ def place_of(key: bytes, salt: int, buckets: int) -> tuple[int, int]:
     return (low + mixed & _MASK) * buckets >> 64, ((high ^ mixed) & _MASK) or 1
 
 
-def _salt(tokens: int) -> int:
-    return _TAILS + tokens * _MIX & _MASK
+def tail_marks(tokens: int) -> tuple[int, int, int]:
+    """What a tail of so many tokens is listed as: any, one of its span, one of its length."""
+    return 0, _SPANS + tokens // _SPAN, tokens
+
+
+def _salt(mark: int) -> int:
+    return _TAILS + mark * _MIX & _MASK
 
 
 class Presence:
@@ -73,22 +81,31 @@ class Presence:
         words, tag = self._look(key, 0)
         return True if tag in words[:_TAGS] else None if words[_TAGS] else False
 
-    def may_hold_tails(self, parent: bytes, tokens: int = 0) -> bool:
-        """False: no complete partial chunk of so many tokens (0: of any) follows this 24-byte key."""
-        return self._may_hold(parent, _salt(tokens))
+    def may_hold_tails(self, parent: bytes, mark: int = 0) -> bool:
+        """False: no complete partial chunk with this mark (:func:`tail_marks`) follows this 24-byte key."""
+        return self._may_hold(parent, _salt(mark))
 
     def tail_lengths(self, parent: bytes, most: int) -> list[int]:
-        """Of 1 to `most` tokens, longest first: those for which :meth:`may_hold_tails` is true."""
+        """Of 1 to `most` tokens, longest first: lengths that partial chunks after `parent` may have."""
+        lengths: list[int] = []
+        last = most // _SPAN
+        for mark in self._marks(parent, _SPANS, _SPANS + last):
+            low = (mark - _SPANS) * _SPAN
+            lengths += self._marks(parent, max(low, 1), min(low + _SPAN - 1, most))
+        return lengths
+
+    def _marks(self, parent: bytes, first: int, last: int) -> list[int]:
+        """Of these marks, the last one first: those for which :meth:`may_hold_tails` is true."""
         # Without numpy: each of its calls costs 10 us where nothing is in the caches; a loop is in them from its second
         # round on. Buckets and tags are those of place_of, but for a tag of 0, which stays: that says "maybe".
         unpack, table, shift = _BUCKET.unpack_from, self._words, 65 - self._buckets.bit_length()
         low, high, ranks = _KEY.unpack(parent)
-        mixed = ranks * _MIX + _salt(most) & _MASK
+        mixed = ranks * _MIX + _salt(last) & _MASK
         found = []
-        for tokens in range(most, 0, -1):
+        for mark in range(last, first - 1, -1):
             words = unpack(table, ((low + mixed & _MASK) >> shift) * BUCKET_BYTES)
             if high ^ mixed in words or words[_TAGS]:
-                found.append(tokens)
+                found.append(mark)
             mixed = mixed - _MIX & _MASK
         return found
 
@@ -129,13 +146,13 @@ class PresenceWriter(Presence):
         """An object that was added is gone."""
         self._discard(key, 0)
 
-    def add_tails(self, parent: bytes, tokens: int = 0) -> None:
-        """A first partial chunk of so many tokens (0: of any) follows `parent`."""
-        self._add(parent, _salt(tokens))
+    def add_tails(self, parent: bytes, mark: int = 0) -> None:
+        """A first partial chunk with this mark (:func:`tail_marks`) follows `parent`."""
+        self._add(parent, _salt(mark))
 
-    def discard_tails(self, parent: bytes, tokens: int = 0) -> None:
+    def discard_tails(self, parent: bytes, mark: int = 0) -> None:
         """The last such chunk after `parent`, which was added, is gone."""
-        self._discard(parent, _salt(tokens))
+        self._discard(parent, _salt(mark))
 
     def _add(self, key: bytes, salt: int) -> None:
         at, tag, words = self._bucket(key, salt)

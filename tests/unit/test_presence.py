@@ -15,7 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from layerflow.errors import ExtentError, LayerflowError, Unsupported
 from layerflow.keys import object_key
 from layerflow.memfd import SharedMemory
-from layerflow.presence import BUCKET_BYTES, MAX_BYTES, MIN_BYTES, OBJECT_BYTES, Presence, PresenceWriter, place_of
+from layerflow.presence import (
+    BUCKET_BYTES,
+    MAX_BYTES,
+    MIN_BYTES,
+    OBJECT_BYTES,
+    Presence,
+    PresenceWriter,
+    place_of,
+    tail_marks,
+)
 from layerflow.spec import Shard
 
 BUCKETS = MIN_BYTES // BUCKET_BYTES
@@ -119,20 +128,31 @@ TestTableMachine.settings = settings(max_examples=60, stateful_step_count=40, de
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from([*crowd(3), key_of(1), key_of(2)]), st.integers(0, 12)), max_size=60),
+    st.lists(st.tuples(st.sampled_from([*crowd(3), key_of(1), key_of(2)]), st.integers(1, 50)), max_size=60),
     st.integers(0, 9),
-    st.sampled_from([0, 1, 9, 255]),
+    st.integers(0, 9),
+    st.sampled_from([0, 1, 15, 16, 31, 40, 255]),
 )
-def test_lengths_are_seen_together_as_one_by_one(tails: list[tuple[bytes, int]], filled: int, most: int) -> None:
-    """One length's bucket has overflowed where it was added more than seven times."""
+def test_lengths_are_seen_together_as_one_by_one(
+    tails: list[tuple[bytes, int]], filled: int, spanned: int, most: int
+) -> None:
+    """One length's bucket, and one span's, have overflowed where they were added more than seven times."""
     table = PresenceWriter(0)
     for _ in range(filled):
         table.add_tails(key_of(1), 3)
+    for _ in range(spanned):
+        table.add_tails(key_of(2), tail_marks(20)[1])
     for parent, tokens in tails:
-        table.add_tails(parent, tokens)
+        for mark in tail_marks(tokens):
+            table.add_tails(parent, mark)
     for parent in [*crowd(3), key_of(1), key_of(2), key_of(3)]:
-        one_by_one = [tokens for tokens in range(most, 0, -1) if table.may_hold_tails(parent, tokens)]
-        assert table.tail_lengths(parent, most) == one_by_one
+        seen = table.tail_lengths(parent, most)
+        assert seen == [
+            tokens
+            for tokens in range(most, 0, -1)
+            if all(table.may_hold_tails(parent, mark) for mark in tail_marks(tokens)[1:])
+        ]
+        assert {tokens for mine, tokens in tails if mine == parent and tokens <= most} <= set(seen)
 
 
 def test_an_overflowed_bucket_says_maybe_until_what_found_no_room_is_gone() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from layerflow.errors import PoolError
 from layerflow.pool.base import Located, NewObject, Owner, Tail
 from layerflow.pool.eviction import Item
-from layerflow.presence import PresenceWriter
+from layerflow.presence import PresenceWriter, tail_marks
 
 _COMPACT_OVER = 4096  # pins listed in the expiry heap beyond four times those alive
 
@@ -56,7 +56,7 @@ class Directory:
         self.pinned = 0  #: entries with a pin, hidden ones included
         self._hidden: dict[bytes, dict[Entry, None]] = {}
         self._tails: dict[bytes, dict[Entry, None]] = {}
-        self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and tokens; 0 tokens: of any length
+        self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and mark, see tail_marks
         self._pins: dict[Owner, dict[Entry, None]] = {}
         self._reserved: dict[Owner, dict[Entry, None]] = {}
         self._due: list[tuple[float, int, Owner, list[Entry]]] = []
@@ -87,10 +87,10 @@ class Directory:
             presence.add(entry.key)
         if entry.parent:
             self._tails.setdefault(entry.parent, {})[entry] = None
-            for tokens in (0, entry.located.tokens):
-                self._tail_counts[entry.parent, tokens] += 1
-                if presence is not None and self._tail_counts[entry.parent, tokens] == 1:
-                    presence.add_tails(entry.parent, tokens)
+            for mark in tail_marks(entry.located.tokens):
+                self._tail_counts[entry.parent, mark] += 1
+                if presence is not None and self._tail_counts[entry.parent, mark] == 1:
+                    presence.add_tails(entry.parent, mark)
 
     def withdraw(self, entry: Entry) -> None:
         """A half-written entry goes."""
@@ -137,12 +137,12 @@ class Directory:
             del siblings[entry]
             if not siblings:
                 del self._tails[entry.parent]
-            for tokens in (0, entry.located.tokens):
-                self._tail_counts[entry.parent, tokens] -= 1
-                if not self._tail_counts[entry.parent, tokens]:
-                    del self._tail_counts[entry.parent, tokens]
+            for mark in tail_marks(entry.located.tokens):
+                self._tail_counts[entry.parent, mark] -= 1
+                if not self._tail_counts[entry.parent, mark]:
+                    del self._tail_counts[entry.parent, mark]
                     if presence is not None:
-                        presence.discard_tails(entry.parent, tokens)
+                        presence.discard_tails(entry.parent, mark)
 
     def tails(self, parent: bytes) -> list[Tail]:
         """Ready partial chunks after `parent`, longest first; ties by key."""
@@ -283,7 +283,7 @@ class Directory:
             raise PoolError("the tails differ from the ready partial chunks")
         if self.presence is not None and not (
             all(map(self.presence.may_hold, self.ready))
-            and all(self.presence.may_hold_tails(parent, tokens) for parent, tokens in self._tail_counts)
+            and all(self.presence.may_hold_tails(parent, mark) for parent, mark in self._tail_counts)
         ):
             raise PoolError("the presence table lacks a ready object, or a parent that has tails")
         for state, entries in ((State.READY, self.ready.values()), (State.WRITING, self.writing.values())):

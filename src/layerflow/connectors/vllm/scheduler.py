@@ -163,6 +163,9 @@ class SchedulerSide:
         :param output: vLLM's SchedulerOutput.
         """
         self._waited_s = 0.0
+        if not output.num_scheduled_tokens:
+            # Nothing is computed. What the last step has made leaves by another thread, which needs the interpreter.
+            time.sleep(0)
         plan = StepPlan()
         if self._saves is None:
             return plan
