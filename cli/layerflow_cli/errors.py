@@ -13,6 +13,7 @@ from layerflow.errors import LayerflowError
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 # Newer typer carries its own copy of click, older typer uses click: take the base from typer itself.
 _UsageProblem: type[Exception] = next(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -11,7 +13,7 @@ from layerflow_cli.bench_command import bench
 from layerflow_cli.config_command import config
 from layerflow_cli.demo_command import demo
 from layerflow_cli.doctor_command import doctor
-from layerflow_cli.errors import LayerflowGroup
+from layerflow_cli.errors import EXIT_TERMINATED, LayerflowGroup
 from layerflow_cli.run_command import run
 from layerflow_cli.status_command import status
 
@@ -47,4 +49,6 @@ def _layerflow(
 
 def main() -> None:
     """The console script."""
+    # As an exception: a benchmark or a demo ends the servers that it has started. `run` then listens for it itself.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     app()

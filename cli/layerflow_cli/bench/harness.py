@@ -44,9 +44,14 @@ class ServerProcess:
         command = [sys.executable, "-m", "layerflow_cli", "run", *sets]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(START_LINE):
-                return process
+        try:
+            for line in process.stdout:
+                if line.startswith(START_LINE):
+                    return process
+        except BaseException:  # interrupted: nobody else knows of it yet
+            process.kill()
+            process.wait()
+            raise
         raise LayerflowError(f"layerflow run ended with code {process.wait()} before it was listening")
 
     def restart(self) -> None:
