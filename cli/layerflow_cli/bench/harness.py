@@ -37,26 +37,25 @@ class ServerProcess:
         self.folder = folder or Path(self._own_folder.name if self._own_folder else "")
         self.endpoint = f"ipc://{self.folder}/control"
         self._settings = {"server.endpoint": self.endpoint, "server.http_port": -1, "log.level": "error"} | settings
-        self.process = self._start()
+        self._start()
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> None:
         sets = list(itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in self._settings.items()))
         command = [sys.executable, "-m", "layerflow_cli", "run", *sets]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
-        assert process.stdout is not None
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
+        assert self.process.stdout is not None
         try:
-            for line in process.stdout:
+            for line in self.process.stdout:
                 if line.startswith(START_LINE):
-                    return process
-        except BaseException:  # interrupted: nobody else knows of it yet
-            process.kill()
-            process.wait()
+                    return
+            raise LayerflowError(f"layerflow run ended with code {self.process.wait()} before it was listening")
+        except BaseException:  # interrupted, or not listening: nobody else knows of it yet
+            self.kill()
             raise
-        raise LayerflowError(f"layerflow run ended with code {process.wait()} before it was listening")
 
     def restart(self) -> None:
         """Start it again at the same endpoint, after :meth:`kill`."""
-        self.process = self._start()
+        self._start()
 
     def kill(self) -> None:
         """SIGKILL."""
