@@ -1,4 +1,4 @@
-"""The vLLM connector's scheduler side without vLLM: where it is missing, its base classes are stood in for."""
+"""Both sides of the vLLM connector without vLLM: where it is missing, its base classes are stood in for."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from types import ModuleType
 
 import pytest
 
-BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-CLASSES = ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata")
+PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1"
+CLASSES = {
+    "base": ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata"),
+    "metrics": ("KVConnectorPromMetrics", "KVConnectorStats"),
+}
 
 
-def import_without_vllm(module: str) -> None:
-    """Import a module that takes nothing but base classes from vLLM; nobody else sees the stand-ins."""
-    parts = BASE.split(".")
-    stand_in = ModuleType(BASE)
-    for name in CLASSES:
-        setattr(stand_in, name, type(name, (), {}))
+def import_without_vllm(*modules: str) -> None:
+    """Import modules that take nothing but base classes from vLLM; nobody else sees the stand-ins."""
+    parts = PACKAGE.split(".")
     with pytest.MonkeyPatch.context() as patch:
-        for end in range(1, len(parts)):
+        for end in range(1, len(parts) + 1):
             name = ".".join(parts[:end])
             patch.setitem(sys.modules, name, ModuleType(name))
-        patch.setitem(sys.modules, BASE, stand_in)
-        importlib.import_module(module)
+        for file, classes in CLASSES.items():
+            stand_in = ModuleType(f"{PACKAGE}.{file}")
+            for name in classes:
+                setattr(stand_in, name, type(name, (), {}))
+            patch.setitem(sys.modules, stand_in.__name__, stand_in)
+        for module in modules:
+            importlib.import_module(module)
 
 
 _vllm = find_spec("vllm")  # a package without a file is the tests' own folder of that name
 if _vllm is None or _vllm.origin is None:
-    import_without_vllm("layerflow.connectors.vllm.scheduler")
+    import_without_vllm("layerflow.connectors.vllm.scheduler", "layerflow.connectors.vllm.worker")

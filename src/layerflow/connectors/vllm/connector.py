@@ -37,8 +37,8 @@ _SCHEDULER_HOOKS = (
 )  # fmt: skip
 _WORKER_HOOKS = (
     "handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer",
-    "wait_for_save", "get_finished", "get_block_ids_with_load_errors", "get_kv_connector_stats",
-    "build_connector_worker_meta", "clear_connector_metadata",
+    "wait_for_save", "get_finished", "get_transfer_results", "get_block_ids_with_load_errors",
+    "get_kv_connector_stats", "build_connector_worker_meta", "clear_connector_metadata",
 )  # fmt: skip
 
 # vLLM 0.27 has neither: failures of background loads are told by their blocks there.
@@ -65,7 +65,6 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._server: EmbeddedServer | None = None
         self._bound: StepPlan | None = None
         self._forward = False
-        self._failed: set[str] = set()
         events = vllm_config.kv_events_config
         self._events = events is not None and events.enable_kv_cache_events and self.options.save
         if role == KVConnectorRole.SCHEDULER:
@@ -214,14 +213,13 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Requests whose saves, and whose background loads, have ended."""
         if self._worker is None:
             return None, None
-        sent, arrived, self._failed = self._worker.transfers(forward=self._forward)
+        sent, arrived, _ = self._worker.transfers(forward=self._forward)
         return sent, arrived
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """The same, with those that failed."""
-        sent, arrived = self.get_finished(finished_req_ids)
         assert _TransferResults is not None
-        return _TransferResults(sent or set(), arrived or set(), self._failed)
+        return _TransferResults(*self._worker.transfers(forward=self._forward)) if self._worker else _TransferResults()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to compute again."""

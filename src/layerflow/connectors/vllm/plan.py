@@ -42,6 +42,11 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     work: tuple[int, int] | None = None
 
     @property
+    def empty(self) -> bool:
+        """The step does not concern the workers at all: most steps that only decode."""
+        return not (self.fresh or self.saves or self.loads or self.tails or self.background or self.leaving)
+
+    @property
     def idle(self) -> bool:
         """Nothing moves in this step; vLLM then skips its per-layer hooks."""
         return not (self.loads or self.tails or self.saves)

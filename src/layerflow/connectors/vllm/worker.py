@@ -49,6 +49,7 @@ class WorkerSide:
         self, agent: Agent, layout: Layout, endpoint: str, *, several_groups: bool, early: bool, events: bool
     ) -> None:
         self._agent = agent
+        self._measured = agent.measured
         self._layout = layout
         self._endpoint = endpoint
         self._several_groups = several_groups
@@ -56,6 +57,7 @@ class WorkerSide:
         self._plan: StepPlan | None = None
         self._hooked = False
         self._late = False
+        self._put_off: StepPlan | None = None
         self._step: Step | NoStep | None = None
         self._tails: Step | NoStep | None = None
         self._background: dict[str, Step | NoStep] = {}
@@ -81,12 +83,16 @@ class WorkerSide:
 
     def prepare(self, plan: StepPlan) -> None:
         """A step is about to be prepared: blocks that it overwrites must be nobody's source any more."""
+        if self._put_off is not None:
+            self._hand_over(self._put_off)
+        self._plan, self._hooked, self._late = plan, False, False
+        if plan.empty:
+            return
         if any(plan.fresh):
             if any(owed.saves.read_any(plan.fresh) for owed in list(self._owed.values())):
                 self._deferred.flush()
             cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
             self._tally.add("revoked_saves", cut)
-        self._plan, self._hooked = plan, False
         self._late = bool(plan.saves) and not (plan.loads or plan.tails) and self._is_short(plan)
         if not self._late and (self._early or not (plan.loads or plan.tails)):
             self._open(plan)
@@ -95,6 +101,8 @@ class WorkerSide:
         """The step is prepared; False if nothing moves in it."""
         if self._plan is not plan:
             self.prepare(plan)
+        if plan.empty:
+            return False
         if self._step is None and self._tails is None and not (plan.idle or self._late):
             self._open(plan)
         if self._step is not None and self._early:
@@ -128,12 +136,13 @@ class WorkerSide:
 
     def end(self) -> None:
         """The forward pass has ended: layers without hooks are done now, and so are skipped ones."""
+        if self._step is None and self._tails is None and not self._late:  # most steps
+            return
         crashed = sys.exc_info()[0] is not None  # vLLM calls this on its way out too
         plan, late, self._late = self._plan, self._late, False
         if plan is not None and late and not crashed:
             self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
-            self._owed[plan.number] = plan
-            self._deferred.put(functools.partial(self._save_late, plan))
+            self._owed[plan.number] = self._put_off = plan
         step, self._step = self._step, None
         tails, self._tails = self._tails, None
         if tails is not None:
@@ -173,13 +182,17 @@ class WorkerSide:
         return failed
 
     def stats(self) -> TransferStats | None:
-        """What was moved since the last call; None = nothing."""
+        """What was moved since the last call; None = nothing, or it can wait for the next step."""
+        if self._in_haste:
+            return None
         self._hear()
         taken = self._tally.take()
         return TransferStats(data=taken) if taken else None
 
     def news(self) -> WorkerNews | None:
-        """For the scheduler's side; None = nothing new."""
+        """For the scheduler's side; None = nothing new, or it can wait for the next step."""
+        if self._in_haste and not self._failed_loads:
+            return None
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
         stored = {}
         if self._stored is not None:
@@ -195,10 +208,25 @@ class WorkerSide:
 
     def close(self) -> None:
         """Cut off what is open and hang up."""
+        if self._put_off is not None:
+            self._hand_over(self._put_off)
         self._deferred.close()
         self._agent.close()
 
     # -- inside -------------------------------------------------------------------------------------
+
+    @property
+    def _in_haste(self) -> bool:
+        """A short prompt's answer is on its way. Another step follows, be it the one that frees the request's blocks.
+
+        With KV cache events what is stored is told in the step that ends the request: none may follow that one.
+        """
+        return self._put_off is not None and self._stored is None
+
+    def _hand_over(self, plan: StepPlan) -> None:
+        """The saves of the short pass before this step: its answer has left."""
+        self._put_off = None
+        self._deferred.put(functools.partial(self._save_late, plan))
 
     def _is_short(self, plan: StepPlan) -> bool:
         """Is the forward pass so short that its saves had better begin behind it, without hooks and messages in it?"""
@@ -283,9 +311,8 @@ class WorkerSide:
         if ended.failed_saves:
             self._tally.add("shed_saves", len(ended.shed))
             self._tally.add("failed_saves", len(ended.failed_saves) - len(ended.shed))
-        measured = self._agent.measured
-        while measured:
-            step, load, save = measured.popleft()
+        while self._measured:
+            step, load, save = self._measured.popleft()
             self._tally.moved(load, save)
             for request in self._loads_of.pop(step, ()):
                 hidden, whole = self._overlaps.get(request, (0.0, 0.0))
