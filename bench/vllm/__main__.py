@@ -8,7 +8,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +50,7 @@ class Sizes:
     :param stored: long prompts that `c8` draws its hits from.
     :param launches: of the servers of `miss`, which share its pairs: two processes of the same vLLM differ by some
         percent, for as long as they live.
+    :param watched: short prompts of one more launch, in which the hooks are timed; the stopwatch is not in the others.
     """
 
     tokens: int = 2048
@@ -57,9 +59,10 @@ class Sizes:
     crowd_rounds: int = 12
     stored: int = 8
     short_pairs: int = 400
-    decoding_pairs: int = 40
+    decoding_pairs: int = 96
     long_pairs: int = 32
-    launches: int = 8
+    launches: int = 16
+    watched: int = 200
 
     def kv_bytes(self, part: str) -> int:
         """Of each vLLM's cache: small, so that warm-ups touch all of it."""
@@ -79,6 +82,7 @@ QUICK = Sizes(
     decoding_pairs=2,
     long_pairs=2,
     launches=2,
+    watched=2,
 )
 
 
@@ -88,7 +92,7 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of hit and of c8; 9 and 12 if not given.")] = None,
     pairs: Annotated[
         int | None,
-        typer.Option(min=1, help="Pairs of miss; 400 short, 40 decoding and 32 long if not given, of eight launches."),
+        typer.Option(min=1, help="Pairs of miss; 400 short, 96 decoding and 32 long if not given, of 16 launches."),
     ] = None,
     logs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keeps the servers' logs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short prompts, few rounds: shows that it runs.")] = False,
@@ -124,19 +128,18 @@ def bench(
 
 
 def _measure(
-    part: str, contenders: list[Contender], sizes: Sizes, folder: Path, advance: Advance
+    part: str, contenders: Sequence[Contender], sizes: Sizes, folder: Path, advance: Advance
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """One part's result and hook times."""
     names = [contender.name for contender in contenders]
 
-    def started(folder: Path, backwards: bool = False) -> contextlib.AbstractContextManager[Fleet]:
-        advance(f"{part}: starting {', '.join(names)}")
-        order = contenders[::-1] if backwards else contenders
-        return fleet(folder, order, kv_bytes=sizes.kv_bytes(part), pool_gib=POOL_GIB)
+    def started(folder: Path, contenders: Sequence[Contender], *, watched: bool) -> AbstractContextManager[Fleet]:
+        advance(f"{part}: starting {', '.join(contender.name for contender in contenders)}")
+        return fleet(folder, contenders, kv_bytes=sizes.kv_bytes(part), pool_gib=POOL_GIB, watched=watched)
 
     if part == "miss":
-        return _misses(started, sizes, folder, advance)
-    with started(folder) as running:
+        return _misses(started, contenders, sizes, folder, advance)
+    with started(folder, contenders, watched=True) as running:
         if part == "hit":
             result = hits.measure(
                 running, names, rounds=sizes.rounds, warm_ups=sizes.warm_ups, tokens=sizes.tokens, advance=advance
@@ -149,18 +152,20 @@ def _measure(
 
 
 def _misses(
-    started: Callable[[Path, bool], contextlib.AbstractContextManager[Fleet]],
+    started: Callable[..., AbstractContextManager[Fleet]],
+    contenders: Sequence[Contender],
     sizes: Sizes,
     folder: Path,
     advance: Advance,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    taken, hooks = [], []
+    taken = []
 
     def share(pairs: int) -> int:
         return -(-pairs // sizes.launches)
 
     for number in range(sizes.launches):
-        with started(folder / str(number), number % 2 == 1) as running:
+        order = contenders[::-1] if number % 2 else contenders
+        with started(folder / str(number), order, watched=False) as running:
             taken.append(
                 misses.collect(
                     running,
@@ -172,8 +177,9 @@ def _misses(
                     advance=advance,
                 )
             )
-        hooks.append(running.hook_times())
-    return misses.figures(taken, sizes.tokens), misses.typical(hooks)
+    with started(folder / "watched", [LAYERWISE], watched=True) as running:
+        misses.watch(running, seed=sizes.launches, prompts=sizes.watched, tokens=sizes.tokens, advance=advance)
+    return misses.figures(taken, sizes.tokens), running.hook_times()
 
 
 @contextlib.contextmanager

@@ -45,18 +45,19 @@ def ratio(mine: float | None, other: float | None) -> float | None:
 
 
 def pair_ratio(mine: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """The spread of ratios of neighbouring samples: what the machine did meanwhile, it did to both.
+    """The spread of ratios of neighbouring samples: what the machine did meanwhile, it did to both."""
+    ratios = [one / another for one, another in zip(mine, other, strict=True)]
+    return spread(ratios) | certain(ratios)
 
-    ``low`` and ``high``: between them is, 19 times out of 20, the median of ever more samples.
-    """
-    ratios = sorted(one / another for one, another in zip(mine, other, strict=True))
-    if not ratios:
+
+def certain(samples: Sequence[float]) -> dict[str, float]:
+    """``low`` and ``high``: between them is, 19 times out of 20, the median of ever more such samples."""
+    if not samples:
         return {}
     # Order statistics: how many of n samples are below the median is binomial, so that no distribution is assumed.
-    away = 0.98 * math.sqrt(len(ratios))
-    low, high = round(len(ratios) / 2 - away), round(len(ratios) / 2 + away)
-    certain = {"low": round(ratios[max(0, low - 1)], 3), "high": round(ratios[min(len(ratios) - 1, high)], 3)}
-    return spread(ratios) | certain
+    away, ordered = 0.98 * math.sqrt(len(samples)), sorted(samples)
+    low, high = round(len(samples) / 2 - away), round(len(samples) / 2 + away)
+    return {"low": round(ordered[max(0, low - 1)], 3), "high": round(ordered[min(len(samples) - 1, high)], 3)}
 
 
 def moved(before: Mapping[str, Any], after: Mapping[str, Any], direction: str) -> dict[str, float]:

@@ -29,10 +29,12 @@ class Fleet:
     """Running contenders.
 
     :param folder: takes logs.
+    :param watched: the layer-wise vLLM times its connector's hooks.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, watched: bool) -> None:
         self.folder = folder
+        self._watched = watched
         self.servers: dict[str, Server] = {}
         self.contenders: dict[str, Contender] = {}
         self.children: list[Child] = []
@@ -66,7 +68,8 @@ class Fleet:
     def start(self, contender: Contender, kv_bytes: int, pools: Pools) -> Child:
         """A contender's vLLM; it needs a while until it serves."""
         port = free_port()
-        environment = ENVIRONMENT | ({HOOK_TIMES: str(self._hooks)} if contender is LAYERWISE else {})
+        watch = self._watched and contender is LAYERWISE
+        environment = ENVIRONMENT | ({HOOK_TIMES: str(self._hooks)} if watch else {})
         url = f"http://127.0.0.1:{port}"
         log = self.folder / f"vllm-{contender.name}.log"
         command = contender.command(port, kv_bytes, pools)
@@ -130,16 +133,19 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(folder: Path, contenders: Sequence[Contender], *, kv_bytes: int, pool_gib: int) -> Iterator[Fleet]:
+def fleet(
+    folder: Path, contenders: Sequence[Contender], *, kv_bytes: int, pool_gib: int, watched: bool = False
+) -> Iterator[Fleet]:
     """Contenders that serve, for the length of a with-block.
 
     :param folder: takes logs.
     :param kv_bytes: of each vLLM's KV cache.
     :param pool_gib: size of each pool.
+    :param watched: the layer-wise vLLM times its connector's hooks.
     :raises BenchFailed: a server does not start.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made = Fleet(folder)
+    made = Fleet(folder, watched=watched)
     made.forget_hook_times()
     needed = {contender.pool for contender in contenders}
     segment = f"layerflow-bench-{os.getpid()}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.vllm.asking import Params, Prompts, Server
-from bench.vllm.figures import pair_ratio, spread
+from bench.vllm.figures import certain, pair_ratio, spread
 from bench.vllm.fleet import PAUSE_S, Fleet
 
 WITHOUT, WITH = "plain", "layerwise"
@@ -25,9 +25,11 @@ _SERVERS: Mapping[str, tuple[str, Params]] = {
 }
 SHORT_TOKENS = 64
 DECODED = 128
-WARM_UPS = 2
+WARM_UPS = 1
+PROMPTS_PER_ANSWER = 40
+"""Of the short prompts of which the hooks are timed: one so often is answered with many tokens."""
 BRIEF_PAUSE_S = 0.05
-"""Between the many short prompts. One pair says little: it takes some 400 until the median is known to 2 %."""
+"""Between short prompts. One pair says little: it takes some 400 until the median is known to 2 %."""
 
 
 Measure = Callable[[Server, Params], float]
@@ -88,8 +90,24 @@ def collect(
     # The long ones first: they touch all of vLLM's cache, and the short ones meet no page for the first time.
     long = pairs(long_pairs, f"{tokens} tokens", first_ms(tokens), WITHOUT, WITH)
     ttft = pairs(short_pairs, f"{SHORT_TOKENS} tokens", first_ms(SHORT_TOKENS), *_SERVERS, pause_s=BRIEF_PAUSE_S)
-    speed = pairs(decoding_pairs, f"{DECODED} tokens more", decoded_per_s, *_SERVERS)
+    speed = pairs(decoding_pairs, f"{DECODED} tokens more", decoded_per_s, WITHOUT, WITH, pause_s=BRIEF_PAUSE_S)
     return Samples(ttft, long, speed)
+
+
+def watch(fleet: Fleet, *, seed: int, prompts: int, tokens: int, advance: Callable[[str], None]) -> None:
+    """Short prompts nobody has seen, some of them answered with many tokens, to the vLLM with layerflow alone.
+
+    :param tokens: of a long prompt, which is asked first, as in the other launches.
+    """
+    fresh, server = Prompts(seed), fleet.servers[WITH]
+    server.ask(fresh.fresh(tokens))
+    for number in range(prompts):
+        advance(f"miss: {WITH}, hooks timed, prompt {number + 1}")
+        if number % PROMPTS_PER_ANSWER:
+            server.ask(fresh.fresh(SHORT_TOKENS))
+        else:
+            server.stream(fresh.fresh(SHORT_TOKENS), DECODED + 1)
+        fleet.settle(WITH, BRIEF_PAUSE_S)
 
 
 def figures(launches: Sequence[Samples], tokens: int) -> dict[str, Any]:
@@ -103,46 +121,34 @@ def figures(launches: Sequence[Samples], tokens: int) -> dict[str, Any]:
         str(tokens): _joined([samples.long for samples in launches]),
     }
     short = by_length[str(SHORT_TOKENS)]
-    ratios = {length: pair_ratio(taken[WITH], taken[WITHOUT]) for length, taken in by_length.items()}
-    decode = pair_ratio(speed[WITH], speed[WITHOUT])
+    by_launch = {
+        str(SHORT_TOKENS): _by_launch([samples.short for samples in launches]),
+        str(tokens): _by_launch([samples.long for samples in launches]),
+    }
+    decode_by_launch = _by_launch([samples.decoded for samples in launches])
+    # Pairs of one launch have their processes in common: how certain a median is, the launches say.
+    ratios = {
+        length: pair_ratio(taken[WITH], taken[WITHOUT]) | certain(by_launch[length])
+        for length, taken in by_length.items()
+    }
+    decode = pair_ratio(speed[WITH], speed[WITHOUT]) | certain(decode_by_launch)
     return {
         "ttft_ms": {length: _spreads(taken) for length, taken in by_length.items()},
         "ttft_ratio": ratios,
-        "ttft_ratio_by_launch": {
-            str(SHORT_TOKENS): [_median(samples.short) for samples in launches],
-            str(tokens): [_median(samples.long) for samples in launches],
-        },
+        "ttft_ratio_by_launch": by_launch,
         "miss_ratio": max((spread["median"] for spread in ratios.values() if spread), default=None),
         "decode_tokens_per_s": _spreads(speed),
         "decode": decode,
+        "decode_by_launch": decode_by_launch,
         "decode_ratio": decode.get("median"),
-        "same_server": {
-            "ttft_ratio": pair_ratio(short[WITH], short[SPARED]),
-            "decode": pair_ratio(speed[WITH], speed[SPARED]),
-        },
-        "control": {
-            "ttft_ratio": pair_ratio(short[WITHOUT], short[AGAIN]),
-            "decode": pair_ratio(speed[WITHOUT], speed[AGAIN]),
-        },
+        "same_server": pair_ratio(short[WITH], short[SPARED]),
+        "control": pair_ratio(short[WITHOUT], short[AGAIN]),
     }
 
 
-def typical(launches: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Times inside each hook over all launches: medians of their p50 and p99, the longest call, and how many calls."""
-    made: dict[str, dict[str, float]] = {}
-    for name in {name: None for hooks in launches for name in hooks}:
-        times = [hooks[name] for hooks in launches if name in hooks]
-        made[name] = {
-            "count": sum(time["count"] for time in times),
-            "p50_us": statistics.median(time["p50_us"] for time in times),
-            "p99_us": statistics.median(time["p99_us"] for time in times),
-            "max_us": max(time["max_us"] for time in times),
-        }
-    return made
-
-
-def _median(taken: Taken) -> float | None:
-    return pair_ratio(taken[WITH], taken[WITHOUT]).get("median")
+def _by_launch(taken: Sequence[Taken]) -> list[float]:
+    ratios = [pair_ratio(one[WITH], one[WITHOUT]) for one in taken]
+    return [ratio["median"] for ratio in ratios if ratio]
 
 
 def _joined(taken: Sequence[Taken]) -> Taken:

@@ -113,13 +113,11 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
                 table.add_row(f"first token of {length}, ms: {SHOWN[name]}", *_cells(figures))
             table.add_row(f"first token of {length}: with ÷ without", *_cells(miss["ttft_ratio"][length], 4))
         in_one = {"layerflow, with ÷ left alone": miss["same_server"], "no connector ÷ once more": miss["control"]}
-        for name, ratios in in_one.items():
-            table.add_row(f"first token of short ones, one vLLM: {name}", *_cells(ratios["ttft_ratio"], 4))
+        for name, ratio in in_one.items():
+            table.add_row(f"first token of short ones, one vLLM: {name}", *_cells(ratio, 4))
         for name, figures in miss["decode_tokens_per_s"].items():
             table.add_row(f"decoding, tokens/s: {SHOWN[name]}", *_cells(figures))
         table.add_row("decoding: speed with ÷ without", *_cells(miss["decode"], 4))
-        for name, ratios in in_one.items():
-            table.add_row(f"decoding: speed, one vLLM: {name}", *_cells(ratios["decode"], 4))
         yield table
     for part, hooks in result["hook_us_by_part"].items():
         if not hooks:
