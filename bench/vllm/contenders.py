@@ -27,9 +27,6 @@ ENVIRONMENT = {
     # One thread computes: the machine's other cores are for the servers. Engine core and worker are one process.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Weights and cache in huge pages, where the kernel allows it. Which small pages a process happens to get makes its
-    # forward passes some percent faster or slower than those of the same vLLM next to it, for as long as both live.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOOPBACK_IP": "127.0.0.1",

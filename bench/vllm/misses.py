@@ -26,7 +26,7 @@ _SERVERS: Mapping[str, tuple[str, Params]] = {
 SHORT_TOKENS = 64
 DECODED = 128
 WARM_UPS = 1
-PROMPTS_PER_ANSWER = 40
+PROMPTS_PER_ANSWER = 4
 """Of the short prompts of which the hooks are timed: one so often is answered with many tokens."""
 BRIEF_PAUSE_S = 0.05
 """Between short prompts. One pair says little: it takes some 400 until the median is known to 2 %."""

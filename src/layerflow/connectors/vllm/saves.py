@@ -28,7 +28,10 @@ NULL_BLOCK = 0
 """vLLM's block id for positions without a block (``BlockPool.null_block``)."""
 
 SAVES_LAST_S = 60.0
-"""No save is in flight so long after the last one was planned; twice the default ``transfer.save_timeout_ms``."""
+"""No save is in flight so long after the last one was planned; twice the default ``transfer.save_timeout_ms``.
+
+But one may still wait for the next step, however late that comes: see :mod:`.worker`.
+"""
 
 
 class SavePlanner:
@@ -44,6 +47,7 @@ class SavePlanner:
         self._states = [number for number, group in enumerate(spec.groups) if group.rules.exact]
         self._open: dict[str, Tracked] = {}
         self._last_save = float("-inf")
+        self._saved_last = False
         self.plans = 1  #: number of the next plan that saves something
 
     def open(self, tracked: Tracked) -> None:
@@ -77,10 +81,11 @@ class SavePlanner:
         A save that still reads one of them is too late: vLLM recycles blocks of running requests too (sliding
         windows, preemption). Empty where no save can be in flight.
         """
+        behind_a_save, self._saved_last = self._saved_last, False
         cached = output.scheduled_cached_reqs
         if not (loading or output.scheduled_new_reqs or any(cached.new_block_ids)):  # most steps that only decode
             return ()
-        if time.monotonic() - self._last_save > SAVES_LAST_S:
+        if not behind_a_save and time.monotonic() - self._last_save > SAVES_LAST_S:
             return ()
         taken: list[set[int]] = [set() for _ in self._vllm_groups]
         for new in output.scheduled_new_reqs:
@@ -113,7 +118,7 @@ class SavePlanner:
                 self.close(tracked)
         if not asked:
             return
-        self._last_save = time.monotonic()
+        self._last_save, self._saved_last = time.monotonic(), True
         plan.number, self.plans = self.plans, self.plans + 1
         requests = [request for request, _ in asked]
         names = [request.request for request in requests]

@@ -27,7 +27,7 @@ RECLAIM_S = 0.2
 """How long saves that still read recycled blocks may go on before they are given up."""
 
 SETTLE_S = 5e-3
-"""How long after a short forward pass its saves begin: the engine first samples and answers."""
+"""How long into the step behind a short forward pass its saves begin: the engine is still answering."""
 
 BEGIN_S = 1e-3
 """How long the forward pass may be held up for its loads to begin; the first layer would wait for them anyway."""
