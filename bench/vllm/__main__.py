@@ -58,10 +58,10 @@ class Sizes:
     warm_ups: int = 2
     crowd_rounds: int = 12
     stored: int = 8
-    short_pairs: int = 400
-    decoding_pairs: int = 96
-    long_pairs: int = 32
-    launches: int = 16
+    short_pairs: int = 1200
+    decoding_pairs: int = 480
+    long_pairs: int = 36
+    launches: int = 12
     watched: int = 200
 
     def kv_bytes(self, part: str) -> int:
@@ -92,7 +92,7 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of hit and of c8; 9 and 12 if not given.")] = None,
     pairs: Annotated[
         int | None,
-        typer.Option(min=1, help="Pairs of miss; 400 short, 96 decoding and 32 long if not given, of 16 launches."),
+        typer.Option(min=1, help="Pairs of miss; 1,200 short, 480 decoding and 36 long if not given, of 12 launches."),
     ] = None,
     logs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keeps the servers' logs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short prompts, few rounds: shows that it runs.")] = False,

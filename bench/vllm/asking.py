@@ -27,15 +27,18 @@ Params = Mapping[str, Any] | None
 class Answer:
     """What came back, and when.
 
-    :param first_ms: from sending to the first token; to the whole answer where it was not streamed.
-    :param last_ms: to the last token.
     :param cached: tokens of the prompt that were not computed.
+    :param times_ms: from sending to each token; to the whole answer where it was not streamed.
     """
 
     tokens: tuple[int, ...]
     cached: int
-    first_ms: float
-    last_ms: float
+    times_ms: tuple[float, ...]
+
+    @property
+    def first_ms(self) -> float:
+        """From sending to the first token."""
+        return self.times_ms[0]
 
 
 class Prompts:
@@ -72,7 +75,7 @@ class Server:
             raise BenchFailed(f"{self.name}: answered {response.status_code}: {response.text[:500]}")
         answer = response.json()
         tokens = tuple(answer["choices"][0]["token_ids"])
-        return Answer(tokens, _cached(answer["usage"]), taken_ms, taken_ms)
+        return Answer(tokens, _cached(answer["usage"]), (taken_ms,))
 
     def stream(self, prompt: Sequence[int], tokens: int, params: Params = None) -> Answer:
         """So many tokens, as they come.
@@ -125,13 +128,13 @@ class _Stream:
         for choice in chunk["choices"]:
             if choice.get("token_ids"):
                 self._tokens += choice["token_ids"]
-                self._times.append((now - self._began) * 1e3)
+                self._times += [(now - self._began) * 1e3] * len(choice["token_ids"])
         self._usage = chunk.get("usage") or self._usage
 
     def answer(self, tokens: int) -> Answer:
         if len(self._tokens) != tokens:
             raise BenchFailed(f"{self._name}: {len(self._tokens)} tokens came, {tokens} were asked for")
-        return Answer(tuple(self._tokens), _cached(self._usage), self._times[0], self._times[-1])
+        return Answer(tuple(self._tokens), _cached(self._usage), tuple(self._times))
 
 
 def _body(prompt: Sequence[int], tokens: int, params: Params = None) -> dict[str, Any]:

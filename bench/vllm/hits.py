@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.vllm.asking import Prompts
+from bench.vllm.asking import Answer, Prompts
 from bench.vllm.figures import moved, pair_ratio, ratio, spread
 from bench.vllm.fleet import Fleet
 
 COLD = "prefix"
 """Whose first passages are the time without any cache: no connector saves anything there."""
+TURNS = 4
+"""So often is each prompt of a round asked again. What is compared is close in time then: the machine changes."""
 
 
 @dataclass(slots=True)
@@ -19,7 +21,7 @@ class Samples:
     """One contender's.
 
     :param unequal: hits whose token was not the cold passage's.
-    :param not_hit: second passages that computed more than one token; they are not in `hit_ms`.
+    :param not_hit: repeated passages that computed more than one token; they are not in `hit_ms`.
     :param loads: seconds that layerflow's loads of the hits moved: in all, hidden, exposed.
     """
 
@@ -33,7 +35,7 @@ class Samples:
 def measure(
     fleet: Fleet, names: Sequence[str], *, rounds: int, warm_ups: int, tokens: int, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    """In every round every contender in turn gets a fresh prompt, twice.
+    """In every round every contender in turn gets a fresh prompt, then in some turns the same again.
 
     :param warm_ups: rounds before those that count; they touch all of vLLM's and the pools' memory that rounds use.
     :param tokens: of a prompt's part that can hit.
@@ -41,30 +43,38 @@ def measure(
     """
     prompts = Prompts(seed=1)
     samples = {name: Samples() for name in names}
-    for number in range(warm_ups + rounds):
+
+    def in_turns(number: int) -> Sequence[str]:
         shift = number % len(names)
-        for name in [*names[shift:], *names[:shift]]:
+        return [*names[shift:], *names[:shift]]
+
+    for number in range(warm_ups + rounds):
+        into = samples if number >= warm_ups else {name: Samples() for name in names}
+        asked = {name: prompts.fresh(tokens + 1) for name in names}
+        cold: dict[str, Answer] = {}
+        for name in in_turns(number):
             advance(f"hit: {name}, round {number + 1 - warm_ups}")
-            into = samples[name] if number >= warm_ups else Samples()
-            _passages(fleet, name, prompts.fresh(tokens + 1), into)
+            cold[name] = fleet.servers[name].ask(asked[name])
+            into[name].cold_ms.append(cold[name].first_ms)
+            fleet.settle(name)
+        for turn in range(TURNS):
+            for name in in_turns(number + turn):
+                advance(f"hit: {name}, round {number + 1 - warm_ups}, turn {turn + 1}")
+                _hit(fleet, name, asked[name], cold[name], into[name])
     return _result(samples, tokens)
 
 
-def _passages(fleet: Fleet, name: str, prompt: list[int], into: Samples) -> None:
-    server = fleet.servers[name]
+def _hit(fleet: Fleet, name: str, prompt: list[int], cold: Answer, into: Samples) -> None:
     layerflow = fleet.contenders[name].pool == "layerflow"
-    cold = server.ask(prompt)
-    into.cold_ms.append(cold.first_ms)
-    fleet.settle(name)
     before = fleet.figures() if layerflow else {}
-    hit = server.ask(prompt)
+    hit = fleet.servers[name].ask(prompt)
+    fleet.settle(name)
     if hit.cached != len(prompt) - 1:
         into.not_hit += 1
         return
     into.hit_ms.append(hit.first_ms)
     into.unequal += hit.tokens != cold.tokens
     if layerflow:
-        fleet.settle(name)
         for part, seconds in moved(before, fleet.figures(), "load").items():
             into.loads[part] = into.loads.get(part, 0.0) + seconds
 
@@ -91,5 +101,5 @@ def _result(samples: dict[str, Samples], tokens: int) -> dict[str, Any]:
         if name != "layerwise":
             result[f"vs_{name}"] = ratio(ttft["layerwise"], ttft[name])
             if len(layerwise) == len(other.hit_ms):
-                result[f"vs_{name}_by_round"] = pair_ratio(layerwise, other.hit_ms)
+                result[f"vs_{name}_by_turn"] = pair_ratio(layerwise, other.hit_ms)
     return result

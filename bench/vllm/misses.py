@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.vllm.asking import Params, Prompts, Server
+from bench.vllm.asking import Answer, Params, Prompts, Server
 from bench.vllm.figures import certain, pair_ratio, spread
 from bench.vllm.fleet import PAUSE_S, Fleet
 
@@ -24,25 +23,37 @@ _SERVERS: Mapping[str, tuple[str, Params]] = {
     SPARED: (WITH, {"layerflow": {"load": False, "save": False}}),
 }
 SHORT_TOKENS = 64
-DECODED = 128
-WARM_UPS = 1
+FIRST_DECODED, DECODED = 8, 16
+"""Tokens of an answer behind its first one: those that the prompt's save is beside, and those whose speed is taken.
+
+Few, so that the two of a pair are close in time: the machine's speed changes within tenths of a second.
+"""
+WATCHED_DECODED = 128
 PROMPTS_PER_ANSWER = 4
-"""Of the short prompts of which the hooks are timed: one so often is answered with many tokens."""
+"""Of the short prompts of which the hooks are timed: one so often is answered with so many tokens."""
+WARM_UPS = 1
 BRIEF_PAUSE_S = 0.05
-"""Between short prompts. One pair says little: it takes some 400 until the median is known to 2 %."""
+"""Between short prompts. One pair says little: it takes 400 until the median is known to 2 %, 1,600 to 1 %."""
 
 
-Measure = Callable[[Server, Params], float]
+Ask = Callable[[Server, Params], Answer]
 Taken = dict[str, list[float]]
 """Samples of each, pair by pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What one launch of the servers has given: first tokens of short and of long prompts, ms, and decoded tokens/s."""
+    """What one launch of the servers has given.
+
+    :param short: first tokens of short prompts, ms.
+    :param long: of long ones.
+    :param decoded_first: tokens/s right behind the first token.
+    :param decoded: after those.
+    """
 
     short: Taken
     long: Taken
+    decoded_first: Taken
     decoded: Taken
 
 
@@ -66,32 +77,32 @@ def collect(
     """
     prompts = Prompts(seed)
 
-    def pairs(count: int, what: str, measure: Measure, *names: str, pause_s: float = PAUSE_S) -> Taken:
+    def pairs(count: int, what: str, ask: Ask, *names: str, pause_s: float = PAUSE_S) -> dict[str, list[Answer]]:
         orders = list(itertools.permutations(names))
         random.Random(seed).shuffle(orders)
-        taken: Taken = {name: [] for name in names}
+        answers: dict[str, list[Answer]] = {name: [] for name in names}
         for number in range(-WARM_UPS, count):
             for name in orders[number % len(orders)]:
                 advance(f"miss: {name}, {what}, pair {number + 1}")
                 server, params = _SERVERS[name]
-                figure = measure(fleet.servers[server], params)
+                answer = ask(fleet.servers[server], params)
                 if number >= 0:
-                    taken[name].append(figure)
+                    answers[name].append(answer)
                 fleet.settle(server, pause_s)  # what it saves must not slow the other one
-        return taken
+        return answers
 
-    def first_ms(length: int) -> Measure:
-        return lambda server, params: server.ask(prompts.fresh(length), params).first_ms
+    def prefill(length: int) -> Ask:
+        return lambda server, params: server.ask(prompts.fresh(length), params)
 
-    def decoded_per_s(server: Server, params: Params) -> float:
-        answer = server.stream(prompts.fresh(SHORT_TOKENS), DECODED + 1, params)
-        return DECODED / (answer.last_ms - answer.first_ms) * 1e3
+    def decode(server: Server, params: Params) -> Answer:
+        return server.stream(prompts.fresh(SHORT_TOKENS), 1 + FIRST_DECODED + DECODED, params)
 
     # The long ones first: they touch all of vLLM's cache, and the short ones meet no page for the first time.
-    long = pairs(long_pairs, f"{tokens} tokens", first_ms(tokens), WITHOUT, WITH)
-    ttft = pairs(short_pairs, f"{SHORT_TOKENS} tokens", first_ms(SHORT_TOKENS), *_SERVERS, pause_s=BRIEF_PAUSE_S)
-    speed = pairs(decoding_pairs, f"{DECODED} tokens more", decoded_per_s, WITHOUT, WITH, pause_s=BRIEF_PAUSE_S)
-    return Samples(ttft, long, speed)
+    long = pairs(long_pairs, f"{tokens} tokens", prefill(tokens), WITHOUT, WITH)
+    short = pairs(short_pairs, f"{SHORT_TOKENS} tokens", prefill(SHORT_TOKENS), *_SERVERS, pause_s=BRIEF_PAUSE_S)
+    decoded = pairs(decoding_pairs, "decoding", decode, WITHOUT, WITH, pause_s=BRIEF_PAUSE_S)
+    first, last = FIRST_DECODED, FIRST_DECODED + DECODED
+    return Samples(_first_ms(short), _first_ms(long), _per_s(decoded, 0, first), _per_s(decoded, first, last))
 
 
 def watch(fleet: Fleet, *, seed: int, prompts: int, tokens: int, advance: Callable[[str], None]) -> None:
@@ -106,7 +117,7 @@ def watch(fleet: Fleet, *, seed: int, prompts: int, tokens: int, advance: Callab
         if number % PROMPTS_PER_ANSWER:
             server.ask(fresh.fresh(SHORT_TOKENS))
         else:
-            server.stream(fresh.fresh(SHORT_TOKENS), DECODED + 1)
+            server.stream(fresh.fresh(SHORT_TOKENS), WATCHED_DECODED + 1)
         fleet.settle(WITH, BRIEF_PAUSE_S)
 
 
@@ -116,6 +127,7 @@ def figures(launches: Sequence[Samples], tokens: int) -> dict[str, Any]:
     :param tokens: of a long prompt.
     """
     speed = _joined([samples.decoded for samples in launches])
+    first_speed = _joined([samples.decoded_first for samples in launches])
     by_length = {
         str(SHORT_TOKENS): _joined([samples.short for samples in launches]),
         str(tokens): _joined([samples.long for samples in launches]),
@@ -141,8 +153,21 @@ def figures(launches: Sequence[Samples], tokens: int) -> dict[str, Any]:
         "decode": decode,
         "decode_by_launch": decode_by_launch,
         "decode_ratio": decode.get("median"),
+        "decode_first": pair_ratio(first_speed[WITH], first_speed[WITHOUT]),
         "same_server": pair_ratio(short[WITH], short[SPARED]),
         "control": pair_ratio(short[WITHOUT], short[AGAIN]),
+    }
+
+
+def _first_ms(answers: Mapping[str, Sequence[Answer]]) -> Taken:
+    return {name: [answer.first_ms for answer in taken] for name, taken in answers.items()}
+
+
+def _per_s(answers: Mapping[str, Sequence[Answer]], begin: int, end: int) -> Taken:
+    """Tokens/s from one token of each answer to another."""
+    return {
+        name: [(end - begin) / (answer.times_ms[end] - answer.times_ms[begin]) * 1e3 for answer in taken]
+        for name, taken in answers.items()
     }
 
 

@@ -86,7 +86,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
     """For people."""
     if hit := result.get("hit"):
         table = _table(f"Time to first token, {hit['tokens']} of {hit['tokens'] + 1} tokens cached, ms",
-                       "", "median", "p25", "p75", "min", "max", "rounds", "layer-wise ÷ this")  # fmt: skip
+                       "", "median", "p25", "p75", "min", "max", "hits", "layer-wise ÷ this")  # fmt: skip
         rows = {SHOWN[name]: figures["hit_ms"] for name, figures in hit["contenders"].items()}
         for name, (shown, figures) in zip(hit["contenders"], rows.items(), strict=True):
             table.add_row(shown, *_cells(figures), _number(hit.get(f"vs_{name}"), 3))
@@ -118,6 +118,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
         for name, figures in miss["decode_tokens_per_s"].items():
             table.add_row(f"decoding, tokens/s: {SHOWN[name]}", *_cells(figures))
         table.add_row("decoding: speed with ÷ without", *_cells(miss["decode"], 4))
+        table.add_row("decoding, beside the prompt's save: with ÷ without", *_cells(miss["decode_first"], 4))
         yield table
     for part, hooks in result["hook_us_by_part"].items():
         if not hooks:
