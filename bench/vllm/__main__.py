@@ -50,6 +50,7 @@ class Sizes:
     :param stored: long prompts that `c8` draws its hits from.
     :param launches: of the servers of `miss`, which share its pairs: two processes of the same vLLM differ by some
         percent, for as long as they live.
+    :param turns: answers of so many tokens, in which vLLM's connector is taken out in turns.
     :param watched: short prompts of one more launch, in which the hooks are timed; the stopwatch is not in the others.
     """
 
@@ -59,7 +60,9 @@ class Sizes:
     crowd_rounds: int = 12
     stored: int = 8
     short_pairs: int = 1200
-    decoding_pairs: int = 480
+    decoding_pairs: int = 240
+    turns: int = 24
+    turns_tokens: int = 1000
     long_pairs: int = 36
     launches: int = 12
     watched: int = 200
@@ -80,6 +83,8 @@ QUICK = Sizes(
     stored=5,
     short_pairs=4,
     decoding_pairs=2,
+    turns=2,
+    turns_tokens=60,
     long_pairs=2,
     launches=2,
     watched=2,
@@ -92,7 +97,7 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of hit and of c8; 9 and 12 if not given.")] = None,
     pairs: Annotated[
         int | None,
-        typer.Option(min=1, help="Pairs of miss; 1,200 short, 480 decoding and 36 long if not given, of 12 launches."),
+        typer.Option(min=1, help="Pairs of miss; 1,200 short, 240 decoding and 36 long if not given, of 12 launches."),
     ] = None,
     logs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keeps the servers' logs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short prompts, few rounds: shows that it runs.")] = False,
@@ -133,9 +138,12 @@ def _measure(
     """One part's result and hook times."""
     names = [contender.name for contender in contenders]
 
-    def started(folder: Path, contenders: Sequence[Contender], *, watched: bool) -> AbstractContextManager[Fleet]:
+    def started(
+        folder: Path, contenders: Sequence[Contender], *, watched: bool, switched: bool = False
+    ) -> AbstractContextManager[Fleet]:
         advance(f"{part}: starting {', '.join(contender.name for contender in contenders)}")
-        return fleet(folder, contenders, kv_bytes=sizes.kv_bytes(part), pool_gib=POOL_GIB, watched=watched)
+        size = {"kv_bytes": sizes.kv_bytes(part), "pool_gib": POOL_GIB}
+        return fleet(folder, contenders, **size, watched=watched, switched=switched)
 
     if part == "miss":
         return _misses(started, contenders, sizes, folder, advance)
@@ -163,20 +171,18 @@ def _misses(
     def share(pairs: int) -> int:
         return -(-pairs // sizes.launches)
 
+    counts = misses.Counts(
+        short=share(sizes.short_pairs),
+        long=share(sizes.long_pairs),
+        answers=share(sizes.decoding_pairs),
+        turns=share(sizes.turns),
+        turns_tokens=sizes.turns_tokens,
+        tokens=sizes.tokens,
+    )
     for number in range(sizes.launches):
         order = contenders[::-1] if number % 2 else contenders
-        with started(folder / str(number), order, watched=False) as running:
-            taken.append(
-                misses.collect(
-                    running,
-                    seed=number,
-                    short_pairs=share(sizes.short_pairs),
-                    decoding_pairs=share(sizes.decoding_pairs),
-                    long_pairs=share(sizes.long_pairs),
-                    tokens=sizes.tokens,
-                    advance=advance,
-                )
-            )
+        with started(folder / str(number), order, watched=False, switched=True) as running:
+            taken.append(misses.collect(running, counts, seed=number, advance=advance))
     with started(folder / "watched", [LAYERWISE], watched=True) as running:
         misses.watch(running, seed=sizes.launches, prompts=sizes.watched, tokens=sizes.tokens, advance=advance)
     return misses.figures(taken, sizes.tokens), running.hook_times()

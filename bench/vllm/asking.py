@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,12 @@ import httpx
 import numpy as np
 from bench.vllm.children import BenchFailed
 from bench.vllm.model import NAME, VOCABULARY
+from bench.vllm.switch import Use
 
 ANSWER_S = 120.0
 PATH = "/v1/completions"
 _SPECIAL = 3
 """The vocabulary's first tokens, which no prompt here has."""
-
-
-Params = Mapping[str, Any] | None
-"""``kv_transfer_params`` of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +56,12 @@ class Server:
         self.name, self.url = name, url
         self._client = httpx.Client(base_url=url, trust_env=False, timeout=ANSWER_S)
 
-    def ask(self, prompt: Sequence[int], params: Params = None) -> Answer:
+    def ask(self, prompt: Sequence[int]) -> Answer:
         """One token, not streamed.
 
         :raises BenchFailed: another answer than 200, or none.
         """
-        body = _body(prompt, 1, params)
+        body = _body(prompt, 1)
         began = time.perf_counter()
         try:
             response = self._client.post(PATH, json=body)
@@ -77,13 +74,13 @@ class Server:
         tokens = tuple(answer["choices"][0]["token_ids"])
         return Answer(tokens, _cached(answer["usage"]), (taken_ms,))
 
-    def stream(self, prompt: Sequence[int], tokens: int, params: Params = None) -> Answer:
+    def stream(self, prompt: Sequence[int], tokens: int) -> Answer:
         """So many tokens, as they come.
 
         :raises BenchFailed: see :meth:`ask`.
         """
         heard = _Stream(self.name)
-        with self._client.stream("POST", PATH, json=_streamed(prompt, tokens, params)) as response:
+        with self._client.stream("POST", PATH, json=_streamed(prompt, tokens)) as response:
             if response.status_code != httpx.codes.OK:
                 raise BenchFailed(f"{self.name}: answered {response.status_code}: {response.read()[:500]!r}")
             for line in response.iter_lines():
@@ -102,6 +99,15 @@ class Server:
             async for line in response.aiter_lines():
                 heard.line(line)
         return heard.answer(tokens)
+
+    def use_connector(self, use: Use) -> None:
+        """Take its connector out, put it back, or both in turns; a server that was started with a switch.
+
+        :raises BenchFailed: it was not.
+        """
+        response = self._client.post("/collective_rpc", json={"method": "use_connector", "args": [use]})
+        if response.status_code != httpx.codes.OK:
+            raise BenchFailed(f"{self.name}: its connector was not switched: {response.text[:500]}")
 
     def close(self) -> None:
         """Hang up."""
@@ -137,8 +143,8 @@ class _Stream:
         return Answer(tuple(self._tokens), _cached(self._usage), tuple(self._times))
 
 
-def _body(prompt: Sequence[int], tokens: int, params: Params = None) -> dict[str, Any]:
-    body = {
+def _body(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    return {
         "model": NAME,
         "prompt": list(prompt),
         "max_tokens": tokens,
@@ -146,11 +152,10 @@ def _body(prompt: Sequence[int], tokens: int, params: Params = None) -> dict[str
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    return body if params is None else body | {"kv_transfer_params": params}
 
 
-def _streamed(prompt: Sequence[int], tokens: int, params: Params = None) -> dict[str, Any]:
-    return _body(prompt, tokens, params) | {"stream": True, "stream_options": {"include_usage": True}}
+def _streamed(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    return _body(prompt, tokens) | {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def _cached(usage: dict[str, Any]) -> int:

@@ -38,6 +38,9 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "LMCACHE_TRACK_USAGE": "false",
 }
+SWITCH_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT)}
+SWITCH = ("--worker-extension-cls", "bench.vllm.switch.Switch")
+"""For a vLLM whose connector is taken out and put back while it runs."""
 LMCACHE = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
 LAYERFLOW = {
     "kv_connector": "LayerflowConnector",

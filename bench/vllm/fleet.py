@@ -14,7 +14,16 @@ from typing import Any
 import httpx
 from bench.vllm.asking import Server
 from bench.vllm.children import BenchFailed, Child, free_port, stopped_at_the_end
-from bench.vllm.contenders import ENVIRONMENT, LAYERWISE, Contender, Pools, layerflow_command, lmcache_command
+from bench.vllm.contenders import (
+    ENVIRONMENT,
+    LAYERWISE,
+    SWITCH,
+    SWITCH_ENVIRONMENT,
+    Contender,
+    Pools,
+    layerflow_command,
+    lmcache_command,
+)
 
 from layerflow.agent.control import fetch_status
 
@@ -30,11 +39,13 @@ class Fleet:
 
     :param folder: takes logs.
     :param watched: the layer-wise vLLM times its connector's hooks.
+    :param switched: all can have their connector taken out and put back.
     """
 
-    def __init__(self, folder: Path, *, watched: bool) -> None:
+    def __init__(self, folder: Path, *, watched: bool, switched: bool) -> None:
         self.folder = folder
         self._watched = watched
+        self._switched = switched
         self.servers: dict[str, Server] = {}
         self.contenders: dict[str, Contender] = {}
         self.children: list[Child] = []
@@ -70,9 +81,11 @@ class Fleet:
         port = free_port()
         watch = self._watched and contender is LAYERWISE
         environment = ENVIRONMENT | ({HOOK_TIMES: str(self._hooks)} if watch else {})
+        if self._switched:
+            environment |= SWITCH_ENVIRONMENT
         url = f"http://127.0.0.1:{port}"
         log = self.folder / f"vllm-{contender.name}.log"
-        command = contender.command(port, kv_bytes, pools)
+        command = [*contender.command(port, kv_bytes, pools), *(SWITCH if self._switched else ())]
         child = Child(f"vLLM ({contender.name})", command, environment, log, f"{url}/health")
         self.children.append(child)
         self.servers[contender.name] = Server(contender.name, url)
@@ -134,7 +147,13 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(
-    folder: Path, contenders: Sequence[Contender], *, kv_bytes: int, pool_gib: int, watched: bool = False
+    folder: Path,
+    contenders: Sequence[Contender],
+    *,
+    kv_bytes: int,
+    pool_gib: int,
+    watched: bool = False,
+    switched: bool = False,
 ) -> Iterator[Fleet]:
     """Contenders that serve, for the length of a with-block.
 
@@ -142,10 +161,11 @@ def fleet(
     :param kv_bytes: of each vLLM's KV cache.
     :param pool_gib: size of each pool.
     :param watched: the layer-wise vLLM times its connector's hooks.
+    :param switched: all can have their connector taken out and put back.
     :raises BenchFailed: a server does not start.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made = Fleet(folder, watched=watched)
+    made = Fleet(folder, watched=watched, switched=switched)
     made.forget_hook_times()
     needed = {contender.pool for contender in contenders}
     segment = f"layerflow-bench-{os.getpid()}"

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.vllm.asking import Answer, Params, Prompts, Server
-from bench.vllm.figures import certain, pair_ratio, spread
+from bench.vllm.asking import Answer, Prompts, Server
+from bench.vllm.children import BenchFailed
+from bench.vllm.figures import certain, moved, pair_ratio, spread
 from bench.vllm.fleet import PAUSE_S, Fleet
+from bench.vllm.switch import FIRST, PERIOD, Use, is_out, turns_of
 
-WITHOUT, WITH = "plain", "layerwise"
-SPARED, AGAIN = "spared", "again"
-"""Each of the two once more: the vLLM with layerflow, told neither to look up nor to save, and the one without. Two
-processes of the same vLLM differ by more, for as long as they live, than layerflow costs: in one, less is measured."""
-_SERVERS: Mapping[str, tuple[str, Params]] = {
-    WITHOUT: (WITHOUT, None),
-    AGAIN: (WITHOUT, None),
-    WITH: (WITH, None),
-    SPARED: (WITH, {"layerflow": {"load": False, "save": False}}),
+PLAIN, WITH, OUT = "plain", "layerwise", "out"
+"""vLLM without a connector, vLLM with layerflow, and the latter while its connector is taken out.
+
+Two processes of the same vLLM differ by some percent, for as long as they live, which is more than layerflow costs. So
+that is measured in one process; what two differ by is told beside it.
+"""
+AGAIN = "again"
+"""The vLLM without a connector once more: what chance makes of equal things."""
+_SERVERS: Mapping[str, tuple[str, Use]] = {
+    PLAIN: (PLAIN, "in"),
+    AGAIN: (PLAIN, "in"),
+    WITH: (WITH, "in"),
+    OUT: (WITH, "out"),
 }
 SHORT_TOKENS = 64
-FIRST_DECODED, DECODED = 8, 16
-"""Tokens of an answer behind its first one: those that the prompt's save is beside, and those whose speed is taken.
-
-Few, so that the two of a pair are close in time: the machine's speed changes within tenths of a second.
-"""
+ANSWER_TOKENS = FIRST + 16
+"""Of short prompts that are answered with more than one: few, so that the answers of two servers are close in time."""
 WATCHED_DECODED = 128
 PROMPTS_PER_ANSWER = 4
 """Of the short prompts of which the hooks are timed: one so often is answered with so many tokens."""
@@ -36,9 +40,29 @@ BRIEF_PAUSE_S = 0.05
 """Between short prompts. One pair says little: it takes 400 until the median is known to 2 %, 1,600 to 1 %."""
 
 
-Ask = Callable[[Server, Params], Answer]
+Ask = Callable[[Server], Answer]
 Taken = dict[str, list[float]]
 """Samples of each, pair by pair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Of one launch.
+
+    :param short: pairs of short prompts.
+    :param long: of long ones.
+    :param answers: of short prompts that are answered with some tokens.
+    :param turns: answers in which the connector is out in turns.
+    :param turns_tokens: tokens of each of these.
+    :param tokens: of a long prompt.
+    """
+
+    short: int
+    long: int
+    answers: int
+    turns: int
+    turns_tokens: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +71,26 @@ class Samples:
 
     :param short: first tokens of short prompts, ms.
     :param long: of long ones.
-    :param decoded_first: tokens/s right behind the first token.
+    :param decoded_first: tokens/s right behind the first token, beside the prompt's save.
     :param decoded: after those.
+    :param turns: tokens/s of neighbouring turns with the connector and without.
     """
 
     short: Taken
     long: Taken
     decoded_first: Taken
     decoded: Taken
+    turns: Taken
 
 
-def collect(
-    fleet: Fleet,
-    *,
-    seed: int,
-    short_pairs: int,
-    decoding_pairs: int,
-    long_pairs: int,
-    tokens: int,
-    advance: Callable[[str], None],
-) -> Samples:
-    """Pairs of requests, one to a vLLM without a connector and one to a vLLM with layerflow, in changing order.
-
-    Short ones are pairs of pairs: each server is asked twice, so that neither is the one that rested longer.
+def collect(fleet: Fleet, counts: Counts, *, seed: int, advance: Callable[[str], None]) -> Samples:
+    """Requests in changing order: to a vLLM without a connector, to a vLLM with layerflow, and to the same without it.
 
     :param seed: of the prompts and of the order; each launch has its own.
-    :param decoding_pairs: short prompts that are answered with many tokens.
-    :param tokens: of a long prompt.
+    :raises BenchFailed: the connector cannot be taken out.
     """
     prompts = Prompts(seed)
+    _try_switch(fleet, prompts)
 
     def pairs(count: int, what: str, ask: Ask, *names: str, pause_s: float = PAUSE_S) -> dict[str, list[Answer]]:
         orders = list(itertools.permutations(names))
@@ -84,25 +99,45 @@ def collect(
         for number in range(-WARM_UPS, count):
             for name in orders[number % len(orders)]:
                 advance(f"miss: {name}, {what}, pair {number + 1}")
-                server, params = _SERVERS[name]
-                answer = ask(fleet.servers[server], params)
+                server, use = _SERVERS[name]
+                fleet.servers[server].use_connector(use)
+                time.sleep(pause_s)  # all have rested since they were last told something
+                answer = ask(fleet.servers[server])
                 if number >= 0:
                     answers[name].append(answer)
-                fleet.settle(server, pause_s)  # what it saves must not slow the other one
+                fleet.settle(server, 0.0)  # what it saves must not slow the next one
         return answers
 
-    def prefill(length: int) -> Ask:
-        return lambda server, params: server.ask(prompts.fresh(length), params)
+    def first_token(length: int) -> Ask:
+        return lambda server: server.ask(prompts.fresh(length))
 
-    def decode(server: Server, params: Params) -> Answer:
-        return server.stream(prompts.fresh(SHORT_TOKENS), 1 + FIRST_DECODED + DECODED, params)
+    def answer(tokens: int) -> Ask:
+        return lambda server: server.stream(prompts.fresh(SHORT_TOKENS), tokens)
 
     # The long ones first: they touch all of vLLM's cache, and the short ones meet no page for the first time.
-    long = pairs(long_pairs, f"{tokens} tokens", prefill(tokens), WITHOUT, WITH)
-    short = pairs(short_pairs, f"{SHORT_TOKENS} tokens", prefill(SHORT_TOKENS), *_SERVERS, pause_s=BRIEF_PAUSE_S)
-    decoded = pairs(decoding_pairs, "decoding", decode, WITHOUT, WITH, pause_s=BRIEF_PAUSE_S)
-    first, last = FIRST_DECODED, FIRST_DECODED + DECODED
-    return Samples(_first_ms(short), _first_ms(long), _per_s(decoded, 0, first), _per_s(decoded, first, last))
+    long = pairs(counts.long, f"{counts.tokens} tokens", first_token(counts.tokens), PLAIN, WITH, OUT)
+    short = pairs(counts.short, f"{SHORT_TOKENS} tokens", first_token(SHORT_TOKENS), *_SERVERS, pause_s=BRIEF_PAUSE_S)
+    decoded = pairs(counts.answers, "decoding", answer(ANSWER_TOKENS), PLAIN, WITH, OUT, pause_s=BRIEF_PAUSE_S)
+    turns: Taken = {WITH: [], OUT: []}
+    fleet.servers[WITH].use_connector("turns")
+    for number in range(counts.turns):
+        advance(f"miss: decoding in turns, answer {number + 1}")
+        _add_turns(turns, fleet.servers[WITH].stream(prompts.fresh(SHORT_TOKENS), counts.turns_tokens))
+        fleet.settle(WITH, BRIEF_PAUSE_S)
+    first, last = FIRST - 1, ANSWER_TOKENS - 1
+    return Samples(_first_ms(short), _first_ms(long), _per_s(decoded, 0, first), _per_s(decoded, first, last), turns)
+
+
+def _try_switch(fleet: Fleet, prompts: Prompts) -> None:
+    """What is compared must differ: while the connector is out nothing is saved, and something is while it is in."""
+    for use in ("out", "in"):
+        before = fleet.figures()
+        fleet.servers[WITH].use_connector(use)
+        fleet.servers[WITH].ask(prompts.fresh(SHORT_TOKENS))
+        fleet.settle(WITH)
+        saved = moved(before, fleet.figures(), "save")["transfer_s"] > 0
+        if saved != (use == "in"):
+            raise BenchFailed(f"{WITH}: its connector is to be {use}, but a prompt was {'' if saved else 'not '}saved")
 
 
 def watch(fleet: Fleet, *, seed: int, prompts: int, tokens: int, advance: Callable[[str], None]) -> None:
@@ -126,37 +161,35 @@ def figures(launches: Sequence[Samples], tokens: int) -> dict[str, Any]:
 
     :param tokens: of a long prompt.
     """
-    speed = _joined([samples.decoded for samples in launches])
-    first_speed = _joined([samples.decoded_first for samples in launches])
-    by_length = {
-        str(SHORT_TOKENS): _joined([samples.short for samples in launches]),
-        str(tokens): _joined([samples.long for samples in launches]),
+    first_ms = {
+        str(SHORT_TOKENS): [samples.short for samples in launches],
+        str(tokens): [samples.long for samples in launches],
     }
-    short = by_length[str(SHORT_TOKENS)]
-    by_launch = {
-        str(SHORT_TOKENS): _by_launch([samples.short for samples in launches]),
-        str(tokens): _by_launch([samples.long for samples in launches]),
-    }
-    decode_by_launch = _by_launch([samples.decoded for samples in launches])
-    # Pairs of one launch have their processes in common: how certain a median is, the launches say.
-    ratios = {
-        length: pair_ratio(taken[WITH], taken[WITHOUT]) | certain(by_launch[length])
-        for length, taken in by_length.items()
-    }
-    decode = pair_ratio(speed[WITH], speed[WITHOUT]) | certain(decode_by_launch)
+    decoded_first = [samples.decoded_first for samples in launches]
+    decoded = [samples.decoded for samples in launches]
+    turns = [samples.turns for samples in launches]
+    ratios = {length: _compared(taken, WITH, OUT) for length, taken in first_ms.items()}
+    decode = _compared(turns, WITH, OUT)
     return {
-        "ttft_ms": {length: _spreads(taken) for length, taken in by_length.items()},
+        "ttft_ms": {length: _spreads(_joined(taken)) for length, taken in first_ms.items()},
         "ttft_ratio": ratios,
-        "ttft_ratio_by_launch": by_launch,
-        "miss_ratio": max((spread["median"] for spread in ratios.values() if spread), default=None),
-        "decode_tokens_per_s": _spreads(speed),
+        "ttft_ratio_processes": {length: _compared(taken, WITH, PLAIN) for length, taken in first_ms.items()},
+        "miss_ratio": max((ratio["median"] for ratio in ratios.values() if ratio), default=None),
+        "decode_tokens_per_s": _spreads(_joined(decoded)),
         "decode": decode,
-        "decode_by_launch": decode_by_launch,
         "decode_ratio": decode.get("median"),
-        "decode_first": pair_ratio(first_speed[WITH], first_speed[WITHOUT]),
-        "same_server": pair_ratio(short[WITH], short[SPARED]),
-        "control": pair_ratio(short[WITHOUT], short[AGAIN]),
+        "decode_first": _compared(decoded_first, WITH, OUT),
+        "decode_processes": _compared(decoded, WITH, PLAIN),
+        "control": _compared(first_ms[str(SHORT_TOKENS)], PLAIN, AGAIN),
     }
+
+
+def _add_turns(turns: Taken, answer: Answer) -> None:
+    """The speed of each of the answer's turns; those of two neighbours, of which one is without, are a pair."""
+    for turn in range(turns_of(len(answer.tokens))):
+        begin = FIRST + turn * PERIOD
+        taken_ms = answer.times_ms[begin + PERIOD - 1] - answer.times_ms[begin - 1]
+        turns[OUT if is_out(begin, len(answer.tokens)) else WITH].append(PERIOD / taken_ms * 1e3)
 
 
 def _first_ms(answers: Mapping[str, Sequence[Answer]]) -> Taken:
@@ -171,9 +204,15 @@ def _per_s(answers: Mapping[str, Sequence[Answer]], begin: int, end: int) -> Tak
     }
 
 
-def _by_launch(taken: Sequence[Taken]) -> list[float]:
-    ratios = [pair_ratio(one[WITH], one[WITHOUT]) for one in taken]
-    return [ratio["median"] for ratio in ratios if ratio]
+def _compared(launches: Sequence[Taken], mine: str, other: str) -> dict[str, Any]:
+    """The ratio of all pairs, and each launch's median.
+
+    Pairs of one launch have their processes in common: how certain the median is, the launches say.
+    """
+    taken = _joined(launches)
+    ratios = [pair_ratio(one[mine], one[other]) for one in launches]
+    medians = [ratio["median"] for ratio in ratios if ratio]
+    return pair_ratio(taken[mine], taken[other]) | certain(medians) | {"by_launch": medians} if medians else {}
 
 
 def _joined(taken: Sequence[Taken]) -> Taken:

@@ -20,7 +20,7 @@ SHOWN = {
     "bulk": "layerflow, bulk",
     "plain": "vLLM, no connector",
     "again": "vLLM, no connector, once more",
-    "spared": "layerflow, told to leave it alone",
+    "out": "layerflow, its connector taken out",
 }
 _HOOKS_OF = ("miss", "c8", "hit")
 """The first of these parts that ran gives `hook_us`: on a miss, hooks only cost."""
@@ -112,12 +112,13 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             for name, figures in taken.items():
                 table.add_row(f"first token of {length}, ms: {SHOWN[name]}", *_cells(figures))
             table.add_row(f"first token of {length}: with ÷ without", *_cells(miss["ttft_ratio"][length], 4))
-        in_one = {"layerflow, with ÷ left alone": miss["same_server"], "no connector ÷ once more": miss["control"]}
-        for name, ratio in in_one.items():
-            table.add_row(f"first token of short ones, one vLLM: {name}", *_cells(ratio, 4))
+            processes = miss["ttft_ratio_processes"][length]
+            table.add_row(f"first token of {length}: with ÷ without, two processes", *_cells(processes, 4))
+        table.add_row("first token of short ones: no connector ÷ once more", *_cells(miss["control"], 4))
         for name, figures in miss["decode_tokens_per_s"].items():
             table.add_row(f"decoding, tokens/s: {SHOWN[name]}", *_cells(figures))
-        table.add_row("decoding: speed with ÷ without", *_cells(miss["decode"], 4))
+        table.add_row("decoding: speed with ÷ without, in turns", *_cells(miss["decode"], 4))
+        table.add_row("decoding: speed with ÷ without, two processes", *_cells(miss["decode_processes"], 4))
         table.add_row("decoding, beside the prompt's save: with ÷ without", *_cells(miss["decode_first"], 4))
         yield table
     for part, hooks in result["hook_us_by_part"].items():
@@ -177,8 +178,9 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _cells(figures: Mapping[str, float], digits: int = 1) -> list[str]:
-    return [str(value) if key == "count" else _number(value, digits) for key, value in figures.items()]
+def _cells(figures: Mapping[str, Any], digits: int = 1) -> list[str]:
+    taken = {key: value for key, value in figures.items() if key != "by_launch"}
+    return [str(value) if key == "count" else _number(value, digits) for key, value in taken.items()]
 
 
 def _number(value: float | None, digits: int) -> str:
