@@ -110,7 +110,8 @@ def bench(
     if rounds:
         sizes = dataclasses.replace(sizes, rounds=rounds, crowd_rounds=rounds)
     if pairs:
-        sizes = dataclasses.replace(sizes, short_pairs=pairs, decoding_pairs=pairs, long_pairs=pairs)
+        turns = min(pairs, sizes.turns)
+        sizes = dataclasses.replace(sizes, short_pairs=pairs, decoding_pairs=pairs, turns=turns, long_pairs=pairs)
     about = {"sizes": dataclasses.asdict(sizes), "versions": report.versions(), "machine": report.machine()}
     screen = console()
     results: dict[str, dict[str, Any]] = {}
@@ -142,8 +143,8 @@ def _measure(
         folder: Path, contenders: Sequence[Contender], *, watched: bool, switched: bool = False
     ) -> AbstractContextManager[Fleet]:
         advance(f"{part}: starting {', '.join(contender.name for contender in contenders)}")
-        size = {"kv_bytes": sizes.kv_bytes(part), "pool_gib": POOL_GIB}
-        return fleet(folder, contenders, **size, watched=watched, switched=switched)
+        kv_bytes = sizes.kv_bytes(part)
+        return fleet(folder, contenders, kv_bytes=kv_bytes, pool_gib=POOL_GIB, watched=watched, switched=switched)
 
     if part == "miss":
         return _misses(started, contenders, sizes, folder, advance)

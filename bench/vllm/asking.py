@@ -63,13 +63,8 @@ class Server:
         """
         body = _body(prompt, 1)
         began = time.perf_counter()
-        try:
-            response = self._client.post(PATH, json=body)
-        except httpx.TransportError as error:
-            raise BenchFailed(f"{self.name}: no answer: {error!r}") from None
+        response = self._post(PATH, body)
         taken_ms = (time.perf_counter() - began) * 1e3
-        if response.status_code != httpx.codes.OK:
-            raise BenchFailed(f"{self.name}: answered {response.status_code}: {response.text[:500]}")
         answer = response.json()
         tokens = tuple(answer["choices"][0]["token_ids"])
         return Answer(tokens, _cached(answer["usage"]), (taken_ms,))
@@ -103,15 +98,22 @@ class Server:
     def use_connector(self, use: Use) -> None:
         """Take its connector out, put it back, or both in turns; a server that was started with a switch.
 
-        :raises BenchFailed: it was not.
+        :raises BenchFailed: see :meth:`ask`.
         """
-        response = self._client.post("/collective_rpc", json={"method": "use_connector", "args": [use]})
-        if response.status_code != httpx.codes.OK:
-            raise BenchFailed(f"{self.name}: its connector was not switched: {response.text[:500]}")
+        self._post("/collective_rpc", {"method": "use_connector", "args": [use]})
 
     def close(self) -> None:
         """Hang up."""
         self._client.close()
+
+    def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        try:
+            response = self._client.post(path, json=body)
+        except httpx.TransportError as error:
+            raise BenchFailed(f"{self.name}: no answer: {error!r}") from None
+        if response.status_code != httpx.codes.OK:
+            raise BenchFailed(f"{self.name}: {path} answered {response.status_code}: {response.text[:500]}")
+        return response
 
 
 class _Stream:
