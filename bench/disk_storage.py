@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from layerflow.hosts.backend import OK, Place
-from layerflow.hosts.disk import Disk
+from layerflow.hosts.backend import OK, ObjectLocation
+from layerflow.hosts.disk.backend import Disk
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES
 
@@ -214,8 +214,8 @@ class Tier:
         self._disk = Disk({"path": str(folder), "capacity": 8 << 30})
         self._disk.attach(self._arena, lambda keys: None)
 
-    def _place(self, key: bytes, layers: Sequence[memoryview]) -> list[Place]:
-        return [Place(key, 0, self._arena.address, len(layers[0]), len(layers), 1, 1)]
+    def _place(self, key: bytes, layers: Sequence[memoryview]) -> list[ObjectLocation]:
+        return [ObjectLocation(key, 0, self._arena.address, len(layers[0]), len(layers), 1, 1)]
 
     def write(self, key: bytes, layers: Sequence[memoryview]) -> None:
         place, until = self._place(key, layers), time.monotonic() + 60

@@ -69,8 +69,8 @@ class Client:
 def main() -> None:
     client = Client(sys.argv[1])
     client.greet()
-    _, session, version, doorway, *_ = client.hello()
-    print(f"session {session} of layerflow {version}, doorway at {doorway}")
+    _, session, version, fd_server, *_ = client.hello()
+    print(f"session {session} of layerflow {version}, doorway at {fd_server}")
     print(json.dumps(client.status(), indent=2))
     client.close()
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.server import EmbeddedServer
 
 # The folder itself is found as a package called vllm, one without a file, where the real one is not installed.

@@ -25,7 +25,7 @@ from bench.vllm.contenders import (
     lmcache_command,
 )
 
-from layerflow.agent.control import fetch_status
+from layerflow.agent.connection.control import fetch_status
 
 HOOK_TIMES = "LAYERFLOW_HOOK_TIMES"
 SETTLE_S = 30.0

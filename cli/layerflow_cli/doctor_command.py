@@ -33,11 +33,11 @@ def doctor(
       layerflow doctor --config layerflow.toml
       layerflow doctor --set pool.backend=mooncake --set pool.mooncake.master=store:50051 --json
     """
-    from layerflow.config import Settings  # noqa: PLC0415 - `--help` stays quick
+    from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
 
     wanted = Settings.load(config, overrides(settings or [], {}))
 
-    from layerflow.doctor import State, examine  # noqa: PLC0415 - pulls zmq in
+    from layerflow.doctor import Severity, examine  # noqa: PLC0415 - pulls zmq in
 
     findings = list(examine(wanted))
     if as_json:
@@ -46,7 +46,7 @@ def doctor(
         typer.echo(to_json([dataclasses.asdict(finding) for finding in findings]))
     else:
         _print(findings)
-    if any(finding.state is State.PROBLEM for finding in findings):
+    if any(finding.state is Severity.PROBLEM for finding in findings):
         raise typer.Exit(EXIT_PROBLEM)
 
 

@@ -40,7 +40,7 @@ def run(
             "pool.link_gbps": link_gbps,
         },
     )
-    from layerflow.config import Settings  # noqa: PLC0415 - `--help` stays quick
+    from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
 
     wanted = Settings.load(config, flags)
 

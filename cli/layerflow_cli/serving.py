@@ -11,11 +11,11 @@ from typing import Any
 import anyio
 import structlog
 
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.errors import LayerflowError
 from layerflow.observe.logs import configure as configure_logs
 from layerflow.server import Server
-from layerflow.server.http import serve_http
+from layerflow.server.transport.http import serve_http
 from layerflow.server.watch import watch_config
 from layerflow_cli.warming import show_warming
 

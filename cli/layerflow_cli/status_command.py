@@ -80,13 +80,13 @@ def fetch_http(url: str) -> dict[str, Any]:
 
 
 def _fetch_control(endpoint: str) -> dict[str, Any]:
-    from layerflow.agent.control import fetch_status  # noqa: PLC0415 - pulls zmq in
+    from layerflow.agent.connection.control import fetch_status  # noqa: PLC0415 - pulls zmq in
 
     return fetch_status(endpoint, TIMEOUT_S)
 
 
 def _endpoint(endpoint: str | None, config: Any) -> str:
-    from layerflow.config import Settings  # noqa: PLC0415
+    from layerflow.config.settings import Settings  # noqa: PLC0415
 
     return Settings.load(config, {"server.endpoint": endpoint} if endpoint else {}).server.endpoint
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
         Ended,
         FailedBlocks,
         Hit,
+        LoadResult,
         Mode,
         NoStep,
-        Outcome,
         Step,
         StepRequest,
     )
-    from layerflow.config import Settings
+    from layerflow.config.settings import Settings
     from layerflow.errors import LayerflowError
     from layerflow.keys import Chain, Media
     from layerflow.server import EmbeddedServer, Server
@@ -44,11 +44,11 @@ _HOMES = {
         "Hit",
         "Mode",
         "NoStep",
-        "Outcome",
+        "LoadResult",
         "Step",
         "StepRequest",
     ),
-    "layerflow.config": ("Settings",),
+    "layerflow.config.settings": ("Settings",),
     "layerflow.errors": ("LayerflowError",),
     "layerflow.keys": ("Chain", "Media"),
     "layerflow.server": ("EmbeddedServer", "Server"),
@@ -69,11 +69,11 @@ __all__ = [
     "GroupSpec",
     "Hit",
     "LayerflowError",
+    "LoadResult",
     "Media",
     "Mode",
     "ModelSpec",
     "NoStep",
-    "Outcome",
     "Plane",
     "Server",
     "Settings",

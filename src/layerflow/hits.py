@@ -31,7 +31,7 @@ class HitLength:
     tails: tuple[Tail, ...]
 
 
-class Reach(Protocol):
+class LookupSource(Protocol):
     """What a hit is searched in: a pool, a pool with a tier behind it, a table of what a pool holds."""
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
@@ -44,7 +44,7 @@ class Reach(Protocol):
 
 
 def find_hit(
-    pool: Reach, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int, own: bytes = b""
+    pool: LookupSource, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int, own: bytes = b""
 ) -> HitLength:
     """The longest hit that every group and every shard satisfies, leaving one token to compute.
 
@@ -77,7 +77,7 @@ def find_hit(
     return HitLength(0, tuple(tails))
 
 
-def _presence(pool: Reach, spec: ModelSpec, digests: list[bytes]) -> list[list[bool]]:
+def _presence(pool: LookupSource, spec: ModelSpec, digests: list[bytes]) -> list[list[bool]]:
     """Per group: by chunk, whether every shard has the object."""
     shards = spec.shard.peers()
     rows: list[list[bool]] = []
@@ -88,7 +88,7 @@ def _presence(pool: Reach, spec: ModelSpec, digests: list[bytes]) -> list[list[b
     return rows
 
 
-def _tails(pool: Reach, spec: ModelSpec, parent: bytes, room: int, own: bytes) -> Iterator[tuple[int, bytes]]:
+def _tails(pool: LookupSource, spec: ModelSpec, parent: bytes, room: int, own: bytes) -> Iterator[tuple[int, bytes]]:
     """Tails after `parent` of at most `room` tokens that every group and shard has, longest first.
 
     :param own: the prompt's own of exactly `room` tokens, which a pool may hold without listing it.

@@ -81,7 +81,7 @@ class FakePool:
         stored = self.objects[name]
         return bytearray(self.memory[stored.at - self.base : stored.at - self.base + stored.nbytes])
 
-    def poke(self, name: str, offset: int, data: bytes) -> None:
+    def wake(self, name: str, offset: int, data: bytes) -> None:
         """Spoil an object's bytes."""
         at = self.objects[name].at - self.base + offset
         self.memory[at : at + len(data)] = data

@@ -11,8 +11,8 @@ import numpy as np
 from e2e.known import small_spec
 
 from layerflow.agent import Hit, StepRequest
-from layerflow.agent.outline import Numbered, outline_loads
-from layerflow.agent.step import LOAD, Step
+from layerflow.agent.descriptors import Numbered, describe_loads
+from layerflow.agent.step.step import LOAD, Step
 from layerflow.device import device_for
 from layerflow.keys import Chain
 from layerflow.wire import codec
@@ -27,7 +27,7 @@ class Scene:
 
     def __init__(self, timeout_s: float = 60.0, missing: bool = False, granted: bool = True) -> None:
         requests = [self._request(name) for name in ("a", "b")]
-        loads = outline_loads(SPEC, requests)
+        loads = describe_loads(SPEC, requests)
         self.fenced: list[str] = []
         self.closed: list[bool] = []
         self.attended = 0

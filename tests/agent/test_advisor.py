@@ -2,10 +2,10 @@
 
 import pytest
 
-from layerflow.agent.advisor import DOUBT, Advisor, layer_seconds, work_of
+from layerflow.agent.costs import DOUBT, LoadPolicy, layer_seconds, work_of
 from layerflow.agent.values import MISS, Hit, StepRequest
-from layerflow.flow.estimators import ComputeModel, attention_pairs
-from layerflow.flow.policy import Mode
+from layerflow.flow.cost.estimators import ComputeModel, attention_pairs
+from layerflow.flow.cost.policy import Mode
 from layerflow.keys import Chain, root_digest
 from layerflow.observe.trace import Span, StepTrace, figures
 from layerflow.spec import GroupSpec, ModelSpec, Plane
@@ -37,12 +37,12 @@ def trace(layer_s=0.0, loads=(), waits=(), kv_after=0.2, prologue=5.0) -> StepTr
     return StepTrace(1, 0, "", spans)
 
 
-def observe(advisor: Advisor, seen: StepTrace, work: tuple[int, int] | None) -> None:
+def observe(advisor: LoadPolicy, seen: StepTrace, work: tuple[int, int] | None) -> None:
     advisor.observe(seen, figures(seen, "load"), work)
 
 
-def taught(gbps=1.0, token_s=TOKEN_S, spec=SPEC) -> Advisor:
-    advisor = Advisor(spec)
+def taught(gbps=1.0, token_s=TOKEN_S, spec=SPEC) -> LoadPolicy:
+    advisor = LoadPolicy(spec)
     for tokens in (64, 256, 1024, 2048):
         nbytes = tokens * ROW
         observe(advisor, trace(tokens * token_s, [(nbytes, nbytes / gbps / 1e9)] * LAYERS), (tokens, 0))
@@ -51,7 +51,7 @@ def taught(gbps=1.0, token_s=TOKEN_S, spec=SPEC) -> Advisor:
 
 def test_no_hit_is_computed_whatever_the_setting():
     for setting in ("auto", "layerwise", "bulk"):
-        assert Advisor(SPEC).advise(setting, MISS, 100) is Mode.RECOMPUTE
+        assert LoadPolicy(SPEC).advise(setting, MISS, 100) is Mode.RECOMPUTE
 
 
 @pytest.mark.parametrize("setting", ["layerwise", "bulk"])
@@ -60,7 +60,7 @@ def test_a_setting_is_followed_however_slow_the_link(setting):
 
 
 def test_who_knows_nothing_loads_layer_by_layer():
-    advisor = Advisor(SPEC)
+    advisor = LoadPolicy(SPEC)
     assert advisor.advise("auto", HIT, 1088) is Mode.LAYERWISE
     for _ in range(5):
         observe(advisor, trace(loads=[(1 << 20, 10.0)]), None)
@@ -140,7 +140,7 @@ def test_a_thousand_short_steps_do_not_wash_out_what_is_known_of_long_ones():
 def test_batches_that_overlap_are_one_transfer():
     # Four batches of 1 MiB, all sent at once, the last one there after 4.2 ms: 1 GB/s, not 250 MB/s.
     loads = [Span("load", layer, 0.0, (layer + 1) * 1.05e-3, 1 << 20) for layer in range(LAYERS)]
-    advisor = Advisor(SPEC)
+    advisor = LoadPolicy(SPEC)
     for tokens in (64, 256, 1024):
         observe(advisor, StepTrace(1, 0, "", loads + trace(tokens * TOKEN_S).spans), (tokens, 0))
     assert advisor.advise("auto", HIT, 1088) is Mode.LAYERWISE

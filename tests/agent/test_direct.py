@@ -22,14 +22,15 @@ import structlog
 from e2e.known import KnownWorker, Run, eventually, small_spec
 
 from agent.fake_memcache import G2L, HOST, L2G, FakePool, FakeStore
-from layerflow.agent import direct, direct_client
-from layerflow.agent.direct_copier import DirectCopier
-from layerflow.agent.watchdog import EXIT_STUCK, Watchdog, end_process
-from layerflow.config import Settings
+from layerflow.agent.direct import client as direct_client
+from layerflow.agent.direct import lane as direct
+from layerflow.agent.direct.store import DirectCopier
+from layerflow.agent.direct.watchdog import EXIT_STUCK, Watchdog, end_process
+from layerflow.config.settings import Settings
 from layerflow.errors import DeadlineExceeded, SpecError
 from layerflow.hosts.backend import Unreachable, Unusable, pool_name
-from layerflow.hosts.memcache_meta import MetaService
-from layerflow.hosts.memcache_setup import Connected, make_store
+from layerflow.hosts.memcache.metaservice import MetaService
+from layerflow.hosts.memcache.setup import MemcacheConnection, make_store
 from layerflow.keys import object_key
 from layerflow.server import EmbeddedServer, server
 
@@ -51,9 +52,9 @@ def joined(pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> list[FakeStore]:
     """Clients join the fake pool, and memory on the cpu suits them. Those that were made."""
     made: list[FakeStore] = []
 
-    def connect(options: object, meta: object) -> Connected:
+    def connect(options: object, meta: object) -> MemcacheConnection:
         made.append(FakeStore(pool))
-        return Connected(made[-1], made[-1].number, "fake")
+        return MemcacheConnection(made[-1], made[-1].number, "fake")
 
     monkeypatch.setattr(direct_client, "connect", connect)
     monkeypatch.setattr(direct_client, "suits", lambda device: True)
@@ -186,7 +187,7 @@ class TestThroughTheArenaAsEver:
         assert objects_in_arena(house) > 0
 
     def test_where_no_client_can_be_made(self, house: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(options: object, meta: object) -> Connected:
+        def refuse(options: object, meta: object) -> MemcacheConnection:
             raise Unusable("memcache needs CANN")
 
         monkeypatch.setattr(direct_client, "connect", refuse)
@@ -202,12 +203,12 @@ class TestThroughTheArenaAsEver:
     ) -> None:
         asked = 0
 
-        def connect(options: object, meta: object) -> Connected:
+        def connect(options: object, meta: object) -> MemcacheConnection:
             nonlocal asked
             asked += 1
             if asked <= refusals:
                 raise Unreachable("memcache cannot join the pool")
-            return Connected(FakeStore(pool), 1, "fake")
+            return MemcacheConnection(FakeStore(pool), 1, "fake")
 
         monkeypatch.setattr(direct_client, "connect", connect)
         if refusals < direct_client.JOINS:
@@ -260,7 +261,7 @@ class TestWhatIsNotThere:
     def test_a_broken_header_hides_the_object(self, worker: KnownWorker, pool: FakePool) -> None:
         saved = worker.serve(worker.prompt(TOKENS))
         name = names_of(worker, saved)[0]
-        pool.poke(name, 0, b"LFOB" + bytes(60))
+        pool.wake(name, 0, b"LFOB" + bytes(60))
         run = worker.admit(saved.chain)
         forward(worker, run)
         assert run.failed == {0: set(range(4))}
@@ -298,7 +299,7 @@ class TestWhatIsNotThere:
                 pool.end_service()
             else:
                 for name in names_of(worker, saved):
-                    pool.poke(name, 16, bytes(40))
+                    pool.wake(name, 16, bytes(40))
             gate.set()
             assert not step.wait_all()
         assert worker.agent.wait_idle(run.name, PATIENCE_S)
@@ -428,7 +429,7 @@ class TestEnds:
             assert worker.agent.wait_idle(run.name, PATIENCE_S)
         gate.set()
         assert eventually(lambda: pool.leases() == 0)
-        assert eventually(lambda: not worker.agent._inbox.bypass.stuck)
+        assert eventually(lambda: not worker.agent._dispatcher.bypass.stuck)
         assert worker.serve(saved.chain).hit.tokens == TOKENS - 1
 
 
@@ -452,7 +453,7 @@ def test_a_load_too_late_to_be_begun_says_nothing_against_its_objects(
 
 @pytest.mark.parametrize(("fenced", "deadline"), [(False, 0.0), (True, math.inf)])
 def test_a_copier_begins_no_load_that_its_step_does_not_wait_for(fenced: bool, deadline: float) -> None:
-    step: Any = SimpleNamespace(number=3, cargo=object(), fenced=fenced, deadline=deadline)
+    step: Any = SimpleNamespace(number=3, leases=object(), fenced=fenced, deadline=deadline)
     batch: Any = SimpleNamespace(layer=2)
     nowhere: Any = None
     with pytest.raises(DeadlineExceeded, match="step 3: a load of layer 2 came too late"):
@@ -494,14 +495,14 @@ class TestCopiesThatDoNotReturn:
         with KnownWorker(house.endpoint, context=house.context) as worker:
             saved = worker.serve(worker.prompt(TOKENS), timeout_s=0.5)
             worker.serve(saved.chain, timeout_s=0.5)
-            dog = worker.agent._inbox.bypass._direct._watchdog  # type: ignore[union-attr]
+            dog = worker.agent._dispatcher.bypass._direct._watchdog  # type: ignore[union-attr]
             assert eventually(lambda: not dog._alarms or dog._alarms[0].due > time.monotonic() + 10)
         assert not ended.is_set()
 
     def test_a_late_save_is_waited_for_a_while_and_never_published(
         self, ended: threading.Event, house: EmbeddedServer, pool: FakePool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("layerflow.agent.step.LATE_SAVE_S", 0.05)
+        monkeypatch.setattr("layerflow.agent.step.step.LATE_SAVE_S", 0.05)
         with KnownWorker(house.endpoint, context=house.context) as worker:
             with stuck_save(worker, pool) as run:
                 assert pool.arrived[L2G].wait(PATIENCE_S)
@@ -513,7 +514,7 @@ class TestCopiesThatDoNotReturn:
     def test_a_save_beyond_its_lease_ends_the_process(
         self, ended: threading.Event, house: EmbeddedServer, pool: FakePool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("layerflow.hosts.memcache_writing.LEASE_S", 1.5)
+        monkeypatch.setattr("layerflow.hosts.memcache.writing.LEASE_S", 1.5)
         with KnownWorker(house.endpoint, context=house.context) as worker, stuck_save(worker, pool):
             assert ended.wait(PATIENCE_S), "the room that it writes into will be another's"
 
@@ -553,9 +554,9 @@ def test_a_client_gives_no_memory_and_has_an_address_of_its_own(
 ) -> None:
     seen = []
 
-    def connect(options: object, meta: MetaService) -> Connected:
+    def connect(options: object, meta: MetaService) -> MemcacheConnection:
         seen.append(options)
-        return Connected(FakeStore(pool), 5, "fake")
+        return MemcacheConnection(FakeStore(pool), 5, "fake")
 
     monkeypatch.setattr(direct_client, "connect", connect)
     said = pool.urls | {"hcom_url": "tcp://127.0.0.1:7000", "dram_size": 1 << 30, "world_size": 9}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from e2e.known import small_spec
 
-from layerflow.agent.direct_cargo import Cargo, Held, Side, places_of
-from layerflow.agent.outline import OutlinePart, Piece, number_blocks
+from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, number_blocks
+from layerflow.agent.direct.leases import LeasedObject, LeasedParts, StepLeases, places_of
 from layerflow.errors import LayerflowError
 from layerflow.keys import object_key
 from layerflow.objects import object_bytes
@@ -19,30 +19,30 @@ GROUP = SPEC.groups[0]
 PARENT = bytes(range(16))
 
 
-def part(request: str, first: int, chunks: int, tail: int = 0) -> OutlinePart:
+def part(request: str, first: int, chunks: int, tail: int = 0) -> PartDescriptor:
     """Whole chunks of 4 blocks, and perhaps a tail of so many tokens behind them."""
-    pieces = [Piece(bytes([first + n]) * 16, range(4 * n, 4 * n + 4), 0, 16) for n in range(chunks)]
+    pieces = [ObjectDescriptor(bytes([first + n]) * 16, range(4 * n, 4 * n + 4), 0, 16) for n in range(chunks)]
     if tail:
-        pieces.append(Piece(bytes([99]) * 16, range(4 * chunks, 4 * chunks + -(-tail // 4)), 0, tail))
-    return OutlinePart(request, 0, np.arange(40), tuple(pieces), PARENT if tail else b"")
+        pieces.append(ObjectDescriptor(bytes([99]) * 16, range(4 * chunks, 4 * chunks + -(-tail // 4)), 0, tail))
+    return PartDescriptor(request, 0, np.arange(40), tuple(pieces), PARENT if tail else b"")
 
 
-def side(parts: list[OutlinePart], at: int, without: set[tuple[int, int]] = frozenset()) -> Side:
+def side(parts: list[PartDescriptor], at: int, without: set[tuple[int, int]] = frozenset()) -> LeasedParts:
     """Every object at an address of its own from `at` on, but for those at (part, piece)."""
-    held: list[list[Held | None]] = []
+    held: list[list[LeasedObject | None]] = []
     for number, one in enumerate(parts):
-        row: list[Held | None] = []
+        row: list[LeasedObject | None] = []
         for piece, place in enumerate(places_of(SPEC, one, 7)):
-            row.append(None if (number, piece) in without else Held(place, at, 100.0))
+            row.append(None if (number, piece) in without else LeasedObject(place, at, 100.0))
             at += 1 << 16
         held.append(row)
-    return Side(parts, held)
+    return LeasedParts(parts, held)
 
 
-def answer(loads: Side, saves: Side) -> Plan:
+def answer(loads: LeasedParts, saves: LeasedParts) -> Plan:
     """As a server answers what is left."""
 
-    def row(one: OutlinePart) -> PlanPart:
+    def row(one: PartDescriptor) -> PlanPart:
         count = len(one.pieces)
         return PlanPart(codec.pack_u64([0] * count), codec.pack_u32([4] * count))
 
@@ -75,16 +75,16 @@ def test_a_tail_that_is_left_out_takes_its_parent_along() -> None:
 def test_the_plan_gets_the_addresses_and_the_core_numbers_the_same_blocks() -> None:
     parts = [part("a", 1, 2), part("b", 3, 1), part("c", 4, 2)]
     loads, saves = side(parts, 1 << 40, {(1, 0), (2, 0)}), side([part("a", 9, 1)], 1 << 41)
-    cargo = Cargo(loads, saves)
-    filled = cargo.fill(answer(loads, saves))
+    leases = StepLeases(loads, saves)
+    filled = leases.fill(answer(loads, saves))
     numbered = number_blocks(parts, filled.loads, loading=True)[0]
     assert numbered.numbers.tolist() == [*range(8), *range(4, 8)]
     assert numbered.part.tolist() == [0] * 8 + [2] * 4
     assert sorted(set(numbered.object_offsets.tolist())) == [(1 << 40) + n * (1 << 16) for n in (0, 1, 4)]
-    ends = cargo.ends(numbered.object_offsets)
+    ends = leases.ends(numbered.object_offsets)
     assert set((ends - numbered.object_offsets).tolist()) == {object_bytes(GROUP, 4)}
     inside = numbered.object_offsets[[0, 9]] + 1000
-    assert [held.gva for held in cargo.holding(inside)] == [1 << 40, (1 << 40) + (4 << 16)]
+    assert [held.gva for held in leases.holding(inside)] == [1 << 40, (1 << 40) + (4 << 16)]
 
 
 def test_what_the_server_does_not_want_stays_out() -> None:

@@ -9,13 +9,13 @@ import pytest
 from e2e.known import KnownWorker, eventually
 from server.support import Embed, worker_on
 
-from layerflow.agent.link import Link
+from layerflow.agent.connection.link import Link
 from layerflow.errors import ServerLost
 from layerflow.wire.messages import Abort, StatusRequest
 
 
 def link_of(worker: KnownWorker) -> Link:
-    link = worker.agent._inbox.link
+    link = worker.agent._dispatcher.link
     assert link is not None
     return link
 

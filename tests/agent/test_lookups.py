@@ -11,11 +11,11 @@ import pytest
 from e2e.known import eventually, layerflow_threads, small_spec
 from server.support import Embed
 
-from layerflow.agent import line
-from layerflow.agent import lookups as lookups_module
-from layerflow.agent.lookups import Inquiry, Lookups
+from layerflow.agent.connection import control_connection as line
+from layerflow.agent.connection import lookups as lookups_module
+from layerflow.agent.connection.lookups import Inquiry, Lookups
 from layerflow.agent.values import MISS, Hit
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.errors import LayerflowError
 from layerflow.keys import Chain, object_key, root_digest
 from layerflow.objects import object_bytes

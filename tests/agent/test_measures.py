@@ -10,10 +10,9 @@ from e2e.known import KnownWorker, eventually
 from server.support import Embed, worker_on
 
 from agent.scene import SPEC, Scene
-from layerflow.agent.advisor import Advisor
-from layerflow.agent.ledger import Ledger
-from layerflow.agent.measures import KEPT_STEPS, PATIENCE_S, Measures
-from layerflow.agent.step import Step
+from layerflow.agent.costs import KEPT_STEPS, PATIENCE_S, LoadPolicy, Measures
+from layerflow.agent.open_steps import OpenSteps
+from layerflow.agent.step.step import Step
 
 
 def ended_step() -> Step:
@@ -27,7 +26,7 @@ def ended_step() -> Step:
 
 @pytest.fixture
 def measures() -> Measures:
-    return Measures(Advisor(SPEC), spans_are_transfers=True)
+    return Measures(LoadPolicy(SPEC), spans_are_transfers=True)
 
 
 def test_a_step_is_worked_out_a_moment_after_its_end_and_once(measures: Measures) -> None:
@@ -54,19 +53,19 @@ def test_who_cannot_wait_gets_them_at_once_in_the_order_of_their_ends(measures: 
 
 
 def test_whoever_waits_for_a_steps_end_finds_it_noted() -> None:
-    ledger, noted = Ledger(), []
+    open_steps, noted = OpenSteps(), []
     step = ended_step()
-    with ledger.lock:
-        ledger.add(step)
+    with open_steps.lock:
+        open_steps.add(step)
 
     def ended(one: Step) -> None:
-        assert ledger.busy("a"), "nobody is told before"
+        assert open_steps.busy("a"), "nobody is told before"
         noted.append(one)
 
-    ledger.finish(step, ended)
-    ledger.finish(step, ended)
+    open_steps.finish(step, ended)
+    open_steps.finish(step, ended)
     assert noted == [step]
-    assert not ledger.busy("a")
+    assert not open_steps.busy("a")
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from e2e.known import KnownWorker, Run, small_spec, step_of
 
 from layerflow.agent import NoStep
-from layerflow.agent.advisor import work_of
-from layerflow.agent.outline import OutlinePart, outline_loads, outline_saves
+from layerflow.agent.costs import work_of
+from layerflow.agent.descriptors import PartDescriptor, describe_loads, describe_saves
 from layerflow.errors import SpecError
 from layerflow.server import EmbeddedServer
 
@@ -23,17 +23,17 @@ def worker_on(server: EmbeddedServer) -> KnownWorker:
     return KnownWorker(server.endpoint, small_spec(4, window=9), context=server.context)
 
 
-def outlines(worker: KnownWorker, run: Run) -> tuple[list[OutlinePart], list[OutlinePart]]:
+def outlines(worker: KnownWorker, run: Run) -> tuple[list[PartDescriptor], list[PartDescriptor]]:
     """As they arrive from another process."""
     asked = [run.request()]
-    made = outline_loads(worker.spec, asked), outline_saves(worker.spec, asked, partial=True)
+    made = describe_loads(worker.spec, asked), describe_saves(worker.spec, asked, partial=True)
     loads, saves = pickle.loads(pickle.dumps(made))
     return loads, saves
 
 
 def serve(worker: KnownWorker, run: Run) -> None:
     loads, saves = outlines(worker, run)
-    with worker.agent.open_outline(loads, saves, timeout_s=20) as step:
+    with worker.agent.open_descriptors(loads, saves, timeout_s=20) as step:
         assert worker.forward(step, [run]) == 0
     assert not run.failed
     assert worker.agent.wait_idle(run.name, 20)
@@ -50,7 +50,7 @@ def test_the_messages_are_those_of_open_step(embed: Embed, discard: bool, monkey
             patched.setattr(worker.agent._link, "send", sent.append)
             own = step_of(worker.agent.open_step([run.request()]))
             loads, saves = outlines(worker, run)
-            other = step_of(worker.agent.open_outline(loads, saves, work=work_of([run.request()])))
+            other = step_of(worker.agent.open_descriptors(loads, saves, work=work_of([run.request()])))
         first, second = sent
         assert (first.loads, first.saves) == (second.loads, second.saves)
         assert all(bool(part.parent) != discard for part in first.saves)
@@ -76,7 +76,7 @@ def test_partial_tails_are_left_out_where_none_are_kept(embed: Embed) -> None:
         serve(worker, run)
         assert worker.agent.lookup("again", run.chain).tokens == 32
         short = worker.admit(worker.prompt(9))
-        assert isinstance(worker.agent.open_outline(*outlines(worker, short)), NoStep)
+        assert isinstance(worker.agent.open_descriptors(*outlines(worker, short)), NoStep)
 
 
 def test_without_a_server_loads_fail_and_nothing_is_saved(embed: Embed) -> None:
@@ -86,12 +86,12 @@ def test_without_a_server_loads_fail_and_nothing_is_saved(embed: Embed) -> None:
         worker.serve(stored)
         run = worker.admit(worker.prompt(60, like=stored, shared=41))
         loads, saves = outlines(worker, run)
-        worker.agent._inbox.silent = True
-        assert isinstance(worker.agent.open_outline([], saves), NoStep)
-        worker.agent._inbox.silent = False
-        worker.agent._inbox.lost("gone for this test")
-        assert isinstance(worker.agent.open_outline([], saves), NoStep)
-        with worker.agent.open_outline(loads, saves) as step:
+        worker.agent._dispatcher.silent = True
+        assert isinstance(worker.agent.open_descriptors([], saves), NoStep)
+        worker.agent._dispatcher.silent = False
+        worker.agent._dispatcher.lost("gone for this test")
+        assert isinstance(worker.agent.open_descriptors([], saves), NoStep)
+        with worker.agent.open_descriptors(loads, saves) as step:
             assert not step.wait_layer(0)
         assert {failed.request for failed in step.failed} == {run.name}
         assert not worker.agent.busy(run.name)
@@ -103,8 +103,8 @@ def test_an_outline_into_blocks_that_are_not_there(embed: Embed) -> None:
         loads, saves = outlines(worker, run)
         for table in (saves[0].table + worker.blocks, saves[0].table[:3]):
             with pytest.raises(SpecError, match=run.name):
-                worker.agent.open_outline(loads, [replace(saves[0], table=table)])
+                worker.agent.open_descriptors(loads, [replace(saves[0], table=table)])
         with pytest.raises(SpecError, match="timeout_s"):
-            worker.agent.open_outline(loads, saves, timeout_s=-1)
+            worker.agent.open_descriptors(loads, saves, timeout_s=-1)
         assert worker.agent.statistics().open_steps == 0
         assert np.array_equal(saves[0].engine_blocks(), run.tables[0])

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerflow.agent import Hit, StepRequest
-from layerflow.agent.outline import (
+from layerflow.agent.descriptors import (
     Numbered,
-    OutlinePart,
+    PartDescriptor,
     check_blocks,
+    describe_loads,
+    describe_saves,
     number_blocks,
-    outline_loads,
-    outline_saves,
     without_tails,
 )
 from layerflow.errors import LayerflowError, SpecError
@@ -91,9 +91,9 @@ def test_loads_cover_what_the_next_token_reads(spec: ModelSpec, data: st.DataObj
     last = (hit_tokens - 1) // chunk
     if spec.exact and start < hit_tokens != last * chunk + (tail if tail and last == whole else chunk):
         with pytest.raises(SpecError, match="after exactly that many tokens"):
-            outline_loads(spec, asked)
+            describe_loads(spec, asked)
         return
-    parts = outline_loads(spec, asked)
+    parts = describe_loads(spec, asked)
     assert len(parts) == len({part.group for part in parts})
     by_group = {part.group: part for part in parts}
     for number, group in enumerate(spec.groups):
@@ -122,7 +122,7 @@ def test_saves_keep_every_completed_chunk(spec: ModelSpec, data: st.DataObject) 
     stop = data.draw(st.integers(start + 1, tokens))
     partial, last = data.draw(st.booleans()), data.draw(st.booleans())
     request = StepRequest("r", chain, tables(spec, tokens), save=(start, stop), tail=last)
-    parts = {part.group: part for part in outline_saves(spec, [request], partial)}
+    parts = {part.group: part for part in describe_saves(spec, [request], partial)}
     wanted = [(number, chunk) for number in range(tokens // chunk) if start < (number + 1) * chunk <= stop]
     if partial and last and stop % chunk:
         wanted.append((stop // chunk, stop % chunk))
@@ -152,7 +152,7 @@ def test_the_numbering(data: st.DataObject) -> None:
         chain = Chain(ROOT, np.arange(tokens) + name, 8)
         hit = tokens // 8 * 8 - (tokens % 8 == 0)
         requests.append(StepRequest(str(name), chain, tables(spec, tokens), load=(0, hit), hit=Hit(hit)))
-    parts = outline_loads(spec, requests)
+    parts = describe_loads(spec, requests)
     places = [
         [NOWHERE if data.draw(st.booleans()) else 4096 * (100 * at + piece) for piece in range(len(part.pieces))]
         for at, part in enumerate(parts)
@@ -180,7 +180,7 @@ def test_the_numbering(data: st.DataObject) -> None:
 def test_a_plan_that_does_not_fit(wrong: str) -> None:
     spec = spec_of([2], [0], 8)
     chain = Chain(ROOT, np.arange(20), 8)
-    parts: list[OutlinePart] = outline_loads(
+    parts: list[PartDescriptor] = describe_loads(
         spec, [StepRequest("r", chain, tables(spec, 20), load=(0, 16), hit=Hit(16))]
     )
     offsets = codec.pack_u64([0, 64])
@@ -200,7 +200,7 @@ def test_states_are_saved_where_the_engine_has_them() -> None:
     states = np.full(7, -1)
     states[[0, 3, 4, 6]] = [70, 73, 74, 76]  # after 4, 16, 20 and 28 tokens
     request = StepRequest("r", chain, (np.arange(15), states), save=(0, 28), tail=True)
-    attention, state = outline_saves(spec, [request], partial=True)
+    attention, state = describe_saves(spec, [request], partial=True)
     assert [piece.tokens for piece in attention.pieces] == [8, 8, 8, 4]
     assert [(piece.digest, piece.blocks, piece.tokens) for piece in state.pieces] == [
         (chain.digests[1], range(3, 4), 8),
@@ -209,7 +209,7 @@ def test_states_are_saved_where_the_engine_has_them() -> None:
     assert state.engine_blocks().tolist() == [73, 76]
     assert attention.parent == state.parent == chain.parent(3)
     nowhere = replace(request, blocks=(np.arange(15), np.full(7, -1)))
-    assert [part.group for part in outline_saves(spec, [nowhere], partial=True)] == [0]
+    assert [part.group for part in describe_saves(spec, [nowhere], partial=True)] == [0]
 
 
 @settings(max_examples=100, deadline=None)
@@ -218,8 +218,8 @@ def test_without_tails_is_as_if_none_had_been_asked_for(spec: ModelSpec, data: s
     tokens = data.draw(st.integers(1, 4 * spec.chunk_tokens))
     chain = Chain(ROOT, np.arange(tokens), spec.chunk_tokens)
     request = StepRequest("r", chain, tables(spec, tokens), save=(0, tokens), tail=True)
-    shorter = without_tails(outline_saves(spec, [request], partial=True))
-    wanted = outline_saves(spec, [request], partial=False)
+    shorter = without_tails(describe_saves(spec, [request], partial=True))
+    wanted = describe_saves(spec, [request], partial=False)
     assert [part.save_message() for part in shorter] == [part.save_message() for part in wanted]
 
 
@@ -230,7 +230,7 @@ def test_an_outline_survives_pickling(spec: ModelSpec, data: st.DataObject) -> N
     chain = Chain(ROOT, np.arange(tokens), spec.chunk_tokens)
     hit = (tokens - 1) // spec.chunk_tokens * spec.chunk_tokens
     request = StepRequest("r", chain, tables(spec, tokens), (0, hit), Hit(hit), save=(0, tokens), tail=True)
-    loads, saves = outline_loads(spec, [request]), outline_saves(spec, [request], partial=True)
+    loads, saves = describe_loads(spec, [request]), describe_saves(spec, [request], partial=True)
     for parts, loading in ((loads, True), (saves, False)):
         copies = pickle.loads(pickle.dumps(parts))
         plans = [
@@ -253,13 +253,13 @@ def test_a_pickled_outline_holds_what_its_pieces_name() -> None:
     tokens = 1 << 17
     chain = Chain(ROOT, np.arange(tokens), 256)
     request = StepRequest("r", chain, tables(spec, tokens), save=(tokens - 256, tokens))
-    assert len(pickle.dumps(outline_saves(spec, [request], partial=False))) < 1000
+    assert len(pickle.dumps(describe_saves(spec, [request], partial=False))) < 1000
 
 
 @pytest.mark.parametrize("wrong", [{"group": 2}, {"group": -1}, {"table": np.arange(3)}])
 def test_an_outline_of_another_model_is_refused(wrong: dict[str, object]) -> None:
     spec = spec_of([2, 4], [0, 8], 8)
     request = StepRequest("r", Chain(ROOT, np.arange(8), 8), tables(spec, 8), save=(0, 8))
-    part = replace(outline_saves(spec, [request], partial=False)[0], **wrong)  # type: ignore[arg-type]
+    part = replace(describe_saves(spec, [request], partial=False)[0], **wrong)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="request 'r'"):
         check_blocks([part], [10**6, 10**6])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from e2e.known import KnownWorker, eventually, small_spec, step_of
 
-from layerflow.agent.jobs import Job
+from layerflow.agent.lanes.task import CopyTask
 from layerflow.flow.events import BatchDone, BatchFailed, Event
 from layerflow.server import EmbeddedServer
 
@@ -16,21 +16,21 @@ def test_a_batch_is_reported_to_the_server_that_granted_it(embed: Callable[..., 
     server = embed(pool__link_gbps=0.0002, transfer={"max_transfer_bytes": "4KiB", "max_inflight_bytes": "128KiB"})
     told: list[Event] = []
     with KnownWorker(server.endpoint, small_spec(4), context=server.context) as worker:
-        inbox = worker.agent._inbox
-        jobs: list[Job] = []
-        put = inbox._save_lane.put
-        inbox._save_lane.put = lambda job: (jobs.append(job), put(job))[1]  # type: ignore[method-assign]
+        dispatcher = worker.agent._dispatcher
+        jobs: list[CopyTask] = []
+        put = dispatcher._save_lane.put
+        dispatcher._save_lane.put = lambda job: (jobs.append(job), put(job))[1]  # type: ignore[method-assign]
         run = worker.admit(worker.prompt(256))
         step = step_of(worker.agent.open_step([run.request()]))
         worker.forward(step, [run])
         step.close()
-        assert eventually(lambda: len(jobs) >= 8 and len(inbox._save_lane._passing) > 4)
+        assert eventually(lambda: len(jobs) >= 8 and len(dispatcher._save_lane._passing) > 4)
         attachments = worker.agent.statistics().attachments
         server.call(_spy, server, told)
         server.call(_hang_up, server)
         assert worker.agent.wait_idle(run.name, 10)
         assert eventually(lambda: worker.agent.statistics().attachments > attachments)
-        assert inbox._save_lane._passing, "every save had passed before the new session: nothing was shown"
+        assert dispatcher._save_lane._passing, "every save had passed before the new session: nothing was shown"
         worker.retire(run)
         again = worker.serve(worker.prompt(20))
         worker.serve(again.chain)
@@ -54,9 +54,9 @@ def _spy(server: EmbeddedServer, told: list[Event]) -> None:
 
 
 def _hang_up(server: EmbeddedServer) -> None:
-    doorway = server.server._doorway
-    assert doorway is not None
+    fd_server = server.server._fd_server
+    assert fd_server is not None
     for session in server.server.sessions:
         if session.memory:
             server.server._handlers.lose(session, "test")
-            doorway.dismiss(session.token)
+            fd_server.dismiss(session.token)

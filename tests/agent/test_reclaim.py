@@ -14,9 +14,9 @@ import pytest
 from e2e.known import KnownWorker, Run, eventually, small_spec, step_of
 
 from layerflow.agent import Step
-from layerflow.agent.outline import number_blocks, outline_saves
-from layerflow.agent.reads import SaveReads
-from layerflow.agent.step import LOAD, SAVE
+from layerflow.agent.descriptors import describe_saves, number_blocks
+from layerflow.agent.step.saves import SaveReads
+from layerflow.agent.step.step import LOAD, SAVE
 from layerflow.agent.values import StepRequest
 from layerflow.errors import SpecError
 from layerflow.keys import Chain
@@ -35,7 +35,7 @@ class Gate:
     def __init__(self, worker: KnownWorker, direction: int = SAVE) -> None:
         self.entered = threading.Event()
         self._open = threading.Event()
-        self._copier: Any = worker.agent._inbox._copiers[direction]  # type: ignore[index]
+        self._copier: Any = worker.agent._dispatcher._copiers[direction]  # type: ignore[index]
         name = "save" if direction == SAVE else "load"
         self._calls = {called: getattr(self._copier, called) for called in (name, f"{name}_batches")}
         for called, copy in self._calls.items():
@@ -239,7 +239,7 @@ class Saves:
             StepRequest(name, Chain(b"r" * 16, np.arange(32) + at, 16), (base, base + 50), save=(0, 32))
             for at, (name, base) in enumerate({"a": np.arange(8), "b": np.arange(8) + 20}.items())
         ]
-        parts = outline_saves(SPEC, requests, partial=False)
+        parts = describe_saves(SPEC, requests, partial=False)
         self.reads = SaveReads(parts, LAYERS, WHOLE)
         plans = [
             PlanPart(codec.pack_u64([NOWHERE if part.request == "b" else 0, 4096]), b"") for part in parts
@@ -306,8 +306,8 @@ def test_taking_back_blocks_of_a_step_without_a_plan(worker: KnownWorker, monkey
     """The server has not answered yet: whatever it will grant is cut off."""
     run = worker.admit(worker.prompt(60))
     held: list[object] = []
-    original = worker.agent._inbox._planned
-    monkeypatch.setattr(worker.agent._inbox, "_planned", held.append)
+    original = worker.agent._dispatcher._planned
+    monkeypatch.setattr(worker.agent._dispatcher, "_planned", held.append)
     step = step_of(worker.agent.open_step([replace(run.request(), load=(0, 0))]))
     assert eventually(lambda: held)
     assert worker.agent.reclaim(run.tables, 0.0) == 1
@@ -322,7 +322,7 @@ def test_taking_back_blocks_of_a_step_without_a_plan(worker: KnownWorker, monkey
 def test_who_waits_for_saves_does_not_wait_for_a_pause_of_the_engine(
     worker: KnownWorker, monkeypatch: pytest.MonkeyPatch, ask: str
 ) -> None:
-    monkeypatch.setattr("layerflow.agent.save_lane.FAST_LAYER_S", LONG_S * 10)  # nothing leaves by itself
+    monkeypatch.setattr("layerflow.agent.lanes.save.FAST_LAYER_S", LONG_S * 10)  # nothing leaves by itself
     run = worker.admit(worker.prompt(60))
     computed(worker, run)
     if ask == "wait_idle":

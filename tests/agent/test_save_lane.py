@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from layerflow.agent.emulated import EmulatedLink
-from layerflow.agent.jobs import Job
-from layerflow.agent.save_lane import FAST_LAYER_S, WORTH_BYTES, SaveLane
+from layerflow.agent.lanes.save import FAST_LAYER_S, WORTH_BYTES, SaveLane
+from layerflow.agent.lanes.task import CopyTask, EmulatedLink
 from layerflow.ops.copier import CpuCopier
 
 SMALL = WORTH_BYTES // 4
@@ -56,7 +55,7 @@ def gate(lane: SaveLane, step: Pass, nbytes: int = SMALL, *, gbps: float = 0.0) 
     copier, link = object.__new__(CpuCopier), EmulatedLink(gbps, 0)
     for layer in range(LAYERS):
         batch: Any = SimpleNamespace(layer=layer, nbytes=nbytes, not_before=0.0)
-        lane._gated.append(Job(batch, step, copier, link, news=None))  # type: ignore[arg-type]
+        lane._gated.append(CopyTask(batch, step, copier, link, news=None))  # type: ignore[arg-type]
 
 
 def leaving(lane: SaveLane) -> list[int]:
@@ -144,8 +143,8 @@ def test_the_end_of_a_pass_is_told_although_another_pass_is_under_way() -> None:
         gate(lane, running)
         over.closed = True
         job = lane._gated[0]
-        lane._report(Job(job.batch, over, job.copier, job.link, news=None), "", None)  # type: ignore[arg-type]
-        lane.poke()
+        lane._report(CopyTask(job.batch, over, job.copier, job.link, news=None), "", None)  # type: ignore[arg-type]
+        lane.wake()
         assert told.wait(20)
         told.clear()
         lane._report(job, "", None)

@@ -7,7 +7,7 @@ import threading
 import pytest
 from e2e.known import eventually
 
-from layerflow.agent.step import LOAD, SAVE
+from layerflow.agent.step.step import LOAD, SAVE
 from layerflow.wire.messages import Batch
 
 from .scene import BLOCKS, Scene, waiting

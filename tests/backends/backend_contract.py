@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from e2e.known import eventually
 
-from layerflow.hosts.backend import Backend, Outcome, Place
+from layerflow.hosts.backend import Backend, ObjectLocation, ObjectStatus
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
 
@@ -26,8 +26,8 @@ BLOCK = 4096
 PATIENCE_S = 10.0
 _GUARD = 0xEE
 
-OK, EXISTS, FULL, TOO_LARGE = Outcome.OK, Outcome.EXISTS, Outcome.FULL, Outcome.TOO_LARGE
-MISSING, EXPIRED, BROKEN, FAILED = Outcome.MISSING, Outcome.EXPIRED, Outcome.BROKEN, Outcome.FAILED
+OK, EXISTS, FULL, TOO_LARGE = ObjectStatus.OK, ObjectStatus.EXISTS, ObjectStatus.FULL, ObjectStatus.TOO_LARGE
+MISSING, EXPIRED, BROKEN, FAILED = ObjectStatus.MISSING, ObjectStatus.EXPIRED, ObjectStatus.BROKEN, ObjectStatus.FAILED
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Thing:
         payload = np.random.default_rng(seed).integers(0, 256, self.layers * self.layer_bytes, np.uint8)
         return np.concatenate([np.frombuffer(self.header, np.uint8), payload])
 
-    def at(self, client: Client, offset: int, *, known: bool = True) -> Place:
+    def at(self, client: Client, offset: int, *, known: bool = True) -> ObjectLocation:
         """:param known: whether tokens and parent are told, as they are to a writer."""
-        return Place(
+        return ObjectLocation(
             self.key,
             offset,
             client.address + offset,
@@ -117,11 +117,11 @@ def soon(seconds: float = PATIENCE_S) -> float:
     return time.monotonic() + seconds
 
 
-def outcomes(verdicts: Sequence[tuple[int, str]]) -> list[Outcome]:
+def outcomes(results: Sequence[tuple[int, str]]) -> list[ObjectStatus]:
     """Also checks that what is not OK says why."""
-    for outcome, reason in verdicts:
-        assert outcome == OK or reason, Outcome(outcome)
-    return [Outcome(outcome) for outcome, _ in verdicts]
+    for outcome, reason in results:
+        assert outcome == OK or reason, ObjectStatus(outcome)
+    return [ObjectStatus(outcome) for outcome, _ in results]
 
 
 def lay_out(things: Sequence[Thing], start: int = 0) -> list[int]:
@@ -149,22 +149,22 @@ def save(bench: Bench, client: Client, things: Sequence[Thing], start: int = 0, 
     for step in ((0, 1), (1, layers)):
         now = [index for index, outcome in enumerate(final) if outcome == OK]
         if now:
-            verdicts = client.backend.write([places[index] for index in now], *step, soon())
-            for index, outcome in zip(now, outcomes(verdicts), strict=True):
+            results = client.backend.write([places[index] for index in now], *step, soon())
+            for index, outcome in zip(now, outcomes(results), strict=True):
                 final[index] = outcome
                 if outcome != OK:
                     client.backend.revoke([places[index]])
     now = [index for index, outcome in enumerate(final) if outcome == OK]
     if now:
-        verdicts = client.backend.commit([places[index] for index in now], soon())
-        for index, outcome in zip(now, outcomes(verdicts), strict=True):
+        results = client.backend.commit([places[index] for index in now], soon())
+        for index, outcome in zip(now, outcomes(results), strict=True):
             final[index] = outcome
     return final
 
 
 def load(
     bench: Bench, client: Client, things: Sequence[Thing], start: int, steps: Sequence[int] = ()
-) -> list[tuple[Outcome, np.ndarray | None]]:
+) -> list[tuple[ObjectStatus, np.ndarray | None]]:
     """Fetch objects of equally many layers, `steps` layers at a time and then the rest.
 
     :returns: for each the outcome and, where it is OK, the bytes that lie in the arena then.
@@ -181,8 +181,8 @@ def load(
         hi = min(lo + step, layers)
         now = [index for index, outcome in enumerate(final) if outcome == OK]
         if now and lo < hi:
-            verdicts = outcomes(client.backend.fetch([places[index] for index in now], lo, hi, soon()))
-            for index, outcome in zip(now, verdicts, strict=True):
+            results = outcomes(client.backend.fetch([places[index] for index in now], lo, hi, soon()))
+            for index, outcome in zip(now, results, strict=True):
                 final[index] = outcome
                 begin, stop = offsets[index] + places[index].start(lo), offsets[index] + places[index].start(hi)
                 if outcome == OK:  # each part is right when it is reported, not only in the end
@@ -290,8 +290,8 @@ class BackendContract:
         places = [one.at(bench.first, 0), one.at(bench.first, ARENA // 2)]
         put(bench, [one], [0])
         assert outcomes(bench.first.backend.open_write(places[:1], soon())) == [OK]
-        verdicts = bench.first.backend.open_write([places[1], other.at(bench.first, ARENA // 4)], soon())
-        assert outcomes(verdicts) == [EXISTS, OK]
+        results = bench.first.backend.open_write([places[1], other.at(bench.first, ARENA // 4)], soon())
+        assert outcomes(results) == [EXISTS, OK]
         bench.first.backend.revoke([other.at(bench.first, ARENA // 4)])
         assert outcomes(bench.first.backend.write(places[:1], 0, one.layers, soon())) == [OK]
         assert outcomes(bench.first.backend.commit(places[:1], soon())) == [OK]

@@ -17,9 +17,9 @@ from typing import Any
 
 from e2e.stopping import stop
 
-from layerflow.hosts.backend import Attached, Backend, Place, Verdict, pool_name
+from layerflow.hosts.backend import Backend, BackendInfo, ObjectLocation, ObjectResult, pool_name
 from layerflow.hosts.environment import environment
-from layerflow.hosts.memcache import Memcache
+from layerflow.hosts.memcache.backend import Memcache
 from layerflow.memfd import SharedMemory
 
 CLOSE_S = 5.0
@@ -119,7 +119,7 @@ class RemoteMemcache(Backend):
         self.log.close()
         return code
 
-    def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> Attached:
+    def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
         return self.call("attach_here")
 
     def check(self) -> None:
@@ -134,25 +134,25 @@ class RemoteMemcache(Backend):
     def statistics(self) -> dict[str, float]:
         return self.call("statistics")
 
-    def open_fetch(self, places: Sequence[Place], until: float) -> list[Verdict]:
+    def open_fetch(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         return self.call("open_fetch", places, until)
 
-    def fetch(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+    def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         return self.call("fetch", places, lo, hi, until)
 
-    def close_fetch(self, places: Sequence[Place]) -> None:
+    def close_fetch(self, places: Sequence[ObjectLocation]) -> None:
         self.call("close_fetch", places)
 
-    def open_write(self, places: Sequence[Place], until: float) -> list[Verdict]:
+    def open_write(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         return self.call("open_write", places, until)
 
-    def write(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+    def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         return self.call("write", places, lo, hi, until)
 
-    def commit(self, places: Sequence[Place], until: float) -> list[Verdict]:
+    def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         return self.call("commit", places, until)
 
-    def revoke(self, places: Sequence[Place]) -> None:
+    def revoke(self, places: Sequence[ObjectLocation]) -> None:
         self.call("revoke", places)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from e2e.stopping import stop
 
-from layerflow.hosts.mooncake import Mooncake
+from layerflow.hosts.mooncake.backend import Mooncake
 from layerflow.memfd import SharedMemory
 
 

@@ -32,7 +32,7 @@ from mooncake_master import MooncakeMaster
 from mooncake_owner import Owner
 
 from layerflow.hosts.backend import Unreachable, Unusable
-from layerflow.hosts.mooncake import Mooncake
+from layerflow.hosts.mooncake.backend import Mooncake
 from layerflow.memfd import SharedMemory
 
 SEGMENT = 64 << 20

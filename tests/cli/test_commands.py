@@ -169,10 +169,10 @@ def test_status_as_json(fake_server):
 
 def test_status_over_the_control_socket(monkeypatch):
     asked = []
-    control = types.ModuleType("layerflow.agent.control")
+    control = types.ModuleType("layerflow.agent.connection.control")
     control.fetch_status = lambda endpoint, timeout_s: asked.append(endpoint) or STATUS
     monkeypatch.setitem(sys.modules, "layerflow.agent", types.ModuleType("layerflow.agent"))
-    monkeypatch.setitem(sys.modules, "layerflow.agent.control", control)
+    monkeypatch.setitem(sys.modules, "layerflow.agent.connection.control", control)
     monkeypatch.setenv("LAYERFLOW_SERVER__ENDPOINT", "ipc:///run/one/control")
     assert json.loads(invoke("status", "--json").stdout) == STATUS
     assert json.loads(invoke("status", "--endpoint", "ipc:///run/two/control", "--json").stdout) == STATUS

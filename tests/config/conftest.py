@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
 
 

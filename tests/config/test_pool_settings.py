@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from layerflow.config import PoolSettings, Settings, live_changes, reference
+from layerflow.config.settings import PoolSettings, Settings, live_changes, reference
 from layerflow.errors import ConfigError
 
 

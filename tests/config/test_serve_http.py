@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from layerflow.errors import ConfigError
-from layerflow.server.http import serve_http
+from layerflow.server.transport.http import serve_http
 
 METRICS = b"# TYPE layerflow_x_bytes gauge\nlayerflow_x_bytes 3.0\n"
 STATUS = {"sessions": [], "overlap": float("nan"), "pool": {"used_bytes": 5}}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerflow.config import (
+from layerflow.config.settings import (
     Settings,
     default_endpoint,
     format_size,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
 from layerflow.server.watch import watch_config
 

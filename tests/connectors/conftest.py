@@ -34,4 +34,4 @@ def import_without_vllm(*modules: str) -> None:
 
 _vllm = find_spec("vllm")  # a package without a file is the tests' own folder of that name
 if _vllm is None or _vllm.origin is None:
-    import_without_vllm("layerflow.connectors.vllm.scheduler", "layerflow.connectors.vllm.worker")
+    import_without_vllm("layerflow.connectors.vllm.scheduler.scheduler", "layerflow.connectors.vllm.worker.worker")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from layerflow.connectors.vllm.deferred import Deferred
+from layerflow.connectors.vllm.worker.deferred import Deferred
 
 LONG_S, WAIT_S = 600.0, 20.0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.connectors.vllm.options import Options, parse_options
 from layerflow.errors import ConfigError
 

@@ -7,10 +7,10 @@ import pickle
 import pytest
 from vllm_fakes import BlockState, output, pieces, request, spec_of, tracked
 
-from layerflow.connectors.vllm import saves
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.plan import StepPlan
 from layerflow.connectors.vllm.planned import PlannedSaves
+from layerflow.connectors.vllm.scheduler import saves
 
 BLOCKS = [11, 12, 13, 14, 15]
 
@@ -26,8 +26,8 @@ def planned() -> PlannedSaves:
 
 def test_nothing_is_outlined_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    outline = saves.outline_saves
-    monkeypatch.setattr(saves, "outline_saves", lambda *given: (made.append(1), outline(*given))[1])
+    outline = saves.describe_saves
+    monkeypatch.setattr(saves, "describe_saves", lambda *given: (made.append(1), outline(*given))[1])
     held = planned()
     assert held and held.requests == ("r",) and held.read_any([BLOCKS]) and not made
     assert held.parts is held.parts and made == [1]

@@ -11,8 +11,8 @@ from vllm_fakes import BLOCK, CHUNK, FULL, BlockState, decode, output, pieces, r
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.plan import StepPlan
-from layerflow.connectors.vllm.requests import Tracked
-from layerflow.connectors.vllm.saves import SAVES_LAST_S, SavePlanner
+from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.connectors.vllm.scheduler.saves import SAVES_LAST_S, SavePlanner
 from layerflow.spec import GroupSpec, Plane
 
 STATE = GroupSpec("state", CHUNK, (2,), (Plane("ssm", "uint8", (8,)),))

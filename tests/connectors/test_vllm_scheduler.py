@@ -10,13 +10,13 @@ import pytest
 from vllm_fakes import BLOCK, FULL, FakeLookups, output, pieces, request, spec_of
 
 from layerflow.agent.values import Hit
-from layerflow.connectors.vllm import scheduler
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan import WorkerLayout, WorkerNews
-from layerflow.connectors.vllm.scheduler import STALE_S, SchedulerSide
+from layerflow.connectors.vllm.plan import WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.scheduler import scheduler
+from layerflow.connectors.vllm.scheduler.scheduler import STALE_S, SchedulerSide
 from layerflow.errors import SessionError
-from layerflow.flow.estimators import LinkCost
-from layerflow.flow.policy import Mode
+from layerflow.flow.cost.estimators import LinkCost
+from layerflow.flow.cost.policy import Mode
 from layerflow.spec import GroupSpec
 
 BLOCKS = [11, 12, 13, 14, 15]
@@ -54,7 +54,7 @@ class FakeAdvisor:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, fake in (("Lookups", FakeLookups), ("Control", FakeControl), ("Advisor", FakeAdvisor)):
+    for name, fake in (("Lookups", FakeLookups), ("Control", FakeControl), ("LoadPolicy", FakeAdvisor)):
         monkeypatch.setattr(scheduler, name, fake)
     monkeypatch.setattr(FakeLookups, "wait_connected", lambda *_: True, raising=False)
 
@@ -96,7 +96,7 @@ class House:
         self.requests[name].num_computed_tokens = computed
         return self.side.plan(output({name: scheduled}, new=[(name, self.tables, computed)]))
 
-    def hear(self, news: WorkerNews | None, invalid: frozenset[int] = frozenset()) -> None:
+    def hear(self, news: WorkerReport | None, invalid: frozenset[int] = frozenset()) -> None:
         """What the workers say."""
         self.side.heard(SimpleNamespace(invalid_block_ids=invalid, kv_connector_worker_meta=news))
 
@@ -306,7 +306,7 @@ class TestNews:
     def test_blocks_stay_while_a_rank_saves(self) -> None:
         house = House(ranks=2)
         made = self.saving(house)
-        house.hear(WorkerNews(drained={("r", 1): 1}))
+        house.hear(WorkerReport(drained={("r", 1): 1}))
         delayed, told = house.side.finished(made)
         assert (delayed, told) == (True, {"layerflow": {"hit_tokens": 0}})
         assert house.side.plan(output({})).leaving == ("r",)
@@ -315,26 +315,26 @@ class TestNews:
     def test_they_go_when_all_ranks_have_saved(self) -> None:
         house = House(ranks=2)
         made = self.saving(house)
-        house.hear(WorkerNews(drained={("r", 1): 1}).aggregate(WorkerNews(drained={("r", 1): 1})))
+        house.hear(WorkerReport(drained={("r", 1): 1}).aggregate(WorkerReport(drained={("r", 1): 1})))
         assert house.side.finished(made)[0] is False
         assert house.side.plan(output({})).leaving == ()
 
     def test_an_earlier_plans_news_does_not_count(self) -> None:
         house = House()
         made = self.saving(house)
-        house.hear(WorkerNews(drained={("r", 0): 1}))
+        house.hear(WorkerReport(drained={("r", 0): 1}))
         assert house.side.finished(made)[0] is True
 
     def test_a_request_is_told_its_overlap(self) -> None:
         house = House()
         made = self.saving(house)
-        house.hear(WorkerNews(overlaps={"r": (0.3, 0.4), "gone": (1.0, 1.0)}, drained={("r", 1): 1}))
+        house.hear(WorkerReport(overlaps={"r": (0.3, 0.4), "gone": (1.0, 1.0)}, drained={("r", 1): 1}))
         assert house.side.finished(made) == (False, {"layerflow": {"hit_tokens": 0, "overlap": 0.75}})
 
     def test_costs_are_those_of_the_slowest_rank(self) -> None:
         house = House()
         fast, slow = LinkCost(2e9, 0.0), LinkCost(1e9, 0.0)
-        house.hear(WorkerNews(costs=(fast, None)).aggregate(WorkerNews(costs=(slow, None))))
+        house.hear(WorkerReport(costs=(fast, None)).aggregate(WorkerReport(costs=(slow, None))))
         assert house.advisor.adopted == (slow, None)
 
     def test_after_a_failed_load_the_request_is_computed_and_saved_not_loaded_again(self) -> None:
@@ -343,7 +343,7 @@ class TestNews:
         house.side.matched(made, 0)
         house.admit(made, 128)
         house.plan()
-        house.hear(WorkerNews(failed=frozenset({"r", "gone"})), frozenset({11}))
+        house.hear(WorkerReport(failed=frozenset({"r", "gone"})), frozenset({11}))
         assert house.side.matched(made, 0) == (0, False)
         plan = house.plan(scheduled=150, computed=0)
         assert pieces(plan.saves.parts) == [("r", 0, [([11, 12], 64), ([13, 14], 64), ([15], 22)])]

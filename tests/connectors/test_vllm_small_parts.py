@@ -9,7 +9,7 @@ from vllm_fakes import FakeInquiry, decode, request, spec_of, tracked
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.layout import chunk_tokens
-from layerflow.connectors.vllm.requests import wishes
+from layerflow.connectors.vllm.scheduler.requests import wishes
 from layerflow.connectors.vllm.versions import check_version
 from layerflow.errors import Unsupported
 

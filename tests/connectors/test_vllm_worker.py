@@ -13,10 +13,10 @@ from vllm_fakes import BLOCK, BlockState, output, request, spec_of, tracked
 
 from layerflow.agent import NoStep
 from layerflow.agent.values import Ended
-from layerflow.connectors.vllm import worker
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.plan import StepPlan
-from layerflow.connectors.vllm.saves import SavePlanner
+from layerflow.connectors.vllm.scheduler.saves import SavePlanner
+from layerflow.connectors.vllm.worker import worker
 
 WAIT_S = 20.0
 REQUEST = "r"
@@ -33,7 +33,7 @@ class FakeAgent:
         self.saved = threading.Event()
         self.reading: set[str] = set()
 
-    def open_outline(self, loads: Any, saves: Any, work: Any = None) -> NoStep:
+    def open_descriptors(self, loads: Any, saves: Any, work: Any = None) -> NoStep:
         self.opened.append((len(loads), len(saves)))
         if saves:
             self.saved.set()

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from layerflow.agent.outline import OutlinePart
+from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.values import Hit
-from layerflow.connectors.vllm.requests import Tracked
+from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.keys import Chain, root_digest
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 
@@ -98,7 +98,7 @@ def output(
     )
 
 
-def pieces(parts: Sequence[OutlinePart]) -> list[tuple[str, int, list[tuple[list[int], int]]]]:
+def pieces(parts: Sequence[PartDescriptor]) -> list[tuple[str, int, list[tuple[list[int], int]]]]:
     """(request, group, [(engine blocks, tokens)]) of each part."""
     return [
         (

@@ -4,7 +4,7 @@ import re
 
 from pages import ROOT, code, page, rows, sections
 
-from layerflow.connectors.vllm.figures import FIGURES
+from layerflow.connectors.vllm.worker.figures import FIGURES
 from layerflow.observe.metrics import Metrics
 
 TEXT = page("operations.md")
@@ -38,7 +38,7 @@ def test_every_log_event_is_explained():
     told = {name for cells in rows(sections(TEXT)["Log events"]) for name in re.findall(r"`(\w+)`", cells[0])}
     said = set()
     for room in ("server", "hosts", "agent", "pool", "device", "connectors/vllm"):
-        for path in (ROOT / "src/layerflow" / room).glob("*.py"):
+        for path in (ROOT / "src/layerflow" / room).rglob("*.py"):
             said |= set(
                 re.findall(
                     r'\b_?(?:log|level)\.?(?:info|warning|error|exception|critical)?\(\s*"([a-z_]+)"',

@@ -5,7 +5,7 @@ import tomllib
 
 from pages import ROOT, page, rows, sections
 
-from layerflow.config import reference
+from layerflow.config.settings import reference
 from layerflow_cli.bench_command import MEASUREMENTS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from pages import ROOT, code, page, rows, sections
 
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.hits import MAX_TAILS
 from layerflow.keys import Chain, Media, object_key, root_digest
 from layerflow.objects import object_bytes, pack_header

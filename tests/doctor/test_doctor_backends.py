@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from layerflow.config import Settings
-from layerflow.doctor import Finding, State, machine, probes
+from layerflow.config.settings import Settings
+from layerflow.doctor import Finding, Severity, machine, probes
 from layerflow.doctor.memcache import examine_memcache
 from layerflow.doctor.mooncake import examine_mooncake
 from layerflow.errors import Unsupported
@@ -49,21 +49,21 @@ def memcache(**keys) -> dict[str, Finding]:
 
 def test_a_mooncake_that_works(packages, open_port, health):
     found = mooncake(master=f"127.0.0.1:{open_port}", metrics=health(200, b"OK") + "/", segment_size="16MiB")
-    assert {finding.state for finding in found.values()} == {State.OK}, found
+    assert {finding.state for finding in found.values()} == {Severity.OK}, found
     assert {"mooncake package", "libibverbs", "mooncake master", "mooncake health", "mooncake segment"} <= set(found)
 
 
 def test_a_mooncake_master_that_is_away(packages, closed_port):
     found = mooncake(master=f"127.0.0.1:{closed_port}", metrics=f"http://127.0.0.1:{closed_port}")
-    assert found["mooncake master"].state is State.PROBLEM
+    assert found["mooncake master"].state is Severity.PROBLEM
     assert "start mooncake_master" in found["mooncake master"].advice
-    assert found["mooncake health"].state is State.PROBLEM
+    assert found["mooncake health"].state is Severity.PROBLEM
     assert "mooncake health" not in mooncake(master=f"127.0.0.1:{closed_port}", metrics="")
 
 
 def test_a_mooncake_master_that_is_not_well(packages, open_port, health):
     found = mooncake(master=f"127.0.0.1:{open_port}", metrics=health(503, b""))["mooncake health"]
-    assert found.state is State.PROBLEM and "answered 503" in found.found
+    assert found.state is Severity.PROBLEM and "answered 503" in found.found
 
 
 def test_mooncake_is_not_installed_or_too_old(packages, open_port):
@@ -72,7 +72,7 @@ def test_mooncake_is_not_installed_or_too_old(packages, open_port):
     assert "0.3.13 is the first" in mooncake(**master)["mooncake package"].found
     del packages["mooncake-transfer-engine"]
     found = mooncake(**master)["mooncake package"]
-    assert (found.state, found.found) == (State.PROBLEM, "not installed")
+    assert (found.state, found.found) == (Severity.PROBLEM, "not installed")
     assert "layerflow[mooncake]" in found.advice
 
 
@@ -80,24 +80,24 @@ def test_mooncake_libraries_that_cannot_be_loaded(packages, open_port, monkeypat
     master = {"master": f"127.0.0.1:{open_port}", "metrics": ""}
     monkeypatch.setattr(probes, "child", lambda code: "it has no sessions" if "mooncake" in code else "")
     found = mooncake(**master)
-    assert found["libibverbs"].state is State.OK and "no sessions" in found["mooncake package"].found
-    assert found["mooncake package"].state is State.PROBLEM
+    assert found["libibverbs"].state is Severity.OK and "no sessions" in found["mooncake package"].found
+    assert found["mooncake package"].state is Severity.PROBLEM
     monkeypatch.setattr(probes, "child", lambda code: "OSError: libibverbs.so.1")
     found = mooncake(**master)
-    assert found["libibverbs"].state is State.PROBLEM and "mooncake package" not in found
+    assert found["libibverbs"].state is Severity.PROBLEM and "mooncake package" not in found
 
 
 def test_mooncake_transport_hostname_and_segment(packages, monkeypatch):
     monkeypatch.setattr(probes, "connects", lambda address: "")
     found = mooncake(master="store:50051", metrics="", protocol="rdma")
-    assert found["mooncake transport"].state is State.WARNING
-    assert found["mooncake hostname"].state is State.WARNING
+    assert found["mooncake transport"].state is Severity.WARNING
+    assert found["mooncake hostname"].state is Severity.WARNING
     assert "mooncake segment" not in found
     monkeypatch.setattr(machine, "available_bytes", lambda: 64 << 20)
     monkeypatch.setattr(machine, "cgroup_bytes", lambda: None)
     pool = {"size": "40MiB"}
-    assert mooncake(pool, metrics="", segment_size="20MiB")["mooncake segment"].state is State.WARNING
-    assert mooncake(pool, metrics="", segment_size="30MiB")["mooncake segment"].state is State.PROBLEM
+    assert mooncake(pool, metrics="", segment_size="20MiB")["mooncake segment"].state is Severity.WARNING
+    assert mooncake(pool, metrics="", segment_size="30MiB")["mooncake segment"].state is Severity.PROBLEM
 
 
 def urls(port: int) -> dict[str, str]:
@@ -110,27 +110,29 @@ def test_a_memcache_that_works(packages, open_port, health, tmp_path, monkeypatc
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     well = health(200, b'{"status":"ok","service_ready":true}')
     found = memcache(**urls(open_port), metrics_url=well, protocol="host_tcp", dram_size="2MiB")
-    assert {finding.state for finding in found.values()} == {State.OK}, found
+    assert {finding.state for finding in found.values()} == {Severity.OK}, found
     assert {"memcache packages", "cann", "memcache meta service", "memcache health", "memcache memory"} <= set(found)
 
 
 def test_a_meta_service_that_is_away_or_not_ready(packages, closed_port, health):
     found = memcache(**urls(closed_port), metrics_url=health(200, b'{"status":"ok","service_ready":false}'))
-    assert found["memcache meta service"].state is State.PROBLEM
-    assert found["memcache config store"].state is State.PROBLEM
-    assert found["memcache health"].state is State.PROBLEM and "not ready" in found["memcache health"].found
-    assert memcache(**urls(closed_port), metrics_url=health(200, b"<html>"))["memcache health"].state is State.PROBLEM
+    assert found["memcache meta service"].state is Severity.PROBLEM
+    assert found["memcache config store"].state is Severity.PROBLEM
+    assert found["memcache health"].state is Severity.PROBLEM and "not ready" in found["memcache health"].found
+    assert (
+        memcache(**urls(closed_port), metrics_url=health(200, b"<html>"))["memcache health"].state is Severity.PROBLEM
+    )
 
 
 def test_memcache_packages_must_be_there_and_match(packages, closed_port):
     def found() -> Finding:
         return memcache(**urls(closed_port), metrics_url="")["memcache packages"]
 
-    assert found().state is State.OK
+    assert found().state is Severity.OK
     packages["memfabric_hybrid"] = "1.3.1"
-    assert found().state is State.PROBLEM and "do not work together" in found().found
+    assert found().state is Severity.PROBLEM and "do not work together" in found().found
     packages |= {"memcache_hybrid": "1.2.1", "memfabric_hybrid": "1.2.1"}
-    assert found().state is State.PROBLEM and "works with 1.3" in found().found
+    assert found().state is Severity.PROBLEM and "works with 1.3" in found().found
     del packages["memcache_hybrid"]
     assert found().found == "not installed: memcache_hybrid" and "layerflow[ascend]" in found().advice
 
@@ -141,12 +143,12 @@ def test_cann_real_emulated_and_absent(packages, closed_port, tmp_path, monkeypa
 
     assert found().found == "ASCEND_HOME_PATH is not set"
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    assert found().state is State.PROBLEM and str(tmp_path) in found().found
+    assert found().state is Severity.PROBLEM and str(tmp_path) in found().found
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64" / "libascendcl.so").touch()
-    assert found().state is State.OK
+    assert found().state is Severity.OK
     emulated = found(cann_emulator=str(tmp_path))
-    assert emulated.state is State.WARNING and "no NPU" in emulated.advice
+    assert emulated.state is Severity.WARNING and "no NPU" in emulated.advice
 
 
 @pytest.mark.parametrize(
@@ -167,22 +169,22 @@ def test_an_emulator_is_judged_as_the_host_judges_it(packages, closed_port, tmp_
     found = memcache(**urls(closed_port), metrics_url="", **options)["cann"]
     if usable:
         built = environment("memcache", options)["ASCEND_HOME_PATH"]
-        assert (found.state, found.found) == (State.WARNING, f"emulated: {built}") and Path(built, "lib64").is_dir()
+        assert (found.state, found.found) == (Severity.WARNING, f"emulated: {built}") and Path(built, "lib64").is_dir()
     else:
         with pytest.raises(Unsupported) as refused:
             environment("memcache", options)
-        assert (found.state, found.found) == (State.PROBLEM, str(refused.value))
+        assert (found.state, found.found) == (Severity.PROBLEM, str(refused.value))
 
 
 @pytest.mark.parametrize(
     ("keys", "state", "words"),
     [
-        ({"protocol": "carrier_pigeon"}, State.PROBLEM, "host_rdma, host_urma"),
-        ({"protocol": "host_rdma"}, State.PROBLEM, "host_tcp"),
-        ({"protocol": "host_tcp"}, State.OK, ""),
-        ({"protocol": "device_sdma", "device_id": 3}, State.PROBLEM, "device_id"),
-        ({"protocol": "host_rdma", "cann_emulator": "/emulator"}, State.PROBLEM, "host_tcp or host_shm"),
-        ({"protocol": "host_shm", "meta_service_url": "tcp://store:5000"}, State.WARNING, "between machines"),
+        ({"protocol": "carrier_pigeon"}, Severity.PROBLEM, "host_rdma, host_urma"),
+        ({"protocol": "host_rdma"}, Severity.PROBLEM, "host_tcp"),
+        ({"protocol": "host_tcp"}, Severity.OK, ""),
+        ({"protocol": "device_sdma", "device_id": 3}, Severity.PROBLEM, "device_id"),
+        ({"protocol": "host_rdma", "cann_emulator": "/emulator"}, Severity.PROBLEM, "host_tcp or host_shm"),
+        ({"protocol": "host_shm", "meta_service_url": "tcp://store:5000"}, Severity.WARNING, "between machines"),
     ],
 )
 def test_memcache_transports(packages, monkeypatch, keys, state, words):
@@ -199,8 +201,8 @@ def test_the_packages_own_file_replaces_the_keys(packages, open_port, closed_por
         "ock.mmc.local_service.protocol = host_tcp\nock.mmc.local_service.dram.size = 2MB\n"
     )
     found = memcache(**urls(closed_port), config_file=str(path))
-    assert found["memcache meta service"].state is State.OK
-    assert found["memcache config store"].state is State.PROBLEM
+    assert found["memcache meta service"].state is Severity.OK
+    assert found["memcache config store"].state is Severity.PROBLEM
     assert found["memcache transport"].found == "host_tcp"
     assert "memcache memory" in found and "memcache health" not in found
-    assert memcache(config_file=str(tmp_path / "absent"))["memcache file"].state is State.PROBLEM
+    assert memcache(config_file=str(tmp_path / "absent"))["memcache file"].state is Severity.PROBLEM

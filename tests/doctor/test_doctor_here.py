@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from layerflow.config import Settings
-from layerflow.doctor import Finding, State, disk, examine, listening, machine, memory, probes
+from layerflow.config.settings import Settings
+from layerflow.doctor import Finding, Severity, disk, examine, listening, machine, memory, probes
 from layerflow.server import EmbeddedServer
 
 
@@ -19,7 +19,7 @@ def examined(**sections) -> dict[str, Finding]:
 def test_a_healthy_memory_configuration_has_no_problem(tmp_path):
     found = examined(pool={"size": "1MiB"})
     assert {"python", "libraries", "torch", "copy loop", "endpoint directory", "endpoint", "arena"} <= set(found)
-    assert [finding for finding in found.values() if finding.state is State.PROBLEM] == []
+    assert [finding for finding in found.values() if finding.state is Severity.PROBLEM] == []
     assert "pyzmq " in found["libraries"].found
     assert "will be made" in found["endpoint directory"].found
     assert list(tmp_path.iterdir()) == []
@@ -29,7 +29,7 @@ def test_every_finding_that_is_not_ok_says_what_to_do(closed_port, tmp_path):
     backends = {"mooncake": {"master": f"127.0.0.1:{closed_port}"}, "memcache": {"config_file": "/absent"}}
     for pool in ({"backend": "mooncake"}, {"backend": "memcache"}, {"size": "900TiB", "hugepages": True}):
         for finding in examined(pool={"size": "1MiB"} | backends | pool).values():
-            assert (finding.advice == "") == (finding.state is State.OK), finding
+            assert (finding.advice == "") == (finding.state is Severity.OK), finding
             assert "\n" not in finding.found + finding.advice
 
 
@@ -37,7 +37,7 @@ def test_libraries_that_are_missing_or_old(monkeypatch):
     versions = {"pyzmq": None, "rich": "1.0"}
     monkeypatch.setattr(probes, "installed", lambda name: versions.get(name, "999.0"))
     found = examined(pool={"size": "1MiB"})["libraries"]
-    assert found.state is State.PROBLEM
+    assert found.state is Severity.PROBLEM
     assert "pyzmq is not installed" in found.found and "rich 1.0 is older than" in found.found
 
 
@@ -46,27 +46,27 @@ def test_a_directory_that_others_can_write_to(tmp_path):
     folder.mkdir()
     folder.chmod(0o777)
     found = examined(server={"endpoint": f"ipc://{folder}/control"}, pool={"size": "1MiB"})["endpoint directory"]
-    assert found.state is State.PROBLEM and f"chmod 700 {folder}" in found.advice
+    assert found.state is Severity.PROBLEM and f"chmod 700 {folder}" in found.advice
     folder.chmod(0o700)
     found = examined(server={"endpoint": f"ipc://{folder}/control"}, pool={"size": "1MiB"})["endpoint directory"]
-    assert found.state is State.OK
+    assert found.state is Severity.OK
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     found = examined(server={"endpoint": f"ipc://{tmp_path}/file/control"}, pool={"size": "1MiB"})
-    assert found["endpoint directory"].state is State.PROBLEM
+    assert found["endpoint directory"].state is Severity.PROBLEM
     found = examined(server={"endpoint": f"ipc://{tmp_path}/file/below/control"}, pool={"size": "1MiB"})
-    assert found["endpoint directory"].state is State.PROBLEM
+    assert found["endpoint directory"].state is Severity.PROBLEM
 
 
 def test_a_server_that_answers_already(tmp_path):
     endpoint = f"ipc://{tmp_path}/room/control"
     with EmbeddedServer(Settings(pool={"size": "1MiB"}), endpoint=endpoint):
         found = examined(server={"endpoint": endpoint}, pool={"size": "900TiB"})
-    assert found["endpoint"].state is State.WARNING
+    assert found["endpoint"].state is Severity.WARNING
     assert f"pid {os.getpid()}" in found["endpoint"].found
-    assert found["arena"].state is State.OK  # what is free now says nothing: that server has its arena already
+    assert found["arena"].state is Severity.OK  # what is free now says nothing: that server has its arena already
 
 
 def test_a_socket_that_somebody_else_holds_and_one_left_behind(tmp_path, monkeypatch):
@@ -76,14 +76,14 @@ def test_a_socket_that_somebody_else_holds_and_one_left_behind(tmp_path, monkeyp
         held.bind(str(path))
         held.listen(8)
         found = examined(server={"endpoint": f"ipc://{path}"}, pool={"size": "1MiB"})["endpoint"]
-        assert found.state is State.PROBLEM and "does not answer" in found.found
+        assert found.state is Severity.PROBLEM and "does not answer" in found.found
     assert path.exists()
-    assert examined(server={"endpoint": f"ipc://{path}"}, pool={"size": "1MiB"})["endpoint"].state is State.OK
+    assert examined(server={"endpoint": f"ipc://{path}"}, pool={"size": "1MiB"})["endpoint"].state is Severity.OK
 
 
 def test_an_http_port_that_is_taken(open_port):
     found = examined(server={"http_port": open_port}, pool={"size": "1MiB"})["http port"]
-    assert found.state is State.PROBLEM and "server.http_port" in found.advice
+    assert found.state is Severity.PROBLEM and "server.http_port" in found.advice
     assert "http port" not in examined(pool={"size": "1MiB"})
 
 
@@ -93,38 +93,42 @@ def test_a_network_endpoint_needs_its_keys(tmp_path):
     wanted = Settings(server=server).server
     secret.touch(0o644)
     found = list(listening.examine_listening(wanted, None))
-    assert [one.state for one in found if one.check == "network endpoint"] == [State.WARNING, State.PROBLEM, State.OK]
+    assert [one.state for one in found if one.check == "network endpoint"] == [
+        Severity.WARNING,
+        Severity.PROBLEM,
+        Severity.OK,
+    ]
     secret.chmod(0o600)
     allowed.touch()
     found = list(listening.examine_listening(wanted, None))
-    assert [one.state for one in found if one.check == "network endpoint"] == [State.OK]
+    assert [one.state for one in found if one.check == "network endpoint"] == [Severity.OK]
 
 
 def test_an_arena_larger_than_the_machine(monkeypatch):
     monkeypatch.setattr(machine, "available_bytes", lambda: 8 << 30)
     monkeypatch.setattr(machine, "cgroup_bytes", lambda: 4 << 30)
 
-    def state(size: str) -> State:
+    def state(size: str) -> Severity:
         (found, _) = memory.examine_memory(Settings(pool={"size": size}).pool, running=False)
         assert "4 GiB left below the memory limit" in found.found
         return found.state
 
-    assert [state(size) for size in ("5GiB", "3.75GiB", "1GiB")] == [State.PROBLEM, State.WARNING, State.OK]
+    assert [state(size) for size in ("5GiB", "3.75GiB", "1GiB")] == [Severity.PROBLEM, Severity.WARNING, Severity.OK]
 
 
 def test_huge_pages_that_are_not_reserved(monkeypatch):
     pool = Settings(pool={"size": "5MiB", "hugepages": True}).pool
-    for free, state in ((4 << 20, State.PROBLEM), (6 << 20, State.OK)):
+    for free, state in ((4 << 20, Severity.PROBLEM), (6 << 20, Severity.OK)):
         monkeypatch.setattr(machine, "free_huge_bytes", lambda free=free: free)
         (found, _) = memory.examine_memory(pool, running=False)
         assert found.state is state
-        assert found.check == "huge pages" and ("vm.nr_hugepages=3" in found.advice) == (state is State.PROBLEM)
+        assert found.check == "huge pages" and ("vm.nr_hugepages=3" in found.advice) == (state is Severity.PROBLEM)
 
 
 def test_a_limit_for_pinned_memory_matters_with_a_device(monkeypatch):
     monkeypatch.setattr(machine, "lockable_bytes", lambda: 8 << 20)
     pool = Settings(pool={"size": "16MiB"}).pool
-    for devices, state in (([], State.OK), (["nvidia0"], State.WARNING)):
+    for devices, state in (([], Severity.OK), (["nvidia0"], Severity.WARNING)):
         monkeypatch.setattr(machine, "devices", lambda pattern, devices=devices: devices)
         monkeypatch.setattr(machine, "rdma_devices", lambda: [])
         (_, found) = memory.examine_memory(pool, running=False)
@@ -139,14 +143,14 @@ def disk_of(path: Path, capacity: str = "1MiB") -> dict[str, Finding]:
 def test_a_disk_that_can_be_used(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "file_system", lambda path: "ext4")
     found = disk_of(tmp_path / "tier" / "below")
-    assert [finding.state for finding in found.values()] == [State.OK] * 3
+    assert [finding.state for finding in found.values()] == [Severity.OK] * 3
     assert "will be made" in found["disk path"].found
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_without_room(tmp_path):
     found = disk_of(tmp_path, "8192TiB")["disk room"]
-    assert found.state is State.PROBLEM and "capacity" in found.advice
+    assert found.state is Severity.PROBLEM and "capacity" in found.advice
 
 
 def test_what_the_tier_holds_already_counts_as_room(tmp_path):
@@ -158,12 +162,12 @@ def test_what_the_tier_holds_already_counts_as_room(tmp_path):
 def test_a_disk_that_is_none(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(machine, "file_system", lambda path: kind)
     found = disk_of(tmp_path)["disk kind"]
-    assert found.state is State.WARNING and kind in found.found
+    assert found.state is Severity.WARNING and kind in found.found
 
 
 def test_a_disk_path_that_cannot_be_used_or_is_open_to_others(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/tier")):
-        assert disk_of(path)["disk path"].state is State.PROBLEM
+        assert disk_of(path)["disk path"].state is Severity.PROBLEM
     tmp_path.chmod(0o755)
-    assert disk_of(tmp_path)["disk path"].state is State.WARNING
+    assert disk_of(tmp_path)["disk path"].state is Severity.WARNING

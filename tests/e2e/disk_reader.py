@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from layerflow.hosts.backend import OK, Place, Verdict
-from layerflow.hosts.disk import Disk
+from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult
+from layerflow.hosts.disk.backend import Disk
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, check_header
 
@@ -26,7 +26,9 @@ def main(folder: Path, layers: int, block_bytes: int) -> None:
         assert index is not None
         for entry in index:
             layer_bytes = entry.blocks * block_bytes
-            place = Place(entry.key, 0, arena.address, layer_bytes, layers, entry.blocks, entry.tokens, entry.parent)
+            place = ObjectLocation(
+                entry.key, 0, arena.address, layer_bytes, layers, entry.blocks, entry.tokens, entry.parent
+            )
             until = time.monotonic() + PATIENCE_S
             bad += worst(disk.open_fetch([place], until))
             bad += worst(disk.fetch([place], 0, layers, until))
@@ -36,7 +38,7 @@ def main(folder: Path, layers: int, block_bytes: int) -> None:
     print(json.dumps({"objects": len(index), "bad": bad}))
 
 
-def worst(verdicts: Sequence[Verdict]) -> list[str]:
+def worst(verdicts: Sequence[ObjectResult]) -> list[str]:
     """What is not well about them."""
     return [f"{verdict.outcome.name}: {verdict.reason}" for verdict in verdicts if verdict is not OK]
 

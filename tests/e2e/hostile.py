@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from layerflow.agent.handshake import Conversation, dial, fetch_arena
+from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
 from layerflow.errors import ProtocolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.spec import ModelSpec
@@ -33,11 +33,11 @@ class Hostile:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, spec: ModelSpec) -> None:
         self.spec = spec
-        self.conversation = Conversation(dial(context, endpoint))
+        self.conversation = Handshake(dial(context, endpoint))
         deadline = time.monotonic() + 10
         welcome = self.conversation.introduce("hostile", "agent", deadline)
         self.guest: socket.socket
-        self.guest, fd, _ = fetch_arena(Path(welcome.doorway), welcome.token, deadline)
+        self.guest, fd, _ = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
         os.close(fd)
         self.conversation.attach(wire.Attach(spec, memory=True), deadline)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from layerflow.agent import MISS, Agent, Hit, Outcome, Step, StepRequest
+from layerflow.agent import MISS, Agent, Hit, LoadResult, Step, StepRequest
 from layerflow.keys import Chain
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
@@ -183,7 +183,7 @@ class KnownWorker:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def forward(self, step: Any, runs: Sequence[Run], on_layer: Callable[[int, Outcome], None] | None = None) -> int:
+    def forward(self, step: Any, runs: Sequence[Run], on_layer: Callable[[int, LoadResult], None] | None = None) -> int:
         """Run an open step over `runs`: wait, verify, compute, layer by layer. Wrong bytes among the loaded ones.
 
         A run of which blocks fail is noted in its `failed`, and computed no further.
@@ -202,7 +202,7 @@ class KnownWorker:
         return wrong
 
     @staticmethod
-    def note(runs: Sequence[Run], outcome: Outcome) -> None:
+    def note(runs: Sequence[Run], outcome: LoadResult) -> None:
         """Remember which blocks the outcome names as failed."""
         names = {run.name: run for run in runs}
         for failed in outcome.failed:

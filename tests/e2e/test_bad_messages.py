@@ -17,7 +17,7 @@ from e2e.hostile import Hostile, nonsense, valid_messages
 from e2e.known import KnownWorker, eventually, small_spec
 from e2e.rounds import record
 from layerflow.agent import Control
-from layerflow.agent.handshake import Conversation, dial
+from layerflow.agent.connection.handshake import Handshake, dial
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
@@ -119,11 +119,11 @@ def test_a_thousand_bad_messages(serve: Callable[..., ServerProcess], context: z
     control.close()
 
 
-def _hello(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Conversation:
-    return Conversation(dial(context, endpoint))
+def _hello(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Handshake:
+    return Handshake(dial(context, endpoint))
 
 
-def _problem(conversation: Conversation, timeout_s: float = 10.0) -> wire.Problem:
+def _problem(conversation: Handshake, timeout_s: float = 10.0) -> wire.Problem:
     until = time.monotonic() + timeout_s
     while True:
         frame = conversation.receive(until)

@@ -13,7 +13,7 @@ import zmq
 from e2e.children import Child, save_once, tokens_of
 from e2e.known import KnownWorker, eventually, small_spec
 from layerflow.agent import ClientKeys, Control
-from layerflow.agent.handshake import Conversation, dial
+from layerflow.agent.connection.handshake import Handshake, dial
 from layerflow.errors import DeadlineExceeded, RemoteError
 from layerflow.keys import Chain, root_digest
 from layerflow.wire import messages as wire
@@ -94,10 +94,10 @@ def test_tcp_with_an_allowed_key(curve: tuple[ServerProcess, str, ClientKeys, Cl
 def test_memory_over_tcp_is_refused(curve: tuple[ServerProcess, str, ClientKeys, ClientKeys]) -> None:
     _, endpoint, allowed, _ = curve
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    conversation = Conversation(dial(context, endpoint, allowed))
+    conversation = Handshake(dial(context, endpoint, allowed))
     deadline = time.monotonic() + 10
     welcome = conversation.introduce("remote", "agent", deadline)
-    assert welcome.doorway == ""
+    assert welcome.fd_server == ""
     with pytest.raises(RemoteError, match=r"no_arena.*attach without memory"):
         conversation.attach(wire.Attach(small_spec(LAYERS), memory=True), deadline)
     # The refusal has changed nothing: without memory it may attach.

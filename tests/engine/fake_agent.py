@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from layerflow.agent import Ended, FailedBlocks, Hit, NoStep, Outcome, StepRequest
+from layerflow.agent import Ended, FailedBlocks, Hit, LoadResult, NoStep, StepRequest
 from layerflow.keys import Chain, root_digest
 from layerflow.spec import ModelSpec
 
@@ -163,7 +163,7 @@ class FakeStep:
         assert len(blocks) == len(piece.numbers) and (blocks > 0).all(), (asked.request, piece, blocks)
         return torch.from_numpy(blocks)
 
-    def wait_layer(self, layer: int) -> Outcome:
+    def wait_layer(self, layer: int) -> LoadResult:
         assert not self.closed
         self.calls.append(("wait", layer))
         for asked, piece, (numbers, stored) in self.loads:
@@ -179,9 +179,9 @@ class FakeStep:
             for asked, piece, _ in self.loads:
                 if asked.request == failed.request:
                     self.agent.pool.objects.pop(piece.key, None)
-        return Outcome(tuple(self.failed))
+        return LoadResult(tuple(self.failed))
 
-    def wait_all(self) -> Outcome:
+    def wait_all(self) -> LoadResult:
         for layer in range(self.agent.spec.num_layers):
             outcome = self.wait_layer(layer)
             if not outcome:

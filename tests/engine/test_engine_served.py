@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from layerflow.config import PoolSettings, Settings
+from layerflow.config.settings import PoolSettings, Settings
 from layerflow.engine import Engine
 from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA
 from layerflow.engine.glue import LayerflowConnection, attach

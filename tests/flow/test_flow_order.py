@@ -20,7 +20,7 @@ from layerflow.flow.events import (
     StepOpened,
     Tick,
 )
-from layerflow.flow.grant import stagger_slot
+from layerflow.flow.scheduler import stagger_slot
 
 
 def test_prefetch_window_follows_the_frontier():

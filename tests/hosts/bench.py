@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from hosts.fake_backend import FakeBackend
-from layerflow.hosts.lane import Judge, Lane
-from layerflow.hosts.messages import Objects, ToServer, pack_u32, pack_u64
-from layerflow.hosts.places import places_of
+from layerflow.hosts.lane import BackendCalls, Lane
+from layerflow.hosts.objects import places_of
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.wire.host_messages import Objects, ToServer, pack_u32, pack_u64
 
 PATIENCE_S = 20.0
 
@@ -107,8 +107,8 @@ class Bench:
     lane: Lane[Any] | None = None
 
     @property
-    def judge(self) -> Judge:
-        return Judge(self.suspected.set)
+    def backend_calls(self) -> BackendCalls:
+        return BackendCalls(self.suspected.set)
 
     def hear(self) -> Any:
         return self.told.get(timeout=PATIENCE_S)

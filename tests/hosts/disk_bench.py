@@ -7,8 +7,8 @@ from typing import Any
 
 from backends.backend_contract import ARENA, Bench, Client
 
-from layerflow.hosts.backend import Attached
-from layerflow.hosts.disk import Disk
+from layerflow.hosts.backend import BackendInfo
+from layerflow.hosts.disk.backend import Disk
 from layerflow.memfd import SharedMemory
 
 
@@ -33,7 +33,7 @@ class DiskBench(Bench):
         super().__init__(Client(Disk(self.options), arena.address), None, arena, capacity)
         self.attached = self.first.backend.attach(arena, self.gone.extend)
 
-    def restart(self, **options: Any) -> Attached:
+    def restart(self, **options: Any) -> BackendInfo:
         """As after a kill: the old one is not closed, only its lock goes with its process."""
         old = self.first.backend
         assert isinstance(old, Disk)

@@ -13,7 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerflow.hosts.backend import OK, Attached, Backend, Entry, Outcome, Place, Unreachable, Unusable, Verdict
+from layerflow.hosts.backend import (
+    OK,
+    Backend,
+    BackendInfo,
+    IndexEntry,
+    ObjectLocation,
+    ObjectResult,
+    ObjectStatus,
+    Unreachable,
+    Unusable,
+)
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES
 
@@ -42,7 +52,7 @@ class FakeBackend(Backend):
         self._calls = 0
         self._lock = threading.Lock()
 
-    def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> Attached:
+    def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
         self._enter("attach")
         if "unusable" in self._options:
             raise Unusable(self._options["unusable"])
@@ -52,8 +62,10 @@ class FakeBackend(Backend):
         self._arena = arena
         index = None
         if "holds" in self._options:
-            index = [Entry(number.to_bytes(24), number, 16, b"") for number in range(1, self._options["holds"] + 1)]
-        return Attached({"version": "fake"}, index)
+            index = [
+                IndexEntry(number.to_bytes(24), number, 16, b"") for number in range(1, self._options["holds"] + 1)
+            ]
+        return BackendInfo({"version": "fake"}, index)
 
     def check(self) -> None:
         self._reach()
@@ -71,12 +83,12 @@ class FakeBackend(Backend):
         for key in keys:
             self._objects.pop(key, None)
 
-    def open_fetch(self, places: Sequence[Place], until: float) -> list[Verdict]:
+    def open_fetch(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         self._enter("open_fetch", len(places))
-        missing = Verdict(Outcome.MISSING, "not there")
+        missing = ObjectResult(ObjectStatus.MISSING, "not there")
         return [OK if len(self._objects.get(place.key, b"")) == place.nbytes else missing for place in places]
 
-    def fetch(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+    def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         self._enter("fetch", len(places), f"{lo}:{hi}")
         spoilt = self._options.get("spoilt", ())
         for place in places:
@@ -86,21 +98,21 @@ class FakeBackend(Backend):
                 self._view[place.offset : place.offset + HEADER_BYTES] = bytes(HEADER_BYTES)
         return [OK] * len(places)
 
-    def close_fetch(self, places: Sequence[Place]) -> None:
+    def close_fetch(self, places: Sequence[ObjectLocation]) -> None:
         self._enter("close_fetch", len(places))
 
-    def open_write(self, places: Sequence[Place], until: float) -> list[Verdict]:
+    def open_write(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         self._enter("open_write", len(places))
         return [self._open(place) for place in places]
 
-    def write(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+    def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         self._enter("write", len(places), f"{lo}:{hi}")
         for place in places:
             start, stop = place.start(lo), place.start(hi)
             self._writing[place.key][start:stop] = self._view[place.offset + start : place.offset + stop]
         return [OK] * len(places)
 
-    def commit(self, places: Sequence[Place], until: float) -> list[Verdict]:
+    def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         self._enter("commit", len(places))
         for place in places:
             whole = self._writing.pop(place.key)
@@ -108,7 +120,7 @@ class FakeBackend(Backend):
             self._objects[place.key] = bytes(whole)
         return [OK] * len(places)
 
-    def revoke(self, places: Sequence[Place]) -> None:
+    def revoke(self, places: Sequence[ObjectLocation]) -> None:
         self._enter("revoke", len(places))
         for place in places:
             del self._writing[place.key]
@@ -121,12 +133,12 @@ class FakeBackend(Backend):
         assert self._arena is not None
         return self._arena.view
 
-    def _open(self, place: Place) -> Verdict:
+    def _open(self, place: ObjectLocation) -> ObjectResult:
         name = place.key.hex()
         if place.key in self._objects or name in self._options.get("existing", ()):
-            return Verdict(Outcome.EXISTS, "complete already")
+            return ObjectResult(ObjectStatus.EXISTS, "complete already")
         if name in self._options.get("full", ()):
-            return Verdict(Outcome.FULL, "no room")
+            return ObjectResult(ObjectStatus.FULL, "no room")
         self._writing[place.key] = bytearray(place.nbytes)
         return OK
 

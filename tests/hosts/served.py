@@ -7,9 +7,9 @@ from typing import Any
 
 from hosts.bench import PATIENCE_S
 from hosts.fake_backend import NAME
-from layerflow.hosts.messages import Pong, ToServer
 from layerflow.memfd import SharedMemory
-from layerflow.server.host_process import HostProcess
+from layerflow.server.tier.process import HostProcess
+from layerflow.wire.host_messages import Pong, ToServer
 
 
 class Served:

@@ -24,8 +24,8 @@ from backends.backend_contract import (
 )
 
 from hosts.disk_bench import DiskBench, files, torn
-from layerflow.hosts.backend import Entry, Unusable
-from layerflow.hosts.disk import Disk
+from layerflow.hosts.backend import IndexEntry, Unusable
+from layerflow.hosts.disk.backend import Disk
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_restart_finds_everything(bench):
     left = bench.thing("half written")
     assert outcomes(bench.first.backend.open_write([left.at(bench.first, 0)], soon())) == [OK]
     attached = bench.restart()
-    assert set(attached.index) == {Entry(t.key, t.blocks, t.tokens, t.parent) for t in things}
+    assert set(attached.index) == {IndexEntry(t.key, t.blocks, t.tokens, t.parent) for t in things}
     assert attached.details["objects"] == 21
     assert bench.first.backend.lookup([t.key for t in [*things, left]], soon()) == [True] * 21 + [False]
     for thing, (outcome, data) in zip(things, load(bench, bench.first, things, ARENA // 2, (1, 2)), strict=True):

@@ -26,7 +26,7 @@ from backends.backend_contract import (
 
 from hosts.disk_bench import DiskBench, files, torn
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.disk import Disk
+from layerflow.hosts.disk.backend import Disk
 
 
 @pytest.fixture

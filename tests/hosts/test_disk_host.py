@@ -9,8 +9,20 @@ from pathlib import Path
 from hosts.bench import Thing, key_of
 from hosts.disk_bench import files, torn
 from hosts.served import Served
-from layerflow.hosts.backend import Outcome
-from layerflow.hosts.messages import Ask, Down, Fetch, Fetched, Finish, Found, Gone, Held, Up, Write, Written
+from layerflow.hosts.backend import ObjectStatus
+from layerflow.wire.host_messages import (
+    Ask,
+    Down,
+    Evicted,
+    Fetch,
+    Fetched,
+    Finish,
+    Indexed,
+    Present,
+    Up,
+    Write,
+    Written,
+)
 
 DONE, HALF = Thing(101, 2, 3, 4096), Thing(201, 2, 3, 4096, at=200_000)
 
@@ -45,18 +57,18 @@ async def test_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     async with served(path) as it:
         assert (await it.hear(Up)).indexed
-        assert (await it.hear(Held)).keys == b""
+        assert (await it.hear(Indexed)).keys == b""
         await save(it, 1, DONE)
         HALF.fill(it.arena)
         it.host.send(Write(2, HALF.said(), 2, 10_000))
         it.host.send(Ask(3, key_of(201), 10_000))
-        assert (await it.hear(Found)).present == b"\0"
+        assert (await it.hear(Present)).present == b"\0"
         while len(torn(path)) < 2:
             await it.answer()
         os.kill(it.host.state.pid, signal.SIGKILL)
         assert "SIGKILL" in await it.lose()
         assert (await it.hear(Up)).indexed
-        held = await it.hear(Held)
+        held = await it.hear(Indexed)
         assert {held.keys[:24], held.keys[24:]} == set(DONE.keys)
         assert torn(path) == []
         assert await load(it, 4, DONE) == Fetched(4, 3, True)
@@ -64,7 +76,7 @@ async def test_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
         await save(it, 5, HALF)
     async with served(path) as it:  # and another server finds all of it
         await it.hear(Up)
-        assert len((await it.hear(Held)).keys) == 4 * 24
+        assert len((await it.hear(Indexed)).keys) == 4 * 24
         await load(it, 1, HALF)
         assert HALF.intact(it.arena) == [True, True]
 
@@ -73,15 +85,15 @@ async def test_a_corrupt_object(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     async with served(path) as it:
         await it.hear(Up)
-        await it.hear(Held)
+        await it.hear(Indexed)
         await save(it, 1, DONE)
         [name] = [name for name in files(path) if DONE.keys[1].hex() in name]
         flip(name)
         DONE.wipe(it.arena)
         it.host.send(Fetch(2, DONE.said(), 10_000))
-        assert await it.hear() == Gone(DONE.keys[1])
+        assert await it.hear() == Evicted(DONE.keys[1])
         first = await it.hear(Fetched)
-        assert [(failure.position, failure.outcome) for failure in first.failed] == [(1, Outcome.BROKEN)]
+        assert [(failure.position, failure.outcome) for failure in first.failed] == [(1, ObjectStatus.BROKEN)]
         await it.hear(Fetched)
         assert DONE.intact(it.arena)[0]
 
@@ -90,13 +102,13 @@ async def test_a_folder_that_goes_and_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     async with served(path) as it:
         await it.hear(Up)
-        await it.hear(Held)
+        await it.hear(Indexed)
         await save(it, 1, DONE)
         os.rename(path, tmp_path / "away")
         assert not (await it.hear(Down)).fatal
         os.rename(tmp_path / "away", path)
         await it.hear(Up)
-        assert len((await it.hear(Held)).keys) == 2 * 24
+        assert len((await it.hear(Indexed)).keys) == 2 * 24
         await load(it, 2, DONE)
         assert DONE.intact(it.arena) == [True, True]
         assert it.host.state.restarts == 0

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hosts.bench import Bench, MakeBench, Thing
-from layerflow.hosts import fetching
-from layerflow.hosts.backend import Outcome
-from layerflow.hosts.fetching import FIRST_SLICE_BYTES, LAST_SLICE_BYTES, FetchLane
-from layerflow.hosts.messages import Fetch, Fetched, Unfetch, pack_u64
+from layerflow.hosts import fetch as fetching
+from layerflow.hosts.backend import ObjectStatus
+from layerflow.hosts.fetch import FIRST_SLICE_BYTES, LAST_SLICE_BYTES, FetchLane
+from layerflow.wire.host_messages import Fetch, Fetched, Unfetch, pack_u64
 
 
 def start(bench: Bench, *messages: Any, ago_s: float = 0.0) -> list[bytes]:
@@ -22,15 +22,15 @@ def start(bench: Bench, *messages: Any, ago_s: float = 0.0) -> list[bytes]:
     def hide(keys: Sequence[bytes]) -> None:
         hidden.extend(keys)
 
-    bench.lane = FetchLane(bench.backend, bench.arena, bench.told.put, bench.judge, hide)
+    bench.lane = FetchLane(bench.backend, bench.arena, bench.told.put, bench.backend_calls, hide)
     for message in messages:
         bench.lane.put((message, time.monotonic() - ago_s))
     bench.lane.start()
     return hidden
 
 
-def outcomes(message: Fetched) -> list[tuple[int, Outcome]]:
-    return [(failure.position, Outcome(failure.outcome)) for failure in message.failed]
+def outcomes(message: Fetched) -> list[tuple[int, ObjectStatus]]:
+    return [(failure.position, ObjectStatus(failure.outcome)) for failure in message.failed]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_missing_leaves_the_job(bench: MakeBench) -> None:
     thing = Thing(1, 3, 3, 4096)
     start(it, Fetch(1, thing.said(), 10_000))
     first, last = it.hear(), it.hear()
-    assert outcomes(first) == [(0, Outcome.MISSING)]
+    assert outcomes(first) == [(0, ObjectStatus.MISSING)]
     assert last == Fetched(1, 3, True)
     assert thing.intact(it.arena) == [False, True, True]
     assert it.calls(4)[-1] == "close_fetch 2"
@@ -84,7 +84,7 @@ def test_a_wrong_header_is_broken_and_hidden(bench: MakeBench) -> None:
     it = bench(spoilt=[thing.keys[1].hex()])
     it.store(thing)
     hidden = start(it, Fetch(1, thing.said(), 10_000))
-    assert outcomes(it.hear()) == [(1, Outcome.BROKEN)]
+    assert outcomes(it.hear()) == [(1, ObjectStatus.BROKEN)]
     assert it.hear() == Fetched(1, 3, True)
     assert hidden == [thing.keys[1]]
     assert thing.intact(it.arena)[0]
@@ -94,7 +94,7 @@ def test_nothing_is_opened_once_the_time_has_run_out(bench: MakeBench) -> None:
     it, thing = bench(), Thing(1, 2, 3, 4096)
     start(it, Fetch(1, thing.said(), 1000), ago_s=2.0)
     ended = it.hear()
-    assert ended.ended and outcomes(ended) == [(0, Outcome.FAILED), (1, Outcome.FAILED)]
+    assert ended.ended and outcomes(ended) == [(0, ObjectStatus.FAILED), (1, ObjectStatus.FAILED)]
     assert "time" in ended.failed[0].reason
     assert it.backend.calls.empty()
 
@@ -109,7 +109,7 @@ def test_an_unwanted_fetch_stops_at_the_next_slice(bench: MakeBench) -> None:
     it.backend.gates["fetch"].release(9)
     assert it.hear() == Fetched(1, 1, False)
     ended = it.hear()
-    assert (ended.layers, ended.ended, outcomes(ended)) == (1, True, [(0, Outcome.FAILED)])
+    assert (ended.layers, ended.ended, outcomes(ended)) == (1, True, [(0, ObjectStatus.FAILED)])
     assert it.call() == "close_fetch 1"
 
 
@@ -119,7 +119,7 @@ def test_an_exception_costs_its_objects_only(bench: MakeBench, method: str) -> N
     it.store(thing)
     start(it, Fetch(1, thing.said(), 10_000))
     ended = it.hear()
-    assert ended.ended and outcomes(ended) == [(0, Outcome.FAILED), (1, Outcome.FAILED)]
+    assert ended.ended and outcomes(ended) == [(0, ObjectStatus.FAILED), (1, ObjectStatus.FAILED)]
     assert ended.failed[0].reason == f"{method}: RuntimeError: the library is upset"
     it.backend._options["raises"].clear()
     it.lane.put((Fetch(2, thing.said(), 10_000), time.monotonic()))
@@ -135,7 +135,7 @@ def test_a_job_that_cannot_be_is_refused_whole(bench: MakeBench, changes: dict[s
     it.store(thing)
     start(it, Fetch(1, thing.said(**changes), 10_000), Fetch(2, thing.said(), 10_000))
     ended = it.hear()
-    assert ended.ended and outcomes(ended) == [(0, Outcome.FAILED), (1, Outcome.FAILED)]
+    assert ended.ended and outcomes(ended) == [(0, ObjectStatus.FAILED), (1, ObjectStatus.FAILED)]
     assert reason in ended.failed[0].reason
     assert (it.hear(), it.hear()) == (Fetched(2, 1, False), Fetched(2, 3, True))
 

@@ -20,23 +20,25 @@ from e2e.stopping import stop
 from hosts.bench import PATIENCE_S, Thing, key_of
 from hosts.fake_backend import NAME
 from hosts.served import Served
-from layerflow.hosts.backend import Outcome
-from layerflow.hosts.messages import (
+from layerflow.hosts.backend import ObjectStatus
+from layerflow.server.tier import child as host_child
+from layerflow.server.tier import output as host_output
+from layerflow.server.tier import process as host_process
+from layerflow.wire.host_messages import (
     Advance,
     Ask,
     Down,
     Fetch,
     Fetched,
     Finish,
-    Found,
-    Held,
+    Indexed,
+    Present,
     Up,
     Write,
     Written,
     split_keys,
     unpack_u32,
 )
-from layerflow.server import host_child, host_output, host_process
 
 pytestmark = pytest.mark.usefixtures("fake_on_path")
 
@@ -54,7 +56,7 @@ async def test_a_save_and_a_load() -> None:
         assert await it.hear() == Written(1)
         TWO.wipe(it.arena)
         it.host.send(Ask(1, b"".join([*TWO.keys, key_of(9)]), 10_000))
-        assert await it.hear() == Found(1, b"\1\1\0")
+        assert await it.hear() == Present(1, b"\1\1\0")
         it.host.send(Fetch(2, TWO.said(), 10_000))
         assert [await it.hear(), await it.hear()] == [Fetched(2, 1, False), Fetched(2, 3, True)]
         assert TWO.intact(it.arena) == [True, True]
@@ -73,17 +75,17 @@ async def test_broken_bytes_are_hidden_by_the_host_itself() -> None:
         assert await it.hear() == Written(1)
         it.host.send(Fetch(2, TWO.said(), 10_000))
         first = await it.hear(Fetched)
-        assert [(failure.position, failure.outcome) for failure in first.failed] == [(1, Outcome.BROKEN)]
+        assert [(failure.position, failure.outcome) for failure in first.failed] == [(1, ObjectStatus.BROKEN)]
         await it.hear(Fetched)
         it.host.send(Ask(3, b"".join(TWO.keys), 10_000))
-        assert (await it.hear(Found)).present == b"\1\0"
+        assert (await it.hear(Present)).present == b"\1\0"
 
 
 @pytest.mark.parametrize(("holds", "pieces"), [(0, [0]), (5000, [4096, 904])])
 async def test_an_index_comes_in_pieces(holds: int, pieces: list[int]) -> None:
     async with Served(holds=holds) as it:
         assert await it.hear() == Up({"version": "fake"}, True)
-        held = [await it.hear(Held) for _ in pieces]
+        held = [await it.hear(Indexed) for _ in pieces]
         assert [len(split_keys(piece.keys)) for piece in held] == pieces
         assert [piece.last for piece in held] == [False] * (len(pieces) - 1) + [True]
         blocks = [count for piece in held for count in unpack_u32(piece.blocks)]
@@ -100,7 +102,7 @@ async def test_away_at_first_and_again_later(tmp_path: Path) -> None:
         await refused(it)
         away.unlink()
         await it.hear(Up)
-        assert len((await it.hear(Held)).keys) == 24
+        assert len((await it.hear(Indexed)).keys) == 24
         TWO.fill(it.arena)
         it.host.send(Write(1, TWO.said(), 3, 10_000))
         it.host.send(Finish(1))
@@ -111,13 +113,13 @@ async def test_away_at_first_and_again_later(tmp_path: Path) -> None:
         away.unlink()
         assert (await it.hear(Up)).indexed
         # The object of its first index and the two that were written are told anew.
-        assert len((await it.hear(Held)).keys) == 3 * 24
+        assert len((await it.hear(Indexed)).keys) == 3 * 24
         assert it.host.state.pid == pid
 
 
 async def refused(it: Served) -> None:
     it.host.send(Ask(7, key_of(1), 10_000))
-    assert await it.hear() == Found(7, b"\0", "unreachable: it is away")
+    assert await it.hear() == Present(7, b"\0", "unreachable: it is away")
     it.host.send(Fetch(8, TWO.said(), 10_000))
     it.host.send(Write(9, TWO.said(), 3, 10_000))
     it.host.send(Finish(9))
@@ -127,7 +129,7 @@ async def refused(it: Served) -> None:
 
 
 async def test_an_unusable_backend_is_tried_again_much_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Recorder(monkeypatch, "host_process")
+    log = Recorder(monkeypatch, "process")
     async with Served(unusable="the library is of 1970; install another") as it:
         assert await it.hear() == Down("the library is of 1970; install another", fatal=True)
         assert await it.lose() == "the library is of 1970; install another"
@@ -183,7 +185,7 @@ async def test_a_call_that_hangs_ends_the_host(tmp_path: Path, method: str) -> N
     async with Served(gates={method: str(gate)}, timeout_ms=100) as it:
         await it.hear(Up)
         it.host.send(Ask(1, key_of(1), 10_000))
-        name = await it.hear(Found if method == "check" else Down)
+        name = await it.hear(Present if method == "check" else Down)
         down = await it.hear(Down) if method == "check" else name
         assert down.reason == f"a {method} hangs in the backend"
         assert await it.lose() == "it exited with code 1"
@@ -204,7 +206,7 @@ async def test_a_machine_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, real, failures = Recorder(monkeypatch, "host_process"), subprocess.Popen, iter(["no process to spare"])
+    log, real, failures = Recorder(monkeypatch, "process"), subprocess.Popen, iter(["no process to spare"])
 
     def sometimes(*arguments: Any, **more: Any) -> Any:
         for reason in failures:
@@ -230,7 +232,7 @@ async def test_a_listener_that_fails_is_told_the_next_message() -> None:
             await it.answer()
             await it.answer()
         it.host.send(Ask(2, key_of(1), 10_000))
-        assert (await it.hear(Found)).id == 2
+        assert (await it.hear(Present)).id == 2
 
 
 async def test_a_stopped_host_is_killed() -> None:
@@ -257,7 +259,7 @@ async def test_a_server_that_was_stopped_itself_kills_nobody() -> None:
         pid = it.host.state.pid
         hold_up_the_loop(1.6)
         it.host.send(Ask(1, key_of(1), 10_000))
-        assert (await it.hear(Found)).id == 1
+        assert (await it.hear(Present)).id == 1
         assert it.host.state.pid == pid and it.lost.empty()
 
 
@@ -288,7 +290,7 @@ async def test_messages_of_any_size_arrive_in_order() -> None:
         await it.hear(Up)
         for number in range(8):
             it.host.send(Ask(number, bytes(24 << 16), 60_000))
-        assert [(await it.hear(Found)).id for _ in range(8)] == list(range(8))
+        assert [(await it.hear(Present)).id for _ in range(8)] == list(range(8))
 
 
 async def test_it_ends_with_its_server() -> None:
@@ -365,7 +367,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
-        monkeypatch.setattr(f"layerflow.server.{module}.log", self)
+        monkeypatch.setattr(f"layerflow.server.tier.{module}.log", self)
 
     def __getattr__(self, level: str) -> Any:
         return lambda event, **fields: self.events.append((level, event, fields))
@@ -375,21 +377,21 @@ class Recorder:
 
 
 async def test_what_it_prints_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Recorder(monkeypatch, "host_output")
+    log = Recorder(monkeypatch, "output")
     async with Served(says=["hello", "", "x" * 5000, '{"event": "fake", "level": "info"}']) as it:
         await it.hear(Up)
         pid = it.host.state.pid
-    lines = log.fields("host_output")
+    lines = log.fields("output")
     assert lines[0] == {"backend": NAME, "pid": pid, "stream": "stdout", "line": "hello"}
     assert [len(fields["line"]) for fields in lines] == [5, 2000, 34]
 
 
 async def test_its_own_log_lines_keep_their_event_and_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Recorder(monkeypatch, "host_output")
+    log = Recorder(monkeypatch, "output")
     async with Served(raises={"lookup": "the library is upset"}) as it:
         await it.hear(Up)
         it.host.send(Ask(1, key_of(1), 10_000))
-        assert (await it.hear(Found)).reason == "RuntimeError: the library is upset"
+        assert (await it.hear(Present)).reason == "RuntimeError: the library is upset"
     (level, event, fields) = log.events[0]
     assert (level, event) == ("error", "backend_call_failed")
     assert fields["backend"] == NAME and fields["call"] == "lookup"
@@ -397,19 +399,19 @@ async def test_its_own_log_lines_keep_their_event_and_level(monkeypatch: pytest.
 
 
 async def test_last_words_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Recorder(monkeypatch, "host_output")
+    log = Recorder(monkeypatch, "output")
     async with Served(dies={"lookup": "segfault"}) as it:
         await it.hear(Up)
         it.host.send(Ask(1, key_of(1), 10_000))
         await it.lose()
-        lines = [fields["line"] for fields in log.fields("host_output")]
+        lines = [fields["line"] for fields in log.fields("output")]
     assert lines[0] == "Fatal Python error: Segmentation fault"
     assert any("fake_backend.py" in line for line in lines)
 
 
 async def test_a_flood_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Recorder(monkeypatch, "host_output")
+    log = Recorder(monkeypatch, "output")
     async with Served(says=[f"line {number}" for number in range(1000)]) as it:
         await it.hear(Up)
-    assert len(log.fields("host_output")) == host_output.WINDOW_LINES
+    assert len(log.fields("output")) == host_output.WINDOW_LINES
     assert log.fields("host_output_dropped")[0]["lines"] == 1000 - host_output.WINDOW_LINES

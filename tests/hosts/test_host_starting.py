@@ -12,9 +12,9 @@ from hosts.bench import PATIENCE_S
 from hosts.served import Served
 from layerflow.errors import Unsupported
 from layerflow.hosts import environment
-from layerflow.hosts.messages import Finish, Up
-from layerflow.server import host_process
-from layerflow.server.host_process import HostState
+from layerflow.server.tier import process as host_process
+from layerflow.server.tier.process import HostState
+from layerflow.wire.host_messages import Finish, Up
 
 pytestmark = pytest.mark.usefixtures("fake_on_path")
 

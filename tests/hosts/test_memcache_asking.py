@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.memcache_asking import Asker, Askers
+from layerflow.hosts.memcache.abandonable import AbandonableCaller, AbandonableCalls
 
 PATIENCE_S = 30.0
 
@@ -22,7 +22,7 @@ def number() -> int:
 
 
 def test_answers_and_errors_come_back():
-    asker = Asker(lambda: 1)
+    asker = AbandonableCaller(lambda: 1)
     assert asker.ask(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         asker.ask(lambda: 1 // 0)
@@ -36,7 +36,7 @@ def test_answers_and_errors_come_back():
 
 def test_a_call_is_given_up_once_the_meta_service_has_ended():
     terms, gate, returned = [1], threading.Event(), threading.Event()
-    asker = Asker(lambda: terms[-1], answer_s=0.01, look_s=0.01)
+    asker = AbandonableCaller(lambda: terms[-1], answer_s=0.01, look_s=0.01)
 
     def ends_meanwhile() -> None:
         terms.append(0)
@@ -56,7 +56,7 @@ def test_a_call_is_given_up_once_the_meta_service_has_ended():
 
 def test_a_call_that_begins_when_it_has_ended_is_not_waited_for_either():
     gate = threading.Event()
-    asker = Asker(lambda: 0, answer_s=0.01, look_s=0.01)
+    asker = AbandonableCaller(lambda: 0, answer_s=0.01, look_s=0.01)
     with pytest.raises(Unreachable):
         asker.ask(lambda: gate.wait(PATIENCE_S))
     gate.set()
@@ -67,19 +67,19 @@ def test_a_call_that_begins_when_it_has_ended_is_not_waited_for_either():
 def test_a_slow_answer_of_a_living_meta_service_is_waited_for():
     looks, enough = [], threading.Event()
 
-    def term() -> int:
+    def generation() -> int:
         looks.append(1)
         if len(looks) > 5:
             enough.set()
         return 1
 
-    asker = Asker(term, answer_s=0.0, look_s=0.001)
+    asker = AbandonableCaller(generation, answer_s=0.0, look_s=0.001)
     assert asker.ask(lambda: enough.wait(PATIENCE_S))
     asker.close()
 
 
 def test_every_thread_has_its_own():
-    askers, found = Askers(lambda: 1), []
+    askers, found = AbandonableCalls(lambda: 1), []
     threads = [threading.Thread(target=lambda: found.append(askers.ask(number))) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.memcache_calls import Calls
+from layerflow.hosts.memcache.client import MemcacheClient
 
 PATIENCE_S = 30.0
 
@@ -29,7 +29,7 @@ class Store:
 
 def test_what_is_given_up_is_counted_and_never_closed_under():
     terms, store = [1], Store()
-    calls = Calls(lambda: terms[-1])
+    calls = MemcacheClient(lambda: terms[-1])
     calls.open(store)
     store.gate.set()
     assert calls.exists(["one"]) == [1]

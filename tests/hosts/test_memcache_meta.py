@@ -10,17 +10,17 @@ import socket
 import pytest
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.memcache_meta import MetaService
+from layerflow.hosts.memcache.metaservice import MetaService
 
 NOBODY = "tcp://127.0.0.1:1"
 
 
 def test_its_term_is_that_of_its_http_port(answers):
     meta = MetaService(NOBODY, answers.url)
-    assert meta.term == 0
-    assert meta.reach() == meta.term == 1
+    assert meta.generation == 0
+    assert meta.reach() == meta.generation == 1
     meta.close()
-    assert meta.term == 0
+    assert meta.generation == 0
     assert meta.reach() == 2
     assert meta.lost == 1
     meta.close()
@@ -36,16 +36,16 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone(listener, monkeypatc
 
     monkeypatch.setattr(socket, "create_connection", kept)
     meta = MetaService(NOBODY, f"http://127.0.0.1:{listener.getsockname()[1]}")
-    assert meta.reach() == meta.term == 1
+    assert meta.reach() == meta.generation == 1
     with socket.socket() as another:
         os.dup2(another.fileno(), made[0].fileno())
         number = made[0].fileno()
-        assert meta.term == 0
-        assert meta.reach() == meta.term == 2
+        assert meta.generation == 0
+        assert meta.reach() == meta.generation == 2
         os.close(number)  # it was not closed
     os.close(made[1].fileno())
-    assert meta.term == 0
-    assert meta.reach() == meta.term == 3
+    assert meta.generation == 0
+    assert meta.reach() == meta.generation == 3
     meta.close()
 
 
@@ -56,7 +56,7 @@ def test_a_process_with_many_files(listener):
     many = [os.dup(listener.fileno()) for _ in range(1100)]
     try:
         meta = MetaService(NOBODY, f"http://127.0.0.1:{listener.getsockname()[1]}")
-        assert meta.reach() == meta.term == 1
+        assert meta.reach() == meta.generation == 1
         meta.close()
     finally:
         for descriptor in many:
@@ -99,7 +99,7 @@ def test_nobody_at_its_http_port(listener):
 
 def test_without_http_it_is_knocked_at_and_no_connection_stays(listener):
     meta = MetaService(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "")
-    assert meta.reach() == meta.term == 1
+    assert meta.reach() == meta.generation == 1
     assert meta.largest_segment() == meta.lost == 0
     meta.check()
     knocked, _ = listener.accept()
@@ -109,7 +109,7 @@ def test_without_http_it_is_knocked_at_and_no_connection_stays(listener):
     listener.close()
     with pytest.raises(Unreachable, match=r"start one there, or set pool\.memcache\.meta_service_url"):
         meta.check()
-    assert meta.term == 1
+    assert meta.generation == 1
 
 
 def test_largest_segment_is_remembered_for_a_while(answers):

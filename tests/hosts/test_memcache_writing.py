@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from layerflow.hosts.backend import OK, Outcome, Place
-from layerflow.hosts.memcache_calls import Info
-from layerflow.hosts.memcache_writing import Writer
+from layerflow.hosts.backend import OK, ObjectLocation, ObjectStatus
+from layerflow.hosts.memcache.client import ObjectInfo
+from layerflow.hosts.memcache.writing import MemcacheWriter
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
 
@@ -20,7 +20,7 @@ KEY = bytes(range(24))
 class Pool:
     """One client and all of the pool: one object. `table`: the client can copy from and to its address."""
 
-    term = 1
+    generation = 1
 
     def __init__(self) -> None:
         self.header = b""
@@ -29,10 +29,10 @@ class Pool:
         self.leased = self.removed = 0
 
     def reach(self) -> int:
-        return self.term
+        return self.generation
 
-    def info(self, names: list[str], *, complete: bool) -> list[Info]:
-        return [Info(self.nbytes, GVA if self.nbytes else 0) for _ in names]
+    def info(self, names: list[str], *, complete: bool) -> list[ObjectInfo]:
+        return [ObjectInfo(self.nbytes, GVA if self.nbytes else 0) for _ in names]
 
     def remembers(self, name: str) -> bool:
         return False
@@ -78,14 +78,14 @@ def test_what_is_published_is_read_back_whatever_the_client_has_forgotten(sweeps
     pool = Pool()
     pool.sweeps = sweeps
     with SharedMemory.create(4096) as arena:
-        writer = Writer(pool, pool)  # type: ignore[arg-type]
+        writer = MemcacheWriter(pool, pool)  # type: ignore[arg-type]
         writer.scratch, writer.arena = pool, arena  # type: ignore[assignment]
-        place = Place(KEY, 0, arena.address, 1024, 1, 1)
+        place = ObjectLocation(KEY, 0, arena.address, 1024, 1, 1)
         header = pack_header(KEY, blocks=1, tokens=16, payload=1024)
         arena.view[:HEADER_BYTES] = header
         until = time.monotonic() + 5
         assert writer.open([place], until) == writer.write([place], 0, 1, until) == [OK]
         pool.header = header if arrived else bytes(HEADER_BYTES)
-        [verdict] = writer.commit([place], until)
-    assert verdict.outcome is (Outcome.OK if arrived else Outcome.FAILED)
+        [result] = writer.commit([place], until)
+    assert result.outcome is (ObjectStatus.OK if arrived else ObjectStatus.FAILED)
     assert pool.removed == (not arrived) and pool.leased == 0

@@ -11,42 +11,40 @@ from typing import Any
 
 import pytest
 
-from layerflow.hosts.backend import OK, Outcome, Place, Unreachable, Unusable
-from layerflow.hosts.mooncake import Mooncake
-from layerflow.hosts.mooncake_calls import Calls
-from layerflow.hosts.mooncake_codes import moved, opening, reading, writing
-from layerflow.hosts.mooncake_master import Master
-from layerflow.hosts.mooncake_reading import Reader
-from layerflow.hosts.mooncake_setup import MooncakeOptions, _limit_waits, load
-from layerflow.hosts.mooncake_warm import added
-from layerflow.hosts.mooncake_writing import Writer
+from layerflow.hosts.backend import OK, ObjectLocation, ObjectStatus, Unreachable, Unusable
+from layerflow.hosts.mooncake.backend import Mooncake
+from layerflow.hosts.mooncake.client import Master, MooncakeClient, moved, opening, reading, writing
+from layerflow.hosts.mooncake.reading import MooncakeReader
+from layerflow.hosts.mooncake.setup import MooncakeOptions, _limit_waits, load
+from layerflow.hosts.mooncake.warm import added
+from layerflow.hosts.mooncake.writing import MooncakeWriter
 from layerflow.memfd import SharedMemory
 
 FOREVER = float("inf")
 
 
-def place(name: int, layers: int = 4) -> Place:
-    return Place(name.to_bytes(24, "big"), 0, 1 << 20, 4096, layers, 1)
+def place(name: int, layers: int = 4) -> ObjectLocation:
+    return ObjectLocation(name.to_bytes(24, "big"), 0, 1 << 20, 4096, layers, 1)
 
 
 class TestCodes:
     @pytest.mark.parametrize(
         ("judge", "code", "outcome"),
         [
-            (reading, -703, Outcome.MISSING),
-            (reading, -704, Outcome.MISSING),
-            (reading, -707, Outcome.EXPIRED),
-            (reading, -600, Outcome.EXPIRED),
-            (reading, -800, Outcome.FAILED),
-            (reading, -801, Outcome.BROKEN),
-            (reading, -900, Outcome.FAILED),
-            (reading, -901, Outcome.FAILED),
-            (opening, -200, Outcome.FULL),
-            (opening, -705, Outcome.EXISTS),
-            (opening, -900, Outcome.FAILED),
-            (writing, -601, Outcome.FAILED),
-            (writing, -800, Outcome.FAILED),
-            (writing, -12345, Outcome.FAILED),
+            (reading, -703, ObjectStatus.MISSING),
+            (reading, -704, ObjectStatus.MISSING),
+            (reading, -707, ObjectStatus.EXPIRED),
+            (reading, -600, ObjectStatus.EXPIRED),
+            (reading, -800, ObjectStatus.FAILED),
+            (reading, -801, ObjectStatus.BROKEN),
+            (reading, -900, ObjectStatus.FAILED),
+            (reading, -901, ObjectStatus.FAILED),
+            (opening, -200, ObjectStatus.FULL),
+            (opening, -705, ObjectStatus.EXISTS),
+            (opening, -900, ObjectStatus.FAILED),
+            (writing, -601, ObjectStatus.FAILED),
+            (writing, -800, ObjectStatus.FAILED),
+            (writing, -12345, ObjectStatus.FAILED),
         ],
     )
     def test_each_has_its_outcome_and_says_itself(self, judge, code, outcome):
@@ -90,12 +88,12 @@ class TestMaster:
 
     def test_its_term_ends_with_the_connection(self, listener):
         master = Master(self.address(listener), "")
-        assert master.term == 0
+        assert master.generation == 0
         first = master.reach()
         line, _ = listener.accept()
-        assert master.reach() == master.term == first > 0
+        assert master.reach() == master.generation == first > 0
         line.close()
-        assert master.term == 0
+        assert master.generation == 0
         assert master.reach() == first + 1  # the same address, but who knows who that is
         assert master.lost == 1
         listener.accept()[0].close()
@@ -144,9 +142,9 @@ class Store:
 
 
 @pytest.fixture
-def parts(listener) -> tuple[Calls, Reader, Writer]:
-    calls, master = Calls(), Master(TestMaster.address(listener), "")
-    return calls, Reader(calls, master), Writer(calls, master)
+def parts(listener) -> tuple[MooncakeClient, MooncakeReader, MooncakeWriter]:
+    calls, master = MooncakeClient(), Master(TestMaster.address(listener), "")
+    return calls, MooncakeReader(calls, master), MooncakeWriter(calls, master)
 
 
 def described(nbytes: int) -> list[Any]:
@@ -168,16 +166,20 @@ class TestSessions:
         )
         calls.open(store)
         opened = [v.outcome for v in reader.open(places, FOREVER)]
-        assert opened == [Outcome.OK, Outcome.OK, Outcome.MISSING, Outcome.OK]
+        assert opened == [ObjectStatus.OK, ObjectStatus.OK, ObjectStatus.MISSING, ObjectStatus.OK]
         read = [v.outcome for v in reader.fetch([places[0], places[1], places[3]], 0, 1, FOREVER)]
-        assert read == [Outcome.OK, Outcome.EXPIRED, Outcome.FAILED]  # the last one came without its header's bytes
+        assert read == [
+            ObjectStatus.OK,
+            ObjectStatus.EXPIRED,
+            ObjectStatus.FAILED,
+        ]  # the last one came without its header's bytes
 
     def test_what_the_library_kept_is_revoked_and_started_again(self, parts):
         calls, _, writer = parts
         store = Store(batch_put_session_start=[[-600, 0, -600], [0]], batch_put_session_revoke=[[0, -601]])
         calls.open(store)
         outcomes = [v.outcome for v in writer.open([place(i) for i in range(3)], FOREVER)]
-        assert outcomes == [Outcome.OK, Outcome.OK, Outcome.EXISTS]
+        assert outcomes == [ObjectStatus.OK, ObjectStatus.OK, ObjectStatus.EXISTS]
 
     def test_room_of_a_write_that_failed_under_way_is_not_given_back(self, parts):
         calls, _, writer = parts
@@ -189,19 +191,19 @@ class TestSessions:
         calls.open(store)
         places = [place(1), place(2)]
         assert writer.open(places, FOREVER) == [OK, OK]
-        assert [v.outcome for v in writer.write(places, 0, 1, FOREVER)] == [Outcome.FAILED, Outcome.OK]
+        assert [v.outcome for v in writer.write(places, 0, 1, FOREVER)] == [ObjectStatus.FAILED, ObjectStatus.OK]
         writer.revoke(places[:1])
         assert store.asked.count("batch_put_session_revoke") == 0
         writer.revoke(places[1:])
         assert store.asked.count("batch_put_session_revoke") == 1
-        assert writer.open(places[:1], FOREVER)[0].outcome is Outcome.FAILED
+        assert writer.open(places[:1], FOREVER)[0].outcome is ObjectStatus.FAILED
 
     def test_connections_to_a_master_that_ended_are_used_up(self, parts):
         calls, _, writer = parts
         store = Store(batch_put_session_start=[[-900, -900], [-900, -900], [-900, 0]])
         calls.open(store)
         outcomes = [v.outcome for v in writer.open([place(1), place(2)], FOREVER)]
-        assert outcomes == [Outcome.FAILED, Outcome.OK]
+        assert outcomes == [ObjectStatus.FAILED, ObjectStatus.OK]
         assert len(store.asked) == 3
 
     def test_a_master_that_does_not_answer_is_out_of_reach(self, parts):
@@ -224,11 +226,11 @@ class TestSessions:
         calls, reader, writer = parts
         store = Store()
         calls.open(store)
-        assert {v.outcome for v in writer.open([place(1)], 0) + reader.open([place(1)], 0)} == {Outcome.FAILED}
+        assert {v.outcome for v in writer.open([place(1)], 0) + reader.open([place(1)], 0)} == {ObjectStatus.FAILED}
         assert store.asked == []
 
     def test_closed_once_and_for_all(self):
-        calls, store = Calls(), Store()
+        calls, store = MooncakeClient(), Store()
         with pytest.raises(Unreachable):
             calls("batch_is_exist", [])
         calls.open(store)
@@ -239,7 +241,7 @@ class TestSessions:
             calls("batch_is_exist", [])
 
     def test_never_closed_under_a_call(self):
-        calls, begun, done = Calls(), threading.Event(), threading.Event()
+        calls, begun, done = MooncakeClient(), threading.Event(), threading.Event()
         closed: list[bool] = []
         store = SimpleNamespace(hang=lambda: (begun.set(), done.wait()), close=lambda: closed.append(True))
         calls.open(store)

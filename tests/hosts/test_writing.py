@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from hosts.bench import Bench, MakeBench, Thing
-from layerflow.hosts.backend import Outcome
-from layerflow.hosts.messages import Advance, Drop, Finish, Write, Written, pack_u32
-from layerflow.hosts.writing import CALL_BYTES, WriteLane
+from layerflow.hosts.backend import ObjectStatus
+from layerflow.hosts.write import CALL_BYTES, WriteLane
+from layerflow.wire.host_messages import Advance, Drop, Finish, Write, Written, pack_u32
 
 
 def start(bench: Bench, *messages: Any) -> WriteLane:
     """A lane that is given these before it starts."""
     lane = WriteLane(
-        bench.backend, bench.arena, bench.told.put, bench.judge, lambda places, report: bench.told.put(report)
+        bench.backend, bench.arena, bench.told.put, bench.backend_calls, lambda places, report: bench.told.put(report)
     )
     bench.lane = lane
     put(lane, *messages)
@@ -27,8 +27,8 @@ def put(lane: WriteLane, *messages: Any) -> None:
         lane.put((message, time.monotonic()))
 
 
-def outcomes(message: Written) -> dict[int, Outcome]:
-    return {failure.position: Outcome(failure.outcome) for failure in message.failed}
+def outcomes(message: Written) -> dict[int, ObjectStatus]:
+    return {failure.position: ObjectStatus(failure.outcome) for failure in message.failed}
 
 
 def stored(bench: Bench, thing: Thing) -> list[bool]:
@@ -86,7 +86,7 @@ def test_room_is_asked_for_before_the_first_layer_and_given_back_without_any(ben
     lane = start(it, Write(1, thing.said(), 0, 10_000))
     assert it.calls(1) == ["open_write 2"]
     put(lane, Drop(1, pack_u32([0, 1])))
-    assert outcomes(it.hear()) == {0: Outcome.FAILED, 1: Outcome.FAILED}
+    assert outcomes(it.hear()) == {0: ObjectStatus.FAILED, 1: ObjectStatus.FAILED}
     assert it.calls(1) == ["revoke 2"]
     assert stored(it, thing) == [False, False]
 
@@ -94,7 +94,7 @@ def test_room_is_asked_for_before_the_first_layer_and_given_back_without_any(ben
 def test_what_is_dropped_at_once_is_never_opened(bench: MakeBench) -> None:
     it, thing = bench(), Thing(1, 2, 3, 4096)
     start(it, Write(1, thing.said(), 0, 10_000), Drop(1, pack_u32([0, 1])), Advance(1, 2), Finish(1))
-    assert outcomes(it.hear()) == {0: Outcome.FAILED, 1: Outcome.FAILED}
+    assert outcomes(it.hear()) == {0: ObjectStatus.FAILED, 1: ObjectStatus.FAILED}
     assert it.backend.calls.empty()
 
 
@@ -105,7 +105,7 @@ def test_some_are_dropped_and_the_others_published(bench: MakeBench) -> None:
     assert it.calls(2) == ["open_write 3", "write 3 0:1"]
     put(lane, Drop(1, pack_u32([1])), Finish(1))
     it.backend.gates["write"].release(9)
-    assert outcomes(it.hear()) == {1: Outcome.FAILED}
+    assert outcomes(it.hear()) == {1: ObjectStatus.FAILED}
     assert it.calls(3) == ["revoke 1", "write 2 1:3", "commit 2"]
     assert stored(it, thing) == [True, False, True]
 
@@ -115,7 +115,7 @@ def test_existing_and_refused_objects_leave_the_job(bench: MakeBench) -> None:
     it = bench(existing=[thing.keys[0].hex()], full=[thing.keys[2].hex()])
     thing.fill(it.arena)
     lane = start(it, Write(1, thing.said(), 3, 10_000), Finish(1))
-    assert outcomes(it.hear()) == {0: Outcome.EXISTS, 2: Outcome.FULL}
+    assert outcomes(it.hear()) == {0: ObjectStatus.EXISTS, 2: ObjectStatus.FULL}
     assert it.calls(3) == ["open_write 3", "write 1 0:3", "commit 1"]
     assert stored(it, thing) == [False, True, False]
     put(lane, Advance(1, 2), Finish(1), Drop(1, pack_u32([0])), Write(2, thing.said(), 0, 10_000))
@@ -126,7 +126,7 @@ def test_existing_and_refused_objects_leave_the_job(bench: MakeBench) -> None:
 def test_a_job_whose_time_runs_out_is_revoked(bench: MakeBench) -> None:
     it, thing = bench(), Thing(1, 2, 3, 4096)
     start(it, Write(1, thing.said(), 1, 50))
-    assert outcomes(it.hear()) == {0: Outcome.FAILED, 1: Outcome.FAILED}
+    assert outcomes(it.hear()) == {0: ObjectStatus.FAILED, 1: ObjectStatus.FAILED}
     assert it.calls(3) == ["open_write 2", "write 2 0:1", "revoke 2"]
     assert stored(it, thing) == [False, False]
 
@@ -136,7 +136,7 @@ def test_an_exception_costs_its_objects_only(bench: MakeBench, method: str, afte
     it, thing = bench(raises={method: "no"}), Thing(1, 2, 3, 4096)
     lane = start(it, Write(1, thing.said(), 3, 10_000), Finish(1))
     failed = it.hear()
-    assert outcomes(failed) == {0: Outcome.FAILED, 1: Outcome.FAILED}
+    assert outcomes(failed) == {0: ObjectStatus.FAILED, 1: ObjectStatus.FAILED}
     assert failed.failed[1].reason == f"{method}: RuntimeError: no"
     while it.call().split()[0] != method:
         pass
@@ -153,6 +153,6 @@ def test_a_host_that_stops_revokes_what_is_open(bench: MakeBench) -> None:
     it.calls(2)
     assert not lane.stop(0)
     it.backend.gates["write"].release()
-    assert outcomes(it.hear()) == {0: Outcome.FAILED, 1: Outcome.FAILED}
+    assert outcomes(it.hear()) == {0: ObjectStatus.FAILED, 1: ObjectStatus.FAILED}
     assert it.call() == "revoke 2"
     assert stored(it, thing) == [False, False]

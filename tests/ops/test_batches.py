@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from layerflow.errors import ExtentError
 from layerflow.ops import copier as copiers
-from layerflow.ops.copier import CpuCopier, Headway, copy_batches_native
+from layerflow.ops.copier import CopyProgress, CpuCopier, copy_batches_native
 from layerflow.ops.extents import BlockList, Extents, joined
 from layerflow.ops.paged import PagedMemory
 
@@ -51,9 +51,9 @@ class Field:
 @given(case=cases())
 def test_the_same_bytes_as_one_by_one(native: bool, case: Case) -> None:
     field = Field(case, native)
-    headway = Headway(len(field.layers))
-    assert field.copier.save_batches(*field.together(), headway) == len(field.layers)
-    assert (np.diff(headway.landed_at) >= 0).all() and headway.landed_at[0] > 0
+    progress = CopyProgress(len(field.layers))
+    assert field.copier.save_batches(*field.together(), progress) == len(field.layers)
+    assert (np.diff(progress.completed_at) >= 0).all() and progress.completed_at[0] > 0
     saved = field.arena.array.copy()
     field.arena.array[:] = 0xA5
     for extents in field.each():
@@ -65,7 +65,7 @@ def test_the_same_bytes_as_one_by_one(native: bool, case: Case) -> None:
     for extents in field.each():
         for address, nbytes in zip(extents.engine.tolist(), extents.nbytes.tolist(), strict=True):
             copiers.ctypes.memset(address, 0, nbytes)
-    assert field.copier.load_batches(*field.together(), Headway(len(field.layers))) == len(field.layers)
+    assert field.copier.load_batches(*field.together(), CopyProgress(len(field.layers))) == len(field.layers)
     for tensor, was in zip(tensors, before, strict=True):
         np.testing.assert_array_equal(raw_bytes(tensor), was)
 
@@ -92,10 +92,10 @@ def test_layers_that_lie_alike_have_the_extents_of_each(case: Case, data: st.Dat
 def test_halted_beforehand_nothing_is_touched(native: bool, case: Case) -> None:
     field = Field(case, native)
     before = field.arena.array.copy()
-    headway = Headway(len(field.layers))
-    headway.halt()
-    assert field.copier.save_batches(*field.together(), headway) == 0
-    assert not headway.landed_at.any()
+    progress = CopyProgress(len(field.layers))
+    progress.halt()
+    assert field.copier.save_batches(*field.together(), progress) == 0
+    assert not progress.completed_at.any()
     np.testing.assert_array_equal(field.arena.array, before)
 
 
@@ -115,33 +115,33 @@ def test_halted_on_the_way_the_first_batches_are_whole_and_the_others_untouched(
     source, _, extents, ends = ranges()
     arena = FlatArena(source.size)
     arena.array[:] = 0
-    headway = Headway(COUNT)
+    progress = CopyProgress(COUNT)
     copied: list[int] = []
-    lane = threading.Thread(target=lambda: copied.append(CpuCopier(arena).save_batches(extents, ends, headway)))
+    lane = threading.Thread(target=lambda: copied.append(CpuCopier(arena).save_batches(extents, ends, progress)))
     lane.start()
-    while not headway.landed_at[0]:
+    while not progress.completed_at[0]:
         os.sched_yield()
-    headway.halt()
+    progress.halt()
     lane.join()
     done = copied[0]
     assert 0 < done <= COUNT
-    assert (headway.landed_at[:done] > 0).all() and not headway.landed_at[done:].any()
+    assert (progress.completed_at[:done] > 0).all() and not progress.completed_at[done:].any()
     assert (arena.array[: done * SIZE] == 7).all() and not arena.array[done * SIZE :].any()
 
 
 def test_the_fallback_stops_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     source, _, extents, ends = ranges()
     arena = FlatArena(source.size)
-    headway = Headway(COUNT)
+    progress = CopyProgress(COUNT)
     copy = copiers.copy_fallback
 
     def copy_and_halt(*arguments: Any) -> None:
         copy(*arguments)
-        headway.halt()
+        progress.halt()
 
     monkeypatch.setattr(copiers, "copy_fallback", copy_and_halt)
-    assert CpuCopier(arena, native=False).save_batches(extents, ends, headway) == 1
-    assert headway.landed_at[0] and not headway.landed_at[1:].any()
+    assert CpuCopier(arena, native=False).save_batches(extents, ends, progress) == 1
+    assert progress.completed_at[0] and not progress.completed_at[1:].any()
 
 
 @needs_native
@@ -156,7 +156,7 @@ def test_a_thread_that_leaves_a_core_may_use_the_same_ones_afterwards(beside: st
         # The thread itself is surely on its own core, so it leaves that where it can.
         names = {"itself": threading.get_native_id(), "its process": os.getpid(), "nobody's": 1 << 30, "negative": -5}
         before = os.sched_getaffinity(0)
-        copied = CpuCopier(arena).save_batches(extents, ends, Headway(COUNT), names[beside])
+        copied = CpuCopier(arena).save_batches(extents, ends, CopyProgress(COUNT), names[beside])
         found.append((copied, os.sched_getaffinity(0) == before))
 
     thread = threading.Thread(target=lane)
@@ -182,7 +182,7 @@ def test_a_thread_leaves_the_core_of_the_one_it_is_beside() -> None:
     def lane() -> None:
         for _ in range(20):
             before = core()
-            CpuCopier(arena).save_batches(extents, ends, Headway(1), threading.get_native_id())
+            CpuCopier(arena).save_batches(extents, ends, CopyProgress(1), threading.get_native_id())
             moved.append(core() != before)
 
     thread = threading.Thread(target=lane)

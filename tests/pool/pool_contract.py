@@ -11,7 +11,7 @@ import pytest
 
 from layerflow.errors import PoolError
 from layerflow.objects import HEADER_BYTES, check_header
-from layerflow.pool.base import NewObject, Outcome, Pool, Reservation
+from layerflow.pool.base import NewObject, Pool, Reservation, ReserveStatus
 
 OBJECT = 4096  # bytes of an ordinary object in these tests
 WRITER, READER, OTHER = ("session", 1), ("engine", "a", "request-1"), ("engine", "b", "request-2")
@@ -36,7 +36,7 @@ class Bench(Protocol):
         ...
 
 
-def outcomes(reservations: list[Reservation]) -> list[Outcome]:
+def outcomes(reservations: list[Reservation]) -> list[ReserveStatus]:
     return [reservation.outcome for reservation in reservations]
 
 
@@ -54,7 +54,7 @@ class PoolContract:
     @staticmethod
     def store(pool: Pool, *objects: NewObject, owner=WRITER) -> list[int]:
         reserved = pool.reserve(objects, owner)
-        assert outcomes(reserved) == [Outcome.RESERVED] * len(objects)
+        assert outcomes(reserved) == [ReserveStatus.RESERVED] * len(objects)
         assert pool.commit([each.key for each in objects], owner) == len(objects)
         return [each.offset for each in reserved]
 
@@ -108,21 +108,21 @@ class PoolContract:
         pool.hide([large.key])
         for reserved in pool.reserve([new(i) for i in range(16)], WRITER):
             assert not bench.memory[reserved.offset : reserved.offset + 4].any()
-        assert pool.reserve([small], OTHER)[0].outcome is Outcome.FULL
+        assert pool.reserve([small], OTHER)[0].outcome is ReserveStatus.FULL
 
     # Write once ----------------------------------------------------------------------------------
 
     def test_a_complete_object_is_not_written_again(self, pool):
         one = new("one")
         self.store(pool, one)
-        assert outcomes(pool.reserve([one], OTHER)) == [Outcome.EXISTS]
+        assert outcomes(pool.reserve([one], OTHER)) == [ReserveStatus.EXISTS]
         assert pool.commit([one.key], OTHER) == 0
 
     def test_two_writers_of_one_key(self, pool):
         one = new("one")
         pool.reserve([one], WRITER)
-        assert outcomes(pool.reserve([one], OTHER)) == [Outcome.BUSY]
-        assert outcomes(pool.reserve([one], WRITER)) == [Outcome.BUSY]
+        assert outcomes(pool.reserve([one], OTHER)) == [ReserveStatus.BUSY]
+        assert outcomes(pool.reserve([one], WRITER)) == [ReserveStatus.BUSY]
         assert pool.commit([one.key], OTHER) == 0
         assert pool.revoke([one.key], OTHER) == 0
         assert pool.lookup([one.key]) == [False]
@@ -130,7 +130,7 @@ class PoolContract:
 
     def test_a_key_twice_in_one_batch(self, pool):
         one = new("one")
-        assert outcomes(pool.reserve([one, one], WRITER)) == [Outcome.RESERVED, Outcome.BUSY]
+        assert outcomes(pool.reserve([one, one], WRITER)) == [ReserveStatus.RESERVED, ReserveStatus.BUSY]
         assert pool.commit([one.key, one.key], WRITER) == 1
 
     def test_commit_and_revoke_of_unknown_keys_count_nothing(self, pool):
@@ -163,7 +163,7 @@ class PoolContract:
     def test_too_large_for_ever(self, pool):
         self.store(pool, new("one"))
         before = pool.statistics()
-        assert outcomes(pool.reserve([new("huge", 17 * OBJECT)], WRITER)) == [Outcome.TOO_LARGE]
+        assert outcomes(pool.reserve([new("huge", 17 * OBJECT)], WRITER)) == [ReserveStatus.TOO_LARGE]
         assert pool.statistics() == before
 
     def test_full_of_half_written_and_pinned_objects(self, pool):
@@ -172,24 +172,24 @@ class PoolContract:
         pool.acquire([each.key for each in pinned], READER, 9.0)
         pool.reserve([new(("writing", i)) for i in range(8)], WRITER)
         before = pool.statistics()
-        assert outcomes(pool.reserve([new("more")], WRITER)) == [Outcome.FULL]
+        assert outcomes(pool.reserve([new("more")], WRITER)) == [ReserveStatus.FULL]
         after = pool.statistics()
         assert (after.full, after.evictions, after.objects) == (before.full + 1, before.evictions, before.objects)
         assert pool.lookup([each.key for each in pinned]) == [True] * 8
         pool.release(READER, [pinned[3].key])
-        assert outcomes(pool.reserve([new("more")], WRITER)) == [Outcome.RESERVED]
+        assert outcomes(pool.reserve([new("more")], WRITER)) == [ReserveStatus.RESERVED]
         assert pool.lookup([each.key for each in pinned]) == [True] * 3 + [False] + [True] * 4
 
     def test_a_batch_that_partly_fits_serves_its_first_objects(self, pool):
         pool.reserve([new(("writing", i)) for i in range(12)], WRITER)
         batch = [new("a"), new("huge", 99 * OBJECT), new("b", 2 * OBJECT), new(("writing", 0)), new("c"), new("d")]
         assert outcomes(pool.reserve(batch, OTHER)) == [
-            Outcome.RESERVED,
-            Outcome.TOO_LARGE,
-            Outcome.RESERVED,
-            Outcome.BUSY,
-            Outcome.RESERVED,
-            Outcome.FULL,
+            ReserveStatus.RESERVED,
+            ReserveStatus.TOO_LARGE,
+            ReserveStatus.RESERVED,
+            ReserveStatus.BUSY,
+            ReserveStatus.RESERVED,
+            ReserveStatus.FULL,
         ]
         assert pool.statistics().half_written == 15
 
@@ -197,7 +197,7 @@ class PoolContract:
         self.store(pool, *(new(i) for i in range(16)))
         pool.acquire([key_of(i) for i in range(0, 16, 2)], READER, 9.0)  # no two neighbours may go
         before = pool.statistics()
-        assert outcomes(pool.reserve([new("wide", 4 * OBJECT)], WRITER)) == [Outcome.FULL]
+        assert outcomes(pool.reserve([new("wide", 4 * OBJECT)], WRITER)) == [ReserveStatus.FULL]
         after = pool.statistics()
         assert (after.objects, after.evictions, after.used_bytes) == (16, 0, before.used_bytes)
 

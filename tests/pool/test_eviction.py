@@ -5,7 +5,7 @@ from collections import OrderedDict
 from pool_contract import OBJECT, READER, WRITER, key_of, new
 
 from layerflow.pool.arena import Arena
-from layerflow.pool.base import Outcome
+from layerflow.pool.base import ReserveStatus
 from layerflow.pool.eviction import Item, S3Fifo
 from layerflow.pool.memory import MemoryPool
 
@@ -74,7 +74,7 @@ def pool_hit_rate(slots: int, requests: list[int]) -> float:
     pool = MemoryPool(Arena(slots * OBJECT))
     for name in requests:
         if pool.acquire([key_of(name)], READER, 9.0)[0] is None:
-            assert pool.reserve([new(name)], WRITER)[0].outcome is Outcome.RESERVED
+            assert pool.reserve([new(name)], WRITER)[0].outcome is ReserveStatus.RESERVED
             pool.commit([key_of(name)], WRITER)
         pool.release(READER)
     pool.validate()

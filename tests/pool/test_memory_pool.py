@@ -7,7 +7,7 @@ import pytest
 from pool_contract import OBJECT, READER, WRITER, PoolContract, key_of, new, outcomes
 
 from layerflow.pool.arena import Arena
-from layerflow.pool.base import Outcome, Pool
+from layerflow.pool.base import Pool, ReserveStatus
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
 
@@ -60,7 +60,7 @@ def test_a_new_size_takes_the_cheapest_neighbourhood_when_the_old_ones_are_all_m
     pool.acquire([key_of(i) for i in range(256) if i // 8 % 2 or i < 8], READER, 9.0)
     [wide] = pool.reserve([new("wide", 8 * OBJECT)], WRITER)
     pool.validate()
-    assert wide.outcome is Outcome.RESERVED
+    assert wide.outcome is ReserveStatus.RESERVED
     assert pool.statistics().evictions <= 24
 
 
@@ -71,7 +71,7 @@ def test_a_mixed_batch_that_needs_eviction_of_several_sizes_never_takes_its_own_
         batch = [new((turn, i), size) for i, size in enumerate(sizes)]
         reserved = pool.reserve(batch, WRITER)
         pool.validate()
-        assert outcomes(reserved) == [Outcome.RESERVED] * 10
+        assert outcomes(reserved) == [ReserveStatus.RESERVED] * 10
         assert pool.commit([each.key for each in batch], WRITER) == 10
 
 
@@ -86,7 +86,9 @@ def test_changing_mixes_of_sizes_under_random_pins(seed):
         batch = [new((turn, i), rng.choice(sizes) * OBJECT - rng.choice((0, 0, 500))) for i in range(rng.randint(1, 9))]
         reserved = pool.reserve(batch, WRITER)
         pool.validate()
-        written = [each for each, (outcome, _) in zip(batch, reserved, strict=True) if outcome is Outcome.RESERVED]
+        written = [
+            each for each, (outcome, _) in zip(batch, reserved, strict=True) if outcome is ReserveStatus.RESERVED
+        ]
         assert pool.commit([each.key for each in rng.sample(written, len(written))], WRITER) == len(written)
         pool.acquire([each.key for each in written if rng.random() < 0.3], READER, turn + rng.randint(1, 12))
         pool.expire(turn)

@@ -12,7 +12,7 @@ from pool_contract import OBJECT, key_of, new
 from layerflow.errors import PoolError
 from layerflow.objects import HEADER_BYTES, check_header
 from layerflow.pool.arena import Arena
-from layerflow.pool.base import Outcome
+from layerflow.pool.base import ReserveStatus
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
 
@@ -69,17 +69,17 @@ class PoolMachine(RuleBasedStateMachine):
         any_new_room = False
         for name, result in zip(batch, results, strict=True):
             if name in self.ready:
-                assert result.outcome is Outcome.EXISTS
+                assert result.outcome is ReserveStatus.EXISTS
             elif name in self.writing:
-                assert result.outcome is Outcome.BUSY
+                assert result.outcome is ReserveStatus.BUSY
             elif self.nbytes(name) > CAPACITY:
-                assert result.outcome is Outcome.TOO_LARGE
-            elif result.outcome is Outcome.RESERVED:
+                assert result.outcome is ReserveStatus.TOO_LARGE
+            elif result.outcome is ReserveStatus.RESERVED:
                 assert name not in refused
                 any_new_room = True
                 self.writing[name] = (owner, result.offset, self.nbytes(name))
             else:
-                assert result.outcome is Outcome.FULL
+                assert result.outcome is ReserveStatus.FULL
                 assert self.held_bytes()
                 refused.add(name)
         assert any_new_room or not gone  # nothing is evicted for nothing

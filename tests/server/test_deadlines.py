@@ -6,7 +6,7 @@ import time
 
 from e2e.known import AFTER, eventually, small_spec, step_of
 
-from layerflow.agent import Outcome
+from layerflow.agent import LoadResult
 from server.support import Embed, observe, worker_on
 
 LAYERS = 24
@@ -25,7 +25,7 @@ def test_24_layers_cost_one_deadline(embed: Embed) -> None:
         assert eventually(lambda: worker.agent.terms is not None and worker.agent.terms.link_gbps < 0.001)
         began = time.monotonic()
         step = step_of(worker.agent.open_step([run.request()], 0.25))
-        outcomes: list[Outcome] = []
+        outcomes: list[LoadResult] = []
         for layer in range(LAYERS):
             outcomes.append(step.wait_layer(layer))
             step.layer_done(layer)

@@ -12,8 +12,8 @@ import pytest
 from e2e.known import eventually, small_spec
 from hosts.fake_backend import NAME
 
-from layerflow.agent.handshake import Conversation, dial, fetch_arena
-from layerflow.config import Settings
+from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
+from layerflow.config.settings import Settings
 from layerflow.errors import RemoteError
 from layerflow.flow.events import Direction
 from layerflow.server import EmbeddedServer, server
@@ -28,12 +28,12 @@ OPTIONS = '{"protocol": "host_tcp"}'
 class Worker:
     """A session by hand."""
 
-    def __init__(self, house: EmbeddedServer, *, direct: bool = True) -> None:
+    def __init__(self, context: EmbeddedServer, *, direct: bool = True) -> None:
         self.grants: list[wire.Batch] = []
         self.until = time.monotonic() + PATIENCE_S
-        self.conversation = Conversation(dial(house.context, house.endpoint), self._other)
+        self.conversation = Handshake(dial(context.context, context.endpoint), self._other)
         self.welcome = self.conversation.introduce("engine", "agent", self.until)
-        self.guest, self.fd, _ = fetch_arena(Path(self.welcome.doorway), self.welcome.token, self.until)
+        self.connection, self.fd, _ = fetch_arena(Path(self.welcome.fd_server), self.welcome.token, self.until)
         self.conversation.attach(wire.Attach(SPEC, memory=True, direct=direct), self.until)
 
     def ask(self, message: wire.Message, kind: type[wire.Message]) -> Any:
@@ -48,7 +48,7 @@ class Worker:
 
     def close(self) -> None:
         os.close(self.fd)
-        self.guest.close()
+        self.connection.close()
         self.conversation.dealer.close()
 
     def _other(self, message: wire.Message) -> None:
@@ -57,19 +57,19 @@ class Worker:
 
 
 @pytest.fixture
-def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedServer]:
+def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedServer]:
     tests = Path(__file__).resolve().parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH")))))
     monkeypatch.setattr(server, "tier_of", lambda settings: (NAME, {}))
     monkeypatch.setattr(server, "direct_options", lambda settings: OPTIONS)
-    with EmbeddedServer(Settings(pool={"size": "1MiB"}, server={"drain_timeout_s": 0.2})) as house:
-        assert eventually(lambda: house.server.tier is not None and house.server.tier.up)
-        yield house
+    with EmbeddedServer(Settings(pool={"size": "1MiB"}, server={"drain_timeout_s": 0.2})) as context:
+        assert eventually(lambda: context.server.tier is not None and context.server.tier.up)
+        yield context
 
 
 @pytest.fixture
-def worker(house: EmbeddedServer) -> Iterator[Worker]:
-    worker = Worker(house)
+def worker(context: EmbeddedServer) -> Iterator[Worker]:
+    worker = Worker(context)
     yield worker
     worker.close()
 
@@ -91,7 +91,7 @@ def test_the_welcome_says_what_a_client_is_made_from(worker: Worker) -> None:
     assert worker.welcome.direct == OPTIONS
 
 
-def test_a_step_is_scheduled_and_the_arena_left_alone(house: EmbeddedServer, worker: Worker) -> None:
+def test_a_step_is_scheduled_and_the_arena_left_alone(context: EmbeddedServer, worker: Worker) -> None:
     plan = worker.ask(opening(1, [load(2)], [save(3)]), wire.Plan)
     assert codec.unpack_u64(plan.loads[0].offsets, 2, "").tolist() == [0, 0]
     assert codec.unpack_u32(plan.loads[0].stored, 2, "").tolist() == [4, 4]
@@ -107,10 +107,10 @@ def test_a_step_is_scheduled_and_the_arena_left_alone(house: EmbeddedServer, wor
     assert moved == {Direction.LOAD: 2 * 4 * 4, Direction.SAVE: 3 * 4 * 4}
     notice = worker.ask(wire.Report(closed=[wire.Closed(1, True)]), wire.Notice)
     assert [(stored.parts, stored.committed) for stored in notice.stored] == [([0], True)]
-    pool = house.call(house.server.pool.statistics)
+    pool = context.call(context.server.pool.statistics)
     assert (pool.objects, pool.half_written) == (0, 0)  # type: ignore[attr-defined]
-    assert house.server.tier is not None
-    assert house.call(house.server.tier.statistics).writing_jobs == 0  # type: ignore[attr-defined]
+    assert context.server.tier is not None
+    assert context.call(context.server.tier.statistics).writing_jobs == 0  # type: ignore[attr-defined]
 
 
 def test_a_load_of_more_than_its_object_holds_is_refused(worker: Worker) -> None:
@@ -119,12 +119,12 @@ def test_a_load_of_more_than_its_object_holds_is_refused(worker: Worker) -> None
         worker.ask(opening(1, [part], []), wire.Plan)
 
 
-def test_an_object_that_could_not_be_read_is_not_offered_for_a_while(house: EmbeddedServer, worker: Worker) -> None:
+def test_an_object_that_could_not_be_read_is_not_offered_for_a_while(context: EmbeddedServer, worker: Worker) -> None:
     worker.ask(opening(1, [load(1)], []), wire.Plan)
     [batch] = [batch for batch in worker.next_batches() if batch.layer == 0]
     worker.conversation.send(wire.Report(failed=[wire.Failure(batch.batch, f"{wire.BROKEN}: gone")]))
-    assert house.server.tier is not None
-    assert eventually(lambda: house.call(house.server.tier.statistics).shunned_objects == 1)  # type: ignore[union-attr,attr-defined]
+    assert context.server.tier is not None
+    assert eventually(lambda: context.call(context.server.tier.statistics).shunned_objects == 1)  # type: ignore[union-attr,attr-defined]
 
 
 def test_a_server_without_it_refuses(embed: Callable[..., EmbeddedServer]) -> None:
@@ -133,9 +133,9 @@ def test_a_server_without_it_refuses(embed: Callable[..., EmbeddedServer]) -> No
     assert refused.value.code == "not_direct"
 
 
-def test_a_worker_may_go_through_the_arena_all_the_same(house: EmbeddedServer) -> None:
-    worker = Worker(house, direct=False)
+def test_a_worker_may_go_through_the_arena_all_the_same(context: EmbeddedServer) -> None:
+    worker = Worker(context, direct=False)
     plan = worker.ask(opening(1, [], [save(1)]), wire.Plan)
     assert codec.unpack_u64(plan.saves[0].offsets, 1, "").tolist() != [wire.NOWHERE]
-    assert house.call(house.server.pool.statistics).half_written == 1  # type: ignore[attr-defined]
+    assert context.call(context.server.pool.statistics).half_written == 1  # type: ignore[attr-defined]
     worker.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from e2e.known import eventually, small_spec
 
-from layerflow.agent.handshake import Conversation, dial, fetch_arena, fetch_presence
+from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena, fetch_presence
 from layerflow.errors import RemoteError, ServerLost, Unsupported
 from layerflow.memfd import SharedMemory
 from layerflow.pool.memory import MemoryPool
@@ -26,21 +26,21 @@ class Visitor:
     """A client that has said hello."""
 
     def __init__(self, server: EmbeddedServer) -> None:
-        self.conversation = Conversation(dial(server.context, server.endpoint))
+        self.conversation = Handshake(dial(server.context, server.endpoint))
         self.deadline = time.monotonic() + PATIENCE_S
         self.welcome: Welcome = self.conversation.introduce("visitor", "test", self.deadline)
-        self.door = Path(self.welcome.doorway)
+        self.door = Path(self.welcome.fd_server)
 
     def attach(self, memory: bool) -> None:
         self.conversation.attach(Attach(small_spec(), memory=memory), self.deadline)
 
     def knock(self, said: bytes) -> bytes:
         """What the doorway answers."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as guest:
-            guest.settimeout(PATIENCE_S)
-            guest.connect(str(self.door))
-            guest.sendall(said)
-            return guest.recv(8)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(PATIENCE_S)
+            connection.connect(str(self.door))
+            connection.sendall(said)
+            return connection.recv(8)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def visitor(server: EmbeddedServer) -> Iterator[Visitor]:
 
 
 def test_the_table_is_handed_out_for_reading_only(server: EmbeddedServer, visitor: Visitor) -> None:
-    guest, fd, nbytes = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    connection, fd, nbytes = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
     assert fd is not None
     assert server.server.pool.presence is not None
     assert nbytes == server.server.pool.presence.memory.nbytes
@@ -65,26 +65,26 @@ def test_the_table_is_handed_out_for_reading_only(server: EmbeddedServer, visito
     with pytest.raises(Unsupported):
         SharedMemory.attach(fd, nbytes)
     os.close(fd)
-    guest.close()
+    connection.close()
 
 
 def test_who_has_the_table_is_no_worker(server: EmbeddedServer, visitor: Visitor) -> None:
-    guest, fd, _ = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    connection, fd, _ = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
     assert fd is not None
     os.close(fd)
     with pytest.raises(RemoteError, match="no_arena"):
         visitor.attach(memory=True)
     visitor.attach(memory=False)
     assert server.server.sessions.workers() == 0
-    guest.close()
+    connection.close()
 
 
 def test_each_session_enters_once(visitor: Visitor) -> None:
-    guest, fd, _ = fetch_arena(visitor.door, visitor.welcome.token, visitor.deadline)
+    connection, fd, _ = fetch_arena(visitor.door, visitor.welcome.token, visitor.deadline)
     os.close(fd)
     with pytest.raises(ServerLost, match="hung up"):
         fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
-    guest.close()
+    connection.close()
 
 
 @pytest.mark.parametrize("wish", [b"", b"x", b"A"])
@@ -95,7 +95,7 @@ def test_an_unknown_wish_is_refused_and_costs_nothing(visitor: Visitor, wish: by
 
 
 def test_a_quiet_scheduler_is_not_called_silent_and_not_forgotten(server: EmbeddedServer, visitor: Visitor) -> None:
-    guest, fd, _ = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    connection, fd, _ = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
     assert fd is not None
     os.close(fd)
     visitor.attach(memory=False)
@@ -104,17 +104,17 @@ def test_a_quiet_scheduler_is_not_called_silent_and_not_forgotten(server: Embedd
     server.call(server.server.lose_silent, session)
     assert not session.silent
     assert list(server.server.sessions) == [session]
-    guest.close()
+    connection.close()
     assert eventually(lambda: not len(server.server.sessions)), "a hang-up ends its session"
 
 
 def test_last_words_come_through(server: EmbeddedServer, visitor: Visitor) -> None:
     """What a scheduler said before it hung up is heard, whichever of the two arrives first."""
-    guest, fd, _ = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    connection, fd, _ = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
     assert fd is not None
     os.close(fd)
     visitor.attach(memory=False)
-    guest.close()
+    connection.close()
     visitor.conversation.send(Missed(3, 500))
     figures = server.server.metrics.summary
     assert eventually(lambda: figures()["lookups_total"] == 3 and figures()["lookup_miss_tokens_total"] == 500)
@@ -135,9 +135,9 @@ def test_a_pool_without_a_table(monkeypatch: pytest.MonkeyPatch, embed: Embed) -
     monkeypatch.setattr(MemoryPool, "presence", None)
     server = embed()
     visitor = Visitor(server)
-    guest, fd, nbytes = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    connection, fd, nbytes = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
     assert (fd, nbytes) == (None, 0)
     visitor.attach(memory=False)
-    guest.close()
+    connection.close()
     assert eventually(lambda: not len(server.server.sessions))
     visitor.conversation.dealer.close()

@@ -9,7 +9,7 @@ import pytest
 from e2e.known import KnownWorker, eventually, layerflow_threads, open_fds, small_spec
 
 from layerflow.agent import Control
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.errors import LayerflowError
 from layerflow.server import EmbeddedServer
 from layerflow.spec import Shard

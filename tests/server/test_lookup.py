@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerflow.agent.line import MOST_LOOKS, Sight, hit_of
+from layerflow.agent.connection.control_connection import MOST_LOOKS, PresenceView, hit_of
 from layerflow.agent.values import Hit
 from layerflow.hits import MAX_TAILS, HitLength, find_hit
 from layerflow.keys import Chain, object_key
@@ -152,7 +152,7 @@ def test_a_client_that_does_not_ask_would_have_found_nothing(world: World, data:
             for group, rank, chunk, tokens in hidden
         ]
     )
-    sight = Sight(world.presence.memory, world.spec)
+    sight = PresenceView(world.presence.memory, world.spec)
     nothing = HitLength(0, ())
     if sight.misses(world.chain):
         assert find_hit(world.pool, world.spec, ROOT, world.chain.digests, len(world.chain)) == nothing
@@ -167,13 +167,13 @@ def test_what_a_client_sees_for_itself_is_what_the_server_would_say(world: World
     rest = len(chain) % CHUNK
     own = chain.partial(len(chain.digests), rest) if rest else b""
     said = find_hit(world.pool, world.spec, ROOT, chain.digests, len(chain), own)
-    assert Sight(world.presence.memory, world.spec).hit(chain) == hit_of(said, chain, world.spec)
+    assert PresenceView(world.presence.memory, world.spec).hit(chain) == hit_of(said, chain, world.spec)
 
 
 def test_a_client_does_not_look_for_a_long_prompt_itself() -> None:
     presence, spec = PresenceWriter(1 << 16), spec_of([0])
     longest = Chain(ROOT, np.arange(MOST_LOOKS * CHUNK), CHUNK)
-    sight = Sight(presence.memory, spec)
+    sight = PresenceView(presence.memory, spec)
     assert sight.hit(longest) == Hit(0)
     longest.extend(np.arange(CHUNK))
     assert sight.hit(longest) is None
@@ -185,7 +185,7 @@ def test_a_client_that_cannot_tell_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     chain = Chain(ROOT, np.arange(3 * CHUNK), CHUNK)
     keys = [object_key(digest, 0, spec.shard) for digest in chain.digests]
     presence.add(keys[0])
-    sight = Sight(presence.memory, spec)
+    sight = PresenceView(presence.memory, spec)
     assert sight.hit(chain) == Hit(CHUNK)
     holds = sight._table.holds
     monkeypatch.setattr(sight._table, "holds", lambda key: None if key == keys[1] else holds(key))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from layerflow.errors import ConfigError
-from layerflow.server.security import Z85_KEY, read_keys
+from layerflow.server.transport.security import Z85_KEY, read_keys
 
 PLAIN, HASHED, LEADING = b"a" * Z85_KEY, b"b#c" + b"d" * (Z85_KEY - 3), b"#" + b"e" * (Z85_KEY - 1)
 

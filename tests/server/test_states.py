@@ -11,7 +11,7 @@ import torch
 from e2e.known import kv_bytes
 
 from layerflow.agent import Agent, Hit, StepRequest
-from layerflow.agent.control import hit_of
+from layerflow.agent.connection.control import hit_of
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard

@@ -8,14 +8,21 @@ import anyio
 import pytest
 
 from layerflow.flow.events import Event, FetchFailed, LayersFetched
-from layerflow.hosts.backend import Outcome
-from layerflow.hosts.messages import (
+from layerflow.hosts.backend import ObjectStatus
+from layerflow.keys import KEY_BYTES
+from layerflow.objects import HEADER_BYTES
+from layerflow.pool.arena import Arena
+from layerflow.pool.base import NewObject
+from layerflow.pool.memory import MemoryPool
+from layerflow.server.tier.fetches import FetchDependency, Fetches
+from layerflow.server.tier.writes import Writes
+from layerflow.wire.host_messages import (
     Advance,
     Drop,
-    Failure,
     Fetch,
     Fetched,
     Finish,
+    ObjectFailure,
     ToHost,
     Unfetch,
     Write,
@@ -24,13 +31,6 @@ from layerflow.hosts.messages import (
     unpack_u32,
     unpack_u64,
 )
-from layerflow.keys import KEY_BYTES
-from layerflow.objects import HEADER_BYTES
-from layerflow.pool.arena import Arena
-from layerflow.pool.base import NewObject
-from layerflow.pool.memory import MemoryPool
-from layerflow.server.tier_fetches import Arrival, Fetches
-from layerflow.server.tier_writes import Writes
 
 LAYERS = 4
 NBYTES = HEADER_BYTES + LAYERS * 1024
@@ -77,9 +77,9 @@ class World:
         self.fetches.begin([new(name) for name in names], LAYERS, 1.0, now=0.0)
         return self.said(Fetch)[-1]
 
-    def watch(self, *names: int, number: int = 1, part: int = 0, step: tuple[int, int] = STEP) -> Arrival:
+    def watch(self, *names: int, number: int = 1, part: int = 0, step: tuple[int, int] = STEP) -> FetchDependency:
         jobs = list({self.fetches.coming(key(name)).job for name in names})
-        arrival = Arrival(step, number, 0, ("step", *step), jobs, {key(name): [part] for name in names})
+        arrival = FetchDependency(step, number, 0, ("step", *step), jobs, {key(name): [part] for name in names})
         self.fetches.watch(arrival)
         return arrival
 
@@ -135,9 +135,9 @@ def test_one_bad_object_fails_its_part_and_leaves_the_others(world):
     fetch = world.begin(1, 2)
     world.watch(1, number=1, part=0)
     world.watch(2, number=2, part=1)
-    world.fetches.heard(Fetched(fetch.id, 1, ended=False, failed=(Failure(0, Outcome.EXPIRED, "lease"),)))
+    world.fetches.heard(Fetched(fetch.id, 1, ended=False, failed=(ObjectFailure(0, ObjectStatus.EXPIRED, "lease"),)))
     assert world.news() == [FetchFailed(*STEP, (0,), "not fetched: lease"), *map(layers(1), (1, 2))]
-    assert world.failed == [(key(1), Outcome.EXPIRED)]
+    assert world.failed == [(key(1), ObjectStatus.EXPIRED)]
     world.fetches.heard(Fetched(fetch.id, LAYERS, ended=True))
     assert world.pool.lookup([key(1), key(2)]) == [False, True]
     world.fetches.forget_step(STEP)
@@ -168,7 +168,7 @@ def test_the_death_of_the_host_fails_exactly_what_it_carried(world):
     world.writes.host_lost("signal 9")
     [lost] = world.news()
     assert lost == FetchFailed(*STEP, (0,), "not fetched: the host process is gone: signal 9")
-    assert world.failed == [(key(3), Outcome.FAILED)], "a dead host is no fault of the object that it was fetching"
+    assert world.failed == [(key(3), ObjectStatus.FAILED)], "a dead host is no fault of the object that it was fetching"
     assert world.pool.lookup([key(1)]) == [True]
     world.fetches.forget_step(STEP)
     assert world.pool.statistics().half_written == 1, "the step still saves into the arena"
@@ -202,7 +202,9 @@ def test_room_that_a_step_may_be_reading_is_nobody_elses_until_its_loads_are_don
     world.fetches.heard(Fetched(fetch.id, 2, ended=False))
     match how:
         case "one object":
-            world.fetches.heard(Fetched(fetch.id, 2, ended=True, failed=(Failure(0, Outcome.FAILED, "lost"),)))
+            world.fetches.heard(
+                Fetched(fetch.id, 2, ended=True, failed=(ObjectFailure(0, ObjectStatus.FAILED, "lost"),))
+            )
         case "all of it":
             world.fetches.heard(Fetched(fetch.id, 2, ended=True))
         case "its host":
@@ -225,12 +227,14 @@ def test_what_nobody_wants_any_more_is_called_back_once(world):
     world.fetches.forget_step(STEP)
     assert world.said(Unfetch) == [Unfetch(fetch.id)]
     assert world.fetches.coming(key(1)) is None and key(1) not in world.fetches, "a new step must not wait for it"
-    world.fetches.heard(Fetched(fetch.id, 1, ended=True, failed=(Failure(0, Outcome.FAILED, "nobody wants it"),)))
+    world.fetches.heard(
+        Fetched(fetch.id, 1, ended=True, failed=(ObjectFailure(0, ObjectStatus.FAILED, "nobody wants it"),))
+    )
     assert world.failed == [], "it may be offered again at once"
     assert world.news() == [] and world.pool.statistics().half_written == 0
 
 
-CALLED_BACK = tuple(Failure(at, Outcome.FAILED, "nobody wants it any more") for at in range(2))
+CALLED_BACK = tuple(ObjectFailure(at, ObjectStatus.FAILED, "nobody wants it any more") for at in range(2))
 
 
 def called_back(world: World, *names: int) -> Fetch:
@@ -273,11 +277,11 @@ def test_what_is_missing_is_not_fetched_anew_and_who_waits_is_told(world):
     fetch = called_back(world, 1, 2)
     world.fetches.begin([new(1), new(2)], LAYERS, 1.0, 0.5)
     world.watch(1, 2)
-    failed = (Failure(0, Outcome.MISSING, "it is gone"), CALLED_BACK[1])
+    failed = (ObjectFailure(0, ObjectStatus.MISSING, "it is gone"), CALLED_BACK[1])
     world.fetches.heard(Fetched(fetch.id, 0, ended=True, failed=failed))
     [_, anew] = world.said(Fetch)
     assert split_keys(anew.objects.keys) == [key(2)]
-    assert isinstance(world.news()[0], FetchFailed) and world.failed == [(key(1), Outcome.MISSING)]
+    assert isinstance(world.news()[0], FetchFailed) and world.failed == [(key(1), ObjectStatus.MISSING)]
     assert key(1) not in world.fetches and key(2) in world.fetches
     world.fetches.heard(Fetched(anew.id, LAYERS, ended=True))
     assert world.pool.lookup([key(1), key(2)]) == [False, True]
@@ -307,7 +311,9 @@ def test_without_a_host_what_is_wanted_again_fails(world):
 
 def test_nobody_waits_for_what_has_failed_while_the_rest_is_coming(world):
     fetch = world.begin(1, 2)
-    world.fetches.heard(Fetched(fetch.id, 1, ended=False, failed=(Failure(0, Outcome.MISSING, "it is gone"),)))
+    world.fetches.heard(
+        Fetched(fetch.id, 1, ended=False, failed=(ObjectFailure(0, ObjectStatus.MISSING, "it is gone"),))
+    )
     assert world.fetches.coming(key(1)) is None and world.fetches.coming(key(2)) is not None
 
 
@@ -340,9 +346,9 @@ def test_a_write_follows_the_layers_and_ends_with_the_commit(world):
     assert world.sent[-1] == Finish(write.id)
     assert world.pool.statistics().pinned == 2 and world.writes.backlog_bytes == 2 * NBYTES
     world.writes.forget_step(STEP)
-    world.writes.heard(Written(write.id, (Failure(1, Outcome.EXISTS, ""),)))
+    world.writes.heard(Written(write.id, (ObjectFailure(1, ObjectStatus.EXISTS, ""),)))
     assert world.pool.statistics().pinned == 0 and world.writes.backlog_bytes == 0
-    assert world.written == [key(1)] and world.failed == [(key(2), Outcome.EXISTS)]
+    assert world.written == [key(1)] and world.failed == [(key(2), ObjectStatus.EXISTS)]
     assert world.writes.written_bytes == NBYTES
 
 
@@ -358,7 +364,9 @@ def test_what_was_revoked_is_dropped_before_and_after_the_write_began(world):
     world.pool.commit([key(1)], "saver")
     world.writes.committed(STEP, [key(1)])
     assert [unpack_u32(drop.positions) for drop in world.said(Drop)] == [[1], [2]]
-    world.writes.heard(Written(write.id, (Failure(1, Outcome.FAILED, "dropped"), Failure(2, Outcome.FAILED, ""))))
+    world.writes.heard(
+        Written(write.id, (ObjectFailure(1, ObjectStatus.FAILED, "dropped"), ObjectFailure(2, ObjectStatus.FAILED, "")))
+    )
     assert world.written == [key(1)] and world.failed == []
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from layerflow.errors import SpecError
-from layerflow.kinds import KINDS, Sliding, State
+from layerflow.kinds import KINDS, RecurrentState, Sliding
 from layerflow.objects import check_header, object_bytes, pack_header, plane_offsets
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
@@ -136,7 +136,7 @@ def test_a_window_keeps_what_a_hit_at_its_end_or_one_before_reads(tokens: int) -
 
 @pytest.mark.parametrize("size", [1, 16, 48])
 def test_a_state_is_read_and_kept_at_one_position_only(size: int) -> None:
-    kind = State(size)
+    kind = RecurrentState(size)
     for boundary in range(size, 960, size):
         assert kind.need(boundary, 96) == range((boundary - 1) // 96, (boundary - 1) // 96 + 1)
         assert kind.first_token(boundary) // size == boundary // size - 1, "the block of the boundary's last token"

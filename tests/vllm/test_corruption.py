@@ -16,7 +16,7 @@ import zmq
 from comparison import MAX_TOKENS, prompt, settled
 from engines import Engine, connector
 
-from layerflow.agent.handshake import Conversation, dial, fetch_arena
+from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
 from layerflow.objects import HEADER_BYTES, MAGIC
 from layerflow_cli.bench.harness import ServerProcess
 
@@ -30,9 +30,9 @@ def arena_of(endpoint: str) -> Iterator[np.ndarray]:
     """The server's arena, writable, uint8: what an agent maps."""
     deadline = time.monotonic() + 10
     with zmq.Context() as context:
-        conversation = Conversation(dial(context, endpoint))
+        conversation = Handshake(dial(context, endpoint))
         welcome = conversation.introduce("vandal", "agent", deadline)
-        guest, fd, _ = fetch_arena(Path(welcome.doorway), welcome.token, deadline)
+        guest, fd, _ = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
         mapped = mmap.mmap(fd, os.fstat(fd).st_size)
         try:
             yield np.frombuffer(mapped, np.uint8)

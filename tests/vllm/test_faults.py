@@ -11,7 +11,7 @@ import pytest
 from comparison import MAX_TOKENS, prompt, settled
 from engines import Engine, connector
 
-from layerflow.agent.control import fetch_status
+from layerflow.agent.connection.control import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 CHUNK = 64

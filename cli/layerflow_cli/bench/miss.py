@@ -25,7 +25,7 @@ from layerflow.engine import Engine, NullConnection
 from layerflow.engine.config import PRESETS
 from layerflow.engine.connection import Connection, StepHooks
 from layerflow.engine.glue import LayerflowConnection, attach
-from layerflow.engine.request import Request, Span
+from layerflow.engine.request import Request, TokenSpan
 from layerflow.errors import LayerflowError
 from layerflow_cli.bench.harness import WARM_TIMEOUT_S, serving
 from layerflow_cli.bench.overlap import multiplying
@@ -130,7 +130,7 @@ class TimedConnection:
     def lookup(self, request: Request) -> int:
         return self._watch(self.inner.lookup, request)
 
-    def open_step(self, spans: Sequence[Span]) -> StepHooks:
+    def open_step(self, spans: Sequence[TokenSpan]) -> StepHooks:
         return _TimedStep(self._watch(self.inner.open_step, spans), self._watch)
 
     def poll(self) -> None:

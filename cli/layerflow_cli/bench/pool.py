@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from layerflow.agent.control import Control
+from layerflow.agent.connection.control import Control
 from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import pool_name
 from layerflow.keys import Chain, object_key

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from layerflow.hosts.memcache_codes import explain
-from layerflow.hosts.memcache_meta import MetaService
-from layerflow.hosts.memcache_setup import MemcacheOptions, connect, shared
+from layerflow.hosts.memcache.codes import explain
+from layerflow.hosts.memcache.metaservice import MetaService
+from layerflow.hosts.memcache.setup import MemcacheOptions, connect, shared
 from layerflow_cli.bench.pool_raw_plain import Raw, Shape
 
 DRAM = 1

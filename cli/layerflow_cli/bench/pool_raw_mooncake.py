@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from layerflow.hosts.mooncake_codes import explain
-from layerflow.hosts.mooncake_master import Master
-from layerflow.hosts.mooncake_setup import MooncakeOptions, connect
-from layerflow.hosts.mooncake_warm import Warming, added, mapped
+from layerflow.hosts.mooncake.client import Master, explain
+from layerflow.hosts.mooncake.setup import MooncakeOptions, connect
+from layerflow.hosts.mooncake.warm import Warming, added, mapped
 from layerflow_cli.bench.pool_raw_plain import Raw, Shape
 
 WARM_S = 120.0

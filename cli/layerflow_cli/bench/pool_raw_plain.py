@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from layerflow.hosts.disk_format import file_bytes
+from layerflow.hosts.disk.format import file_bytes
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES
 

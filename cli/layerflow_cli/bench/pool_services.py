@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.hosts.environment import environment
 from layerflow.server.server import tier_of

@@ -11,7 +11,7 @@ import torch
 from layerflow.engine.cache import PagedCache
 from layerflow.engine.connection import StepHooks
 from layerflow.engine.glue import LayerflowConnection
-from layerflow.engine.request import Span
+from layerflow.engine.request import TokenSpan
 from layerflow_cli.demo.engines import KvBytes
 
 
@@ -37,13 +37,13 @@ class Spoiling(LayerflowConnection):
         super().__init__(honest.agent, honest.mode)
         self._cache, self._layer = cache, layer
 
-    def open_step(self, spans: Sequence[Span]) -> StepHooks:
+    def open_step(self, spans: Sequence[TokenSpan]) -> StepHooks:
         """See :class:`LayerflowConnection`."""
         return _SpoilingStep(super().open_step(spans), spans, self._cache, self._layer)
 
 
 class _SpoilingStep:
-    def __init__(self, honest: StepHooks, spans: Sequence[Span], cache: PagedCache, layer: int) -> None:
+    def __init__(self, honest: StepHooks, spans: Sequence[TokenSpan], cache: PagedCache, layer: int) -> None:
         self._honest, self._spans, self._cache, self._layer = honest, spans, cache, layer
 
     def wait_layer(self, layer: int) -> Collection[str]:

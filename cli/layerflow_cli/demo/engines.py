@@ -16,7 +16,7 @@ from layerflow.engine import Engine, Result, StepReport
 from layerflow.engine.cache import NULL_BLOCK
 from layerflow.engine.connection import StepHooks
 from layerflow.engine.glue import LayerflowConnection, attach
-from layerflow.engine.request import Span
+from layerflow.engine.request import TokenSpan
 from layerflow.errors import LayerflowError
 from layerflow.observe.trace import WHOLE_STEP, StepTrace
 from layerflow_cli.demo.workload import MAX_NEW_TOKENS, Workload
@@ -51,7 +51,7 @@ class Noting(LayerflowConnection):
         super().__init__(honest.agent, honest.mode)
         self._opened: list[float] = []
 
-    def open_step(self, spans: Sequence[Span]) -> StepHooks:
+    def open_step(self, spans: Sequence[TokenSpan]) -> StepHooks:
         """See :class:`LayerflowConnection`."""
         self._opened.append(time.monotonic())
         return super().open_step(spans)

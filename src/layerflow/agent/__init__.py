@@ -9,16 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from layerflow.agent.control import Control
-from layerflow.agent.handshake import ClientKeys
-from layerflow.agent.values import MISS, READY, Ended, FailedBlocks, Hit, Outcome, StepRequest
-from layerflow.flow.policy import Mode
+from layerflow.agent.connection.control import Control
+from layerflow.agent.connection.handshake import ClientKeys
+from layerflow.agent.values import MISS, READY, Ended, FailedBlocks, Hit, LoadResult, StepRequest
+from layerflow.flow.cost.policy import Mode
 
 if TYPE_CHECKING:
     from layerflow.agent.agent import Agent
     from layerflow.agent.aio import AsyncAgent, AsyncStep
-    from layerflow.agent.no_step import NoStep
-    from layerflow.agent.step import Step
+    from layerflow.agent.step.no_step import NoStep
+    from layerflow.agent.step.step import Step
 
 __all__ = [
     "MISS",
@@ -31,15 +31,15 @@ __all__ = [
     "Ended",
     "FailedBlocks",
     "Hit",
+    "LoadResult",
     "Mode",
     "NoStep",
-    "Outcome",
     "Step",
     "StepRequest",
 ]
 
 
-_HOME_OF = {"Agent": "agent", "AsyncAgent": "aio", "AsyncStep": "aio", "NoStep": "no_step", "Step": "step"}
+_HOME_OF = {"Agent": "agent", "AsyncAgent": "aio", "AsyncStep": "aio", "NoStep": "step.no_step", "Step": "step.step"}
 
 
 def __getattr__(name: str) -> object:

@@ -15,19 +15,19 @@ import structlog
 import torch
 import zmq
 
-from layerflow.agent.advisor import Advisor, work_of
-from layerflow.agent.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
-from layerflow.agent.inbox import Inbox
-from layerflow.agent.ledger import Ledger
-from layerflow.agent.link import Attachment, Link
-from layerflow.agent.no_step import NO_STEP, NoStep
-from layerflow.agent.outline import OutlinePart, check_blocks, outline_loads, outline_saves, without_tails
-from layerflow.agent.step import Step
-from layerflow.agent.values import MISS, AgentStatistics, Ended, Hit, Measured, StepRequest, Tally
+from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
+from layerflow.agent.connection.link import Attachment, Link
+from layerflow.agent.costs import LoadPolicy, work_of
+from layerflow.agent.descriptors import PartDescriptor, check_blocks, describe_loads, describe_saves, without_tails
+from layerflow.agent.dispatcher import Dispatcher
+from layerflow.agent.open_steps import OpenSteps
+from layerflow.agent.step.no_step import NO_STEP, NoStep
+from layerflow.agent.step.step import Step
+from layerflow.agent.values import MISS, AgentCounters, AgentStatistics, Ended, Hit, Measured, StepRequest
 from layerflow.device import device_for
 from layerflow.errors import ConfigError, SessionError, SpecError, Unsupported
-from layerflow.flow.estimators import ComputeCost, LinkCost
-from layerflow.flow.policy import Mode
+from layerflow.flow.cost.estimators import ComputeCost, LinkCost
+from layerflow.flow.cost.policy import Mode
 from layerflow.keys import Chain, Media, root_digest
 from layerflow.observe.trace import StepTrace
 from layerflow.ops.paged import PagedMemory
@@ -75,13 +75,13 @@ class Agent:
         self._block_bytes = [group.bytes_per_block for group in spec.groups]
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
-        self._tally = Tally()
-        self._ledger = Ledger()
-        self._inbox = Inbox(self.memory, self.device, self._ledger, self._tally, Advisor(spec))
+        self._tally = AgentCounters()
+        self._open_steps = OpenSteps()
+        self._dispatcher = Dispatcher(self.memory, self.device, self._open_steps, self._tally, LoadPolicy(spec))
         context = context or zmq.Context.instance()
         self._control = Control(endpoint, engine_id, spec, context=context, lookup_timeout_s=lookup_timeout_s)
         self._populating: threading.Thread | None = None
-        self._link = self._inbox.link = Link(context, endpoint, engine_id, spec, self)
+        self._link = self._dispatcher.link = Link(context, endpoint, engine_id, spec, self)
         self._link.start()
         if wait_s > 0 and not self._link.ready.wait(wait_s):
             log.warning("agent_not_attached", endpoint=endpoint, waited_s=wait_s)
@@ -91,30 +91,30 @@ class Agent:
     @property
     def attached(self) -> bool:
         """Is there a server now?"""
-        return self._inbox.attachment is not None
+        return self._dispatcher.attachment is not None
 
     @property
     def direct(self) -> bool:
         """Do bytes move straight between device memory and the pool behind the server's arena now?"""
-        attachment = self._inbox.attachment
+        attachment = self._dispatcher.attachment
         return attachment is not None and attachment.direct
 
     @property
     def terms(self) -> Terms | None:
         """The server's current terms; None while it is away."""
-        attachment = self._inbox.attachment
+        attachment = self._dispatcher.attachment
         return attachment.terms if attachment is not None else None
 
     @property
     def traces(self) -> deque[StepTrace]:
         """The last finished steps, oldest first."""
-        self._inbox.measure()
-        return self._inbox.measures.traces
+        self._dispatcher.measure()
+        return self._dispatcher.measures.traces
 
     @property
     def measured(self) -> deque[Measured]:
         """The figures of the last finished steps, oldest first, a moment after their end; take them from the left."""
-        return self._inbox.measures.measured
+        return self._dispatcher.measures.measured
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Wait for a server; False after `timeout_s`."""
@@ -143,7 +143,7 @@ class Agent:
         """
         self._same_process()
         self._tally.lookups += 1
-        if not self.attached or self._inbox.silent:
+        if not self.attached or self._dispatcher.silent:
             return MISS
         hit = self._control.lookup(request, chain)
         self._tally.hit_tokens += hit.tokens
@@ -155,13 +155,13 @@ class Agent:
         :param prompt_tokens: of the whole prompt.
         """
         terms = self.terms
-        self._inbox.measure()
-        return self._inbox.advisor.advise(terms.mode if terms is not None else "auto", hit, prompt_tokens)
+        self._dispatcher.measure()
+        return self._dispatcher.advisor.advise(terms.mode if terms is not None else "auto", hit, prompt_tokens)
 
     @property
     def costs(self) -> tuple[LinkCost | None, ComputeCost | None]:
         """What finished steps have shown of this worker's link and compute."""
-        return self._inbox.advisor.costs
+        return self._dispatcher.advisor.costs
 
     def open_step(self, requests: Sequence[StepRequest], timeout_s: float | None = None) -> Step | NoStep:
         """A forward pass begins, or is about to: loads start now, saves get their places.
@@ -174,15 +174,15 @@ class Agent:
         """
         self._same_process()
         terms = self.terms
-        loads = outline_loads(self.spec, requests)
-        saving = terms is not None and not self._inbox.silent
-        saves = outline_saves(self.spec, requests, terms.save_partial) if saving and terms is not None else []
-        return self.open_outline(loads, saves, work=work_of(requests), timeout_s=timeout_s)
+        loads = describe_loads(self.spec, requests)
+        saving = terms is not None and not self._dispatcher.silent
+        saves = describe_saves(self.spec, requests, terms.save_partial) if saving and terms is not None else []
+        return self.open_descriptors(loads, saves, work=work_of(requests), timeout_s=timeout_s)
 
-    def open_outline(
+    def open_descriptors(
         self,
-        loads: Sequence[OutlinePart],
-        saves: Sequence[OutlinePart],
+        loads: Sequence[PartDescriptor],
+        saves: Sequence[PartDescriptor],
         *,
         work: tuple[int, int] | None = None,
         timeout_s: float | None = None,
@@ -192,15 +192,15 @@ class Agent:
         What is not to be saved now is left out: everything while the server is away or silent, partial tails where it
         keeps none.
 
-        :param loads: from :func:`~layerflow.agent.outline.outline_loads`.
-        :param saves: from :func:`~layerflow.agent.outline.outline_saves`.
-        :param work: new tokens and their context, see :func:`~layerflow.agent.advisor.work_of`; None = not known.
+        :param loads: from :func:`~layerflow.agent.descriptors.describe_loads`.
+        :param saves: from :func:`~layerflow.agent.descriptors.describe_saves`.
+        :param work: new tokens and their context, see :func:`~layerflow.agent.costs.work_of`; None = not known.
         :raises SpecError: a block that registered memory does not have, or the timeout is none.
         """
         self._same_process()
         _check_timeout(timeout_s)
         terms = self.terms
-        if terms is None or self._inbox.silent:
+        if terms is None or self._dispatcher.silent:
             saves = []
         elif not terms.save_partial:
             saves = without_tails(saves)
@@ -213,36 +213,36 @@ class Agent:
         step = Step(
             next(self._numbers), self._groups, self._block_bytes, list(loads), list(saves),
             now + loading_s, now + max(loading_s, saving_s), self.device,
-            self._inbox.attend, self._inbox.fenced, self._inbox.closed,
+            self._dispatcher.attend, self._dispatcher.fenced, self._dispatcher.closed,
         )  # fmt: skip
         step.work = work
-        with self._ledger.lock:
+        with self._open_steps.lock:
             # Decided under the lock that losing the server takes: the step is told of it one way or the other.
-            attachment = self._inbox.attachment
+            attachment = self._dispatcher.attachment
             if attachment is not None and attachment.direct:
                 step.bypass()
-            self._ledger.add(step)
+            self._open_steps.add(step)
         if attachment is not None and attachment.direct:
-            bypass = self._inbox.bypass
+            bypass = self._dispatcher.bypass
             if bypass.stuck:
-                self._inbox.cut(step, "the pool does not answer")
+                self._dispatcher.cut(step, "the pool does not answer")
             else:
-                bypass.open(step, lambda step, message: self._inbox.announce(step, message, attachment))
+                bypass.open(step, lambda step, message: self._dispatcher.announce(step, message, attachment))
         elif attachment is not None:
             messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])
             self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages))
         else:
-            self._inbox.cut(step, "no server is attached")
+            self._dispatcher.cut(step, "no server is attached")
         return step
 
     def abort(self, request: str) -> None:
         """The request is over. :meth:`poll` reports it released once no transfer touches its blocks."""
         self._same_process()
-        steps = self._ledger.abort(request)
+        steps = self._open_steps.abort(request)
         for step in steps:
             step.abort(request)
         if steps and self.attached:
-            self._inbox.bypass.in_order(steps, lambda: self._link.send(Abort([request])))
+            self._dispatcher.bypass.in_order(steps, lambda: self._link.send(Abort([request])))
 
     def drop_lease(self, request: str) -> None:
         """The request's hit will not be loaded."""
@@ -250,11 +250,11 @@ class Agent:
 
     def busy(self, request: str) -> bool:
         """May a transfer still touch this request's blocks?"""
-        return self._ledger.busy(request)
+        return self._open_steps.busy(request)
 
     def saving(self, request: str) -> bool:
         """May a save still read this request's blocks? Loads do not count."""
-        return self.busy(request) and any(step.reads.of(request) for step in self._ledger.steps())
+        return self.busy(request) and any(step.reads.of(request) for step in self._open_steps.steps())
 
     def reclaim(self, group_blocks: Sequence[Sequence[int] | np.ndarray], timeout_s: float) -> int:
         """These engine blocks are about to be overwritten: nothing reads them any more when this returns.
@@ -272,34 +272,34 @@ class Agent:
         _check_timeout(timeout_s)
         if len(group_blocks) != len(self.spec.groups):
             raise SpecError(f"{len(group_blocks)} lists of blocks to reclaim; there are {len(self.spec.groups)} groups")
-        if not len(self._ledger):
+        if not len(self._open_steps):
             return 0
         blocks = [np.asarray(ids, dtype=np.int64) for ids in group_blocks]
         until, cut = time.monotonic() + timeout_s, 0
-        for step in self._ledger.steps():
+        for step in self._open_steps.steps():
             if not step.reads.any_of(blocks):
                 continue
             # A step that computes would be waited for in vain: it is the caller who ends it.
             drains = step.closed and not step.saves_cancelled
             if drains:
-                self._inbox.hurry(step)
+                self._dispatcher.hurry(step)
             if not (drains and step.reads.wait(blocks, until)):
                 cut += step.cut_saves("its blocks were reclaimed")
-                self._inbox.reclaimed()
+                self._dispatcher.reclaimed()
         if cut:
             log.info("saves_cut", steps=cut, reason="the engine took their blocks back")
         return cut
 
     def wait_idle(self, request: str, timeout_s: float) -> bool:
         """Wait until no transfer touches this request's blocks; False after `timeout_s`. Its saves leave at once."""
-        for step in self._ledger.steps():
+        for step in self._open_steps.steps():
             if step.saves and request in step.requests:
-                self._inbox.hurry(step)
-        return self._ledger.wait_idle(request, timeout_s)
+                self._dispatcher.hurry(step)
+        return self._open_steps.wait_idle(request, timeout_s)
 
     def poll(self) -> Ended:
         """What ended since the last call. Never blocks."""
-        return self._ledger.poll()
+        return self._open_steps.poll()
 
     def statistics(self) -> AgentStatistics:
         """A snapshot."""
@@ -307,7 +307,7 @@ class Agent:
         return AgentStatistics(
             attached=self.attached,
             attachments=tally.attachments,
-            open_steps=len(self._ledger),
+            open_steps=len(self._open_steps),
             loaded_bytes=tally.loaded_bytes,
             saved_bytes=tally.saved_bytes,
             failed_batches=tally.failed_batches,
@@ -320,9 +320,9 @@ class Agent:
         """Cut off what is open, stop the threads and hang up; in a forked copy nothing."""
         if os.getpid() != self._pid:
             return
-        self._inbox.measure()
+        self._dispatcher.measure()
         self._link.close()
-        self._inbox.close()
+        self._dispatcher.close()
         self._link.release()
         self._control.close()
 
@@ -342,13 +342,13 @@ class Agent:
     # -- the link's thread ------------------------------------------------------------------------
 
     def may_bypass(self, welcome: Welcome) -> bool:
-        """See :meth:`layerflow.agent.link.Owner.may_bypass`."""
-        return self._inbox.bypass.possible(welcome.direct)
+        """See :meth:`layerflow.agent.connection.link.Owner.may_bypass`."""
+        return self._dispatcher.bypass.possible(welcome.direct)
 
-    def attached_to(self, attachment: Attachment) -> None:
-        """See :meth:`layerflow.agent.link.Owner.attached_to`."""
+    def connection_made(self, attachment: Attachment) -> None:
+        """See :meth:`layerflow.agent.connection.link.Owner.connection_made`."""
         self._control.connect()
-        self._inbox.attached_to(attachment)
+        self._dispatcher.connection_made(attachment)
         if not attachment.direct:
             self._populating = threading.Thread(
                 target=_populate, args=(attachment,), name="layerflow-populate", daemon=True
@@ -362,24 +362,24 @@ class Agent:
         )
 
     def lost(self, reason: str) -> None:
-        """See :meth:`layerflow.agent.link.Owner.lost`."""
-        self._inbox.lost(reason)
+        """See :meth:`layerflow.agent.connection.link.Owner.lost`."""
+        self._dispatcher.lost(reason)
 
     def heard(self, message: ToClient) -> None:
-        """See :meth:`layerflow.agent.link.Owner.heard`."""
-        self._inbox.heard(message)
+        """See :meth:`layerflow.agent.connection.link.Owner.heard`."""
+        self._dispatcher.heard(message)
 
     def progress(self) -> list[Progress]:
-        """See :meth:`layerflow.agent.link.Owner.progress`."""
-        return self._inbox.progress()
+        """See :meth:`layerflow.agent.connection.link.Owner.progress`."""
+        return self._dispatcher.progress()
 
     def tick(self, now: float, silent: bool) -> None:
-        """See :meth:`layerflow.agent.link.Owner.tick`."""
-        self._inbox.tick(now, silent)
+        """See :meth:`layerflow.agent.connection.link.Owner.tick`."""
+        self._dispatcher.tick(now, silent)
 
     def sampling(self) -> bool:
-        """See :meth:`layerflow.agent.link.Owner.sampling`."""
-        return self._inbox.sampling()
+        """See :meth:`layerflow.agent.connection.link.Owner.sampling`."""
+        return self._dispatcher.sampling()
 
 
 def _check_timeout(timeout_s: float | None) -> None:

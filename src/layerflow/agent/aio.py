@@ -13,9 +13,9 @@ import anyio.to_thread
 import numpy as np
 
 from layerflow.agent.agent import Agent
-from layerflow.agent.no_step import NoStep
-from layerflow.agent.step import Step
-from layerflow.agent.values import Hit, Outcome, StepRequest
+from layerflow.agent.step.no_step import NoStep
+from layerflow.agent.step.step import Step
+from layerflow.agent.values import Hit, LoadResult, StepRequest
 from layerflow.keys import Chain
 
 
@@ -25,8 +25,8 @@ class AsyncStep:
     def __init__(self, step: Step | NoStep) -> None:
         self.step = step
 
-    async def wait_layer(self, layer: int) -> Outcome:
-        """As :meth:`layerflow.agent.step.Step.wait_layer`.
+    async def wait_layer(self, layer: int) -> LoadResult:
+        """As :meth:`layerflow.agent.step.step.Step.wait_layer`.
 
         Cancelling the caller does not cancel the loads; abort their requests for that.
         """
@@ -34,12 +34,12 @@ class AsyncStep:
             return self.step.wait_layer(layer)
         return await anyio.to_thread.run_sync(self.step.wait_layer, layer, abandon_on_cancel=True)
 
-    async def wait_all(self) -> Outcome:
+    async def wait_all(self) -> LoadResult:
         """All layers at once (bulk loading)."""
         return await anyio.to_thread.run_sync(self.step.wait_all, abandon_on_cancel=True)
 
     def layer_done(self, layer: int, event: object = None) -> None:
-        """As :meth:`layerflow.agent.step.Step.layer_done`: a few plain stores."""
+        """As :meth:`layerflow.agent.step.step.Step.layer_done`: a few plain stores."""
         self.step.layer_done(layer, event)
 
     def close(self, ok: bool | None = None) -> None:

@@ -69,7 +69,7 @@ class FailedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LoadResult:
     """How a wait ended; true if every byte is in place.
 
     :param failed: what has failed in this step so far; everything else of the layer is in place.
@@ -88,8 +88,8 @@ class Outcome:
         return self.ready
 
 
-READY = Outcome()
-ABORTED = Outcome(aborted=True)
+READY = LoadResult()
+ABORTED = LoadResult(aborted=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class AgentStatistics:
 
 
 @dataclass(slots=True)
-class Tally:
+class AgentCounters:
     """The counters behind :class:`AgentStatistics`."""
 
     attachments: int = 0

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.doctor.disk import examine_disk
-from layerflow.doctor.finding import Finding, State
+from layerflow.doctor.finding import Finding, Severity
 from layerflow.doctor.listening import examine_listening, running_server
 from layerflow.doctor.memcache import examine_memcache
 from layerflow.doctor.memory import examine_memory
 from layerflow.doctor.mooncake import examine_mooncake
 from layerflow.doctor.program import examine_program
 
-__all__ = ["Finding", "State", "examine"]
+__all__ = ["Finding", "Severity", "examine"]
 
 
 def examine(settings: Settings) -> Iterator[Finding]:

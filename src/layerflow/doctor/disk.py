@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from layerflow.config import DiskSettings
+from layerflow.config.settings import DiskSettings
 from layerflow.doctor import machine
 from layerflow.doctor.finding import Finding, ok, problem, warning
 from layerflow.doctor.memory import gib

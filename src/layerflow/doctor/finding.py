@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class State(enum.StrEnum):
+class Severity(enum.StrEnum):
     """How bad it is: a problem keeps the server or its backend from working, a warning does not."""
 
     OK = "ok"
@@ -24,21 +24,21 @@ class Finding:
     """
 
     check: str
-    state: State
+    state: Severity
     found: str
     advice: str = ""
 
 
 def ok(check: str, found: str) -> Finding:
     """Nothing to do."""
-    return Finding(check, State.OK, found)
+    return Finding(check, Severity.OK, found)
 
 
 def warning(check: str, found: str, advice: str) -> Finding:
     """It works, and not as well as it could or not as the user may think."""
-    return Finding(check, State.WARNING, found, advice)
+    return Finding(check, Severity.WARNING, found, advice)
 
 
 def problem(check: str, found: str, advice: str) -> Finding:
     """It will not work."""
-    return Finding(check, State.PROBLEM, found, advice)
+    return Finding(check, Severity.PROBLEM, found, advice)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layerflow.agent.control import fetch_status
-from layerflow.config import ServerSettings, check_private, socket_directory
+from layerflow.agent.connection.control import fetch_status
+from layerflow.config.settings import ServerSettings, check_private, socket_directory
 from layerflow.doctor.finding import Finding, ok, problem, warning
 from layerflow.doctor.machine import existing
 from layerflow.errors import ConfigError, LayerflowError

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerflow.config import MemcacheSettings, Settings, parse_size
+from layerflow.config.settings import MemcacheSettings, Settings, parse_size
 from layerflow.doctor import machine, probes
 from layerflow.doctor.finding import Finding, ok, problem, warning
 from layerflow.doctor.memory import fits

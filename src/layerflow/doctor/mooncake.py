@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layerflow.config import MooncakeSettings, Settings
+from layerflow.config.settings import MooncakeSettings, Settings
 from layerflow.doctor import machine, probes
 from layerflow.doctor.finding import Finding, ok, problem, warning
 from layerflow.doctor.memory import fits

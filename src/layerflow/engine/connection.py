@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from layerflow.engine.request import Request, Span
+from layerflow.engine.request import Request, TokenSpan
 
 
 class StepHooks(Protocol):
@@ -37,7 +37,7 @@ class Connection(Protocol):
         """Leading prompt tokens that can be loaded; fewer than the prompt has."""
         ...
 
-    def open_step(self, spans: Sequence[Span]) -> StepHooks:
+    def open_step(self, spans: Sequence[TokenSpan]) -> StepHooks:
         """A forward pass over `spans` begins."""
         ...
 
@@ -84,7 +84,7 @@ class NullConnection:
         """A miss."""
         return 0
 
-    def open_step(self, spans: Sequence[Span]) -> StepHooks:
+    def open_step(self, spans: Sequence[TokenSpan]) -> StepHooks:
         """Nothing to move."""
         return NoStep()
 

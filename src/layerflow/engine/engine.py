@@ -13,7 +13,7 @@ from layerflow.engine.cache import PagedCache
 from layerflow.engine.config import EngineConfig
 from layerflow.engine.connection import Connection, NullConnection
 from layerflow.engine.model import Transformer
-from layerflow.engine.request import Request, Result, Span, State, result_of
+from layerflow.engine.request import Request, RequestStatus, Result, TokenSpan, result_of
 from layerflow.engine.scheduler import Scheduler
 
 DEFAULT_DRAIN_S = 30.0
@@ -30,7 +30,7 @@ class StepReport:
     :param failed: ids of the requests that start over because KV did not arrive.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     started_s: float
     waited_s: tuple[float, ...]
     computed_s: tuple[float, ...]
@@ -95,7 +95,7 @@ class Engine:
             if span.load:
                 request.waited_s += sum(out.waited_s)
             if request.id in out.failed:
-                self._scheduler.end(request, State.WAITING)
+                self._scheduler.end(request, RequestStatus.WAITING)
                 continue
             request.computed = span.stop
             if request.id in out.logits:
@@ -111,7 +111,7 @@ class Engine:
         if request is not None:
             self._connection.abort(request)
             request.finished_s = time.perf_counter()
-            self._scheduler.end(request, State.ABORTED)
+            self._scheduler.end(request, RequestStatus.ABORTED)
             self.results[request_id] = result_of(request)
 
     def run(self, timeout_s: float = DEFAULT_DRAIN_S) -> None:
@@ -150,7 +150,7 @@ class Engine:
             request.first_token_s = now
         if len(request.output) == request.max_tokens:
             request.finished_s = now
-            self._scheduler.end(request, State.FINISHED)
+            self._scheduler.end(request, RequestStatus.FINISHED)
             self.results[request.id] = result_of(self._requests.pop(request.id))
 
     def _until(self, done: Callable[[], bool], timeout_s: float) -> None:

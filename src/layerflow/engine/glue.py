@@ -25,7 +25,7 @@ from layerflow.content import content_of_tensors
 from layerflow.engine.config import EngineConfig
 from layerflow.engine.connection import NoStep, StepHooks
 from layerflow.engine.engine import Engine
-from layerflow.engine.request import Request, Span
+from layerflow.engine.request import Request, TokenSpan
 from layerflow.keys import Chain
 from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane
 
@@ -113,7 +113,7 @@ class LayerflowConnection:
         """How to use a hit."""
         return self.agent.advise(hit, prompt_tokens) if self.mode == "auto" else Mode(self.mode)
 
-    def open_step(self, spans: Sequence[Span]) -> StepHooks:
+    def open_step(self, spans: Sequence[TokenSpan]) -> StepHooks:
         """Start the loads of the step's new requests, and announce the saves of the tokens that are computed."""
         decoded = self.agent.terms is not None and self.agent.terms.save_decode
         asked = [self._ask(span) for span in spans if decoded or span.start < len(span.request.prompt)]
@@ -123,7 +123,7 @@ class LayerflowConnection:
         bulk = any(span.load and self._live[span.request.id].mode is Mode.BULK for span in spans)
         return _LayerflowStep(self.agent, self.agent.open_step(asked), bulk, names)
 
-    def _ask(self, span: Span) -> StepRequest:
+    def _ask(self, span: TokenSpan) -> StepRequest:
         request = span.request
         live = self._live.get(request.id)
         if live is None:  # never looked up: it had too many failed loads and is only saved

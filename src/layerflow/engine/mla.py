@@ -16,7 +16,7 @@ from layerflow.engine.config import EngineConfig
 KEEP_SHARE = 0.5  # of the context, counted in whole tiles, that a query may attend to
 
 
-class Latent:
+class LatentAttention:
     """Queries are absorbed into the latent space, so that keys and values are never expanded."""
 
     def __init__(self, config: EngineConfig, weights: Weights) -> None:

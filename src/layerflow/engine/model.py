@@ -13,13 +13,13 @@ from layerflow.engine.attention import Attention, GroupedQuery, Rotation, Shapes
 from layerflow.engine.cache import PagedCache
 from layerflow.engine.config import VOCABULARY, EngineConfig
 from layerflow.engine.connection import StepHooks
-from layerflow.engine.mla import Latent
-from layerflow.engine.request import Request, Span
+from layerflow.engine.mla import LatentAttention
+from layerflow.engine.request import Request, TokenSpan
 
-_ATTENTION: dict[str, type[GroupedQuery] | type[Latent]] = {
+_ATTENTION: dict[str, type[GroupedQuery] | type[LatentAttention]] = {
     "full": GroupedQuery,
     "sliding": GroupedQuery,
-    "mla": Latent,
+    "mla": LatentAttention,
 }
 EPSILON = 1e-6
 
@@ -87,7 +87,7 @@ class Transformer:
         self.weights["head"] = draw((VOCABULARY, config.hidden), 1.0)
 
     @torch.inference_mode()
-    def forward(self, cache: PagedCache, spans: Sequence[Span], step: StepHooks) -> Forward:
+    def forward(self, cache: PagedCache, spans: Sequence[TokenSpan], step: StepHooks) -> Forward:
         """Compute `spans` layer by layer, reading and writing `cache`, telling `step`.
 
         A request is computed on its own, tile by tile: its bits do not depend on who else is in the step.
@@ -124,7 +124,7 @@ class Transformer:
                 out.logits[tile.request.id] = self.weights["head"] @ normed(last)
         return out
 
-    def _tiles(self, span: Span) -> list[_Tile]:
+    def _tiles(self, span: TokenSpan) -> list[_Tile]:
         request, size = span.request, self.config.tile
         if span.start >= len(request.prompt):
             return [_Tile(self.config, request, span.start, 1, span.start, span.stop)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 
-class State(enum.Enum):
+class RequestStatus(enum.Enum):
     """Where a request is."""
 
     WAITING = "waiting"
@@ -33,7 +33,7 @@ class Request:
     prompt: np.ndarray
     max_tokens: int
     submitted_s: float
-    state: State = State.WAITING
+    state: RequestStatus = RequestStatus.WAITING
     tables: list[np.ndarray] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     hit: int = 0
@@ -63,7 +63,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Tokens ``[start, stop)`` of a request, computed in one step.
 
     :param load: leading tokens whose KV arrives in this step, 0 = none.
@@ -109,7 +109,7 @@ def result_of(request: Request) -> Result:
         request=request.id,
         prompt_tokens=len(request.prompt),
         tokens=tuple(request.output),
-        aborted=request.state is State.ABORTED,
+        aborted=request.state is RequestStatus.ABORTED,
         cached_tokens=request.hit,
         ttft_s=max(0.0, request.first_token_s - request.submitted_s),
         total_s=request.finished_s - request.submitted_s,

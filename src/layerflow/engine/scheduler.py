@@ -7,7 +7,7 @@ import numpy as np
 from layerflow.engine.cache import NO_BLOCK, PagedCache
 from layerflow.engine.config import CacheGroup, EngineConfig
 from layerflow.engine.connection import Connection
-from layerflow.engine.request import Request, Span, State
+from layerflow.engine.request import Request, RequestStatus, TokenSpan
 
 MAX_LOAD_ATTEMPTS = 3  # after so many failed loads of a request its prompt is computed
 
@@ -47,7 +47,7 @@ class Scheduler:
             )
         self._waiting.append(request)
 
-    def plan(self) -> list[Span]:
+    def plan(self) -> list[TokenSpan]:
         """Free what can be freed, admit who fits, and say what the next step computes."""
         self.reap()
         for request in self._running:
@@ -63,7 +63,7 @@ class Scheduler:
                 budget -= span.stop - span.start
         return spans
 
-    def end(self, request: Request, state: State) -> None:
+    def end(self, request: Request, state: RequestStatus) -> None:
         """It is finished, aborted, or (as waiting) starts over: its blocks are freed once it is quiet."""
         for queue in (self._waiting, self._running):
             if request in queue:
@@ -82,7 +82,7 @@ class Scheduler:
                 self._cache.allocators[number].release(table)
                 self._cache.allocators[number].promise(-self._blocks_needed(self._cache.groups[number], request))
             request.tables = []
-            if request.state is State.WAITING:
+            if request.state is RequestStatus.WAITING:
                 request.attempt += 1
                 self._waiting.insert(0, request)
 
@@ -96,21 +96,21 @@ class Scheduler:
         request.tables = [np.full(blocks, NO_BLOCK, dtype=np.int64) for _ in self._cache.groups]
         request.hit = self._connection.lookup(request) if request.attempt < MAX_LOAD_ATTEMPTS else 0
         request.computed = request.hit
-        request.state = State.RUNNING
+        request.state = RequestStatus.RUNNING
         return True
 
-    def _next_span(self, request: Request, budget: int) -> Span | None:
+    def _next_span(self, request: Request, budget: int) -> TokenSpan | None:
         start, prompt = request.computed, len(request.prompt)
         if start >= prompt:
-            return Span(request, start, start + 1) if budget > 0 else None
+            return TokenSpan(request, start, start + 1) if budget > 0 else None
         # Steps end where tiles end, so that how a prompt is cut into steps cannot change its bits.
         tile = self._config.tile
         stop = min(prompt, (start + budget) // tile * tile)
         if stop <= start:
             return None
-        return Span(request, start, stop, load=request.hit if start == request.hit else 0)
+        return TokenSpan(request, start, stop, load=request.hit if start == request.hit else 0)
 
-    def _allocate(self, span: Span) -> bool:
+    def _allocate(self, span: TokenSpan) -> bool:
         """Blocks for everything that the step reads or writes, in every group or in none."""
         wanted = []
         for group, table in zip(self._cache.groups, span.request.tables, strict=True):

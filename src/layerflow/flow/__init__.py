@@ -1,5 +1,5 @@
 """The core: a sans-IO state machine. Events in, commands out; no I/O, no clock, no thread."""
 
-from layerflow.flow.flow import Flow
+from layerflow.flow.machine import Flow
 
 __all__ = ["Flow"]

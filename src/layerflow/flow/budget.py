@@ -16,7 +16,7 @@ from layerflow.errors import ConfigError
 from layerflow.flow.events import Direction, Limits
 
 if TYPE_CHECKING:
-    from layerflow.flow.steps import Flight
+    from layerflow.flow.graph import Flight
 
 
 class Charge(enum.IntEnum):

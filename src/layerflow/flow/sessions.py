@@ -11,9 +11,8 @@ from layerflow.flow.events import Direction, LayerShape, SessionOpened
 
 if TYPE_CHECKING:
     from layerflow.flow.budget import Budget
-    from layerflow.flow.carve import Cohort
-    from layerflow.flow.quiet import Quiet
-    from layerflow.flow.steps import Leg, Step
+    from layerflow.flow.cursor import Cohort
+    from layerflow.flow.graph import Leg, Quiet, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,153 @@
-"""Everything the core remembers, and how it finds it again."""
+"""The core's memory, and what it keeps per session: deadlines, turns, counters."""
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
-from layerflow.flow.deadlines import Deadlines
 from layerflow.flow.events import Direction, Event, Limits
-from layerflow.flow.fairness import Ring
+from layerflow.flow.graph import Flight, Leg, Step, Strand
 from layerflow.flow.sessions import Session
-from layerflow.flow.statistics import Counters
-from layerflow.flow.steps import Flight, Leg, Step, Strand
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the core was made. Parts are (request, group) pairs of one step and direction."""
+
+    batches: int = 0
+    batches_failed: int = 0
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    failed_parts: int = 0
+    committed_parts: int = 0
+    revoked_parts: int = 0
+    shed_parts: int = 0
+    aborted_requests: int = 0
+    expired_legs: int = 0
+    steps_done: int = 0
+    sessions_lost: int = 0
+    late_reports: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FlowStatistics:
+    """A snapshot. Sizes in bytes; the second half counts since the core was made.
+
+    :param failed_parts: load parts of which a block was reported as failed.
+    :param revoked_parts: save parts given back, shed ones included.
+    :param expired_legs: loads or saves of a step cut at their deadline.
+    :param late_reports: events about steps, batches or sessions that are gone; harmless.
+    """
+
+    sessions: int
+    steps: int
+    load_inflight_bytes: int
+    save_inflight_bytes: int
+    load_inflight_batches: int
+    save_inflight_batches: int
+    unsaved_bytes: int
+    batches: int
+    batches_failed: int
+    loaded_bytes: int
+    saved_bytes: int
+    failed_parts: int
+    committed_parts: int
+    revoked_parts: int
+    shed_parts: int
+    aborted_requests: int
+    expired_legs: int
+    steps_done: int
+    sessions_lost: int
+    late_reports: int
+
+
+_SLACK = 16
+
+
+class Deadlines:
+    """When which step next wants to be looked at. A step has at most one valid entry: its `alarm`."""
+
+    __slots__ = ("_armed", "_heap", "_number")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Step]] = []
+        self._number = 0
+        self._armed = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def set(self, step: Step, when: float) -> None:
+        """Look at `step` at `when`; ``inf`` = no more."""
+        if step.alarm == when:
+            return
+        self._armed += (when != math.inf) - (step.alarm != math.inf)
+        step.alarm = when
+        if when != math.inf:
+            self._number += 1
+            heapq.heappush(self._heap, (when, self._number, step))
+        if not self._armed:
+            self._heap.clear()
+        elif len(self._heap) > 2 * self._armed + _SLACK:
+            self._heap = [entry for entry in self._heap if entry[2].alarm == entry[0]]
+            heapq.heapify(self._heap)
+
+    def due(self, now: float) -> Step | None:
+        """A step whose alarm has passed, its alarm cleared; None when there is none."""
+        while self._heap and self._heap[0][0] <= now:
+            when, _, step = heapq.heappop(self._heap)
+            if step.alarm == when:
+                step.alarm = math.inf
+                self._armed -= 1
+                return step
+        return None
+
+    def earliest(self) -> float:
+        """The next alarm; ``inf`` when there is none."""
+        while self._heap and self._heap[0][2].alarm != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else math.inf
+
+
+class Ring:
+    """The sessions that may have permitted work in one direction; whose turn it is comes first in `queue`."""
+
+    __slots__ = ("_direction", "queue")
+
+    def __init__(self, direction: Direction) -> None:
+        self._direction = direction
+        self.queue: deque[Session] = deque()
+
+    def join(self, session: Session) -> None:
+        """The session may have permitted work; it queues behind the others, once."""
+        if not session.queued[self._direction]:
+            session.queued[self._direction] = True
+            session.credit[self._direction] = 0
+            self.queue.append(session)
+
+    def leave(self, session: Session) -> None:
+        """The session has no permitted work; unused credit is lost."""
+        if session.queued[self._direction]:
+            session.queued[self._direction] = False
+            self.queue.remove(session)
+
+    def turn(self, session: Session, nbytes: int, quantum: int) -> bool:
+        """Whether the first session's credit covers `nbytes` (at most `quantum`); if not, its turn is over."""
+        if len(self.queue) == 1 or session.credit[self._direction] >= nbytes:
+            return True
+        session.credit[self._direction] += quantum
+        self.queue.rotate(-1)
+        return False
+
+    def charge(self, session: Session, nbytes: int) -> None:
+        """The session took `nbytes`; alone in the ring it takes them for nothing."""
+        if len(self.queue) > 1:
+            session.credit[self._direction] -= nbytes
 
 
 class State:

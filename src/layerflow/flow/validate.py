@@ -6,13 +6,12 @@ import itertools
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Charge
-from layerflow.flow.carve import Cohort
+from layerflow.flow.completion import builds_on_loads
+from layerflow.flow.cursor import Cohort, joined, touches
 from layerflow.flow.events import Direction
+from layerflow.flow.graph import Flight, Leg, Step, Strand
 from layerflow.flow.sessions import Session
-from layerflow.flow.settle import builds_on_loads
-from layerflow.flow.spans import joined, touches
 from layerflow.flow.state import State
-from layerflow.flow.steps import Flight, Leg, Step, Strand
 
 
 def validate(state: State) -> None:

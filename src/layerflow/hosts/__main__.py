@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 
-from layerflow.hosts.runner import Runner
+from layerflow.hosts.process import HostMain
 from layerflow.memfd import SharedMemory
 from layerflow.observe import logs
 
@@ -31,7 +31,7 @@ def main() -> None:
     logs.configure("info", "json", sys.stderr)
     arena = SharedMemory.attach(given.arena, given.arena_bytes)
     os.close(given.arena)
-    code = Runner(socket.socket(fileno=given.socket), arena).run()
+    code = HostMain(socket.socket(fileno=given.socket), arena).run()
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: native libraries hang and crash in their destructors, and threads may be left in calls.

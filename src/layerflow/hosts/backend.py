@@ -4,7 +4,7 @@ A backend moves objects between the arena and its pool. It may block, spin and c
 child process, and killing that process is the fence. Its methods are called from four threads of the
 host (*ask*, *fetch*, *write*, *check*, named with each method), never twice at once from one of them; so
 `check` and `statistics` may run beside a lookup. All are batched, and each object has its own
-:class:`Verdict`: one bad object never spoils the others.
+:class:`ObjectResult`: one bad object never spoils the others.
 
 `until` is a moment on the monotonic clock. A method returns by then, with what is not done as FAILED;
 only a hung native call may take longer, and then the server kills the process.
@@ -39,7 +39,7 @@ def pool_name(key: bytes) -> str:
     return f"layerflow{LAYOUT_VERSION}-{key.hex()}"
 
 
-class Outcome(enum.IntEnum):
+class ObjectStatus(enum.IntEnum):
     """What became of one object in one call. Numbers cross the socket to the server."""
 
     OK = 0
@@ -52,18 +52,18 @@ class Outcome(enum.IntEnum):
     FAILED = 7  # anything else
 
 
-class Verdict(NamedTuple):
+class ObjectResult(NamedTuple):
     """An outcome, and for all but OK what happened, in a few words."""
 
-    outcome: Outcome
+    outcome: ObjectStatus
     reason: str = ""
 
 
-OK = Verdict(Outcome.OK)
+OK = ObjectResult(ObjectStatus.OK)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class ObjectLocation:
     """One object of a job: its key, and where it lies (or shall lie) in this process's mapping of the arena.
 
     The object is ``header (64 bytes) | layer 0 | layer 1 | ...``, all layers of equal size
@@ -98,7 +98,7 @@ class Place:
         return HEADER_BYTES + layer * self.layer_bytes
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """An object that a backend with an index of its own holds."""
 
     key: bytes
@@ -108,7 +108,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class BackendInfo:
     """What a backend says of itself once it is connected.
 
     :param details: for people: version, address, sizes; JSON-ready, shown by ``layerflow status``.
@@ -116,7 +116,7 @@ class Attached:
     """
 
     details: dict[str, str | int | float | bool]
-    index: Sequence[Entry] | None = None
+    index: Sequence[IndexEntry] | None = None
 
 
 class Backend(abc.ABC):
@@ -126,7 +126,7 @@ class Backend(abc.ABC):
     """
 
     @abc.abstractmethod
-    def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> Attached:
+    def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
         """Connect, and register the arena (once, whole). Before any other call; after an error, again. Main thread.
 
         :param gone: to be told keys that have left a backend with an index (its own eviction); any thread.
@@ -162,14 +162,14 @@ class Backend(abc.ABC):
     # Reading --------------------------------------------------------------- fetch thread
 
     @abc.abstractmethod
-    def open_fetch(self, places: Sequence[Place], until: float) -> list[Verdict]:
+    def open_fetch(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         """Make objects readable: leases and whatever else it takes, in a fixed number of calls.
 
         What is OK is closed later with :meth:`close_fetch`; nothing else is. MISSING also where the size differs.
         """
 
     @abc.abstractmethod
-    def fetch(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+    def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         """Copy layers `lo` to `hi` (exclusive) of opened objects into the arena, and the header before layer 0.
 
         The caller compares headers. OK means that these bytes are those of the object: what a checksum or
@@ -177,31 +177,31 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def close_fetch(self, places: Sequence[Place]) -> None:
+    def close_fetch(self, places: Sequence[ObjectLocation]) -> None:
         """Give back what :meth:`open_fetch` took. Never raises; unknown ones are ignored."""
 
     # Writing --------------------------------------------------------------- write thread
 
     @abc.abstractmethod
-    def open_write(self, places: Sequence[Place], until: float) -> list[Verdict]:
+    def open_write(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         """Room for new objects, invisible to everybody. A full pool that can evict is tried again until `until`.
 
         What is OK ends with :meth:`commit` or :meth:`revoke`; EXISTS and the others end here.
         """
 
     @abc.abstractmethod
-    def write(self, places: Sequence[Place], lo: int, hi: int, until: float) -> list[Verdict]:
+    def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         """Copy layers `lo` to `hi` (exclusive) of opened objects out of the arena. Each layer once, in order."""
 
     @abc.abstractmethod
-    def commit(self, places: Sequence[Place], until: float) -> list[Verdict]:
+    def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         """Every layer is written: add the header (it lies in the arena now) and publish.
 
         What fails here is not visible, or complete all the same.
         """
 
     @abc.abstractmethod
-    def revoke(self, places: Sequence[Place]) -> None:
+    def revoke(self, places: Sequence[ObjectLocation]) -> None:
         """Opened objects that will not be finished: they never become visible. Never raises."""
 
     @abc.abstractmethod

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from layerflow.hosts.backend import BackendError, Outcome, Place, Unreachable, Verdict
-from layerflow.hosts.messages import Failure, ToServer
+from layerflow.hosts.backend import BackendError, ObjectLocation, ObjectResult, ObjectStatus, Unreachable
+from layerflow.wire.host_messages import ObjectFailure, ToServer
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +91,7 @@ class Lane(abc.ABC, Generic[Item]):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class HostJob:
     """Objects that travel together.
 
     :param places: those that have not failed, by position in the server's message.
@@ -100,25 +100,25 @@ class Job:
     """
 
     id: int
-    places: dict[int, Place]
+    places: dict[int, ObjectLocation]
     layers: int
     until: float
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[ObjectFailure] = field(default_factory=list)
 
-    def settle(self, positions: Sequence[int], verdicts: Sequence[Verdict]) -> list[Place]:
+    def settle(self, positions: Sequence[int], results: Sequence[ObjectResult]) -> list[ObjectLocation]:
         """What became of these; those that are not OK leave the job, and are returned."""
-        left: list[Place] = []
-        for position, (outcome, reason) in zip(positions, verdicts, strict=True):
-            if outcome is not Outcome.OK:
+        left: list[ObjectLocation] = []
+        for position, (outcome, reason) in zip(positions, results, strict=True):
+            if outcome is not ObjectStatus.OK:
                 left.append(self.places.pop(position))
-                self.failures.append(Failure(position, int(outcome), reason[:REASON_CHARS]))
+                self.failures.append(ObjectFailure(position, int(outcome), reason[:REASON_CHARS]))
         return left
 
-    def fail(self, reason: str) -> list[Place]:
+    def fail(self, reason: str) -> list[ObjectLocation]:
         """All that is left of it has failed."""
-        return self.settle(list(self.places), [Verdict(Outcome.FAILED, reason)] * len(self.places))
+        return self.settle(list(self.places), [ObjectResult(ObjectStatus.FAILED, reason)] * len(self.places))
 
-    def take_failures(self) -> tuple[Failure, ...]:
+    def take_failures(self) -> tuple[ObjectFailure, ...]:
         """For the next report."""
         taken, self.failures = tuple(self.failures), []
         return taken
@@ -129,7 +129,7 @@ class Job:
         return sum(place.layer_bytes for place in self.places.values())
 
 
-class Judge:
+class BackendCalls:
     """Calls the backend for a lane.
 
     :param suspect: told that the backend seems to be out of reach.
@@ -138,20 +138,20 @@ class Judge:
     def __init__(self, suspect: Callable[[], None]) -> None:
         self.suspect = suspect
 
-    def verdicts(self, name: str, count: int, call: Callable[[], list[Verdict]]) -> list[Verdict]:
+    def results(self, name: str, count: int, call: Callable[[], list[ObjectResult]]) -> list[ObjectResult]:
         """The backend's verdicts on `count` objects; an exception is the failure of all of them."""
         try:
-            verdicts = call()
-            if len(verdicts) != count:
-                raise BackendError(f"the backend judged {len(verdicts)} of {count} objects")
-            return verdicts
+            results = call()
+            if len(results) != count:
+                raise BackendError(f"the backend judged {len(results)} of {count} objects")
+            return results
         except Unreachable as error:
             self.suspect()
             reason = f"unreachable: {error}"
         except Exception as error:
             log.exception("backend_call_failed", call=name, objects=count, error=describe(error))
             reason = f"{name}: {describe(error)}"
-        return [Verdict(Outcome.FAILED, reason)] * count
+        return [ObjectResult(ObjectStatus.FAILED, reason)] * count
 
     def quietly(self, name: str, call: Callable[[], None]) -> None:
         """A call that promises never to raise."""

@@ -10,9 +10,9 @@ from layerflow.hosts.backend import Backend, Unusable
 from layerflow.hosts.lane import describe
 
 BACKENDS: Mapping[str, str] = {
-    "disk": "layerflow.hosts.disk:Disk",
-    "memcache": "layerflow.hosts.memcache:Memcache",
-    "mooncake": "layerflow.hosts.mooncake:Mooncake",
+    "disk": "layerflow.hosts.disk.backend:Disk",
+    "memcache": "layerflow.hosts.memcache.backend:Memcache",
+    "mooncake": "layerflow.hosts.mooncake.backend:Mooncake",
 }
 
 

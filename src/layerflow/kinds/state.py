@@ -5,7 +5,7 @@ from __future__ import annotations
 from layerflow.kinds.base import Kind
 
 
-class State(Kind):
+class RecurrentState(Kind):
     """One state per block: the one after the block's last token.
 
     Block tables are positional, as everywhere: the state after `n * block_size` tokens is at table position

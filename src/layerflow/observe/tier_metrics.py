@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class TierLike(Protocol):
-    """A tier's snapshot, as :class:`layerflow.server.tier.TierStatistics` has it; sizes in bytes."""
+    """A tier's snapshot, as :class:`layerflow.server.tier.tier.TierStatistics` has it; sizes in bytes."""
 
     @property
     def up(self) -> bool: ...

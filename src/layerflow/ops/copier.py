@@ -31,7 +31,7 @@ def _load_native() -> tuple[CopyCall | None, CopyBatches | None]:
 copy_native, copy_batches_native = _load_native()
 
 
-class Headway:
+class CopyProgress:
     """How far a call has come that copies several batches. Other threads may look, and stop it.
 
     :ivar landed_at: float64, shape ``(batches,)``: monotonic seconds at which a batch's bytes were in place; 0.0 = not
@@ -39,10 +39,10 @@ class Headway:
     :ivar halted: uint8, shape ``(1,)``: not 0 once :meth:`halt` was called.
     """
 
-    __slots__ = ("halted", "landed_at")
+    __slots__ = ("completed_at", "halted")
 
     def __init__(self, batches: int) -> None:
-        self.landed_at = np.zeros(batches)
+        self.completed_at = np.zeros(batches)
         self.halted = np.zeros(1, np.uint8)
 
     def halt(self) -> None:
@@ -50,7 +50,7 @@ class Headway:
         self.halted[0] = 1
 
 
-class ArenaMemory(Protocol):
+class MappedArena(Protocol):
     """The arena as this process maps it, e.g. :class:`layerflow.memfd.SharedMemory`."""
 
     @property
@@ -125,7 +125,7 @@ class CpuCopier:
     :param native: use the C extension; False = the fallback. Default: whether it was built.
     """
 
-    def __init__(self, arena: ArenaMemory, native: bool = copy_native is not None) -> None:
+    def __init__(self, arena: MappedArena, native: bool = copy_native is not None) -> None:
         self._array = arena.array  # a view: whoever closes the arena, the mapping outlives this copier
         self._base = arena.address
         self._copy = copy_native if native and copy_native is not None else copy_fallback
@@ -141,27 +141,31 @@ class CpuCopier:
         _must_be_done(after)
         self._copy(self._base, 0, extents.arena, extents.engine, extents.nbytes)
 
-    def load_batches(self, extents: Extents, ends: Int64, headway: Headway, beside: int = 0) -> int:
+    def load_batches(self, extents: Extents, ends: Int64, progress: CopyProgress, beside: int = 0) -> int:
         """As :meth:`load`, batch after batch in one call: the interpreter is not needed in between.
 
         :param extents: of all batches, one after the other.
         :param ends: int64, shape ``(batches,)``: how many extents there are up to the end of each.
         :param beside: native id of the thread that waits for the bytes; its core is left to it. 0 = nobody's.
-        :returns: how many were copied: all, unless `headway` was halted.
+        :returns: how many were copied: all, unless `progress` was halted.
         """
         arena, engine, nbytes, _ = extents
-        return self._copy_batches(0, self._base, engine, arena, nbytes, ends, headway.landed_at, headway.halted, beside)
+        return self._copy_batches(
+            0, self._base, engine, arena, nbytes, ends, progress.completed_at, progress.halted, beside
+        )
 
-    def save_batches(self, extents: Extents, ends: Int64, headway: Headway, beside: int = 0) -> int:
+    def save_batches(self, extents: Extents, ends: Int64, progress: CopyProgress, beside: int = 0) -> int:
         """As :meth:`load_batches`, to the arena."""
         arena, engine, nbytes, _ = extents
-        return self._copy_batches(self._base, 0, arena, engine, nbytes, ends, headway.landed_at, headway.halted, beside)
+        return self._copy_batches(
+            self._base, 0, arena, engine, nbytes, ends, progress.completed_at, progress.halted, beside
+        )
 
     def drain(self) -> None:
         """Nothing is ever enqueued."""
 
 
-def copier_for(memory: PagedMemory, arena: ArenaMemory) -> Copier:
+def copier_for(memory: PagedMemory, arena: MappedArena) -> Copier:
     """A copier for the device that `memory` is on. Each lane takes its own."""
     if memory.device.type == "cpu":
         return CpuCopier(arena)

@@ -12,7 +12,7 @@ from layerflow.ops.extents import Extents
 from layerflow.ops.paged import Int64, PagedMemory
 
 if TYPE_CHECKING:
-    from layerflow.ops.copier import ArenaMemory
+    from layerflow.ops.copier import MappedArena
 
 
 class StreamCopier:
@@ -23,7 +23,7 @@ class StreamCopier:
     (:meth:`layerflow.device.base.Device.pin`); otherwise the driver stages them and the call takes as long.
     """
 
-    def __init__(self, memory: PagedMemory, arena: ArenaMemory) -> None:
+    def __init__(self, memory: PagedMemory, arena: MappedArena) -> None:
         self._module: Any = torch.get_device_module(memory.device)
         self._device = memory.device
         self._stream = self._module.Stream(device=memory.device)

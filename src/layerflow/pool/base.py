@@ -17,7 +17,7 @@ from layerflow.presence import Presence
 Owner = Hashable
 
 
-class Outcome(enum.Enum):
+class ReserveStatus(enum.Enum):
     """What became of one reservation."""
 
     RESERVED = "reserved"
@@ -64,7 +64,7 @@ class NewObject:
 class Reservation(NamedTuple):
     """Room for one object: `offset` of its header in the arena, valid when RESERVED."""
 
-    outcome: Outcome
+    outcome: ReserveStatus
     offset: int
 
 

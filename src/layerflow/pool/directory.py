@@ -21,13 +21,13 @@ from layerflow.presence import PresenceWriter, tail_marks
 _COMPACT_OVER = 4096  # pins listed in the expiry heap beyond four times those alive
 
 
-class State(enum.Enum):
+class ObjectState(enum.Enum):
     WRITING = "writing"
     READY = "ready"
     HIDDEN = "hidden"
 
 
-class Entry(Item):
+class DirectoryEntry(Item):
     """One object's place and state."""
 
     __slots__ = ("located", "nbytes", "parent", "pins", "state", "writer")
@@ -38,7 +38,7 @@ class Entry(Item):
         self.nbytes = new.nbytes
         self.parent = new.parent
         self.pins: dict[Owner, float] = {}  #: reader -> when its pin runs out
-        self.state = State.WRITING
+        self.state = ObjectState.WRITING
         self.writer = writer
 
 
@@ -50,37 +50,37 @@ class Directory:
 
     def __init__(self, presence: PresenceWriter | None = None) -> None:
         self.presence = presence
-        self.ready: dict[bytes, Entry] = {}
-        self.writing: dict[bytes, Entry] = {}
-        self.at: dict[int, Entry] = {}
+        self.ready: dict[bytes, DirectoryEntry] = {}
+        self.writing: dict[bytes, DirectoryEntry] = {}
+        self.at: dict[int, DirectoryEntry] = {}
         self.pinned = 0  #: entries with a pin, hidden ones included
-        self._hidden: dict[bytes, dict[Entry, None]] = {}
-        self._tails: dict[bytes, dict[Entry, None]] = {}
+        self._hidden: dict[bytes, dict[DirectoryEntry, None]] = {}
+        self._tails: dict[bytes, dict[DirectoryEntry, None]] = {}
         self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and mark, see tail_marks
-        self._pins: dict[Owner, dict[Entry, None]] = {}
-        self._reserved: dict[Owner, dict[Entry, None]] = {}
-        self._due: list[tuple[float, int, Owner, list[Entry]]] = []
+        self._pins: dict[Owner, dict[DirectoryEntry, None]] = {}
+        self._reserved: dict[Owner, dict[DirectoryEntry, None]] = {}
+        self._due: list[tuple[float, int, Owner, list[DirectoryEntry]]] = []
         self._due_pins = 0
         self._live_pins = 0
         self._serial = 0
 
     # Writing -------------------------------------------------------------------------------------
 
-    def reserve(self, entry: Entry) -> None:
+    def reserve(self, entry: DirectoryEntry) -> None:
         """A new half-written entry; its key is neither ready nor being written."""
         self.writing[entry.key] = entry
         self.at[entry.located.offset] = entry
         self._reserved.setdefault(entry.writer, {})[entry] = None
 
-    def owned(self, key: bytes, writer: Owner) -> Entry | None:
+    def owned(self, key: bytes, writer: Owner) -> DirectoryEntry | None:
         """The half-written entry of `key` if `writer` is writing it."""
         entry = self.writing.get(key)
         return entry if entry is not None and entry.writer == writer else None
 
-    def publish(self, entry: Entry) -> None:
+    def publish(self, entry: DirectoryEntry) -> None:
         """Half-written to ready."""
         self._end_reservation(entry)
-        entry.state = State.READY
+        entry.state = ObjectState.READY
         self.ready[entry.key] = entry
         presence = self.presence
         if presence is not None:
@@ -92,16 +92,16 @@ class Directory:
                 if presence is not None and self._tail_counts[entry.parent, mark] == 1:
                     presence.add_tails(entry.parent, mark)
 
-    def withdraw(self, entry: Entry) -> None:
+    def withdraw(self, entry: DirectoryEntry) -> None:
         """A half-written entry goes."""
         self._end_reservation(entry)
         del self.at[entry.located.offset]
 
-    def reserved_by(self, writer: Owner) -> list[Entry]:
+    def reserved_by(self, writer: Owner) -> list[DirectoryEntry]:
         """What `writer` has half-written."""
         return list(self._reserved.get(writer, ()))
 
-    def _end_reservation(self, entry: Entry) -> None:
+    def _end_reservation(self, entry: DirectoryEntry) -> None:
         del self.writing[entry.key]
         mine = self._reserved[entry.writer]
         del mine[entry]
@@ -110,16 +110,16 @@ class Directory:
 
     # Leaving -------------------------------------------------------------------------------------
 
-    def hide(self, entry: Entry) -> None:
+    def hide(self, entry: DirectoryEntry) -> None:
         """A ready entry becomes invisible; where nobody pins it, it is gone."""
         self._unlist(entry)
-        entry.state = State.HIDDEN
+        entry.state = ObjectState.HIDDEN
         if entry.pins:
             self._hidden.setdefault(entry.key, {})[entry] = None
         else:
             del self.at[entry.located.offset]
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: DirectoryEntry) -> None:
         """A hidden entry that lost its last pin goes."""
         same_key = self._hidden[entry.key]
         del same_key[entry]
@@ -127,7 +127,7 @@ class Directory:
             del self._hidden[entry.key]
         del self.at[entry.located.offset]
 
-    def _unlist(self, entry: Entry) -> None:
+    def _unlist(self, entry: DirectoryEntry) -> None:
         del self.ready[entry.key]
         presence = self.presence
         if presence is not None:
@@ -153,7 +153,7 @@ class Directory:
 
     def pin(
         self, keys: Sequence[bytes], owner: Owner, until: float
-    ) -> tuple[list[Located | None], list[Entry], list[Entry]]:
+    ) -> tuple[list[Located | None], list[DirectoryEntry], list[DirectoryEntry]]:
         """Pin what is ready, or extend the owner's pin.
 
         :returns: places in the order of `keys` (None = not there), the entries that `owner` newly pinned, and
@@ -161,9 +161,9 @@ class Directory:
         """
         ready, mine = self.ready, self._pins.get(owner, {})
         places: list[Located | None] = []
-        timed: list[Entry] = []
-        fresh: list[Entry] = []
-        first: list[Entry] = []
+        timed: list[DirectoryEntry] = []
+        fresh: list[DirectoryEntry] = []
+        first: list[DirectoryEntry] = []
         for key in keys:
             entry = ready.get(key)
             if entry is None:
@@ -192,7 +192,7 @@ class Directory:
             self._compact()
         return places, fresh, first
 
-    def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[Entry]:
+    def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[DirectoryEntry]:
         """Drop the owner's pins on `keys` (None = all); the entries now unpinned, newest pin first."""
         mine = self._pins.get(owner)
         if mine is None:
@@ -212,7 +212,7 @@ class Directory:
         """How many entries `owner` pins."""
         return len(self._pins.get(owner, ()))
 
-    def expire(self, now: float) -> tuple[int, list[Entry]]:
+    def expire(self, now: float) -> tuple[int, list[DirectoryEntry]]:
         """Drop pins that run out at or before `now`: how many, and the entries now unpinned."""
         dropped, idle = 0, []
         while self._due and self._due[0][0] <= now:
@@ -231,8 +231,8 @@ class Directory:
             for entry in mine:
                 yield entry.located.offset
 
-    def _drop(self, owner: Owner, entries: Iterable[Entry]) -> list[Entry]:
-        idle: list[Entry] = []
+    def _drop(self, owner: Owner, entries: Iterable[DirectoryEntry]) -> list[DirectoryEntry]:
+        idle: list[DirectoryEntry] = []
         mine = self._pins.get(owner, {})
         for entry in entries:
             del mine[entry]
@@ -286,6 +286,6 @@ class Directory:
             and all(self.presence.may_hold_tails(parent, mark) for parent, mark in self._tail_counts)
         ):
             raise PoolError("the presence table lacks a ready object, or a parent that has tails")
-        for state, entries in ((State.READY, self.ready.values()), (State.WRITING, self.writing.values())):
+        for state, entries in ((ObjectState.READY, self.ready.values()), (ObjectState.WRITING, self.writing.values())):
             if any(entry.state is not state for entry in entries):
                 raise PoolError(f"an entry listed as {state.value} is in another state")

@@ -11,8 +11,8 @@ import structlog
 from layerflow.errors import BadKey, PoolError
 from layerflow.keys import KEY_BYTES, describe_key
 from layerflow.objects import HEADER_BYTES, check_header, pack_header
-from layerflow.pool.base import Located, NewObject, Outcome, Owner, PoolStatistics, Reservation, Tail
-from layerflow.pool.directory import Directory, Entry, State
+from layerflow.pool.base import Located, NewObject, Owner, PoolStatistics, Reservation, ReserveStatus, Tail
+from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
 from layerflow.pool.eviction import S3Fifo
 from layerflow.pool.slots import Slots
 from layerflow.presence import Presence, PresenceWriter
@@ -23,10 +23,10 @@ _NO_HEADER = bytes(HEADER_BYTES)
 _UINT32 = 1 << 32
 _PATIENCE = 2  # rounds of victims in order that may free no room for a new size
 
-_EXISTS = Reservation(Outcome.EXISTS, -1)
-_BUSY = Reservation(Outcome.BUSY, -1)
-_FULL = Reservation(Outcome.FULL, -1)
-_TOO_LARGE = Reservation(Outcome.TOO_LARGE, -1)
+_EXISTS = Reservation(ReserveStatus.EXISTS, -1)
+_BUSY = Reservation(ReserveStatus.BUSY, -1)
+_FULL = Reservation(ReserveStatus.FULL, -1)
+_TOO_LARGE = Reservation(ReserveStatus.TOO_LARGE, -1)
 
 
 class ArenaMemory(Protocol):
@@ -55,7 +55,7 @@ class MemoryPool:
         self._view = arena.view
         self._slots = Slots(arena.nbytes)
         self._directory = Directory(presence)
-        self._policy: S3Fifo[Entry] = S3Fifo()
+        self._policy: S3Fifo[DirectoryEntry] = S3Fifo()
         self._dirty = 0  # bytes from the start that an object may ever have covered
         self._hits = self._misses = self._commits = self._full = self._revoked = self._hidden = 0
         self._evictions = self._evicted_bytes = 0
@@ -143,11 +143,11 @@ class MemoryPool:
                     claimed.add(key)
                     wanted.setdefault(slots.stride(new.nbytes), []).append(index)
         for index, offset, room in self._place(wanted):
-            self._directory.reserve(Entry(objects[index], offset, room, owner))
+            self._directory.reserve(DirectoryEntry(objects[index], offset, room, owner))
             if offset < self._dirty:
                 self._wipe(offset)
             self._dirty = max(self._dirty, offset + room)
-            results[index] = Reservation(Outcome.RESERVED, offset)
+            results[index] = Reservation(ReserveStatus.RESERVED, offset)
         final = [
             result or (_BUSY if new.key in writing else _FULL) for result, new in zip(results, objects, strict=True)
         ]
@@ -156,7 +156,7 @@ class MemoryPool:
 
     def commit(self, keys: Sequence[bytes], owner: Owner) -> int:
         """Write the headers and publish; how many were the owner's to publish."""
-        published: list[Entry] = []
+        published: list[DirectoryEntry] = []
         for key in keys:
             entry = self._directory.owned(key, owner)
             if entry is None:
@@ -299,29 +299,29 @@ class MemoryPool:
             nbytes -= entry.room
             self._evicted(entry)
 
-    def _evicted(self, entry: Entry) -> None:
+    def _evicted(self, entry: DirectoryEntry) -> None:
         self._directory.hide(entry)
         self._free(entry)
         self._evictions += 1
         self._evicted_bytes += entry.room
 
-    def _withdraw(self, entries: list[Entry]) -> int:
+    def _withdraw(self, entries: list[DirectoryEntry]) -> int:
         for entry in entries:
             self._directory.withdraw(entry)
             self._free(entry)
         self._revoked += len(entries)
         return len(entries)
 
-    def _settle(self, idle: list[Entry]) -> None:
+    def _settle(self, idle: list[DirectoryEntry]) -> None:
         """These lost their last pin."""
         for entry in idle:
-            if entry.state is State.HIDDEN:
+            if entry.state is ObjectState.HIDDEN:
                 self._directory.forget(entry)
                 self._free(entry)
             else:
                 self._policy.unpark(entry)
 
-    def _free(self, entry: Entry) -> None:
+    def _free(self, entry: DirectoryEntry) -> None:
         self._wipe(entry.located.offset)
         self._slots.free(entry.located.offset)
 

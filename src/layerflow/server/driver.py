@@ -33,7 +33,7 @@ from layerflow.server.planner import StepBook
 from layerflow.wire.messages import BROKEN, Batch, Cancelled, Failed, Grant, LayerSealed, Message, Notice, Stored
 
 if TYPE_CHECKING:
-    from layerflow.server.tier import Tier
+    from layerflow.server.tier.tier import Tier
 
 
 class Driver:
@@ -169,7 +169,7 @@ class Driver:
         self._metrics.load_failed(_word(command.reason))
         if command.reason.startswith(BROKEN):
             keys = book.keys_of(command.group, command.lo, command.hi)
-            hidden = self.tier.shun(keys) if book.direct and self.tier is not None else self._pool.hide(keys)
+            hidden = self.tier.hide(keys) if book.direct and self.tier is not None else self._pool.hide(keys)
             self._log.warning(
                 "load_broken", session=command.session, step=command.step, request=command.request, hidden=hidden
             )

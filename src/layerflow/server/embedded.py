@@ -9,7 +9,7 @@ import anyio
 import anyio.from_thread
 import zmq
 
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.errors import DeadlineExceeded
 from layerflow.server.server import Server
 

@@ -30,17 +30,16 @@ from layerflow.keys import DIGEST_BYTES
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
-from layerflow.server.lookup import hit_keys
+from layerflow.server.lookup import find_and_bring, hit_keys, unknown_keys
 from layerflow.server.planner import plan_step
 from layerflow.server.planner_direct import plan_direct
-from layerflow.server.reach import find_and_bring, unknown_keys
-from layerflow.server.sessions import LOCAL, Session, Sessions
+from layerflow.server.sessions import LOCAL, ClientSession, Sessions
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message, ToServer
 
 if TYPE_CHECKING:
-    from layerflow.server.tier import Tier
+    from layerflow.server.tier.tier import Tier
 
 MAX_LEASE_MS = 86_400_000
 M = TypeVar("M", bound=ToServer)
@@ -55,7 +54,7 @@ class Refused(ProtocolError):
 
 
 @dataclass(slots=True)
-class House:
+class ServerContext:
     """What the handlers work on.
 
     :param send: queue a message for a session.
@@ -68,7 +67,7 @@ class House:
     driver: Driver
     sessions: Sessions
     metrics: Metrics
-    send: Callable[[Session, Message], None]
+    send: Callable[[ClientSession, Message], None]
     terms: Callable[[], wire.Terms]
     status: Callable[[], dict[str, object]]
     arena_bytes: int
@@ -81,15 +80,15 @@ class House:
 class Handlers:
     """Dispatches a session's messages."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
         self._log = structlog.get_logger("layerflow.server")
 
-    def handle(self, session: Session, message: ToServer) -> None:
+    def handle(self, session: ClientSession, message: ToServer) -> None:
         """Do what the message asks, or answer with a Problem."""
         self._guarded(session, message, self._dispatch)
 
-    def _guarded(self, session: Session, message: M, work: Callable[[Session, M], None]) -> None:
+    def _guarded(self, session: ClientSession, message: M, work: Callable[[ClientSession, M], None]) -> None:
         try:
             work(session, message)
         except Refused as error:
@@ -103,23 +102,23 @@ class Handlers:
             self._log.exception("message_failed", session=session.number, kind=type(message).__name__)
             self._refuse(session, message, "internal", LayerflowError(f"{type(error).__name__}: {error}"))
 
-    def lose(self, session: Session, why: str) -> None:
+    def lose(self, session: ClientSession, why: str) -> None:
         """The client is gone: nothing of it can touch memory any more."""
-        house = self._house
+        context = self._context
         self._log.info("session_lost", session=session.number, engine=session.engine, pid=session.pid, why=why)
-        house.sessions.close(session)
+        context.sessions.close(session)
         if session.memory:
-            house.driver.handle(SessionLost(session.number))
-        house.pool.drop_owner(("session", session.number))
-        house.metrics.sessions(house.sessions.workers())
+            context.driver.handle(SessionLost(session.number))
+        context.pool.drop_owner(("session", session.number))
+        context.metrics.sessions(context.sessions.workers())
 
-    def _refuse(self, session: Session, message: ToServer, code: str, error: LayerflowError) -> None:
-        self._house.metrics.protocol_error(code)
+    def _refuse(self, session: ClientSession, message: ToServer, code: str, error: LayerflowError) -> None:
+        self._context.metrics.protocol_error(code)
         self._log.warning("message_refused", session=session.number, code=code, error=str(error))
         number = getattr(message, "id", getattr(message, "step", -1))
-        self._house.send(session, wire.Problem(number, code, str(error)))
+        self._context.send(session, wire.Problem(number, code, str(error)))
 
-    def _dispatch(self, session: Session, message: ToServer) -> None:
+    def _dispatch(self, session: ClientSession, message: ToServer) -> None:
         match message:
             case wire.Report():
                 self._report(session, message)
@@ -128,43 +127,43 @@ class Handlers:
             case wire.Lookup():
                 self._lookup(session, message)
             case wire.Beat():
-                self._house.send(session, message)
+                self._context.send(session, message)
             case wire.Attach():
                 self._attach(session, message)
             case wire.Abort():
                 self._worker(session, "Abort")
-                self._house.driver.handle(*(RequestAborted(session.number, name) for name in message.requests))
+                self._context.driver.handle(*(RequestAborted(session.number, name) for name in message.requests))
             case wire.DropLease():
                 owner = _lease_owner(session.engine, message.request)
-                self._house.pool.release(owner)
-                if self._house.tier is not None:
-                    self._house.tier.drop_lease(owner)
+                self._context.pool.release(owner)
+                if self._context.tier is not None:
+                    self._context.tier.drop_lease(owner)
             case wire.Missed():
                 if session.spec is None:
                     raise Refused("not_attached", "attach a spec before looking up")
                 if message.requests < 1 or message.tokens < 0:
                     raise ProtocolError(f"{message.requests} lookups of {message.tokens} tokens cannot have missed")
-                self._house.metrics.lookups_missed(message.requests, message.tokens)
+                self._context.metrics.lookups_missed(message.requests, message.tokens)
             case wire.StatusRequest():
-                self._house.send(session, wire.Status(message.id, msgspec.json.encode(self._house.status())))
+                self._context.send(session, wire.Status(message.id, msgspec.json.encode(self._context.status())))
             case wire.Purge():
                 if session.address[0] != LOCAL:
                     raise Refused("local_only", "only clients of this machine may purge the pool")
-                purged = self._house.pool.clear()
+                purged = self._context.pool.clear()
                 self._log.info("pool_purged", session=session.number, objects=purged)
-                self._house.send(session, wire.Status(message.id, msgspec.json.encode({"purged": purged})))
+                self._context.send(session, wire.Status(message.id, msgspec.json.encode({"purged": purged})))
             case wire.Bye():
                 if not session.memory:
                     self.lose(session, "bye")
             case wire.Hello():
                 raise Refused("twice", f"session {session.number} has already said hello")
 
-    def _worker(self, session: Session, what: str) -> None:
+    def _worker(self, session: ClientSession, what: str) -> None:
         if not session.memory:
             raise Refused("no_memory", f"{what} is for engine workers; attach with memory first")
 
-    def _attach(self, session: Session, message: wire.Attach) -> None:
-        house = self._house
+    def _attach(self, session: ClientSession, message: wire.Attach) -> None:
+        context = self._context
         if session.spec is not None:
             raise Refused("twice", f"session {session.number} is already attached; a new spec needs a new session")
         if message.memory:
@@ -174,19 +173,19 @@ class Handlers:
                     "an engine worker fetches the arena at the doorway before it attaches; on other hosts "
                     "there is none: attach without memory",
                 )
-            if message.direct and not house.direct:
+            if message.direct and not context.direct:
                 raise Refused("not_direct", "this server's workers move bytes through the arena; attach without direct")
-            if house.draining:
+            if context.draining:
                 raise Refused("draining", "the server is shutting down")
-            if house.sessions.workers() >= house.max_workers:
-                raise Refused("too_many", f"server.max_sessions = {house.max_workers} engine workers are attached")
+            if context.sessions.workers() >= context.max_workers:
+                raise Refused("too_many", f"server.max_sessions = {context.max_workers} engine workers are attached")
             spec = message.spec
             shapes = tuple(LayerShape(group, spec.groups[group].bytes_per_block) for group, _ in spec.layer_places())
-            house.driver.handle(SessionOpened(session.number, shapes, spec.shard.tp_rank, spec.shard.tp_size))
+            context.driver.handle(SessionOpened(session.number, shapes, spec.shard.tp_rank, spec.shard.tp_size))
         session.spec = message.spec
         session.memory = message.memory
         session.direct = message.memory and message.direct
-        house.metrics.sessions(house.sessions.workers())
+        context.metrics.sessions(context.sessions.workers())
         self._log.info(
             "session_attached",
             session=session.number,
@@ -197,9 +196,9 @@ class Handlers:
             memory=message.memory,
             direct=session.direct,
         )
-        house.send(session, wire.Attached(house.arena_bytes if message.memory else 0, house.terms()))
+        context.send(session, wire.Attached(context.arena_bytes if message.memory else 0, context.terms()))
 
-    def _lookup(self, session: Session, message: wire.Lookup) -> None:
+    def _lookup(self, session: ClientSession, message: wire.Lookup) -> None:
         if session.spec is None:
             raise Refused("not_attached", "attach a spec before looking up")
         digests = codec.split_digests(message.digests, f"request {message.request!r}")
@@ -218,28 +217,30 @@ class Handlers:
             )
         if not 0 < message.lease_ms <= MAX_LEASE_MS:
             raise ProtocolError(f"request {message.request!r}: lease_ms must be 1 to {MAX_LEASE_MS}")
-        house = self._house
-        if house.tier is None:
-            hit = find_hit(house.pool, session.spec, message.root, digests, message.tokens, message.tail)
+        context = self._context
+        if context.tier is None:
+            hit = find_hit(context.pool, session.spec, message.root, digests, message.tokens, message.tail)
             self._found(session, message, digests, hit)
             return
 
         number = session.number
 
         def answer(found: frozenset[bytes]) -> None:
-            asker = house.sessions.get(number)
+            asker = context.sessions.get(number)
             if asker is not None:
                 self._guarded(asker, message, functools.partial(self._reach, digests=digests, found=found))
 
         asked = [*digests, message.tail] if message.tail else digests
-        direct = any(worker.direct for worker in house.sessions.workers_of(session.engine))
-        house.tier.ask(unknown_keys(house.pool, house.tier, session.spec, asked, direct=direct), answer)
+        direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
+        context.tier.ask(unknown_keys(context.pool, context.tier, session.spec, asked, direct=direct), answer)
 
-    def _reach(self, session: Session, message: wire.Lookup, digests: list[bytes], found: frozenset[bytes]) -> None:
+    def _reach(
+        self, session: ClientSession, message: wire.Lookup, digests: list[bytes], found: frozenset[bytes]
+    ) -> None:
         """The tier has answered: what the hit needs of it is fetched from now on."""
-        pool, tier, spec = self._house.pool, self._house.tier, session.spec
+        pool, tier, spec = self._context.pool, self._context.tier, session.spec
         assert tier is not None and spec is not None
-        workers = self._house.sessions.workers_of(session.engine)
+        workers = self._context.sessions.workers_of(session.engine)
         direct = any(worker.direct for worker in workers)
         # What a worker reads straight from the tier is not brought.
         through = {worker.spec.shard for worker in workers if worker.spec is not None and not worker.direct}
@@ -248,58 +249,58 @@ class Handlers:
         hit = find_and_bring(pool, tier, spec, shards, prompt, found, direct=direct)
         self._found(session, message, digests, hit)
 
-    def _found(self, session: Session, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> None:
+    def _found(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> None:
         assert session.spec is not None
         if hit.tokens or hit.tails:
             until, owner = time.monotonic() + message.lease_ms / 1e3, _lease_owner(session.engine, message.request)
             keys = hit_keys(session.spec, digests, hit)
-            there = self._house.pool.lookup(keys)
-            self._house.pool.acquire([key for key, here in zip(keys, there, strict=True) if here], owner, until)
-            if self._house.tier is not None:
-                self._house.tier.lease(keys, owner, until)
+            there = self._context.pool.lookup(keys)
+            self._context.pool.acquire([key for key, here in zip(keys, there, strict=True) if here], owner, until)
+            if self._context.tier is not None:
+                self._context.tier.lease(keys, owner, until)
         tails = [wire.TailHit(tail.chunk, tail.tokens, tail.digest) for tail in hit.tails]
-        self._house.send(session, wire.Found(message.id, hit.tokens, tails))
-        self._house.metrics.lookup(hit.tokens, message.tokens - hit.tokens)
+        self._context.send(session, wire.Found(message.id, hit.tokens, tails))
+        self._context.metrics.lookup(hit.tokens, message.tokens - hit.tokens)
 
-    def _open_step(self, session: Session, message: wire.OpenStep) -> None:
-        house = self._house
+    def _open_step(self, session: ClientSession, message: wire.OpenStep) -> None:
+        context = self._context
         self._worker(session, "OpenStep")
         key = (session.number, message.step)
-        if house.draining:
+        if context.draining:
             raise Refused("draining", "the server is shutting down")
-        if house.driver.is_open(key):
+        if context.driver.is_open(key):
             raise ProtocolError(f"step {message.step} is already open")
         now = time.monotonic()
         opening = (
             plan_direct(session, message, now)
             if session.direct
-            else plan_step(house.pool, house.tier, session, message, now)
+            else plan_step(context.pool, context.tier, session, message, now)
         )
-        house.driver.open(key, opening.book)
+        context.driver.open(key, opening.book)
         # The plan goes first: batches that follow are numbered by it.
-        house.send(session, opening.plan)
+        context.send(session, opening.plan)
         try:
-            house.driver.handle(opening.event)
+            context.driver.handle(opening.event)
         except InvalidTransition:
-            house.driver.discard(key)
+            context.driver.discard(key)
             raise
-        if house.tier is not None:
-            house.tier.watch(opening.arrivals)
+        if context.tier is not None:
+            context.tier.watch(opening.arrivals)
         for request, keys in opening.loaded:
             # Only what this worker has pinned itself now: the other ranks' objects are still leased for them.
             owner = _lease_owner(session.engine, request)
-            house.pool.release(owner, keys)
-            if house.tier is not None:
-                house.tier.drop_lease(owner, keys)
-        house.metrics.step_opened(full=opening.full, missing=opening.missing)
+            context.pool.release(owner, keys)
+            if context.tier is not None:
+                context.tier.drop_lease(owner, keys)
+        context.metrics.step_opened(full=opening.full, missing=opening.missing)
 
-    def _report(self, session: Session, message: wire.Report) -> None:
+    def _report(self, session: ClientSession, message: wire.Report) -> None:
         self._worker(session, "Report")
         for failure in message.failed:
             self._log.warning("batch_failed", session=session.number, batch=failure.batch, reason=failure.reason)
-        self._house.driver.handle(*_events(session.number, message))
+        self._context.driver.handle(*_events(session.number, message))
         for figures in message.figures:
-            self._house.metrics.step_measured(figures)
+            self._context.metrics.step_measured(figures)
 
 
 def _lease_owner(engine: str, request: str) -> tuple[str, str, str]:

@@ -12,16 +12,16 @@ from layerflow.errors import ProtocolError
 from layerflow.flow.events import Part, StepOpened
 from layerflow.keys import DIGEST_BYTES, object_key
 from layerflow.objects import object_bytes
-from layerflow.pool.base import Located, NewObject, Outcome, Pool
-from layerflow.server.reach import stored_object
-from layerflow.server.sessions import Session
-from layerflow.server.tier_fetches import Arrival, Job
+from layerflow.pool.base import Located, NewObject, Pool, ReserveStatus
+from layerflow.server.lookup import stored_object
+from layerflow.server.sessions import ClientSession
+from layerflow.server.tier.fetches import FetchDependency, Job
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, LoadPart, OpenStep, Plan, PlanPart, SavePart
 
 if TYPE_CHECKING:
-    from layerflow.server.tier import Tier
+    from layerflow.server.tier.tier import Tier
 
 MAX_STEP_S = 86_400.0
 
@@ -61,7 +61,7 @@ class Opening:
     plan: Plan
     book: StepBook
     loaded: list[tuple[str, list[bytes]]]
-    arrivals: list[Arrival]
+    arrivals: list[FetchDependency]
     full: int
     missing: int
 
@@ -78,7 +78,7 @@ class Wanted:
     parent: bytes = b""
 
 
-def plan_step(pool: Pool, tier: Tier | None, session: Session, message: OpenStep, now: float) -> Opening:
+def plan_step(pool: Pool, tier: Tier | None, session: ClientSession, message: OpenStep, now: float) -> Opening:
     """Pin the objects to load, reserve room for those to save, and number the blocks.
 
     What the arena lacks is fetched from the tier. Nothing has changed when this raises.
@@ -116,17 +116,17 @@ class _Waiting:
     """Numbers what a step's load parts wait for: parts that the same jobs bring share an arrival."""
 
     def __init__(self, step: tuple[int, int], owner: Hashable) -> None:
-        self.arrivals: list[Arrival] = []
+        self.arrivals: list[FetchDependency] = []
         self._step = step
         self._owner = owner
-        self._by_jobs: dict[tuple[int, frozenset[Job]], Arrival] = {}
+        self._by_jobs: dict[tuple[int, frozenset[Job]], FetchDependency] = {}
 
     def add(self, group: int, part: int, needs: dict[bytes, Job]) -> int:
         """The arrival's number, for load part number `part`, which needs these objects of these jobs."""
         jobs = frozenset(needs.values())
         arrival = self._by_jobs.get((group, jobs))
         if arrival is None:
-            arrival = Arrival(self._step, len(self.arrivals) + 1, group, self._owner, list(jobs), {})
+            arrival = FetchDependency(self._step, len(self.arrivals) + 1, group, self._owner, list(jobs), {})
             self._by_jobs[group, jobs] = arrival
             self.arrivals.append(arrival)
         for key in needs:
@@ -198,8 +198,8 @@ def _plan_saves(
     for position, (wanted, objects) in enumerate(saves):
         # What a request computes on top of a hit that is not there would be wrong: it is not stored.
         room = [] if wanted.request in bad else pool.reserve(objects, book.owner)
-        offsets = [place.offset if place.outcome is Outcome.RESERVED else NOWHERE for place in room]
-        full += sum(place.outcome in (Outcome.FULL, Outcome.TOO_LARGE) for place in room)
+        offsets = [place.offset if place.outcome is ReserveStatus.RESERVED else NOWHERE for place in room]
+        full += sum(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room)
         keys = [key for key, offset in zip(wanted.keys, offsets, strict=False) if offset != NOWHERE]
         blocks = sum(count for count, offset in zip(wanted.counts.tolist(), offsets, strict=False) if offset != NOWHERE)
         if keys:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from layerflow.errors import ProtocolError
 from layerflow.flow.events import Part, StepOpened
 from layerflow.server.planner import Opening, StepBook, Wanted, check_deadlines, check_load, check_part, new_objects
-from layerflow.server.sessions import Session
+from layerflow.server.sessions import ClientSession
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import OpenStep, Plan, PlanPart
 
 
-def plan_direct(session: Session, message: OpenStep, now: float) -> Opening:
+def plan_direct(session: ClientSession, message: OpenStep, now: float) -> Opening:
     """Number the blocks; nothing is pinned and nothing reserved, and offsets are 0.
 
     :raises ProtocolError: the message contradicts itself or the session's spec.

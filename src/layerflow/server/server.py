@@ -16,7 +16,7 @@ import structlog
 import zmq
 
 import layerflow
-from layerflow.config import Settings, live_changes, make_private_directory
+from layerflow.config.settings import Settings, live_changes, make_private_directory
 from layerflow.errors import ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, Limits, LimitsChanged
@@ -24,20 +24,20 @@ from layerflow.observe.metrics import Metrics
 from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
-from layerflow.server.doorway import NO_ROOM, Doorway, Room
 from layerflow.server.driver import Driver
-from layerflow.server.handlers import Handlers, House
+from layerflow.server.handlers import Handlers, ServerContext
 from layerflow.server.housekeeping import housekeep
-from layerflow.server.router import MAX_FRAMES, Router
-from layerflow.server.security import Curve, open_curve
-from layerflow.server.sessions import LOCAL, REMOTE, Address, Session, Sessions
+from layerflow.server.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
 from layerflow.server.status import status_of
+from layerflow.server.transport.fd_server import NO_ROOM, FdServer, SharedRegion
+from layerflow.server.transport.router import MAX_FRAMES, Router
+from layerflow.server.transport.security import Curve, open_curve
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
 
 if TYPE_CHECKING:
-    from layerflow.server.tier import Tier
+    from layerflow.server.tier.tier import Tier
 
 
 class Server:
@@ -63,12 +63,12 @@ class Server:
         self.driver = Driver(self.pool, limits_of(settings), self.metrics, self._send_number, self._step_done)
         self.tier: Tier | None = None
         if behind is not None:
-            from layerflow.server.tier import Tier  # noqa: PLC0415 - most servers have none
+            from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
 
             arena = self._arena.fd, self._arena.nbytes
             self.tier = Tier(*behind, settings.pool, self.pool, arena, self._tier_news)
             self.driver.tier = self.tier
-        self._house = House(
+        self._server_context = ServerContext(
             pool=self.pool,
             driver=self.driver,
             sessions=self.sessions,
@@ -81,11 +81,11 @@ class Server:
             tier=self.tier,
             direct=bool(direct_options(settings)),
         )
-        self._handlers = Handlers(self._house)
+        self._handlers = Handlers(self._server_context)
         self.metrics.limits(limits_of(settings))
         self._routers: dict[str, Router] = {}
         self._greeted: set[Address] = set()
-        self._doorway: Doorway | None = None
+        self._fd_server: FdServer | None = None
         self._curve: Curve | None = None
         self._idle: anyio.Event | None = None
         self._log = structlog.get_logger("layerflow.server")
@@ -93,7 +93,7 @@ class Server:
     @property
     def healthy(self) -> bool:
         """Taking new work."""
-        return bool(self._routers) and not self._house.draining
+        return bool(self._routers) and not self._server_context.draining
 
     @property
     def doorway_path(self) -> Path:
@@ -171,25 +171,25 @@ class Server:
         if self.tier is not None:
             self.metrics.tier(self.tier.statistics())
 
-    def lose_silent(self, session: Session) -> None:
+    def lose_silent(self, session: ClientSession) -> None:
         """Heartbeats stopped. Only a client that cannot write to the arena is given up for it."""
         if session.memory or session.entered:
             if not session.silent:
                 session.silent = True
                 self._log.warning("session_silent", session=session.number, engine=session.engine, pid=session.pid)
-        elif not session.at_doorway and time.monotonic() - session.heard > IDLE_S:
+        elif not session.at_fd_server and time.monotonic() - session.heard > IDLE_S:
             self._handlers.lose(session, "idle")
 
     def _open(self) -> list[str]:
         server = self.settings.server
         make_private_directory(server.endpoint)
         self.doorway_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        rooms = {wire.WANT_ARENA: Room(self._arena.fd, self._arena.nbytes), wire.WANT_PRESENCE: NO_ROOM}
+        rooms = {wire.WANT_ARENA: SharedRegion(self._arena.fd, self._arena.nbytes), wire.WANT_PRESENCE: NO_ROOM}
         if self.pool.presence is not None:
             table = self.pool.presence.memory
-            rooms[wire.WANT_PRESENCE] = Room(table.fd, table.nbytes)
-        self._doorway = Doorway(self.doorway_path, rooms, self._entered, self._gone)
-        self._doorway.start()
+            rooms[wire.WANT_PRESENCE] = SharedRegion(table.fd, table.nbytes)
+        self._fd_server = FdServer(self.doorway_path, rooms, self._entered, self._gone)
+        self._fd_server.start()
         local = Router(self._context, functools.partial(self._hear, LOCAL), server.max_message_bytes)
         self._routers[LOCAL] = local
         local.bind(server.endpoint)
@@ -212,16 +212,16 @@ class Server:
             self._curve.close()
         if self._own_context:
             self._context.term()
-        if self._doorway is not None:
+        if self._fd_server is not None:
             # After the last messages have left: a client that is hung up on reads no further.
-            self._doorway.close()
+            self._fd_server.close()
         self._warmer.stop()
         self._arena.close()
         if self._presence is not None:
             self._presence.close()
 
     async def _drain(self) -> None:
-        self._house.draining = True
+        self._server_context.draining = True
         self._log.info("server_draining", open_steps=self.driver.open_steps)
         self._idle = anyio.Event()
         if self.driver.open_steps:
@@ -273,13 +273,13 @@ class Server:
         self._greeted.discard(address)
         session = self.sessions.open(address, message.engine, message.client, message.pid, time.monotonic())
         server = self.settings.server
-        doorway = str(self.doorway_path) if address[0] == LOCAL else ""
+        fd_server = str(self.doorway_path) if address[0] == LOCAL else ""
         self._send(
             session,
             wire.Welcome(
                 session.number,
                 layerflow.__version__,
-                doorway,
+                fd_server,
                 session.token,
                 server.heartbeat_ms,
                 server.liveness_ms,
@@ -290,9 +290,9 @@ class Server:
 
     def _entered(self, token: bytes, wanted: bytes) -> bool:
         session = self.sessions.holding(token)
-        if session is None or session.at_doorway or session.address[0] != LOCAL:
+        if session is None or session.at_fd_server or session.address[0] != LOCAL:
             return False
-        session.at_doorway = True
+        session.at_fd_server = True
         session.entered = wanted == wire.WANT_ARENA
         return True
 
@@ -311,7 +311,7 @@ class Server:
         if session is not None:
             self._handlers.lose(session, "hung_up")
 
-    def _send(self, session: Session, message: Message) -> None:
+    def _send(self, session: ClientSession, message: Message) -> None:
         door, identity = session.address
         router = self._routers.get(door)
         if router is not None and not router.send(identity, codec.encode(message)):

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from layerflow.server.doorway import TOKEN_BYTES
+from layerflow.server.transport.fd_server import TOKEN_BYTES
 from layerflow.spec import ModelSpec
 
 LOCAL, REMOTE = "local", "tcp"
@@ -16,12 +16,12 @@ Address = tuple[str, bytes]
 
 
 @dataclass(slots=True)
-class Session:
+class ClientSession:
     """One client: an engine worker (with `memory`) or one that only looks things up.
 
     :param heard: when it last said anything, monotonic seconds.
     :param token: what it names itself by at the doorway.
-    :param at_doorway: it is connected there, so the death of its process will be seen.
+    :param at_fd_server: it is connected there, so the death of its process will be seen.
     :param entered: it was given the arena there.
     :param direct: it moves bytes past the arena.
     :param silent: it missed its heartbeats. An engine worker that is silent still owns what it may write
@@ -38,7 +38,7 @@ class Session:
     spec: ModelSpec | None = None
     memory: bool = False
     direct: bool = False
-    at_doorway: bool = False
+    at_fd_server: bool = False
     entered: bool = False
     silent: bool = False
     steps: set[int] = field(default_factory=set)
@@ -49,44 +49,44 @@ class Sessions:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._by_number: dict[int, Session] = {}
-        self._by_address: dict[Address, Session] = {}
-        self._by_token: dict[bytes, Session] = {}
+        self._by_number: dict[int, ClientSession] = {}
+        self._by_address: dict[Address, ClientSession] = {}
+        self._by_token: dict[bytes, ClientSession] = {}
 
     def __len__(self) -> int:
         return len(self._by_number)
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[ClientSession]:
         return iter(list(self._by_number.values()))
 
-    def open(self, address: Address, engine: str, client: str, pid: int, now: float) -> Session:
+    def open(self, address: Address, engine: str, client: str, pid: int, now: float) -> ClientSession:
         """A new session for a client that has none."""
         token = secrets.token_bytes(TOKEN_BYTES)
-        session = Session(next(self._numbers), address, token, engine, client, pid, now)
+        session = ClientSession(next(self._numbers), address, token, engine, client, pid, now)
         self._by_number[session.number] = session
         self._by_address[address] = session
         self._by_token[token] = session
         return session
 
-    def close(self, session: Session) -> None:
+    def close(self, session: ClientSession) -> None:
         """Forget it."""
         del self._by_number[session.number]
         del self._by_address[session.address]
         del self._by_token[session.token]
 
-    def get(self, number: int) -> Session | None:
+    def get(self, number: int) -> ClientSession | None:
         """By number."""
         return self._by_number.get(number)
 
-    def at(self, address: Address) -> Session | None:
+    def at(self, address: Address) -> ClientSession | None:
         """By address."""
         return self._by_address.get(address)
 
-    def holding(self, token: bytes) -> Session | None:
+    def holding(self, token: bytes) -> ClientSession | None:
         """By token."""
         return self._by_token.get(token)
 
-    def workers_of(self, engine: str) -> list[Session]:
+    def workers_of(self, engine: str) -> list[ClientSession]:
         """Engine workers of one serving engine."""
         return [session for session in self._by_number.values() if session.memory and session.engine == engine]
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import anyio.to_thread
 from watchfiles import awatch
 
-from layerflow.config import Settings, live_changes
+from layerflow.config.settings import Settings, live_changes
 from layerflow.errors import ConfigError
 
 # How often to look where nothing was reported: network mounts and replaced directories report nothing.

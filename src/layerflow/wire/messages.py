@@ -214,7 +214,7 @@ class Missed(Message, frozen=True, tag=12):
 class Welcome(Message, frozen=True, tag=101):
     """The hello was accepted.
 
-    :param doorway: path of the Unix socket that hands out shared memory; empty where there is none.
+    :param fd_server: path of the Unix socket that hands out shared memory; empty where there is none.
     :param token: 16 bytes to send there first, and one that says what is wanted.
     :param direct: JSON, the options of a client of the pool behind the arena, for workers that may reach it from
         device memory; empty where they may not.
@@ -222,7 +222,7 @@ class Welcome(Message, frozen=True, tag=101):
 
     session: int
     version: str
-    doorway: str
+    fd_server: str
     token: bytes
     heartbeat_ms: int
     liveness_ms: int

@@ -12,7 +12,7 @@ from backends.served.kinds import Kind
 from e2e.known import AFTER, KnownWorker, Run, eventually
 from e2e.stopping import stop
 
-from layerflow.agent import Control, Hit, Outcome
+from layerflow.agent import Control, Hit, LoadResult
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow_cli.bench.harness import ServerProcess
@@ -163,7 +163,7 @@ def attempt(
     runs: Sequence[Run],
     *,
     timeout_s: float | None = None,
-    on_layer: Callable[[int, Outcome], None] | None = None,
+    on_layer: Callable[[int, LoadResult], None] | None = None,
     save: bool = False,
 ) -> set[str]:
     """One step over admitted requests, in which anything may fail; why something did.

@@ -18,15 +18,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from layerflow.agent import Agent
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
-from layerflow.connectors.vllm.events import ChunkEvents
-from layerflow.connectors.vllm.hook_times import ENVIRONMENT, HookTimes
 from layerflow.connectors.vllm.layout import layout_of
 from layerflow.connectors.vllm.options import parse_options
 from layerflow.connectors.vllm.plan import StepPlan
-from layerflow.connectors.vllm.scheduler import SchedulerSide
-from layerflow.connectors.vllm.stats import TransferMetrics, TransferStats
+from layerflow.connectors.vllm.scheduler.events import ChunkEvents
+from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.versions import check_version
-from layerflow.connectors.vllm.worker import WorkerSide
+from layerflow.connectors.vllm.worker.hook_times import ENVIRONMENT, HookTimes
+from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
+from layerflow.connectors.vllm.worker.worker import WorkerSide
 
 if TYPE_CHECKING:
     from layerflow.server import EmbeddedServer

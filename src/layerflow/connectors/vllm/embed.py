@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from layerflow.config import Settings
+from layerflow.config.settings import Settings
 from layerflow.connectors.vllm.options import Options
 from layerflow.server import EmbeddedServer
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from layerflow.config import Settings
-from layerflow.config_pool import BACKEND_ALIASES, BACKENDS
+from layerflow.config.pool import BACKEND_ALIASES, BACKENDS
+from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
 
 ModeSetting = Literal["auto", "layerwise", "bulk"]
@@ -43,7 +43,7 @@ class Options:
     """The connector's settings, checked.
 
     :param endpoint: of a running ``layerflow run``; "" = embed a server in the first worker's process.
-    :param mode: how hits are loaded; see :mod:`layerflow.connectors.vllm.scheduler`.
+    :param mode: how hits are loaded; see :mod:`layerflow.connectors.vllm.scheduler.scheduler`.
     :param chunk_tokens: tokens keyed and stored together; 0 = about 256, a multiple of every block size.
     :param load: look prompts up and load hits.
     :param save: store what is computed.

@@ -11,10 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from layerflow.agent.outline import OutlinePart
+from layerflow.agent.descriptors import PartDescriptor
 from layerflow.connectors.vllm.planned import NO_SAVES, PlannedSaves
-from layerflow.connectors.vllm.stored import ChunkKey
-from layerflow.flow.estimators import ComputeCost, LinkCost
+from layerflow.connectors.vllm.worker.stored import ChunkKey
+from layerflow.flow.cost.estimators import ComputeCost, LinkCost
 
 
 @dataclass(slots=True)
@@ -29,13 +29,13 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param saves: what the step computes.
     :param fresh: newly allocated block ids, per layerflow group: about to be overwritten.
     :param leaving: finished requests whose blocks stay until their saves have ended.
-    :param work: new tokens and their context, see :func:`layerflow.agent.advisor.work_of`.
+    :param work: new tokens and their context, see :func:`layerflow.agent.costs.work_of`.
     """
 
     number: int = 0
-    loads: list[OutlinePart] = field(default_factory=list)
-    tails: list[OutlinePart] = field(default_factory=list)
-    background: dict[str, list[OutlinePart]] = field(default_factory=dict)
+    loads: list[PartDescriptor] = field(default_factory=list)
+    tails: list[PartDescriptor] = field(default_factory=list)
+    background: dict[str, list[PartDescriptor]] = field(default_factory=dict)
     saves: PlannedSaves = NO_SAVES
     fresh: tuple[tuple[int, ...], ...] = ()
     leaving: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass(slots=True)
-class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What a worker has learnt since its last step.
 
     :param overlaps: of requests whose loads have ended: hidden and whole transfer time, seconds.
@@ -70,16 +70,16 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     failed: frozenset[str] = frozenset()
     stored: dict[ChunkKey, int] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of all ranks of one step: times add up, the slowest rank's costs count."""
-        assert isinstance(other, WorkerNews)
+        assert isinstance(other, WorkerReport)
         overlaps = dict(self.overlaps)
         for request, (hidden, whole) in other.overlaps.items():
             mine = overlaps.get(request, (0.0, 0.0))
             overlaps[request] = (mine[0] + hidden, mine[1] + whole)
         drained = dict(Counter(self.drained) + Counter(other.drained))
         stored = dict(Counter(self.stored) + Counter(other.stored))
-        return WorkerNews(overlaps, drained, _slower(self.costs, other.costs), self.failed | other.failed, stored)
+        return WorkerReport(overlaps, drained, _slower(self.costs, other.costs), self.failed | other.failed, stored)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from layerflow.agent.outline import OutlinePart
+from layerflow.agent.descriptors import PartDescriptor
 
 Tables = Sequence[Sequence[int]]
 """Block ids of a request, per layerflow group."""
@@ -27,12 +27,12 @@ class PlannedSaves:
         self,
         requests: Sequence[str] = (),
         tables: Sequence[Tables] = (),
-        outline: Callable[[], Sequence[OutlinePart]] = tuple,
+        outline: Callable[[], Sequence[PartDescriptor]] = tuple,
     ) -> None:
         self.requests = tuple(requests)
         self._tables = tuple(tables)
         self._outline = outline
-        self._parts: Sequence[OutlinePart] | None = None
+        self._parts: Sequence[PartDescriptor] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.requests)
@@ -41,10 +41,10 @@ class PlannedSaves:
         return _outlined, (list(self.parts),)
 
     @property
-    def parts(self) -> Sequence[OutlinePart]:
+    def parts(self) -> Sequence[PartDescriptor]:
         """What is saved of each request and group.
 
-        :raises SpecError: see :func:`layerflow.agent.outline.outline_saves`.
+        :raises SpecError: see :func:`layerflow.agent.descriptors.describe_saves`.
         """
         if self._parts is None:
             self._parts = self._outline()
@@ -64,6 +64,6 @@ class PlannedSaves:
 NO_SAVES = PlannedSaves()
 
 
-def _outlined(parts: Sequence[OutlinePart]) -> PlannedSaves:
+def _outlined(parts: Sequence[PartDescriptor]) -> PlannedSaves:
     tables = [[[]] * part.group + [part.table.tolist()] for part in parts]
     return PlannedSaves(tuple({part.request: None for part in parts}), tables, lambda: parts)

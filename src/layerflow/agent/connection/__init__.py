@@ -1,0 +1,1 @@
+"""The control socket as an agent sees it."""

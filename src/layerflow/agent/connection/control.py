@@ -1,0 +1,191 @@
+"""The control client: looks up, leases, asks for status. For schedulers and tools; moves no bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from typing import Any, cast
+
+import structlog
+import zmq
+
+from layerflow.agent.connection.control_connection import ControlConnection, hit_of
+from layerflow.agent.connection.handshake import ClientKeys
+from layerflow.agent.values import MISS, Hit
+from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError
+from layerflow.keys import Chain
+from layerflow.spec import ModelSpec
+from layerflow.wire.messages import (
+    STRANGER,
+    DropLease,
+    Found,
+    Lookup,
+    Message,
+    Purge,
+    Status,
+    StatusRequest,
+    ToClient,
+)
+
+log = structlog.get_logger("layerflow.agent.connection.control")
+
+DEFAULT_LOOKUP_TIMEOUT_S = 0.2
+DEFAULT_TIMEOUT_S = 2.0
+AWAY_S = 0.5
+"""After a lookup without an answer, lookups miss at once for so long instead of waiting again."""
+
+
+class Control:
+    """A synchronous control client; safe to share between threads, one call at a time.
+
+    Connects at the first call, and again after the server was away.
+
+    :param endpoint: of the server, ``ipc://``, ``inproc://`` or ``tcp://`` with `keys`.
+    :param engine: names the engine whose workers load what this client leases.
+    :param spec: needed for lookups.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        engine: str = "",
+        spec: ModelSpec | None = None,
+        *,
+        keys: ClientKeys | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        lookup_timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_S,
+    ) -> None:
+        self._endpoint = endpoint
+        self._engine = engine
+        self._spec = spec
+        self._keys = keys
+        self._context = context or zmq.Context.instance()
+        self._lookup_timeout_s = lookup_timeout_s
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._line: ControlConnection | None = None
+        self._away_until = 0.0
+
+    def connect(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+        """Connect anew, so that the first lookup does not pay for it; False if the server did not answer."""
+        with self._lock:
+            self._drop()
+            try:
+                self._connected(time.monotonic() + timeout_s)
+            except LayerflowError:
+                return False
+            self._away_until = 0.0
+            return True
+
+    def lookup(self, request: str, chain: Chain) -> Hit:
+        """The longest hit for a prompt, leased. A server that is away or slow is a miss.
+
+        The server is not asked where its presence table shows that nothing is stored.
+
+        :raises SessionError: the client was made without a spec.
+        """
+        if self._spec is None:
+            raise SessionError("lookups need the model's spec; pass spec= to Control")
+        deadline = time.monotonic() + self._lookup_timeout_s
+        # Whoever waits behind a lookup of a stopped server waits no longer than for its own.
+        if not self._lock.acquire(timeout=self._lookup_timeout_s):
+            return MISS
+        try:
+            if time.monotonic() < self._away_until:
+                return MISS
+            line = self._connected(deadline)
+            if line.misses(chain):
+                return MISS
+            message = lookup_of(next(self._ids), request, chain, line.lease_ms)
+            found = cast(Found, self._exchange(message, Found, deadline))
+        except RemoteError as error:
+            log.warning("lookup_refused", request=request, code=error.code, error=error.message)
+            return MISS
+        except LayerflowError:
+            self._away_until = time.monotonic() + AWAY_S
+            return MISS
+        finally:
+            self._lock.release()
+        return hit_of(found, chain, self._spec)
+
+    def drop_lease(self, request: str) -> None:
+        """The request will not be loaded after all. Nothing happens if the server is away: leases expire."""
+        with self._lock:
+            if self._line is not None:
+                with contextlib.suppress(ServerLost):
+                    self._line.conversation.send(DropLease(request))
+
+    def status(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """The server's state, as ``layerflow status --json`` prints it.
+
+        :raises LayerflowError: it did not answer.
+        """
+        return self._ask(StatusRequest(next(self._ids)), timeout_s)
+
+    def purge(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Forget every object of the pool; how many there were.
+
+        :raises LayerflowError: the server did not answer.
+        """
+        return int(self._ask(Purge(next(self._ids)), timeout_s)["purged"])
+
+    def close(self) -> None:
+        """Hang up; leases expire by themselves."""
+        with self._lock:
+            self._drop()
+
+    def _ask(self, message: StatusRequest | Purge, timeout_s: float) -> dict[str, Any]:
+        with self._lock:
+            answer = cast(Status, self._exchange(message, Status, time.monotonic() + timeout_s))
+        return cast(dict[str, Any], json.loads(answer.json))
+
+    def _exchange(self, message: Lookup | StatusRequest | Purge, kind: type[Message], deadline: float) -> ToClient:
+        """Ask once; once more over a new connection if a restarted server does not know this client."""
+        try:
+            conversation = self._connected(deadline).conversation
+            conversation.send(message)
+            return conversation.expect(kind, deadline, message.id)
+        except RemoteError as error:
+            if error.code != STRANGER:
+                raise
+            self._drop()
+            conversation = self._connected(deadline).conversation
+            conversation.send(message)
+            return conversation.expect(kind, deadline, message.id)
+        except LayerflowError:
+            self._drop()
+            raise
+
+    def _connected(self, deadline: float) -> ControlConnection:
+        if self._line is not None and self._line.hung_up():
+            self._drop()
+        if self._line is None:
+            self._line = ControlConnection.connect(
+                self._context, self._endpoint, self._engine, self._spec, deadline, self._keys
+            )
+        return self._line
+
+    def _drop(self) -> None:
+        if self._line is not None:
+            self._line.hang_up()
+            self._line = None
+
+
+def lookup_of(number: int, request: str, chain: Chain, lease_ms: int) -> Lookup:
+    """The question for a prompt."""
+    return Lookup(number, request, chain.parent(0), b"".join(chain.digests), len(chain), lease_ms, chain.tail)
+
+
+def fetch_status(endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+    """The state of the server at `endpoint`.
+
+    :raises LayerflowError: it did not answer.
+    """
+    control = Control(endpoint, engine="status")
+    try:
+        return control.status(timeout_s)
+    finally:
+        control.close()

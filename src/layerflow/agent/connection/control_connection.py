@@ -1,0 +1,243 @@
+"""A line to the server for who only looks up: a conversation, its sign of life, and the server's presence table.
+
+The table spares most questions: of a prompt that was never seen nothing is stored, and the table says so in
+microseconds, where a lookup is a message there and one back. Of a prompt that was seen it says how much is stored; that
+it stays there is the server's to say.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+import zmq
+
+from layerflow.agent.connection.handshake import ClientKeys, Handshake, dial, fetch_presence
+from layerflow.agent.values import Hit
+from layerflow.errors import LayerflowError, ServerLost
+from layerflow.hits import HitLength, find_hit
+from layerflow.keys import DIGEST_BYTES, Chain, object_key
+from layerflow.memfd import SharedMemory
+from layerflow.presence import Presence
+from layerflow.spec import ModelSpec, Shard
+from layerflow.wire.messages import Attach, Bye, Found, Missed, Welcome
+
+BYE_LINGER_MS = 100
+LOOK_S = 0.02
+"""How often to look whether the server has hung up: each look lets go of the GIL."""
+
+TELL_S = 1.0
+"""How often the server is told of lookups that it was not asked."""
+
+MOST_LOOKS = 128
+"""Objects of one prompt that are looked for in the table on a scheduler's own thread, some 2 us each."""
+
+log = structlog.get_logger("layerflow.agent")
+
+
+class PresenceView:
+    """What the table tells of one model's prompts.
+
+    :raises LayerflowError: `memory` is no table.
+    """
+
+    def __init__(self, memory: SharedMemory, spec: ModelSpec) -> None:
+        self._table = Presence(memory)
+        self._spec = spec
+        whole = [n for n, group in enumerate(spec.groups) if not (group.rules.windowed or group.rules.exact)]
+        self._whole_group = whole[0] if whole else None
+        self._shard = spec.shard.peers()[0]
+
+    def misses(self, chain: Chain) -> bool:
+        """Is nothing of this prompt stored, for certain?
+
+        A hit begins with the first chunk, which every group that reads all tokens must have, or with a tail that
+        follows nothing. Where no group reads all tokens, a hit may begin anywhere: only the server knows.
+        """
+        table, group, shard = self._table, self._whole_group, self._shard
+        if group is None or (chain.digests and table.may_hold(object_key(chain.digests[0], group, shard))):
+            return False
+        # As the server looks for tails: under the first group and shard. Of the prompt's own beginnings only those are
+        # hashed whose length some stored tail has.
+        parent = object_key(chain.parent(0), 0, shard)
+        if not table.may_hold_tails(parent):
+            return True
+        lengths = table.tail_lengths(parent, min(len(chain), chain.chunk_tokens - 1))
+        return not any(table.may_hold(object_key(chain.partial(0, tokens), 0, shard)) for tokens in lengths)
+
+    def hit(self, chain: Chain) -> Hit | None:
+        """The longest hit, by what the table shows now; None: it cannot tell, or the prompt is too long to look."""
+        shards = self._spec.shard.peers()
+        if len(chain.digests) * len(self._spec.groups) * len(shards) > MOST_LOOKS:
+            return None
+        seen = _SeenKeys(self._table, chain, self._shard)
+        found = find_hit(seen, self._spec, chain.parent(0), chain.digests, len(chain), chain.tail)
+        return hit_of(found, chain, self._spec) if seen.sure else None
+
+    def close(self) -> None:
+        """Unmap."""
+        self._table.close()
+
+
+class _SeenKeys:
+    """The table as a hit is searched in it.
+
+    :ivar sure: nothing was looked for that the table cannot tell.
+    """
+
+    def __init__(self, table: Presence, chain: Chain, shard: Shard) -> None:
+        self._table = table
+        self._chain = chain
+        self._shard = shard
+        self.sure = True
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [self._table.holds(key) for key in keys]
+        self.sure &= None not in found
+        return [there is True for there in found]
+
+    def tails(self, parent: bytes) -> list[tuple[int, bytes]]:
+        """Those that the prompt itself goes on with."""
+        table, chain = self._table, self._chain
+        if not table.may_hold_tails(parent):
+            return []
+        digest = parent[:DIGEST_BYTES]
+        chunk = chain.digests.index(digest) + 1 if digest in chain.digests else 0
+        most = min(len(chain) - chunk * chain.chunk_tokens, chain.chunk_tokens - 1)
+        return [
+            (tokens, object_key(chain.partial(chunk, tokens), 0, self._shard))
+            for tokens in table.tail_lengths(parent, most)
+        ]
+
+
+def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
+    """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
+    for tail in found.tails:
+        tokens = spec.usable(tail.chunk * chain.chunk_tokens + tail.tokens, len(chain))
+        if tokens is not None and chain.partial(tail.chunk, tail.tokens) == tail.digest:
+            return Hit(tokens, tail.chunk, tail.tokens, tail.digest)
+    return Hit(found.tokens)
+
+
+class ControlConnection:
+    """Made by :meth:`connect`; for one thread at a time.
+
+    :ivar lease_ms: how long the server wants hits to stay leased.
+    """
+
+    def __init__(self, conversation: Handshake) -> None:
+        self.conversation = conversation
+        self.lease_ms = 0
+        self._sight: PresenceView | None = None
+        self._life = select.poll()
+        self._look_at = 0.0
+        self._missed = self._missed_tokens = 0
+        self._tell_at = 0.0
+
+    @classmethod
+    def connect(
+        cls,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        engine: str,
+        spec: ModelSpec | None,
+        deadline: float,
+        keys: ClientKeys | None = None,
+    ) -> ControlConnection:
+        """Say hello and, with a spec, attach to look up.
+
+        :param deadline: monotonic seconds.
+        :raises LayerflowError: the server did not answer by then, or refused.
+        """
+        line = cls(Handshake(dial(context, endpoint, keys)))
+        try:
+            welcome = line.conversation.introduce(engine, "control", deadline)
+            line.lease_ms = welcome.lease_ms
+            if spec is not None:
+                line._enter(welcome, spec, deadline)
+                line.conversation.attach(Attach(spec, memory=False), deadline)
+        except LayerflowError:
+            line._close(0)
+            raise
+        return line
+
+    def misses(self, chain: Chain) -> bool:
+        """Is nothing of this prompt stored, for certain? Then it counts as a lookup; else ask the server."""
+        if self._sight is None or not self._sight.misses(chain):
+            return False
+        self._missed += 1
+        self._missed_tokens += len(chain)
+        if time.monotonic() >= self._tell_at:
+            self._tell()
+        return True
+
+    def hit(self, chain: Chain) -> Hit | None:
+        """How much of this prompt is stored, by what can be seen without asking; None: ask the server."""
+        return self._sight.hit(chain) if self._sight is not None else None
+
+    def hung_up(self) -> bool:
+        """Has the server died? Seen within :data:`LOOK_S`, where it is on this machine."""
+        now = time.monotonic()
+        if self.conversation.guest is None or now < self._look_at:
+            return False
+        self._look_at = now + LOOK_S
+        return bool(self._life.poll(0))
+
+    def hang_up(self) -> None:
+        """Leave; does not wait."""
+        self._tell()
+        try:
+            self.conversation.send(Bye())
+        except ServerLost as error:
+            log.debug("goodbye_unheard", error=str(error))
+        self._close(BYE_LINGER_MS)
+
+    def _enter(self, welcome: Welcome, spec: ModelSpec, deadline: float) -> None:
+        """Fetch the table. Without one everything is asked."""
+        if not welcome.fd_server:
+            return
+        try:
+            guest, fd, nbytes = fetch_presence(Path(welcome.fd_server), welcome.token, deadline)
+            self.conversation.guest = guest
+            self._life.register(guest, select.POLLIN)
+            if fd is not None:
+                try:
+                    self._sight = _map(fd, nbytes, spec)
+                finally:
+                    os.close(fd)
+        except LayerflowError as error:
+            log.warning("presence_unavailable", error=str(error))
+
+    def _tell(self) -> None:
+        if not self._missed:
+            return
+        self._tell_at = time.monotonic() + TELL_S
+        try:
+            self.conversation.send(Missed(self._missed, self._missed_tokens))
+        except ServerLost as error:
+            log.debug("misses_untold", error=str(error))
+        else:
+            self._missed = self._missed_tokens = 0
+
+    def _close(self, linger_ms: int) -> None:
+        self.conversation.dealer.close(linger=linger_ms)
+        if self.conversation.guest is not None:
+            self.conversation.guest.close()
+        if self._sight is not None:
+            self._sight.close()
+            self._sight = None
+
+
+def _map(fd: int, nbytes: int, spec: ModelSpec) -> PresenceView:
+    """:raises LayerflowError: it is no table."""
+    memory = SharedMemory.attach(fd, nbytes, writable=False)
+    try:
+        memory.populate()
+        return PresenceView(memory, spec)
+    except LayerflowError:
+        memory.close()
+        raise

@@ -1,0 +1,218 @@
+"""The client's half of the two-phase hello, shared by the agent's link and the control client."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import zmq
+
+from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, RemoteError, ServerLost
+from layerflow.wire import codec
+from layerflow.wire.messages import (
+    WANT_ARENA,
+    WANT_PRESENCE,
+    Attach,
+    Attached,
+    Hello,
+    Message,
+    Problem,
+    ToClient,
+    Welcome,
+)
+
+_DOORWAY_HEADER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """CURVE keys for a server on another host, Z85, 40 characters each.
+
+    :param server: the server's public key.
+    :param public: this client's public key, on the server's allow-list.
+    :param secret: this client's secret key.
+    """
+
+    server: bytes
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"ClientKeys(server={self.server!r}, public={self.public!r}, secret=<hidden>)"
+
+
+def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
+    """A DEALER towards the server; connecting happens in the background.
+
+    :raises ConfigError: the endpoint is none, or tcp without keys.
+    """
+    if endpoint.startswith("tcp://") and keys is None:
+        raise ConfigError(f"{endpoint}: servers on other hosts need CURVE keys; pass keys=ClientKeys(...)")
+    try:
+        dealer = context.socket(zmq.DEALER)
+    except zmq.ZMQError as error:
+        if error.errno == errno.EMFILE:
+            raise ServerLost(f"{endpoint}: {error.strerror}") from None
+        raise ConfigError(f"{endpoint}: its ZMQ context has ended; was the embedded server closed?") from None
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 20)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    dealer.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
+    try:
+        if keys is not None:
+            dealer.curve_serverkey = keys.server
+            dealer.curve_publickey = keys.public
+            dealer.curve_secretkey = keys.secret
+        dealer.connect(endpoint)
+    except zmq.ZMQError as error:
+        dealer.close()
+        raise ConfigError(f"{endpoint}: no such endpoint, or no CURVE keys: {error.strerror}") from None
+    return dealer
+
+
+class Handshake:
+    """Request and reply over a DEALER that one thread owns.
+
+    :ivar guest: the connection at the doorway, where there is one: who waits for an answer then sees at once that
+        the server has died.
+    """
+
+    def __init__(self, dealer: zmq.Socket[bytes], on_other: Callable[[ToClient], None] | None = None) -> None:
+        self.dealer = dealer
+        self.guest: socket.socket | None = None
+        self._on_other = on_other
+
+    def send(self, message: Message) -> None:
+        """:raises ServerLost: the server has not read for so long that the socket is full."""
+        self.send_raw(codec.encode(message))
+
+    def send_raw(self, frame: bytes) -> None:
+        """:raises ServerLost: as for :meth:`send`."""
+        try:
+            self.dealer.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            raise ServerLost("the server does not read; is it stopped?") from None
+        except zmq.ZMQError as error:
+            raise ServerLost(f"the connection has ended: {error.strerror}") from None
+
+    def receive(self, deadline: float) -> bytes:
+        """One frame.
+
+        :raises DeadlineExceeded: none came by `deadline` (monotonic seconds).
+        :raises ServerLost: the server has hung up, or the context has ended.
+        """
+        wait_ms = max(0, round((deadline - time.monotonic()) * 1e3))
+        try:
+            if not self._poll(wait_ms):
+                raise DeadlineExceeded("the server did not answer in time; is it running at this endpoint?")
+            frames = self.dealer.recv_multipart()
+        except zmq.ZMQError as error:
+            raise ServerLost(f"the connection has ended: {error.strerror}") from None
+        if len(frames) != 1:
+            raise ProtocolError(f"the server sent {len(frames)} frames where one belongs")
+        return frames[0]
+
+    def _poll(self, wait_ms: int) -> bool:
+        """Is there a frame, within `wait_ms`?"""
+        if self.guest is None:
+            return bool(self.dealer.poll(wait_ms))
+        poller = zmq.Poller()
+        poller.register(self.dealer, zmq.POLLIN)
+        poller.register(self.guest.fileno(), zmq.POLLIN)
+        ready = dict(poller.poll(wait_ms))
+        if self.dealer not in ready and ready:
+            raise ServerLost("the server has hung up")
+        return bool(ready)
+
+    def expect(self, kind: type[Message], deadline: float, number: int | None = None) -> ToClient:
+        """The next message of this kind (and id); others are passed on.
+
+        :raises RemoteError: the server answered with a Problem.
+        :raises DeadlineExceeded: see :meth:`receive`.
+        """
+        while True:
+            message = codec.decode_reply(self.receive(deadline), 64 << 20)
+            if isinstance(message, Problem) and (number is None or message.id in (number, -1)):
+                raise RemoteError(message.code, message.message)
+            if isinstance(message, kind) and (number is None or getattr(message, "id", number) == number):
+                return message
+            if self._on_other is not None:
+                self._on_other(message)
+
+    def introduce(self, engine: str, client: str, deadline: float) -> Welcome:
+        """Greeting and hello.
+
+        :raises VersionMismatch: the server speaks another protocol.
+        """
+        self.send_raw(codec.greeting())
+        codec.check_greeting(self.receive(deadline))
+        self.send(Hello(engine, client, os.getpid()))
+        return cast(Welcome, self.expect(Welcome, deadline))
+
+    def attach(self, attach: Attach, deadline: float) -> Attached:
+        """Tell what this client caches.
+
+        :raises RemoteError: refused.
+        """
+        self.send(attach)
+        return cast(Attached, self.expect(Attached, deadline))
+
+
+def fetch_arena(path: Path, token: bytes, deadline: float) -> tuple[socket.socket, int, int]:
+    """Ask at the doorway: the open connection (keep it: it is the sign of life), the memfd and its size.
+
+    :raises ServerLost: nobody answers there, or the token is refused.
+    """
+    guest, fd, nbytes = _enter(path, token + WANT_ARENA, deadline)
+    if fd is None:
+        guest.close()
+        raise ServerLost(f"{path}: the server has no arena to hand out")
+    return guest, fd, nbytes
+
+
+def fetch_presence(path: Path, token: bytes, deadline: float) -> tuple[socket.socket, int | None, int]:
+    """As :func:`fetch_arena`, for the presence table; None and 0 where the server keeps none.
+
+    :raises ServerLost: nobody answers there, or the token is refused.
+    """
+    return _enter(path, token + WANT_PRESENCE, deadline)
+
+
+_signs_of_life: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Doorway connections of this process. A forked child closes its copies: it would keep a dead engine alive."""
+
+
+def _close_in_child() -> None:
+    for guest in list(_signs_of_life):
+        guest.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _enter(path: Path, wish: bytes, deadline: float) -> tuple[socket.socket, int | None, int]:
+    guest = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    guest.settimeout(max(0.001, deadline - time.monotonic()))
+    try:
+        guest.connect(str(path))
+        guest.sendall(wish)
+        said, fds, _, _ = socket.recv_fds(guest, _DOORWAY_HEADER, 1)
+    except OSError as error:
+        guest.close()
+        raise ServerLost(f"{path}: no shared memory can be fetched: {error}") from None
+    nbytes = int.from_bytes(said, "little")
+    if len(said) != _DOORWAY_HEADER or len(fds) != (nbytes > 0):
+        for fd in fds:
+            os.close(fd)
+        guest.close()
+        raise ServerLost(f"{path}: the server hung up instead of handing out shared memory")
+    guest.setblocking(False)
+    _signs_of_life.add(guest)
+    return guest, fds[0] if fds else None, nbytes

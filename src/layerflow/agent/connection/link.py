@@ -1,0 +1,354 @@
+"""The agent's link to its server: one thread that connects, listens, reports, and connects again.
+
+The server's death is seen on the doorway's connection (the kernel hangs up), its silence by
+heartbeats. Other threads only append to queues; what they report is coalesced into one message.
+
+Where the engine's thread holds the interpreter for milliseconds, this one gets it too late: the engine's thread itself
+sends what it has to say, and takes what has come (:meth:`Link.attend`), whenever the link is not at it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import structlog
+import zmq
+
+from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
+from layerflow.errors import ConfigError, LayerflowError, ServerLost
+from layerflow.memfd import SharedMemory
+from layerflow.spec import ModelSpec
+from layerflow.wire import codec
+from layerflow.wire.messages import (
+    STRANGER,
+    Attach,
+    Beat,
+    Closed,
+    Failure,
+    Fence,
+    Figures,
+    Message,
+    Problem,
+    Progress,
+    Report,
+    Terms,
+    ToClient,
+    Welcome,
+)
+
+CONNECT_TIMEOUT_S = 1.0
+RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+FRONTIER_SAMPLE_MS = 1
+LAST_WORDS_MS = 2
+
+T = TypeVar("T")
+
+log = structlog.get_logger("layerflow.agent")
+
+
+@dataclass(slots=True)
+class Attachment:
+    """One life of the link: a server, its arena, its terms."""
+
+    session: int
+    arena: SharedMemory
+    terms: Terms
+    welcome: Welcome
+    direct: bool
+
+
+class LinkListener(Protocol):
+    """What the link tells; all on the link's thread."""
+
+    def may_bypass(self, welcome: Welcome) -> bool:
+        """Will this worker move bytes past the server's arena? May take seconds, the first time."""
+        ...
+
+    def connection_made(self, attachment: Attachment) -> None:
+        """A server has taken this agent; steps may be opened."""
+        ...
+
+    def lost(self, reason: str) -> None:
+        """The server is gone; nothing of it answers any more."""
+        ...
+
+    def heard(self, message: ToClient) -> None:
+        """A message."""
+        ...
+
+    def progress(self) -> list[Progress]:
+        """Open steps that moved on since the last report."""
+        ...
+
+    def tick(self, now: float, silent: bool) -> None:
+        """Time passed. `silent`: the server is there but has not answered heartbeats for its ``liveness_ms``."""
+        ...
+
+    def sampling(self) -> bool:
+        """Is :meth:`progress` or :meth:`tick` to be called within a millisecond?"""
+        ...
+
+
+@dataclass(slots=True)
+class ReportBuffer:
+    """What the next report will carry. Each attachment has its own: another server's batches bear the same numbers."""
+
+    done: deque[int] = field(default_factory=deque)
+    failed: deque[Failure] = field(default_factory=deque)
+    fenced: deque[Fence] = field(default_factory=deque)
+    closed: deque[Closed] = field(default_factory=deque)
+    figures: deque[Figures] = field(default_factory=deque)
+
+
+class Link:
+    """Runs from construction to :meth:`close`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        engine: str,
+        spec: ModelSpec,
+        owner: LinkListener,
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._engine = engine
+        self._spec = spec
+        self._owner = owner
+        self.news = ReportBuffer()
+        self._outbox: deque[bytes] = deque()
+        self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rung = False
+        self._closing = False
+        self._tries = 0
+        # Whoever holds the lock may use the socket and call the owner.
+        self._turn = threading.Lock()
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._broken: Exception | None = None
+        self._heard_at = 0.0
+        self.ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="layerflow-link", daemon=True)
+
+    def start(self) -> None:
+        """Begin connecting."""
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """Send a message, or queue it and wake the thread.
+
+        Encoded here: what cannot be encoded is its sender's error, not the end of the link.
+        """
+        self._outbox.append(codec.encode(message))
+        if not self._on_this_thread(self._post):
+            self.ring()
+
+    def attend(self) -> None:
+        """Do what the messages that have come say, on this thread; nothing where the link is at it.
+
+        Whoever calls holds no lock.
+        """
+        if self._on_this_thread(self._read) and self._owner.sampling():
+            self.ring()  # it sleeps for as long as was right before these messages
+
+    def tell(self) -> None:
+        """Report on this thread; or wake the link's, where that is at it."""
+        if not self._on_this_thread(self._flush):
+            self.ring()
+
+    def ring(self) -> None:
+        """Wake the thread, at most once until it has looked; nobody is woken after :meth:`close`."""
+        if not self._rung and not self._closing:
+            self._rung = True
+            os.eventfd_write(self._wakeup_fd, 1)
+
+    def close(self) -> None:
+        """Send what is queued and hang up."""
+        self._closing = True
+        if self._wakeup_fd >= 0:
+            os.eventfd_write(self._wakeup_fd, 1)
+        self._thread.join()
+
+    def release(self) -> None:
+        """Give the bell's descriptor back, once no lane can ring it any more."""
+        if self._wakeup_fd >= 0:
+            os.close(self._wakeup_fd)
+            self._wakeup_fd = -1
+
+    def _on_this_thread(self, work: Callable[[zmq.Socket[bytes]], None]) -> bool:
+        """Use the socket on this thread, if nobody does; whether that was so. What goes wrong ends the attachment."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            dealer = self._dealer
+            if dealer is None or self._closing:
+                return False
+            work(dealer)
+            # What came meanwhile, the socket's descriptor does not tell the link's thread any more.
+            if _pending(dealer):
+                self.ring()
+            return True
+        except Exception as error:  # noqa: BLE001 - the link's thread raises it again
+            self._broken = self._broken or error
+            self.ring()
+            return True
+        finally:
+            self._turn.release()
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._live()
+            except (LayerflowError, zmq.ZMQError, OSError) as error:
+                level = log.info if self._tries else log.warning
+                level("server_away", endpoint=self._endpoint, error=str(error), tries=self._tries)
+                if isinstance(error, (ConfigError, zmq.ContextTerminated)):
+                    break
+            except Exception:
+                log.exception("link_broken", endpoint=self._endpoint)
+            delay = RETRY_S[min(self._tries, len(RETRY_S) - 1)]
+            self._tries += 1
+            self._sleep(delay)
+
+    def _sleep(self, seconds: float) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wakeup_fd, zmq.POLLIN)
+        due = time.monotonic() + seconds
+        while not self._closing and (left := due - time.monotonic()) > 0:
+            if poller.poll(max(1, round(left * 1e3))):
+                self._look()
+
+    def _look(self) -> None:
+        os.eventfd_read(self._wakeup_fd)
+        self._rung = False
+
+    def _live(self) -> None:
+        """One attachment, from connect to hang-up.
+
+        :raises LayerflowError: why it ended, or never began.
+        """
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        dealer = dial(self._context, self._endpoint)
+        guest, arena = None, None
+        attached = False
+        try:
+            conversation = Handshake(dealer)
+            welcome = conversation.introduce(self._engine, "agent", deadline)
+            if not welcome.fd_server:
+                raise ConfigError(f"{self._endpoint}: an engine worker must run on the server's machine; use ipc://")
+            direct = bool(welcome.direct) and self._owner.may_bypass(welcome)
+            deadline = time.monotonic() + CONNECT_TIMEOUT_S
+            guest, fd, nbytes = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
+            try:
+                arena = SharedMemory.attach(fd, nbytes)
+            finally:
+                os.close(fd)
+            terms = conversation.attach(Attach(self._spec, memory=True, direct=direct), deadline).terms
+            self._outbox.clear()
+            self.news = ReportBuffer()
+            attached = True
+            self._owner.connection_made(Attachment(welcome.session, arena, terms, welcome, direct))
+            self._tries = 0
+            self._dealer, self._broken = dealer, None
+            self.ready.set()
+            self._converse(dealer, guest.fileno(), welcome)
+        finally:
+            with self._turn:
+                self._dealer = None
+            self.ready.clear()
+            if attached:
+                self._owner.lost("closed" if self._closing else "the server is gone")
+            if guest is not None:
+                guest.close()
+            dealer.close()
+
+    def _converse(self, dealer: zmq.Socket[bytes], guest: int, welcome: Welcome) -> None:
+        news = int(dealer.getsockopt(zmq.FD))
+        poller = select.poll()
+        for descriptor in (news, guest, self._wakeup_fd):
+            poller.register(descriptor, select.POLLIN)
+        beat_s, next_beat = welcome.heartbeat_ms / 1e3, time.monotonic()
+        self._heard_at = next_beat
+        while True:
+            with self._turn:
+                now = time.monotonic()
+                if self._broken is not None:
+                    raise self._broken
+                if _pending(dealer):  # after a pause of this process: answers have queued up
+                    self._heard_at = now
+                self._owner.tick(now, silent=now - self._heard_at > welcome.liveness_ms / 1e3)
+                if now >= next_beat:
+                    next_beat = now + beat_s
+                    self._outbox.append(codec.encode(Beat(now)))
+                self._flush(dealer)
+                if self._closing:
+                    return
+                # What came while something was sent, the descriptor does not tell any more.
+                patience = 0 if _pending(dealer) else max(1, round((next_beat - now) * 1e3))
+                if patience and self._owner.sampling():
+                    patience = FRONTIER_SAMPLE_MS
+            ready = dict(poller.poll(patience))
+            if self._wakeup_fd in ready:
+                self._look()
+            with self._turn:
+                if guest in ready:
+                    if dealer.poll(LAST_WORDS_MS):  # how the steps that it drained have ended
+                        self._read(dealer)
+                    raise ServerLost("the server hung up")
+                if news in ready or not patience:
+                    self._read(dealer)
+
+    def _read(self, dealer: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frame = dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard_at = time.monotonic()
+            message = codec.decode_reply(frame, 64 << 20)
+            if isinstance(message, Problem) and message.code == STRANGER:
+                raise ServerLost(f"the server does not know this session: {message.message}")
+            self._owner.heard(message)
+
+    def _flush(self, dealer: zmq.Socket[bytes]) -> None:
+        report = self._report()
+        if report is not None:
+            self._outbox.append(codec.encode(report))
+        self._post(dealer)
+
+    def _post(self, dealer: zmq.Socket[bytes]) -> None:
+        while self._outbox:
+            try:
+                dealer.send(self._outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                raise ServerLost("the server has not read for too long") from None
+            self._outbox.popleft()
+
+    def _report(self) -> Report | None:
+        news = self.news
+        done, failed, fenced = _drain(news.done), _drain(news.failed), _drain(news.fenced)
+        progress = self._owner.progress()
+        closed, measured = _drain(news.closed), _drain(news.figures)
+        if not (done or failed or fenced or progress or closed or measured):
+            return None
+        return Report(done, failed, fenced, progress, closed, measured)
+
+
+def _pending(dealer: zmq.Socket[bytes]) -> bool:
+    """Has a message come?"""
+    return bool(int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _drain(column: deque[T]) -> list[T]:
+    out: list[T] = []
+    while column:
+        out.append(column.popleft())
+    return out

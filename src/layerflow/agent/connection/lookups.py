@@ -1,0 +1,212 @@
+"""Lookups that a scheduler starts now and asks about later, so that it never waits for a server.
+
+Questions and answers pass on the scheduler's own thread: handing them to another one would cost two wake-ups. Only
+connecting happens elsewhere. A prompt of which nothing is stored is not even asked about. A server that is away, or
+has not answered in time, has nothing.
+
+Who can make up for a load that fails need not wait for the answer either: what the server's table shows is taken for
+it, and the lease follows a moment later. In between, eviction may take what was seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import structlog
+import zmq
+
+from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, lookup_of
+from layerflow.agent.connection.control_connection import ControlConnection, hit_of
+from layerflow.agent.values import MISS, Hit
+from layerflow.errors import DeadlineExceeded, LayerflowError
+from layerflow.keys import Chain
+from layerflow.spec import ModelSpec
+from layerflow.wire import codec
+from layerflow.wire.messages import STRANGER, DropLease, Found, Problem
+
+CONNECT_TIMEOUT_S = 2.0
+RETRY_S = 0.1
+PROMPT_S = 0.05
+"""A server that owes an answer for so long may have stopped: what its table shows is taken for no further answer."""
+
+MAX_REPLY_BYTES = 64 << 20
+
+log = structlog.get_logger("layerflow.agent.connection.lookups")
+
+
+@dataclass(slots=True)
+class Inquiry:
+    """One lookup.
+
+    :param asked_at: monotonic seconds.
+    :param hit: the answer; None while it is under way.
+    :param seen: what the server's table shows, where that is taken for an answer until there is one.
+    """
+
+    request: str
+    chain: Chain
+    asked_at: float
+    hit: Hit | None = None
+    seen: Hit | None = None
+
+
+class Lookups:
+    """Asks one server, for one thread; connects by itself, again whenever the server was away.
+
+    :param engine: names the engine whose workers load what is leased here.
+    :param timeout_s: a server that has not answered after so long is away.
+    :param at_sight: take what the server's table shows for an answer, without a lease at first.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        engine: str,
+        spec: ModelSpec,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_S,
+        at_sight: bool = False,
+    ) -> None:
+        self._endpoint = endpoint
+        self._engine = engine
+        self._spec = spec
+        self._context = context or zmq.Context.instance()
+        self._timeout_s = timeout_s
+        self._at_sight = at_sight
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Inquiry] = {}
+        self._line: ControlConnection | None = None
+        self._dialled: deque[ControlConnection] = deque()
+        self._closing = threading.Event()
+        self._dialler: threading.Thread
+        self._dial()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait for a server, so that the first lookup finds one; False after `timeout_s`."""
+        self._dialler.join(timeout_s)
+        return self._connected() is not None
+
+    def ask(self, request: str, chain: Chain) -> Inquiry:
+        """Start a lookup; its hit will be leased. Returns at once."""
+        inquiry = Inquiry(request, chain, time.monotonic())
+        line = self._connected()
+        if line is not None and line.hung_up():
+            self._lost("the server has hung up")
+            line = None
+        if line is None or line.misses(chain):
+            inquiry.hit = MISS
+            return inquiry
+        number = next(self._numbers)
+        self._open[number] = inquiry
+        try:
+            line.conversation.send(lookup_of(number, request, chain, line.lease_ms))
+        except LayerflowError as error:
+            self._lost(str(error))
+            return inquiry
+        if self._at_sight:
+            self._catch_up()
+            if not self._owing(inquiry.asked_at):
+                inquiry.seen = line.hit(chain)
+        return inquiry
+
+    def wait(self, inquiry: Inquiry, timeout_s: float) -> Hit | None:
+        """The answer, or None if it has not come after `timeout_s`."""
+        now = time.monotonic()
+        if inquiry.hit is None and inquiry.seen is not None and now - inquiry.asked_at < PROMPT_S:
+            return inquiry.seen
+        until = now + max(0.0, timeout_s)
+        while inquiry.hit is None and self._line is not None:
+            try:
+                self._heard(self._line.conversation.receive(until))
+            except DeadlineExceeded:
+                break
+            except LayerflowError as error:
+                self._lost(str(error))
+        if inquiry.hit is None and time.monotonic() - inquiry.asked_at > self._timeout_s:
+            self._lost("a lookup was not answered in time")
+        return inquiry.hit
+
+    def drop_lease(self, request: str) -> None:
+        """The request's hit will not be loaded. Returns at once; nothing happens if the server is away."""
+        if self._line is not None:
+            try:
+                self._line.conversation.send(DropLease(request))
+            except LayerflowError as error:
+                self._lost(str(error))
+
+    def close(self) -> None:
+        """Hang up; leases expire by themselves."""
+        self._closing.set()
+        self._dialler.join()
+        line = self._connected()
+        if line is not None:
+            line.hang_up()
+        self._line = None
+
+    def _catch_up(self) -> None:
+        """Take the answers that nobody has waited for."""
+        while self._line is not None and len(self._open) > 1:
+            try:
+                self._heard(self._line.conversation.receive(0.0))
+            except DeadlineExceeded:
+                return
+            except LayerflowError as error:
+                self._lost(str(error))
+
+    def _owing(self, now: float) -> bool:
+        """Does the server owe an answer for too long?"""
+        oldest = next(iter(self._open.values()), None)
+        return oldest is not None and now - oldest.asked_at > PROMPT_S
+
+    def _heard(self, frame: bytes) -> None:
+        message = codec.decode_reply(frame, MAX_REPLY_BYTES)
+        if isinstance(message, Found):
+            inquiry = self._open.pop(message.id, None)
+            if inquiry is not None:
+                inquiry.hit = hit_of(message, inquiry.chain, self._spec)
+                if message.tails and not inquiry.hit.tokens:
+                    self.drop_lease(inquiry.request)  # of tails that are another prompt's
+        elif isinstance(message, Problem):
+            inquiry = self._open.pop(message.id, None)
+            if inquiry is not None:
+                log.warning("lookup_refused", request=inquiry.request, code=message.code, error=message.message)
+                inquiry.hit = MISS
+            if message.code == STRANGER:
+                self._lost("the server does not know this client")
+
+    def _connected(self) -> ControlConnection | None:
+        if self._line is None and self._dialled:
+            self._line = self._dialled.popleft()
+        return self._line
+
+    def _lost(self, reason: str) -> None:
+        """What is open has no answer; connect anew."""
+        log.info("lookups_interrupted", reason=reason, open=len(self._open))
+        for inquiry in self._open.values():
+            inquiry.hit = MISS
+        self._open.clear()
+        if self._line is not None:
+            self._line.hang_up()
+            self._line = None
+            self._dial()
+
+    def _dial(self) -> None:
+        self._dialler = threading.Thread(target=self._connect, name="layerflow-dial", daemon=True)
+        self._dialler.start()
+
+    def _connect(self) -> None:
+        while not self._closing.is_set():
+            try:
+                deadline = time.monotonic() + CONNECT_TIMEOUT_S
+                self._dialled.append(
+                    ControlConnection.connect(self._context, self._endpoint, self._engine, self._spec, deadline)
+                )
+            except LayerflowError:
+                self._closing.wait(RETRY_S)
+            else:
+                return

@@ -1,0 +1,333 @@
+"""A step's outline: which objects each request loads and saves, and the engine blocks they cover.
+
+Pure arithmetic over tokens, chunks and blocks. The server answers with the objects' places
+(:class:`layerflow.wire.messages.Plan`); :func:`number_blocks` then numbers the blocks as the core does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from layerflow.agent.values import StepRequest
+from layerflow.errors import LayerflowError, SpecError
+from layerflow.keys import DIGEST_BYTES
+from layerflow.spec import GroupSpec, ModelSpec
+from layerflow.wire import codec
+from layerflow.wire.messages import NOWHERE, LoadPart, PlanPart, SavePart
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectDescriptor:
+    """One object of a part: `blocks` are table positions, the first of them `index` blocks into the object."""
+
+    digest: bytes
+    blocks: range
+    index: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartDescriptor:
+    """One request's objects of one group, in one direction.
+
+    Pickles without the part of the table that no piece names, so that a scheduler can make outlines for its workers.
+
+    :param table: the request's int64 block table of this group; where no piece looks, anything.
+    :param parent: digest before a partial last object, else empty.
+    """
+
+    request: str
+    group: int
+    table: np.ndarray
+    pieces: tuple[ObjectDescriptor, ...]
+    parent: bytes = b""
+
+    def load_message(self) -> LoadPart:
+        """As the protocol has it."""
+        tail = self.pieces[-1].tokens if self.parent else 0
+        return LoadPart(self.request, self.group, self._digests(), self._counts(), tail, self.parent)
+
+    def save_message(self) -> SavePart:
+        """As the protocol has it."""
+        tokens = codec.pack_u32([piece.tokens for piece in self.pieces])
+        return SavePart(self.request, self.group, self._digests(), self._counts(), tokens, self.parent)
+
+    def engine_blocks(self) -> np.ndarray:
+        """Engine block ids of all pieces, one after the other: int64, shape ``(n,)``."""
+        return np.concatenate([self.table[piece.blocks.start : piece.blocks.stop] for piece in self.pieces])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rows = [(piece.blocks.start, len(piece.blocks), piece.index, piece.tokens) for piece in self.pieces]
+        blocks = self.engine_blocks().astype("<i8", copy=False).tobytes()
+        return _unpickled, (
+            self.request, self.group, self._digests(), np.array(rows, "<u4").tobytes(), blocks, self.parent,
+        )  # fmt: skip
+
+    def _digests(self) -> bytes:
+        return b"".join(piece.digest for piece in self.pieces)
+
+    def _counts(self) -> bytes:
+        return codec.pack_u32([len(piece.blocks) for piece in self.pieces])
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """The blocks of one direction and group in the core's numbering; all arrays int64, shape ``(n,)``.
+
+    :param engine_blocks: block ids in engine memory.
+    :param object_offsets: arena offset of the header of the object that holds the block.
+    :param object_blocks: blocks per layer in that object.
+    :param index: the block's position in it.
+    :param numbers: the block's position in its request's table.
+    :param part: its part, by position in the outline.
+    """
+
+    engine_blocks: np.ndarray
+    object_offsets: np.ndarray
+    object_blocks: np.ndarray
+    index: np.ndarray
+    numbers: np.ndarray
+    part: np.ndarray
+
+
+def describe_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[PartDescriptor]:
+    """What each request loads of each group.
+
+    :raises SpecError: a load beyond the hit, or into a block that the table does not have.
+    """
+    parts = []
+    for request in requests:
+        _check_name(request.request)
+        start, stop = request.load
+        if start >= stop:
+            continue
+        if start < 0 or stop > min(request.hit.tokens, len(request.chain)):
+            raise SpecError(
+                f"request {request.request!r}: loads tokens {start} to {stop}, its hit has {request.hit.tokens} of "
+                f"{len(request.chain)} tokens"
+            )
+        _check_hit(spec, request, stop)
+        for number, group in enumerate(spec.groups):
+            pieces = tuple(_load_pieces(spec, group, request, start, stop))
+            if pieces:
+                ends_partial = pieces[-1].tokens != spec.chunk_tokens
+                parent = request.chain.parent(request.hit.tail_chunk) if ends_partial else b""
+                parts.append(PartDescriptor(request.request, number, _table(request, number, pieces), pieces, parent))
+    return parts
+
+
+def describe_saves(spec: ModelSpec, requests: Sequence[StepRequest], partial: bool) -> list[PartDescriptor]:
+    """What each request saves of each group: the chunks that this step completes.
+
+    :param partial: keep partial tails too.
+    """
+    parts = []
+    for request in requests:
+        start, stop = request.save
+        if start >= stop:
+            continue
+        if start < 0:
+            raise SpecError(f"request {request.request!r}: saves from token {start}; tokens count from 0")
+        for number, group in enumerate(spec.groups):
+            pieces, parent = _save_pieces(spec, group, request, partial)
+            table = _column(request, number)
+            if pieces and pieces[-1].blocks.stop > len(table):
+                raise SpecError(
+                    f"request {request.request!r}, group {number}: it saves up to token {stop}, its block table has "
+                    f"{len(table)} blocks of {group.block_size} tokens; allocate first"
+                )
+            kept = tuple(
+                piece
+                for piece in pieces
+                # A windowed group may have recycled blocks of an earlier chunk, recurrent state may not have been kept
+                # there: then this group has nothing to save of it.
+                if (table[piece.blocks.start : piece.blocks.stop] >= 0).all()
+            )
+            if kept:
+                ends_partial = kept[-1].tokens != spec.chunk_tokens
+                parts.append(PartDescriptor(request.request, number, table, kept, parent if ends_partial else b""))
+    return parts
+
+
+def without_tails(parts: Sequence[PartDescriptor]) -> list[PartDescriptor]:
+    """Saves without partial last objects."""
+    whole = [replace(part, pieces=part.pieces[:-1], parent=b"") if part.parent else part for part in parts]
+    return [part for part in whole if part.pieces]
+
+
+def check_blocks(parts: Sequence[PartDescriptor], num_blocks: Sequence[int]) -> None:
+    """Refuse block ids that registered memory does not have.
+
+    :param num_blocks: blocks of each group.
+    :raises SpecError: naming the request.
+    """
+    for part in parts:
+        if not 0 <= part.group < len(num_blocks) or part.pieces[-1].blocks.stop > len(part.table):
+            raise SpecError(
+                f"request {part.request!r}, group {part.group}: its outline is one of another model, or was cut short; "
+                f"this one has {len(num_blocks)} groups"
+            )
+        # From the first to the last block in one go: what a windowed group skips in between is negative.
+        span = part.table[part.pieces[0].blocks.start : part.pieces[-1].blocks.stop]
+        if span.max(initial=-1) >= num_blocks[part.group]:
+            raise SpecError(
+                f"request {part.request!r}, group {part.group}: block {span.max()} in its block table, but registered "
+                f"memory has {num_blocks[part.group]} blocks"
+            )
+
+
+def number_blocks(parts: Sequence[PartDescriptor], plans: Sequence[PlanPart], loading: bool) -> dict[int, Numbered]:
+    """Per group: the blocks that will move, numbered as the core numbers them.
+
+    :raises LayerflowError: the plan does not fit the outline.
+    """
+    if len(parts) != len(plans):
+        raise LayerflowError(f"the server planned {len(plans)} parts where {len(parts)} were asked for")
+    groups: dict[int, _Columns] = {}
+    for position, (part, plan) in enumerate(zip(parts, plans, strict=True)):
+        offsets = codec.unpack_u64(plan.offsets, len(part.pieces), "plan offsets")
+        stored = (
+            codec.unpack_u32(plan.stored, len(part.pieces), "plan stored").tolist()
+            if loading
+            else [len(piece.blocks) for piece in part.pieces]
+        )
+        columns = groups.setdefault(part.group, _Columns())
+        for piece, offset, held in zip(part.pieces, offsets.tolist(), stored, strict=True):
+            if offset != NOWHERE:
+                columns.blocks.append(part.table[piece.blocks.start : piece.blocks.stop])
+                columns.pieces.append((len(piece.blocks), piece.index, piece.blocks.start, offset, held, position))
+    return {group: columns.numbered() for group, columns in groups.items() if columns.pieces}
+
+
+class _Columns:
+    """One group's pieces that have a place: their blocks; and count, index, first number, offset, held and part."""
+
+    def __init__(self) -> None:
+        self.blocks: list[np.ndarray] = []
+        self.pieces: list[tuple[int, int, int, int, int, int]] = []
+
+    def numbered(self) -> Numbered:
+        rows = np.array(self.pieces, dtype=np.int64).T
+        counts = rows[0]
+        columns = rows[1:].repeat(counts, axis=1)
+        columns[:2] += np.arange(columns.shape[1]) - (counts.cumsum() - counts).repeat(counts)
+        index, numbers, offsets, held, part = columns
+        return Numbered(np.concatenate(self.blocks), offsets, held, index, numbers, part)
+
+
+def _unpickled(request: str, group: int, digests: bytes, rows: bytes, blocks: bytes, parent: bytes) -> PartDescriptor:
+    pieces = []
+    for number, (start, count, index, tokens) in enumerate(np.frombuffer(rows, "<u4").reshape(-1, 4).tolist()):
+        digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        pieces.append(ObjectDescriptor(digest, range(start, start + count), index, tokens))
+    table = np.full(pieces[-1].blocks.stop, -1, dtype=np.int64)
+    table[np.concatenate([np.arange(piece.blocks.start, piece.blocks.stop) for piece in pieces])] = np.frombuffer(
+        blocks, "<i8"
+    )
+    return PartDescriptor(request, group, table, tuple(pieces), parent)
+
+
+def _check_name(request: object) -> None:
+    try:
+        assert isinstance(request, str)
+        request.encode()
+    except (AssertionError, UnicodeEncodeError):
+        raise SpecError(f"request id {request!r}: must be a string that UTF-8 can encode") from None
+
+
+def _load_pieces(
+    spec: ModelSpec, group: GroupSpec, request: StepRequest, start: int, stop: int
+) -> list[ObjectDescriptor]:
+    rules, size, chunk = group.rules, group.block_size, spec.chunk_tokens
+    first = max(start, rules.first_token(stop))
+    pieces: list[ObjectDescriptor] = []
+    if first >= stop:
+        return pieces
+    for number in range(first // chunk, -(-stop // chunk)):
+        base = number * chunk
+        tail = number == request.hit.tail_chunk
+        held = request.hit.tail_tokens if tail else chunk
+        digest = request.hit.tail_digest if tail else request.chain.digests[number]
+        kept = rules.keep(held)
+        if rules.exact and stop != base + held:
+            raise SpecError(
+                f"request {request.request!r}: a load up to token {stop} needs the {group.kind} after exactly that "
+                f"many tokens, the object of chunk {number} has the one after {base + held}; load up to the hit's "
+                f"{request.hit.tokens} tokens"
+            )
+        lo, hi = (max(first, base) - base) // size, -(-(min(stop, base + held) - base) // size)
+        if lo < kept.start:
+            raise SpecError(
+                f"request {request.request!r}: a load up to token {stop} needs tokens that a {group.kind} group "
+                f"does not keep of chunk {number}; load up to the hit's {request.hit.tokens} tokens or to a chunk's end"
+            )
+        blocks = range(base // size + lo, base // size + hi)
+        pieces.append(ObjectDescriptor(digest, blocks, lo - kept.start, held))
+    return pieces
+
+
+def _check_hit(spec: ModelSpec, request: StepRequest, stop: int) -> None:
+    """A hit of another prompt must not be loaded into this one."""
+    hit, chain, chunk = request.hit, request.chain, spec.chunk_tokens
+    last = (stop - 1) // chunk
+    tail = hit.tail_chunk >= 0 and last >= hit.tail_chunk
+    fits = last <= len(chain.digests) if tail else last < len(chain.digests)
+    if tail and fits:
+        fits = last == hit.tail_chunk and chain.partial(hit.tail_chunk, hit.tail_tokens) == hit.tail_digest
+    if not fits:
+        raise SpecError(f"request {request.request!r}: its hit is not one of this chain; look the chain up itself")
+
+
+def _save_pieces(
+    spec: ModelSpec, group: GroupSpec, request: StepRequest, partial: bool
+) -> tuple[list[ObjectDescriptor], bytes]:
+    (start, stop), chunk, chain = request.save, spec.chunk_tokens, request.chain
+    stop = min(stop, len(chain))
+    pieces, parent = [], b""
+    for number in range(start // chunk, stop // chunk):
+        pieces.append(_whole(spec, group, number, chunk, chain.digests[number]))
+    rest = stop % chunk
+    if partial and request.tail and rest:
+        number = stop // chunk
+        parent = chain.parent(number)
+        pieces.append(_whole(spec, group, number, rest, chain.partial(number, rest)))
+    return pieces, parent
+
+
+def _whole(spec: ModelSpec, group: GroupSpec, number: int, tokens: int, digest: bytes) -> ObjectDescriptor:
+    kept = group.rules.keep(tokens)
+    base = number * spec.chunk_tokens // group.block_size
+    return ObjectDescriptor(digest, range(base + kept.start, base + kept.stop), 0, tokens)
+
+
+def _table(request: StepRequest, group: int, pieces: Sequence[ObjectDescriptor]) -> np.ndarray:
+    # A copy: the engine goes on writing its table while the server plans.
+    table = _column(request, group)
+    span = table[pieces[0].blocks.start : pieces[-1].blocks.stop]
+    if len(table) >= pieces[-1].blocks.stop and (span >= 0).all():
+        return table
+    for piece in pieces:  # a windowed group has no blocks for what it skips in between
+        held = table[piece.blocks.start : piece.blocks.stop]
+        if len(held) != len(piece.blocks) or (held < 0).any():
+            raise SpecError(
+                f"request {request.request!r}, group {group}: the hit needs blocks {piece.blocks.start} to "
+                f"{piece.blocks.stop - 1}, its block table of {len(table)} does not have them all; allocate first"
+            )
+    return table
+
+
+def _column(request: StepRequest, group: int) -> np.ndarray:
+    """The request's block table of one group, copied: the engine may recycle entries while blocks still move."""
+    try:
+        table = np.array(request.blocks[group])
+    except (LookupError, ValueError) as error:
+        raise SpecError(f"request {request.request!r}: no block table for group {group}: {error}") from None
+    if table.ndim != 1 or (table.size and table.dtype.kind not in "iu"):
+        raise SpecError(
+            f"request {request.request!r}, group {group}: a block table is one list of integers, not "
+            f"{table.dtype} of shape {table.shape}"
+        )
+    return table.astype(np.int64, copy=False)

@@ -1,0 +1,1 @@
+"""The threads that copy between engine memory and the arena."""

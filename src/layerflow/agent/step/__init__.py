@@ -1,0 +1,1 @@
+"""One open step, inside the engine's process."""

@@ -1,0 +1,112 @@
+"""Batches of one step that may touch engine memory: a lane copies them, or a device was told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+
+import structlog
+
+from layerflow.device.base import DeviceEvent
+from layerflow.ops.copier import CopyProgress
+from layerflow.wire.messages import Batch
+
+
+class CoalescedCopy:
+    """Batches in the order in which they are copied. They land one by one; the lane says so of all when it is back.
+
+    Handing the interpreter from one thread to another costs both of them time, and where there are few cores the engine
+    its own: whom a thread wakes, the kernel moves next to it.
+    """
+
+    def __init__(self, direction: int, batches: Sequence[Batch]) -> None:
+        self.direction = direction
+        self.batches = batches
+        self.progress = CopyProgress(len(batches))
+        self._positions: dict[int, list[int]] = {}
+        for position, batch in enumerate(batches):
+            self._positions.setdefault(batch.layer, []).append(position)
+
+    def landed(self, layer: int) -> int:
+        """How many of the layer's batches have their bytes in place."""
+        completed_at = self.progress.completed_at
+        return sum(completed_at[position] > 0.0 for position in self._positions.get(layer, ()))
+
+    def halt(self) -> None:
+        """No further batch begins; the running one ends."""
+        self.progress.halt()
+
+
+log = structlog.get_logger("layerflow.agent")
+
+
+class InFlight:
+    """What has begun and what has ended, by direction. Call it under the condition, which waiting gives up meanwhile.
+
+    :param step: the step's number, for the log.
+    :param condition: the step's; notified whenever a batch has ended.
+    """
+
+    def __init__(self, step: int, condition: threading.Condition) -> None:
+        self._step = step
+        self._condition = condition
+        self._begun = [0, 0]
+        self._ended = [0, 0]
+        self._unsettled: list[tuple[Batch, DeviceEvent]] = []
+        self._coalesced: list[CoalescedCopy | None] = [None, None]
+
+    def begin(self, direction: int) -> None:
+        """A lane is about to touch engine memory for a batch."""
+        self._begun[direction] += 1
+
+    def end(self, batch: Batch, event: DeviceEvent | None) -> None:
+        """It will not any more, or has enqueued the copy that `event` is behind."""
+        self._ended[batch.direction] += 1
+        if event is not None:
+            self._unsettled.append((batch, event))
+
+    def set_out(self, copy: CoalescedCopy) -> None:
+        """A lane is about to copy all these batches in one call."""
+        self._begun[copy.direction] += len(copy.batches)
+        self._coalesced[copy.direction] = copy
+
+    def come_in(self, copy: CoalescedCopy) -> None:
+        """The call is over; what it has not copied may begin again."""
+        self._ended[copy.direction] += len(copy.batches)
+        self._coalesced[copy.direction] = None
+
+    def copy(self, direction: int) -> CoalescedCopy | None:
+        """The batches that are being copied in one call."""
+        return self._coalesced[direction]
+
+    def has_begun(self, direction: int) -> bool:
+        """Has any?"""
+        return self._begun[direction] > 0
+
+    def halt(self, direction: int) -> None:
+        """Of these no further one begins."""
+        copy = self._coalesced[direction]
+        if copy is not None:
+            copy.halt()
+
+    def wait_begun(self, direction: int) -> None:
+        """Wait for the batches that have begun before now, and for no later one."""
+        begun = self._begun[direction]
+        self._condition.wait_for(lambda: self._ended[direction] >= begun)
+
+    def wait_idle(self, direction: int, timeout_s: float | None = None) -> bool:
+        """Wait until no batch runs. False after `timeout_s`."""
+        return self._condition.wait_for(lambda: self._ended[direction] == self._begun[direction], timeout_s)
+
+    def settle(self, directions: Collection[int]) -> list[tuple[Batch, str]]:
+        """Nothing that was enqueued so far touches either memory any more. Batches a broken device moved, and why."""
+        settling = [(batch, event) for batch, event in self._unsettled if batch.direction in directions]
+        self._unsettled = [(batch, event) for batch, event in self._unsettled if batch.direction not in directions]
+        failed = []
+        for batch, event in settling:
+            try:
+                event.synchronize()
+            except Exception as error:
+                log.exception("device_failed", step=self._step, layer=batch.layer)
+                failed.append((batch, f"device: {error}"))
+        return failed

@@ -1,0 +1,126 @@
+"""What the settings are, read off their classes: the reference table, and what changed between two of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, get_args
+
+from annotated_types import Ge, Le
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from layerflow.config.fields import format_size, marks
+from layerflow.config.sources import env_name, own_keys, sections
+from layerflow.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRow:
+    """One setting as the documentation shows it.
+
+    :param key: ``section.key`` or ``section.inner.key``.
+    :param unit: what the number counts, ``""`` for text and switches.
+    :param bounds: e.g. ``"0 ... 65535"``; ``""`` if unbounded.
+    :param live: whether the running server takes a new value.
+    :param env: the environment variable that sets it.
+    """
+
+    key: str
+    type: str
+    default: str
+    unit: str
+    bounds: str
+    live: bool
+    env: str
+    description: str
+
+
+def reference_rows(model: type[BaseModel]) -> list[ReferenceRow]:
+    """A row for every key, in the order of the classes."""
+    return [
+        _row(name, section, key, section.model_fields[key])
+        for name, section in sections(model).items()
+        for key in own_keys(section)
+    ]
+
+
+def changed(old: BaseModel, new: BaseModel) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
+    """What differs: live keys with their new value, other keys with (old, new) as shown to people."""
+    live: dict[str, Any] = {}
+    fixed: dict[str, tuple[Any, Any]] = {}
+    for name, section in sections(type(old)).items():
+        before, after = attrgetter(name)(old), attrgetter(name)(new)
+        for key in own_keys(section):
+            pair = getattr(before, key), getattr(after, key)
+            if pair[0] == pair[1]:
+                continue
+            noted = marks(section, key)
+            if noted.get("live"):
+                live[f"{name}.{key}"] = pair[1]
+            else:
+                shown = tuple(format_size(value) if noted.get("unit") == "bytes" else value for value in pair)
+                fixed[f"{name}.{key}"] = ("***", "***") if noted.get("secret") else (shown[0], shown[1])
+    return live, fixed
+
+
+def live_only(old: BaseModel, new: BaseModel) -> dict[str, Any]:
+    """The changed live keys.
+
+    :raises ConfigError: naming every changed key that needs a restart.
+    """
+    live, fixed = changed(old, new)
+    if fixed:
+        listed = ", ".join(f"{key} ({before} -> {after})" for key, (before, after) in fixed.items())
+        raise ConfigError(f"cannot change while running: {listed}; restart layerflow, the old values stay until then")
+    return live
+
+
+def _row(name: str, section: type[BaseModel], key: str, field: FieldInfo) -> ReferenceRow:
+    noted = marks(section, key)
+    size = noted["unit"] == "bytes"
+    return ReferenceRow(
+        key=f"{name}.{key}",
+        type=_type(field, size),
+        default=noted["default_text"] or _text(field.default, size),
+        unit=noted["unit"],
+        bounds=_bounds(field, size),
+        live=noted["live"],
+        env=env_name(name, key),
+        description=field.description or "",
+    )
+
+
+def _type(field: FieldInfo, size: bool) -> str:
+    if size:
+        return "size"
+    annotation: Any = field.annotation
+    options = get_args(annotation)
+    if Path in options:
+        return "path"
+    if options:
+        return " | ".join(f'"{option}"' for option in options)
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true | false"}[annotation.__name__]
+
+
+def _text(value: Any, size: bool) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if size:
+        return f'"{format_size(value)}"'
+    return f'"{value or ""}"' if value is None or isinstance(value, str | Path) else f"{value:g}"
+
+
+def _bounds(field: FieldInfo, size: bool) -> str:
+    low = next((item.ge for item in field.metadata if isinstance(item, Ge)), None)
+    high = next((item.le for item in field.metadata if isinstance(item, Le)), None)
+
+    def text(bound: Any) -> str:
+        return format_size(bound) if size else f"{bound:,}"
+
+    if low is not None and high is not None:
+        return f"{text(low)} ... {text(high)}"
+    if low is not None:
+        return f">= {text(low)}"
+    return f"<= {text(high)}" if high is not None else ""

@@ -1,0 +1,305 @@
+"""Typed settings: flags beat the environment, which beats the TOML file, which beats the defaults.
+
+Every key is also ``LAYERFLOW_SECTION__KEY``; a section may hold sections, whose keys are
+``section.inner.key`` and ``LAYERFLOW_SECTION__INNER__KEY``. Settings are frozen: a change while running is a new
+:class:`Settings`, and :func:`live_changes` says whether the running server may take it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from layerflow.config.fields import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
+from layerflow.config.pool import DiskSettings, MemcacheSettings, MooncakeSettings, PoolSettings
+from layerflow.config.reference import ReferenceRow, live_only, reference_rows
+from layerflow.config.sources import (
+    ALIASES,
+    REFUSED,
+    env_name,
+    explain,
+    merge,
+    nested,
+    read_environment,
+    read_overrides,
+    read_toml,
+)
+from layerflow.errors import ConfigError
+
+__all__ = [
+    "ALIASES",
+    "REFUSED",
+    "DiskSettings",
+    "LogSettings",
+    "MemcacheSettings",
+    "MooncakeSettings",
+    "PoolSettings",
+    "ReferenceRow",
+    "ServerSettings",
+    "Settings",
+    "TransferSettings",
+    "check_private",
+    "default_endpoint",
+    "format_size",
+    "live_changes",
+    "make_private_directory",
+    "parse_size",
+    "reference",
+    "socket_directory",
+]
+
+# sun_path holds 107 bytes and a zero (unix(7)); the arena's socket lies beside the control socket.
+MAX_IPC_PATH_BYTES = 100
+_DAY_MS = 86_400_000
+
+
+def default_endpoint() -> str:
+    """``ipc://`` in this user's runtime directory; nothing is created."""
+    return f"ipc://{os.environ.get('XDG_RUNTIME_DIR') or '/tmp'}/layerflow-{os.getuid()}/control"  # noqa: S108
+
+
+def socket_directory(endpoint: str) -> Path | None:
+    """The directory of an ``ipc://`` endpoint; None for other endpoints, which need none."""
+    if not endpoint.startswith("ipc://") or endpoint.startswith("ipc://@"):
+        return None
+    return Path(endpoint.removeprefix("ipc://")).parent
+
+
+def check_private(folder: Path) -> None:
+    """Refuse a directory whose sockets another user could replace, and so read every prompt's KV.
+
+    :raises ConfigError: another user owns it or can write to it.
+    :raises OSError: there is none.
+    """
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder}: another user owns or can write to the directory of server.endpoint; "
+            "give the endpoint a directory of its own with mode 0700"
+        )
+
+
+def make_private_directory(endpoint: str) -> None:
+    """Make the directory of an ``ipc://`` endpoint, 0700; other endpoints need none.
+
+    :raises ConfigError: if it cannot be made, or is not private; see :func:`check_private`.
+    """
+    folder = socket_directory(endpoint)
+    if folder is None:
+        return
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot make the directory of server.endpoint: {error.strerror}") from None
+
+
+class ServerSettings(Section):
+    """Where the server listens, and how it notices that a peer is gone."""
+
+    endpoint: str = setting(
+        default_endpoint,
+        "Control socket for engines on this machine: ipc:// or, embedded, inproc://. Its directory is made 0700.",
+        default_text='"ipc://${XDG_RUNTIME_DIR:-/tmp}/layerflow-<uid>/control"',
+    )
+    tcp_endpoint: str = setting("", "Control socket for other hosts, tcp://address:port; needs both CURVE files.")
+    curve_secret_key_file: OptionalPath = setting(None, "File with the server's CURVE secret key.", secret=True)
+    curve_allowed_keys_file: OptionalPath = setting(None, "File with the public keys of allowed clients, one a line.")
+    http_host: str = setting("127.0.0.1", "Address of /healthz, /metrics and /status.")
+    http_port: Whole = setting(9464, "Port of the same; 0 = any free port, -1 = off.", ge=-1, le=65535)
+    heartbeat_ms: Whole = setting(500, "Distance of heartbeats, both ways.", unit="ms", ge=10, le=60_000)
+    liveness_ms: Whole = setting(
+        2000, "A peer silent for so long is gone; at least two heartbeats.", unit="ms", ge=20, le=_DAY_MS
+    )
+    drain_timeout_s: Real = setting(
+        10.0, "How long steps may finish after the server was asked to stop.", unit="s", ge=0, le=3600
+    )
+    max_message_bytes: Size = setting(
+        16 << 20, "Largest control message accepted.", unit="bytes", ge=64 << 10, le=1 << 30
+    )
+    max_sessions: Whole = setting(64, "Engine workers attached at once.", unit="sessions", ge=1, le=4096)
+
+    @field_validator("endpoint")
+    @classmethod
+    def _local(cls, value: str) -> str:
+        scheme, _, rest = value.partition("://")
+        if scheme not in ("ipc", "inproc") or not rest:
+            raise ValueError(
+                'should be "ipc:///path/to/socket" or "inproc://name"; other hosts use server.tcp_endpoint'
+            )
+        if scheme == "ipc" and len(os.fsencode(rest)) > MAX_IPC_PATH_BYTES:
+            raise ValueError(f"the socket's path should have at most {MAX_IPC_PATH_BYTES} bytes, a limit of the kernel")
+        return value
+
+    @field_validator("tcp_endpoint")
+    @classmethod
+    def _remote(cls, value: str) -> str:
+        host, _, port = value.removeprefix("tcp://").rpartition(":")
+        if value and not (value.startswith("tcp://") and host and (port == "*" or port.isdecimal())):
+            raise ValueError('should be "tcp://address:port", or "" for none')
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ServerSettings:
+        if self.liveness_ms < 2 * self.heartbeat_ms:
+            raise ValueError(
+                f"liveness_ms = {self.liveness_ms} should be at least twice heartbeat_ms = {self.heartbeat_ms}: "
+                "one late heartbeat must not cut a session"
+            )
+        if self.tcp_endpoint and not (self.curve_secret_key_file and self.curve_allowed_keys_file):
+            raise ValueError(
+                "tcp_endpoint needs curve_secret_key_file and curve_allowed_keys_file: layerflow does not listen "
+                "on a network without knowing its peers"
+            )
+        return self
+
+
+class TransferSettings(Section):
+    """How layers move. Every key may change while the server runs."""
+
+    prefetch_layers: Whole = setting(
+        0,
+        "Loads run at most so many layers ahead of compute; 0 = as far as max_inflight_bytes allows.",
+        unit="layers",
+        live=True,
+        ge=0,
+        le=10_000,
+    )
+    max_transfer_blocks: Whole = setting(
+        4096, "Most blocks that one batch moves.", unit="blocks", live=True, ge=1, le=1 << 24
+    )
+    max_transfer_bytes: Size = setting(
+        64 << 20, "Most bytes that one batch moves; a larger block is split.", unit="bytes", live=True, ge=4 << 10
+    )
+    max_inflight_bytes: Size = setting(
+        256 << 20,
+        "Most bytes on their way at once, over all sessions; saves take at most half.",
+        unit="bytes",
+        live=True,
+        ge=8 << 10,
+    )
+    save_backlog_bytes: Size = setting(
+        4 << 30, "Saves that would take a session's unsaved bytes past this are shed.", unit="bytes", live=True
+    )
+    h2d_stagger_us: Whole = setting(
+        0,
+        "Distance of the slots in which tensor-parallel ranks start their loads; 0 = off.",
+        unit="us",
+        live=True,
+        ge=0,
+        le=1_000_000,
+    )
+    step_timeout_ms: Whole = setting(
+        5000,
+        "A step's loads that are not in place after so long have failed and are recomputed.",
+        unit="ms",
+        live=True,
+        ge=1,
+        le=_DAY_MS,
+    )
+    save_timeout_ms: Whole = setting(
+        30_000, "A step's saves that are not stored after so long are dropped.", unit="ms", live=True, ge=1, le=_DAY_MS
+    )
+    mode: Literal["auto", "layerwise", "bulk"] = setting(
+        "auto", "Load layer by layer, all layers at once, or whichever costs the request less.", live=True
+    )
+    discard_partial_chunks: bool = setting(False, "Do not store a prompt's last, partial chunk.", live=True)
+    save_decode_cache: bool = setting(False, "Also store chunks that fill up while decoding.", live=True)
+
+    @property
+    def use_layerwise(self) -> bool:
+        """The source systems' switch: False exactly if `mode` is bulk."""
+        return self.mode != "bulk"
+
+    @model_validator(mode="after")
+    def _budget(self) -> TransferSettings:
+        if self.max_inflight_bytes < 2 * self.max_transfer_bytes:
+            raise ValueError(
+                f"max_inflight_bytes = {format_size(self.max_inflight_bytes)} should be at least twice "
+                f"max_transfer_bytes = {format_size(self.max_transfer_bytes)}: saves get half of it"
+            )
+        return self
+
+
+class LogSettings(Section):
+    """What the server says, and how."""
+
+    level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "Least severe event that is logged.", live=True
+    )
+    format: Literal["console", "json"] = setting("console", "For people, or one JSON object a line.")
+
+
+class Settings(BaseSettings):
+    """All settings. ``Settings(pool={"size": "4GiB"})`` takes only what it is given; see :meth:`load`.
+
+    :raises ConfigError: one line per problem.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    pool: PoolSettings = Field(default_factory=PoolSettings)
+    transfer: TransferSettings = Field(default_factory=TransferSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(explain(type(self), error)) from error
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The constructor takes what it is given; :meth:`load` reads the file and the environment."""
+        return (init_settings,)
+
+    @classmethod
+    def load(
+        cls, path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, called: str = "a flag"
+    ) -> Settings:
+        """Overrides, then environment, then the file, then defaults.
+
+        :param path: a TOML file; None = none.
+        :param overrides: ``{"pool.size": "4GiB"}`` or ``{"pool": {"size": ...}}``; None values are ignored.
+        :param called: what messages call the overrides.
+        :raises ConfigError: one line per problem, with the key, where it was set and what to write instead.
+        """
+        file = read_toml(cls, path) if path is not None else {}
+        environment, flags = read_environment(cls), read_overrides(cls, overrides or {}, called)
+        origin = {f"{section}.{key}": str(path) for section in file for key in file[section]}
+        origin |= {
+            f"{section}.{key}": env_name(section, key) for section in environment for key in environment[section]
+        }
+        origin |= {f"{section}.{key}": called for section in flags for key in flags[section]}
+        try:
+            return cls(**nested(merge((file, environment, flags))))
+        except ConfigError as error:
+            if isinstance(error.__cause__, ValidationError):
+                raise ConfigError(explain(cls, error.__cause__, origin)) from None
+            raise
+
+
+def live_changes(old: Settings, new: Settings) -> dict[str, Any]:
+    """The live keys that differ, ``{"transfer.prefetch_layers": 3}``; empty if nothing does.
+
+    :raises ConfigError: if keys that need a restart differ, naming them; nothing may be applied then.
+    """
+    return live_only(old, new)
+
+
+def reference() -> list[ReferenceRow]:
+    """Every key with its type, default, unit, bounds and environment variable."""
+    return reference_rows(Settings)

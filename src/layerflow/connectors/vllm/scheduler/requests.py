@@ -1,0 +1,80 @@
+"""What the scheduler's side remembers of a request between vLLM's hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from layerflow.agent.connection.lookups import Inquiry
+from layerflow.agent.values import MISS, Hit
+from layerflow.keys import Chain
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request.
+
+    :param request: vLLM's Request.
+    :param chain: its digests, hashed once; grows with its output where that is saved.
+    :param may_load: its ``kv_transfer_params`` allow loading.
+    :param may_save: and saving.
+    :param inquiry: the lookup under way or last answered.
+    :param hit: the answer that the scheduler was given.
+    :param local: tokens that vLLM had itself when it asked.
+    :param load: tokens ``[start, stop)`` to load once the step is built; None = nothing allocated for it.
+    :param background: the load goes on while the request waits.
+    :param tables: block ids per vLLM group, as last heard.
+    :param saved: leading tokens whose chunks need no saving any more.
+    :param saving: number of the last plan that saved for it, while a save may still read its blocks; else 0.
+    :param drained: ranks that have no save of that plan left.
+    :param loaded_tokens: tokens taken from the pool so far.
+    :param overlap: hidden and whole transfer time of its loads, seconds.
+    """
+
+    request: Any
+    chain: Chain
+    may_load: bool
+    may_save: bool
+    inquiry: Inquiry | None = None
+    hit: Hit = MISS
+    local: int = 0
+    load: tuple[int, int] | None = None
+    background: bool = False
+    tables: tuple[list[int], ...] = ()
+    saved: int = 0
+    saving: int = 0
+    drained: int = 0
+    loaded_tokens: int = 0
+    overlap: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def id(self) -> str:
+        """vLLM's id."""
+        return str(self.request.request_id)
+
+    @property
+    def may_hold_lease(self) -> bool:
+        """A lookup was asked that has found something, or may yet."""
+        return self.inquiry is not None and (self.inquiry.hit is None or self.inquiry.hit.tokens > 0)
+
+    def know_tokens(self) -> None:
+        """Hash the output that has come since: a preempted request continues from it."""
+        known = self.request.num_tokens
+        if known > len(self.chain):
+            self.chain.extend(self.request.all_token_ids[len(self.chain) : known])
+
+    def summary(self) -> dict[str, Any]:
+        """For the response's ``kv_transfer_params``."""
+        hidden, whole = self.overlap
+        told: dict[str, float] = {"hit_tokens": self.loaded_tokens}
+        if whole > 0:
+            told["overlap"] = round(hidden / whole, 4)
+        return {"layerflow": told}
+
+
+def wishes(params: dict[str, Any] | None) -> tuple[bool, bool]:
+    """May a request load and save? ``kv_transfer_params = {"layerflow": {"load": false, "save": false}}`` says no."""
+    own = (params or {}).get("layerflow")
+    if not isinstance(own, dict):
+        return True, True
+    return own.get("load") is not False, own.get("save") is not False

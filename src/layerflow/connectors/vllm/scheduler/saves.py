@@ -1,0 +1,210 @@
+"""Which chunks each step saves: those whose tokens are final and whose last block this step completes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from layerflow.agent.costs import work_of
+from layerflow.agent.descriptors import PartDescriptor, describe_saves
+from layerflow.agent.values import StepRequest
+from layerflow.connectors.vllm.options import Options
+from layerflow.connectors.vllm.planned import PlannedSaves, Tables
+from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from layerflow.connectors.vllm.plan import StepPlan
+
+Asked = tuple[StepRequest, Tables]
+"""What a request saves, still without its block tables; and these."""
+
+NULL_BLOCK = 0
+"""vLLM's block id for positions without a block (``BlockPool.null_block``)."""
+
+SAVES_LAST_S = 60.0
+"""No save is in flight so long after the last one was planned; twice the default ``transfer.save_timeout_ms``.
+
+But one may still wait for the next step, however late that comes: see :mod:`.worker`.
+"""
+
+
+class SavePlanner:
+    """Follows requests from step to step.
+
+    :param vllm_groups: for each of layerflow's groups: the vLLM cache group whose block table it shares.
+    """
+
+    def __init__(self, spec: ModelSpec, vllm_groups: Sequence[int], options: Options) -> None:
+        self._spec = spec
+        self._vllm_groups = tuple(vllm_groups)
+        self._options = options
+        self._states = [number for number, group in enumerate(spec.groups) if group.rules.exact]
+        self._open: dict[str, Tracked] = {}
+        self._last_save = float("-inf")
+        self._saved_last = False
+        self.plans = 1  #: number of the next plan that saves something
+
+    def open(self, tracked: Tracked) -> None:
+        """A request whose tokens are to be saved."""
+        if tracked.may_save:
+            self._open[tracked.id] = tracked
+
+    def close(self, tracked: Tracked) -> None:
+        """It is over."""
+        self._open.pop(tracked.id, None)
+
+    def know(self, tracked: Tracked) -> None:
+        """A lookup's hit is stored already."""
+        hit, chunk = tracked.hit, self._spec.chunk_tokens
+        held = hit.tail_chunk * chunk + hit.tail_tokens if hit.tail_chunk >= 0 else hit.tokens
+        tracked.saved = max(tracked.saved, held if held >= len(tracked.chain) else held // chunk * chunk)
+
+    def again(self, requests: Iterable[Tracked]) -> None:
+        """Loads of the last step have failed, and its saves were given up: save what is recomputed."""
+        for tracked in requests:
+            tracked.saved = 0
+            self.open(tracked)
+
+    def tables(self, block_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Block ids per layerflow group, int64; -1 = no block."""
+        return _signed(self._of_groups(block_ids))
+
+    def fresh(self, output: Any, loading: Sequence[Tracked]) -> tuple[tuple[int, ...], ...]:
+        """Blocks that the step, or a load that starts with it, overwrites, per layerflow group.
+
+        A save that still reads one of them is too late: vLLM recycles blocks of running requests too (sliding
+        windows, preemption). Empty where no save can be in flight.
+        """
+        behind_a_save, self._saved_last = self._saved_last, False
+        cached = output.scheduled_cached_reqs
+        if not (loading or output.scheduled_new_reqs or any(cached.new_block_ids)):  # most steps that only decode
+            return ()
+        if not behind_a_save and time.monotonic() - self._last_save > SAVES_LAST_S:
+            return ()
+        taken: list[set[int]] = [set() for _ in self._vllm_groups]
+        for new in output.scheduled_new_reqs:
+            self._beyond(taken, new.block_ids, new.num_computed_tokens)
+        for request, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if blocks is not None:
+                self._beyond(taken, blocks, computed if request in cached.resumed_req_ids else 0)
+        for tracked in loading:
+            self._beyond(taken, tracked.tables, tracked.local)
+        return tuple(tuple(ids - {NULL_BLOCK}) for ids in taken) if any(taken) else ()
+
+    def step(self, output: Any, plan: StepPlan) -> None:
+        """Put the step's saves into its plan."""
+        if not self._open:
+            return
+        asked: list[Asked] = []
+        tables = _Tables(output)
+        for request in [request for request in self._open if request in output.num_scheduled_tokens]:
+            tracked = self._open[request]
+            vllm = tracked.request
+            # Tokens that are not known yet (speculated, or sampled by a step in flight) are not final.
+            final = min(vllm.num_computed_tokens + output.num_scheduled_tokens[request], vllm.num_tokens)
+            upto = final if self._options.save_decode else min(final, vllm.num_prompt_tokens)
+            tables.follow(tracked)
+            if upto > tracked.saved:
+                asked += self._ask_states(tracked, upto, output) if self._states else self._ask(tracked, upto)
+            if upto >= vllm.num_prompt_tokens and not self._options.save_decode:
+                self.close(tracked)
+        if not asked:
+            return
+        self._last_save, self._saved_last = time.monotonic(), True
+        plan.number, self.plans = self.plans, self.plans + 1
+        requests = [request for request, _ in asked]
+        names = [request.request for request in requests]
+        plan.saves = PlannedSaves(names, [held for _, held in asked], functools.partial(self._outline, asked))
+        plan.work = work_of(requests)
+
+    def _outline(self, asked: Sequence[Asked]) -> list[PartDescriptor]:
+        requests = [dataclasses.replace(request, blocks=_signed(held)) for request, held in asked]
+        return describe_saves(self._spec, requests, self._options.save_partial)
+
+    def _ask(self, tracked: Tracked, upto: int) -> list[Asked]:
+        chunk = self._spec.chunk_tokens
+        whole = upto == tracked.request.num_prompt_tokens and self._options.save_partial
+        if upto // chunk == tracked.saved // chunk and not (whole and upto % chunk):
+            return []
+        if upto > len(tracked.chain):
+            tracked.know_tokens()
+        asked = self._request(tracked, self._of_groups(tracked.tables), upto, tail=whole)
+        tracked.saved = upto if whole else upto // chunk * chunk
+        return [asked]
+
+    def _ask_states(self, tracked: Tracked, upto: int, output: Any) -> list[Asked]:
+        """Recurrent state can be continued only where vLLM keeps it: a hit ends at one of these boundaries."""
+        offers: dict[int, dict[int, int]] = {}
+        state = output.kv_connector_block_state
+        for vllm_group, block, boundary in state.boundary_state_offloads.get(tracked.id, ()) if state else ():
+            if boundary <= upto:
+                offers.setdefault(boundary, {})[vllm_group] = block
+        asked = []
+        for boundary, blocks in sorted(offers.items()):
+            tables = self._of_groups(tracked.tables)
+            for number in self._states:
+                size = self._spec.groups[number].block_size
+                block = blocks.get(self._vllm_groups[number])
+                if block is None or boundary % size:
+                    break
+                tables[number] = [NULL_BLOCK] * (boundary // size - 1) + [block]
+            else:
+                if boundary > len(tracked.chain):
+                    tracked.know_tokens()
+                asked.append(self._request(tracked, tables, boundary, tail=True))
+                tracked.saved = boundary // self._spec.chunk_tokens * self._spec.chunk_tokens
+        return asked
+
+    def _request(self, tracked: Tracked, tables: Tables, upto: int, *, tail: bool) -> Asked:
+        tracked.saving, tracked.drained = self.plans, 0
+        return StepRequest(tracked.id, tracked.chain, (), save=(tracked.saved, upto), tail=tail), tables
+
+    def _of_groups(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        return [block_ids[group] for group in self._vllm_groups]
+
+    def _beyond(self, taken: list[set[int]], block_ids: Sequence[Sequence[int]], computed: int) -> None:
+        for number, vllm_group in enumerate(self._vllm_groups):
+            first = computed // self._spec.groups[number].block_size
+            taken[number].update(block_ids[vllm_group][first:])
+
+
+def _signed(tables: Tables) -> list[np.ndarray]:
+    signed = [np.array(table, dtype=np.int64) for table in tables]
+    for table in signed:
+        table[table == NULL_BLOCK] = -1
+    return signed
+
+
+class _Tables:
+    """Block tables of running requests: from vLLM where it offers them, else followed from its own news."""
+
+    def __init__(self, output: Any) -> None:
+        self._state = getattr(output, "kv_connector_block_state", None)
+        self._output = output
+        self._news: dict[str, tuple[bool, Any]] | None = None
+
+    def follow(self, tracked: Tracked) -> None:
+        """Bring the request's tables up to date."""
+        if self._state is not None:
+            tracked.tables = self._state.get_block_ids(tracked.id) or tracked.tables
+            return
+        if self._news is None:
+            cached = self._output.scheduled_cached_reqs
+            self._news = {new.req_id: (True, new.block_ids) for new in self._output.scheduled_new_reqs}
+            self._news |= {
+                request: (request in cached.resumed_req_ids, blocks)
+                for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            }
+        whole, blocks = self._news.get(tracked.id, (False, None))
+        if whole:
+            tracked.tables = tuple(list(ids) for ids in blocks)
+        elif blocks is not None:
+            tracked.tables = tuple([*old, *new] for old, new in zip(tracked.tables, blocks, strict=True))

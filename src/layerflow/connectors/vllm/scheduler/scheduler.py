@@ -1,0 +1,266 @@
+"""The scheduler's side: looks prompts up, decides how hits are loaded, and says what each step moves.
+
+A hit reaches its request in one of two ways. *In the step*: the request runs at once and each layer waits for its
+own blocks. *In the background*: the request waits, vLLM goes on with others, and it runs when everything is there.
+Layer-wise loading is the first, bulk the second. Models with several cache groups always load in the background:
+vLLM can be told that such a load has failed, but not that a load of the running step has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+
+from layerflow.agent.connection.control import Control
+from layerflow.agent.connection.lookups import Lookups
+from layerflow.agent.costs import LoadPolicy
+from layerflow.agent.values import MISS
+from layerflow.connectors.vllm.identity import chain_of
+from layerflow.connectors.vllm.options import Options
+from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.scheduler.loads import describe_hit
+from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
+from layerflow.connectors.vllm.scheduler.saves import SavePlanner
+from layerflow.errors import LayerflowError
+from layerflow.flow.cost.policy import Mode
+from layerflow.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from layerflow.connectors.vllm.scheduler.events import ChunkEvents
+
+STALE_S = 1.0
+"""A lookup's answer is used for so long; leases live longer."""
+
+CONNECT_S = 2.0
+"""How long vLLM's start may wait for a server, so that the first prompt finds it."""
+
+log = structlog.get_logger("layerflow.vllm")
+
+
+class SchedulerSide:
+    """One per engine.
+
+    :param engine_id: vLLM's, shared with its workers.
+    :param groups: how many cache groups the model has.
+    :param can_fail_in_background: vLLM can be told that a background load of several groups has failed.
+    :param recomputes: vLLM computes what could not be loaded, so that a hit need not wait for its lease.
+    :param events: takes what is stored, where vLLM's KV cache events are on.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        engine_id: str,
+        groups: int,
+        *,
+        can_fail_in_background: bool,
+        recomputes: bool = False,
+        events: ChunkEvents | None = None,
+    ) -> None:
+        self.options = options
+        self.events = events
+        self.spec: ModelSpec | None = None
+        self._engine_id = engine_id
+        self._in_step = groups == 1
+        self._recomputes = recomputes
+        self._may_load = options.load and (self._in_step or can_fail_in_background)
+        self._tracked: dict[str, Tracked] = {}
+        self._loading: list[Tracked] = []
+        self._leaving: list[str] = []
+        self._waited_s = 0.0
+        self._ranks = 0
+        self._lookups: Lookups | None = None
+        self._control: Control | None = None
+        self._advisor: LoadPolicy | None = None
+        self._saves: SavePlanner | None = None
+        if options.load and not self._may_load:
+            log.warning("loading_off", groups=groups, reason="this vLLM cannot recover from a failed load of several "
+                        "cache groups; prompts are only saved")  # fmt: skip
+
+    def meet_workers(self, layouts: Sequence[WorkerLayout]) -> None:
+        """All workers have registered their caches."""
+        first, self._ranks = layouts[0], len(layouts)
+        self.spec = msgspec.msgpack.decode(first.spec, type=ModelSpec)
+        self._lookups = Lookups(first.endpoint, self._engine_id, self.spec, at_sight=self._recomputes)
+        self._lookups.wait_connected(CONNECT_S)
+        self._control = Control(first.endpoint, self._engine_id, self.spec)
+        self._advisor = LoadPolicy(self.spec)
+        self._saves = SavePlanner(self.spec, first.vllm_groups, self.options)
+        if self.events is not None:
+            self.events.meet_workers(self.spec, first.vllm_groups, self._ranks)
+
+    # -- a request arrives ------------------------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """Hash the prompt and start its lookup before anybody waits for it."""
+        if self.spec is None or request.prompt_embeds is not None or not request.prompt_token_ids:
+            return
+        try:
+            chain = chain_of(self.spec, request)
+        except (LayerflowError, OSError) as error:
+            log.warning("request_not_cached", request=request.request_id, error=str(error))
+            return
+        may_load, may_save = wishes(request.kv_transfer_params)
+        may_load &= self._may_load and not request.skip_reading_prefix_cache
+        tracked = Tracked(request, chain, may_load, may_save and self.options.save)
+        self._tracked[request.request_id] = tracked
+        if self._saves is not None:
+            self._saves.open(tracked)
+        if may_load and self._lookups is not None:
+            tracked.inquiry = self._lookups.ask(tracked.id, chain)
+
+    def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those vLLM has, None = not known yet; and whether in the background."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not tracked.may_load or self._lookups is None or self._advisor is None:
+            return 0, False
+        inquiry = tracked.inquiry
+        if inquiry is None or (inquiry.hit is not None and time.monotonic() - inquiry.asked_at > STALE_S):
+            tracked.know_tokens()
+            inquiry = tracked.inquiry = self._lookups.ask(tracked.id, tracked.chain)
+        # All requests of one pass share one wait: a stopped server must not cost each of them its own.
+        began = time.monotonic()
+        hit = self._lookups.wait(inquiry, self.options.lookup_wait_s - self._waited_s)
+        self._waited_s += time.monotonic() - began
+        if hit is None:
+            return None, False
+        tracked.hit, tracked.local = hit, num_computed
+        more = hit.tokens - num_computed
+        if more <= 0:
+            return 0, False
+        mode = self._advisor.advise(self.options.mode, hit, request.num_tokens)
+        if mode is Mode.RECOMPUTE:
+            return 0, False
+        tracked.background = not self._in_step or mode is Mode.BULK
+        return more, tracked.background
+
+    def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
+        """vLLM has given the request its blocks: the load is on, or not."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or self._lookups is None:
+            return
+        tracked.tables = blocks.get_block_ids()
+        if tracked.hit is MISS:
+            return
+        if self._saves is not None:
+            self._saves.know(tracked)
+        if num_external > 0:
+            tracked.load = (tracked.local, tracked.local + num_external)
+            self._loading.append(tracked)
+        else:
+            self._lookups.drop_lease(tracked.id)
+            tracked.hit, tracked.inquiry = MISS, None
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def plan(self, output: Any) -> StepPlan:
+        """What the step moves.
+
+        :param output: vLLM's SchedulerOutput.
+        """
+        self._waited_s = 0.0
+        if not output.num_scheduled_tokens:
+            # Nothing is computed. What the last step has made leaves by another thread, which needs the interpreter.
+            time.sleep(0)
+        plan = StepPlan()
+        if self._saves is None:
+            return plan
+        plan.fresh = self._saves.fresh(output, self._loading)
+        for tracked in self._loading:
+            self._load(tracked, plan)
+        self._loading.clear()
+        self._saves.step(output, plan)
+        if self.events is not None and plan.saves:
+            self.events.planned(plan.saves.parts, self._tracked)
+        if self._leaving:
+            plan.leaving = tuple(self._leaving)
+            self._leaving.clear()
+        return plan
+
+    def heard(self, output: Any) -> None:
+        """What the workers report after a step.
+
+        :param output: vLLM's KVConnectorOutput, of all ranks.
+        """
+        if output.invalid_block_ids and self._saves is not None:
+            self._saves.again(self._tracked.values())
+        news = output.kv_connector_worker_meta
+        if not isinstance(news, WorkerReport):
+            return
+        for request in news.failed & self._tracked.keys():
+            # Loading it again would fail again, for ever where the link is slow: what it had is computed, and saved.
+            tracked = self._tracked[request]
+            tracked.may_load = False
+            if self._saves is not None:
+                self._saves.again([tracked])
+        for request, overlap in news.overlaps.items():
+            if request in self._tracked:
+                self._tracked[request].overlap = overlap
+        for (request, number), ranks in news.drained.items():
+            known = self._tracked.get(request)
+            if known is not None and known.saving == number:
+                known.drained += ranks
+                known.saving = 0 if known.drained >= self._ranks else number
+        if self.events is not None:
+            self.events.stored(news.stored)
+        if news.costs is not None and self._advisor is not None:
+            self._advisor.adopt(*news.costs)
+
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over: must its blocks stay, and what its response says."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return False, None
+        if self._saves is not None:
+            self._saves.close(tracked)
+        # A load gives back what it has pinned; the lease also covers shorter tails, and what vLLM had itself.
+        if (tracked.hit is not MISS or tracked.may_hold_lease or tracked.loaded_tokens) and self._lookups is not None:
+            self._lookups.drop_lease(tracked.id)
+        if tracked.load is not None:
+            self._loading.remove(tracked)
+        if tracked.saving:
+            self._leaving.append(tracked.id)
+        return bool(tracked.saving), tracked.summary()
+
+    def reset(self) -> bool:
+        """Forget everything that is stored: the weights have changed under the same name."""
+        if self._control is None:
+            return True
+        try:
+            self._control.purge()
+        except LayerflowError as error:
+            log.warning("pool_not_purged", error=str(error))
+            return False
+        for tracked in self._tracked.values():
+            tracked.inquiry = None
+        if self.events is not None:
+            self.events.cleared()
+        return True
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._lookups is not None:
+            self._lookups.close()
+        if self._control is not None:
+            self._control.close()
+
+    def _load(self, tracked: Tracked, plan: StepPlan) -> None:
+        assert self.spec is not None
+        assert self._saves is not None
+        assert tracked.load is not None
+        tables = self._saves.tables(tracked.tables)
+        load = tracked.load
+        if tracked.background:
+            plan.background[tracked.id] = describe_hit(self.spec, tracked, tables, load)
+        else:
+            # The step writes to the block that the hit ends in: that one cannot wait for its layer's turn.
+            size = max(group.block_size for group in self.spec.groups)
+            whole = max(load[0], load[1] // size * size)
+            plan.loads += describe_hit(self.spec, tracked, tables, (load[0], whole))
+            plan.tails += describe_hit(self.spec, tracked, tables, (whole, load[1]))
+        tracked.loaded_tokens += load[1] - load[0]
+        tracked.load, tracked.hit, tracked.inquiry = None, MISS, None

@@ -1,0 +1,1 @@
+"""The connector in vLLM's worker processes."""

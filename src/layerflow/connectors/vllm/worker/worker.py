@@ -1,0 +1,323 @@
+"""The worker's side: the agent in vLLM's hooks.
+
+One step of vLLM is up to two steps of the agent: one for the blocks that must be there before the forward pass,
+one for everything else. Loads in the background are steps of their own and outlive vLLM's.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque
+
+import msgspec
+import structlog
+
+from layerflow.agent import Agent, LoadResult, NoStep, Step
+from layerflow.agent.descriptors import PartDescriptor
+from layerflow.agent.lanes.save import FAST_LAYER_S
+from layerflow.connectors.vllm.layout import Layout
+from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.worker.deferred import Deferred
+from layerflow.connectors.vllm.worker.figures import StepTally
+from layerflow.connectors.vllm.worker.stats import TransferStats
+from layerflow.connectors.vllm.worker.stored import StoredChunks
+
+RECLAIM_S = 0.2
+"""How long saves that still read recycled blocks may go on before they are given up."""
+
+SETTLE_S = 5e-3
+"""How long into the step behind a short forward pass its saves begin: the engine is still answering."""
+
+BEGIN_S = 1e-3
+"""How long the forward pass may be held up for its loads to begin; the first layer would wait for them anyway."""
+
+IDLE_WAIT_S = 1e-3
+"""How long a pass without a forward waits for background loads: it has nothing else to do."""
+
+log = structlog.get_logger("layerflow.vllm")
+
+
+class WorkerSide:
+    """One per worker.
+
+    :param early: loads may begin before vLLM has prepared the step: nothing that it does then touches the blocks.
+    :param events: tell which chunks are stored, for KV cache events.
+    """
+
+    def __init__(
+        self, agent: Agent, layout: Layout, endpoint: str, *, several_groups: bool, early: bool, events: bool
+    ) -> None:
+        self._agent = agent
+        self._measured = agent.measured
+        self._layout = layout
+        self._endpoint = endpoint
+        self._several_groups = several_groups
+        self._early = early
+        self._plan: StepPlan | None = None
+        self._hooked = False
+        self._late = False
+        self._put_off: StepPlan | None = None
+        self._step: Step | NoStep | None = None
+        self._tails: Step | NoStep | None = None
+        self._background: dict[str, Step | NoStep] = {}
+        self._leaving: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._failed_loads: set[str] = set()
+        self._loads_of: dict[int, tuple[str, ...]] = {}
+        self._overlaps: dict[str, tuple[float, float]] = {}
+        self._saving: dict[str, int] = {}
+        self._deferred = Deferred(SETTLE_S)
+        self._owed: dict[int, StepPlan] = {}
+        self._late_steps: deque[Step | NoStep] = deque()
+        self._tally = StepTally()
+        self._stored = StoredChunks(layout.spec.chunk_tokens) if events else None
+
+    @property
+    def greeting(self) -> WorkerLayout:
+        """For the scheduler's side."""
+        return WorkerLayout(msgspec.msgpack.encode(self._layout.spec), self._layout.vllm_groups, self._endpoint)
+
+    # -- before the forward pass --------------------------------------------------------------------
+
+    def prepare(self, plan: StepPlan) -> None:
+        """A step is about to be prepared: blocks that it overwrites must be nobody's source any more."""
+        if self._put_off is not None:
+            self._hand_over(self._put_off)
+        self._plan, self._hooked, self._late = plan, False, False
+        if plan.empty:
+            return
+        if any(plan.fresh):
+            if any(owed.saves.read_any(plan.fresh) for owed in list(self._owed.values())):
+                self._deferred.flush()
+            cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
+            self._tally.add("revoked_saves", cut)
+        self._late = bool(plan.saves) and not (plan.loads or plan.tails) and self._is_short(plan)
+        if not self._late and (self._early or not (plan.loads or plan.tails)):
+            self._open(plan)
+
+    def begin(self, plan: StepPlan) -> bool:
+        """The step is prepared; False if nothing moves in it."""
+        if self._plan is not plan:
+            self.prepare(plan)
+        if plan.empty:
+            return False
+        if self._step is None and self._tails is None and not (plan.idle or self._late):
+            self._open(plan)
+        if self._step is not None and self._early:
+            self._step.begin_loads(BEGIN_S)
+        for request, parts in plan.background.items():
+            self._background[request] = self._remember(self._agent.open_descriptors(parts, []), (request,))
+        self._leaving.update(plan.leaving)
+        return not (plan.idle or self._late)
+
+    def wait_tails(self) -> None:
+        """Blocks that the forward pass writes to hold their loaded tokens."""
+        if self._tails is not None:
+            self._check(self._tails, self._tails.wait_all())
+
+    def wait_layer(self, name: str) -> None:
+        """Before the layer's attention."""
+        number = self._layout.numbers.get(name)
+        self._hooked = True
+        if self._step is not None and number is not None:
+            outcome = self._step.wait_layer(number)
+            if not outcome.ready:
+                self._check(self._step, outcome)
+
+    def layer_done(self, name: str) -> None:
+        """The layer's new keys and values are written."""
+        number = self._layout.numbers.get(name)
+        if self._step is not None and number is not None:
+            self._step.layer_done(number)
+
+    # -- after it -----------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """The forward pass has ended: layers without hooks are done now, and so are skipped ones."""
+        if self._step is None and self._tails is None and not self._late:  # most steps
+            return
+        crashed = sys.exc_info()[0] is not None  # vLLM calls this on its way out too
+        plan, late, self._late = self._plan, self._late, False
+        if plan is not None and late and not crashed:
+            self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
+            self._owed[plan.number] = self._put_off = plan
+        step, self._step = self._step, None
+        tails, self._tails = self._tails, None
+        if tails is not None:
+            tails.close()
+        if step is None:
+            return
+        if not crashed:
+            if not self._hooked:  # a replayed graph, or layers without hooks
+                self._check(step, step.wait_all())
+            self._mark_done(step)
+        step.close(False if crashed or self._failed_blocks else None)
+
+    def transfers(self, *, forward: bool) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose saves have ended, whose background loads have, and those of them that failed.
+
+        :param forward: the pass computed something.
+        """
+        if not (self._background or self._leaving):  # most steps
+            return set(), set(), set()
+        arrived: set[str] = set()
+        if self._background and not forward:
+            next(iter(self._background.values())).wait_loaded(IDLE_WAIT_S)
+        for request, step in list(self._background.items()):
+            if step.wait_loaded(0.0):
+                self._check(step, step.wait_all())
+                step.close()
+                del self._background[request]
+                arrived.add(request)
+        sent = {request for request in self._leaving if not self._saving_for(request)}
+        self._leaving -= sent
+        failed, self._failed_requests = self._failed_requests & arrived, set()
+        return sent, arrived, failed
+
+    def failed_blocks(self) -> set[int]:
+        """Block ids that hold no valid bytes, since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def stats(self) -> TransferStats | None:
+        """What was moved since the last call; None = nothing, or it can wait for the next step."""
+        if self._in_haste:
+            return None
+        self._hear()
+        taken = self._tally.take()
+        return TransferStats(data=taken) if taken else None
+
+    def news(self) -> WorkerReport | None:
+        """For the scheduler's side; None = nothing new, or it can wait for the next step."""
+        if self._in_haste and not self._failed_loads:
+            return None
+        drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
+        stored = {}
+        if self._stored is not None:
+            self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
+            stored = self._stored.take()
+        if not (self._overlaps or drained or stored or self._failed_loads):
+            return None
+        for request, _ in drained:
+            del self._saving[request]
+        overlaps, self._overlaps = self._overlaps, {}
+        failed, self._failed_loads = frozenset(self._failed_loads), set()
+        return WorkerReport(overlaps, drained, self._agent.costs, failed, stored)
+
+    def close(self) -> None:
+        """Cut off what is open and hang up."""
+        if self._put_off is not None:
+            self._hand_over(self._put_off)
+        self._deferred.close()
+        self._agent.close()
+
+    # -- inside -------------------------------------------------------------------------------------
+
+    @property
+    def _in_haste(self) -> bool:
+        """A short prompt's answer is on its way. Another step follows, be it the one that frees the request's blocks.
+
+        With KV cache events what is stored is told in the step that ends the request: none may follow that one.
+        """
+        return self._put_off is not None and self._stored is None
+
+    def _hand_over(self, plan: StepPlan) -> None:
+        """The saves of the short pass before this step: its answer has left."""
+        self._put_off = None
+        self._deferred.put(functools.partial(self._save_late, plan))
+
+    def _is_short(self, plan: StepPlan) -> bool:
+        """Is the forward pass so short that its saves had better begin behind it, without hooks and messages in it?"""
+        compute = self._agent.costs[1]
+        return compute is not None and plan.work is not None and compute.layer_seconds(*plan.work) < FAST_LAYER_S
+
+    def _open(self, plan: StepPlan) -> None:
+        if plan.tails:
+            self._tails = self._remember(self._agent.open_descriptors(plan.tails, []), _requests(plan.tails))
+        if plan.loads or plan.saves:
+            opened = self._agent.open_descriptors(plan.loads, plan.saves.parts, work=plan.work)
+            self._step = self._remember(opened, _requests(plan.loads))
+            self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
+            if self._stored is not None:
+                self._stored.opened(self._step)
+
+    def _saving_for(self, request: str) -> bool:
+        """May a save still read the request's blocks? With events: or is it still to be told what it has stored?"""
+        return (
+            self._owes(request)
+            or self._agent.saving(request)
+            or (self._stored is not None and self._agent.busy(request))
+        )
+
+    def _is_busy(self, request: str) -> bool:
+        return self._owes(request) or self._agent.busy(request)
+
+    def _owes(self, request: str) -> bool:
+        """Is a save of the request yet to be opened?"""
+        return any(request in plan.saves.requests for plan in list(self._owed.values()))
+
+    def _remember(self, step: Step | NoStep, loading: tuple[str, ...]) -> Step | NoStep:
+        if loading and isinstance(step, Step):
+            self._loads_of[step.number] = loading
+        return step
+
+    def _save_late(self, plan: StepPlan) -> None:
+        """On the deferred thread, or where the engine's is about to reuse blocks."""
+        try:
+            step = self._agent.open_descriptors([], plan.saves.parts)
+            self._late_steps.append(step)
+            self._mark_done(step)
+            step.close()
+        finally:
+            # Last: from here on the agent knows of these saves, or there are none and their blocks may go.
+            del self._owed[plan.number]
+
+    def _mark_done(self, step: Step | NoStep) -> None:
+        if isinstance(step, Step):
+            for number in range(self._layout.spec.num_layers):
+                if step.computed(number) is None:
+                    step.layer_done(number)
+
+    def _check(self, step: Step | NoStep, outcome: LoadResult) -> None:
+        """A failed load: tell vLLM which blocks to compute, and publish nothing that was computed from them."""
+        if outcome.ready or isinstance(step, NoStep):
+            return
+        tables = {(part.request, part.group): part.table for part in step.loads}
+        for failed in outcome.failed:
+            log.warning("load_failed", request=failed.request, blocks=len(failed.blocks), reason=failed.reason)
+            self._failed_loads.add(failed.request)
+            if self._several_groups:
+                self._failed_requests.add(failed.request)
+            else:
+                table = tables[failed.request, failed.group]
+                self._failed_blocks.update(int(table[block]) for block in failed.blocks)
+        self._tally.add("failed_loads", len({failed.request for failed in outcome.failed}))
+        # Other requests of the step may share these blocks, so nothing of the step is published.
+        for mine in (self._step, self._tails):
+            if isinstance(mine, Step):
+                mine.cancel_saves("a load of the step has failed")
+
+    def _hear(self) -> None:
+        while self._late_steps:
+            late = self._late_steps.popleft()
+            if self._stored is not None:
+                self._stored.opened(late)
+        over = self._stored.over(self._agent.busy) if self._stored is not None else []
+        ended = self._agent.poll()
+        if self._stored is not None:
+            self._stored.settle(over, [request for request, _ in ended.failed_saves])
+        if ended.failed_saves:
+            self._tally.add("shed_saves", len(ended.shed))
+            self._tally.add("failed_saves", len(ended.failed_saves) - len(ended.shed))
+        while self._measured:
+            step, load, save = self._measured.popleft()
+            self._tally.moved(load, save)
+            for request in self._loads_of.pop(step, ()):
+                hidden, whole = self._overlaps.get(request, (0.0, 0.0))
+                self._overlaps[request] = (hidden + load.hidden_ms / 1e3, whole + load.transfer_ms / 1e3)
+
+
+def _requests(parts: list[PartDescriptor]) -> tuple[str, ...]:
+    return tuple({part.request: None for part in parts})

@@ -1,0 +1,1 @@
+"""What a load would cost, and whether it is worth it."""

@@ -1,0 +1,281 @@
+"""A step as a graph of transfers: its two directions, their groups, and the batches in flight."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow.budget import Charge
+from layerflow.flow.cursor import Cohort, Span, joined, touches
+from layerflow.flow.events import Direction, Event, Part, StepOpened
+
+if TYPE_CHECKING:
+    from layerflow.flow.sessions import GroupShape, Session
+
+
+@dataclass(slots=True, eq=False)
+class Quiet:
+    """What to do once the watched batches have ended.
+
+    :param pending: batches still in flight.
+    :param revoke: save parts to give back: step, positions, reason.
+    :param release: an aborted request to release then.
+    """
+
+    pending: int = 0
+    revoke: tuple[Step, tuple[int, ...], str] | None = None
+    release: str | None = None
+
+    def watch(self, blocks: Iterable[tuple[Strand, Sequence[Span]]]) -> None:
+        """Wait for every batch in flight that touches these blocks."""
+        for strand, spans in blocks:
+            for flight in strand.flights.values():
+                if touches(spans, flight.lo, flight.hi):
+                    self._add(flight)
+
+    def _add(self, flight: Flight) -> None:
+        if flight.watch is None:
+            flight.watch = [self]
+        elif self not in flight.watch:
+            flight.watch.append(self)
+        else:
+            return
+        self.pending += 1
+
+
+STORY_EVENTS = 24
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A batch in flight; `watch` names whoever waits for it to end, None in the normal case."""
+
+    number: int
+    strand: Strand
+    layer: int
+    lo: int
+    hi: int
+    nbytes: int
+    charge: Charge = Charge.BUDGET
+    watch: list[Quiet] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Strand:
+    """The blocks of one group in one direction of a step.
+
+    :param members: positions in the leg's parts, ascending.
+    :param starts: first block of each member, and the number of blocks at the end.
+    :param arrivals: loads: by number of each arrival, so many layers of its parts are in the arena.
+    :param carving: cohorts of this strand, waiting ones among them.
+    :param sealed: so many of the group's layers are sealed.
+    :param committed: saves: every layer is stored, and said so.
+    :param live: parts that are not dead.
+    :param told: saves: so many layers are said to be stored.
+    """
+
+    leg: Leg
+    shape: GroupShape
+    members: Sequence[int]
+    starts: list[int]
+    arrivals: dict[int, int] = field(default_factory=dict)
+    carving: int = 0
+    sealed: int = 0
+    committed: bool = False
+    live: int = field(init=False)
+    told: int = 0
+    flights: dict[int, Flight] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.live = len(self.members)
+
+    def stored(self) -> int:
+        """Saves: so many layers of the group have nothing left to be carved and nothing in flight."""
+        low, first = self.low(), next(iter(self.flights.values()), None)
+        return low if first is None else min(low, bisect_left(self.shape.layers, first.layer))
+
+    def low(self) -> int:
+        """So many layers of the group have nothing left to be carved."""
+        if not self.carving:
+            return len(self.shape.layers)
+        if len(self.leg.cohorts) == 1:
+            return self.leg.cohorts[0].index
+        return min(cohort.index for cohort in self.cohorts())
+
+    def cohorts(self) -> list[Cohort]:
+        """What of this strand is still to be carved."""
+        return [cohort for cohort in self.leg.cohorts if cohort.strand is self]
+
+    def span(self, position: int) -> Span:
+        """The block numbers of the part at `position`."""
+        member = bisect_left(self.members, position)
+        return self.starts[member], self.starts[member + 1]
+
+    def overlapping(self, lo: int, hi: int) -> Sequence[int]:
+        """Positions of the parts that have blocks in `lo` to `hi`."""
+        return self.members[bisect_right(self.starts, lo) - 1 : bisect_left(self.starts, hi)]
+
+    def add_cohort(self, spans: list[Span], fetch: int = 0) -> None:
+        """Blocks that may be carved from the first layer on, once arrival `fetch` has brought it."""
+        self.leg.cohorts.append(Cohort(self, spans, fetch=fetch))
+        self.carving += 1
+        if fetch:
+            self.arrivals[fetch] = 0
+
+    def arriving(self, fetch: int) -> Cohort | None:
+        """What waits for this arrival; None when all of it is there, or dead."""
+        return next((c for c in self.leg.cohorts if c.strand is self and c.fetch == fetch), None)
+
+    def merge(self, cohort: Cohort) -> None:
+        """Make cohorts one that are about to start the same layer, all their layers being in the arena."""
+        if self.carving == 1 or cohort.fetch:
+            return
+        for other in self.leg.cohorts:
+            if other.strand is self and other.index == cohort.index and other.fresh:
+                if other is cohort or other.fetch:
+                    continue
+                cohort.absorb(other)
+                self.remove(other)
+                return
+
+    def remove(self, cohort: Cohort) -> None:
+        """A cohort ended."""
+        self.leg.cohorts.remove(cohort)
+        self.carving -= 1
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One direction of a step.
+
+    :param parts: as given in ``StepOpened``.
+    :param dead: positions of parts that will not be carved any more.
+    :param failed: loads: the block ranges already reported as failed, of parts that were wholly carved then.
+    :param flying: batches in flight.
+    :param ahead: saves: batches granted before their layer was computed, by layer; ended ones among them.
+    :param moved: bytes that arrived.
+    :param cancelled: fenced, expired or cut: nothing more is carved and no layer is sealed any more.
+    :param done: loads: nothing left to do, and said so.
+    :param open: saves: parts neither committed nor revoked.
+    :param revoked: saves: positions given back.
+    :param tell: saves: say how many layers are stored.
+    :param held: saves: a commit waits for the loads of an earlier step.
+    """
+
+    step: Step
+    direction: Direction
+    parts: tuple[Part, ...]
+    strands: dict[int, Strand] = field(default_factory=dict)
+    cohorts: list[Cohort] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
+    failed: dict[int, list[Span]] = field(default_factory=dict)
+    revoked: set[int] = field(default_factory=set)
+    ahead: list[Flight] = field(default_factory=list)
+    flying: int = 0
+    moved: int = 0
+    open: int = 0
+    cancelled: bool = False
+    done: bool = False
+    tell: bool = False
+    held: bool = False
+    by_request: dict[str, list[int]] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to carve, nothing to wait for."""
+        return not (self.flying or self.cohorts)
+
+    def head(self) -> Cohort | None:
+        """The cohort that is nearest to the first layer; None when all of them wait for their objects."""
+        cohorts = self.cohorts
+        if len(cohorts) == 1:
+            return cohorts[0] if cohorts[0].index < cohorts[0].limit else None
+        ready = (cohort for cohort in cohorts if cohort.index < cohort.limit)
+        return min(ready, key=lambda cohort: (cohort.layer, cohort.at), default=None)
+
+    def strand_of(self, position: int) -> Strand:
+        """The strand that the part at `position` is in."""
+        return self.strands[self.parts[position].group]
+
+    @property
+    def undecided(self) -> bool:
+        """Loads: one of them may still fail. What is left of fenced loads has failed already."""
+        return not (self.done or self.cancelled)
+
+    def requests(self) -> dict[str, list[int]]:
+        """The parts of each request; built at the first question."""
+        if self.by_request is None:
+            self.by_request = {}
+            for position, part in enumerate(self.parts):
+                self.by_request.setdefault(part.request, []).append(position)
+        return self.by_request
+
+    def positions_of(self, requests: Iterable[str]) -> list[int]:
+        """The parts of these requests."""
+        known = self.requests()
+        return sorted(position for request in requests for position in known.get(request, ()))
+
+    def spans_of(self, positions: Iterable[int]) -> list[tuple[Strand, list[Span]]]:
+        """The blocks of these parts, strand by strand."""
+        found: dict[int, list[Span]] = {}
+        for position in positions:
+            group = self.parts[position].group
+            found.setdefault(group, []).append(self.strands[group].span(position))
+        return [(self.strands[group], joined(ranges)) for group, ranges in found.items()]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One forward pass of one session.
+
+    :param frontier: highest layer whose attention has started; -1 before the first.
+    :param computed: so many layers have written their KV.
+    :param closed: the forward pass ended, or every deadline passed without it.
+    :param alarm: when this step next wants to be looked at; ``inf`` = never.
+    """
+
+    session: Session
+    number: int
+    deadline: float
+    save_deadline: float
+    loads: Leg | None = None
+    saves: Leg | None = None
+    frontier: int = -1
+    computed: int = 0
+    closed: bool = False
+    alarm: float = math.inf
+    story: deque[Event] = field(default_factory=lambda: deque(maxlen=STORY_EVENTS))
+
+    def leg(self, direction: Direction) -> Leg | None:
+        """Loads or saves; None where the step has none."""
+        return self.loads if direction is Direction.LOAD else self.saves
+
+    def next_alarm(self) -> float:
+        """The earliest deadline that still has a consequence."""
+        when = math.inf
+        if self.loads is not None and not self.loads.done and not self.loads.cancelled:
+            when = self.deadline
+        if self.saves is not None and self.saves.open and not self.saves.cancelled:
+            when = min(when, self.save_deadline)
+        if when == math.inf and not self.closed:
+            when = max(self.deadline, self.save_deadline)
+        return when
+
+    def impossible(self, what: str) -> InvalidTransition:
+        """The error for a report that cannot be, with the step's story."""
+        return InvalidTransition(f"session {self.session.number} step {self.number} {what}", self.told())
+
+    def told(self) -> tuple[str, ...]:
+        """The step's events so far, oldest first and short."""
+        return tuple(_brief(event) for event in self.story)
+
+
+def _brief(event: Event) -> str:
+    if isinstance(event, StepOpened):
+        return f"StepOpened({len(event.loads)} loads, {len(event.saves)} saves, deadline={event.deadline})"
+    return repr(event)

@@ -1,0 +1,323 @@
+"""__KEEP__"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import accumulate
+from typing import Any
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow import completion as deaths
+from layerflow.flow.commands import Command, Revoke, WakeAt
+from layerflow.flow.completion import quieted, settle, tell_stored
+from layerflow.flow.events import (
+    BatchDone,
+    BatchFailed,
+    Direction,
+    Event,
+    FetchFailed,
+    FrontierReached,
+    LayersComputed,
+    LayersFetched,
+    Limits,
+    LimitsChanged,
+    LoadsFenced,
+    Part,
+    RequestAborted,
+    SessionLost,
+    SessionOpened,
+    StepClosed,
+    StepOpened,
+    Tick,
+)
+from layerflow.flow.graph import Leg, Step, Strand
+from layerflow.flow.reports import batch_done, batch_failed, fetch_failed, lay_out, layers_fetched, lose_session
+from layerflow.flow.scheduler import grant
+from layerflow.flow.sessions import Session, open_session
+from layerflow.flow.state import FlowStatistics, State
+from layerflow.flow.validate import validate
+
+
+def open_step(state: State, session: Session, event: StepOpened, out: list[Command]) -> None:
+    """Add the step; its saves are shed where the session has too much unsaved already.
+
+    :raises InvalidTransition: for a step that is open already, or parts that cannot be.
+    """
+    if event.step in session.steps:
+        raise InvalidTransition(
+            f"session {session.number} opened step {event.step} twice; step numbers are not reused while a step lives",
+            session.steps[event.step].told(),
+        )
+    if event.deadline != event.deadline or event.save_deadline != event.save_deadline:
+        raise InvalidTransition(f"session {session.number} step {event.step}: a deadline is not a number")
+    _check(session, event, event.loads, "load")
+    _check(session, event, event.saves, "save")
+
+    step = Step(session, event.step, event.deadline, event.save_deadline)
+    step.story.append(event)
+    session.steps[event.step] = step
+    if event.loads:
+        step.loads = _leg(step, Direction.LOAD, event.loads)
+        state.carve_later(step.loads)
+    if event.saves:
+        saves = _leg(step, Direction.SAVE, event.saves)
+        nbytes = sum(strand.starts[-1] * strand.shape.tail_bytes[0] for strand in saves.strands.values())
+        if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
+            state.counters.shed_parts += len(event.saves)
+            state.counters.revoked_parts += len(event.saves)
+            out.append(Revoke(session.number, step.number, tuple(range(len(event.saves))), "shed"))
+        else:
+            session.unsaved += nbytes
+            saves.open = len(event.saves)
+            saves.tell = event.tell_stored
+            step.saves = saves
+            state.carve_later(saves)
+    state.deadlines.set(step, step.next_alarm())
+
+
+def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str) -> None:
+    unknown = {part.group for part in parts} - session.groups.keys()
+    if not unknown and (not parts or min([part.blocks for part in parts]) > 0):
+        return
+    for position, part in enumerate(parts):
+        if part.blocks <= 0 or part.group in unknown:
+            raise InvalidTransition(
+                f"session {session.number} step {event.step}: {what} part {position} (request {part.request!r}) has "
+                f"{part.blocks} blocks of group {part.group}; it needs at least one block of one of the session's "
+                f"groups {sorted(session.groups)}"
+            )
+
+
+def _leg(step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
+    leg = Leg(step, direction, parts)
+    groups = {part.group for part in parts}
+    arrives = direction is Direction.LOAD and any([part.fetch for part in parts])
+    for group in sorted(groups):
+        members: Sequence[int] = range(len(parts))
+        if len(groups) > 1:
+            members = [position for position, part in enumerate(parts) if part.group == group]
+        starts = list(accumulate([parts[position].blocks for position in members], initial=0))
+        strand = Strand(leg, step.session.groups[group], members, starts)
+        leg.strands[group] = strand
+        if arrives:
+            lay_out(strand)
+        else:
+            strand.add_cohort([(0, starts[-1])])
+    return leg
+
+
+class Flow:
+    """Events in, commands out.
+
+    :param limits: the caps to start with.
+    :raises ConfigError: for limits that no transfer could meet.
+    """
+
+    __slots__ = ("_handlers", "_state")
+
+    def __init__(self, limits: Limits) -> None:
+        self._state = State(limits)
+        self._handlers: dict[type, Callable[[Any, list[Command]], None]] = {
+            SessionOpened: self._session_opened,
+            SessionLost: self._session_lost,
+            StepOpened: self._step_opened,
+            LayersFetched: self._layers_fetched,
+            FetchFailed: self._fetch_failed,
+            FrontierReached: self._frontier_reached,
+            LayersComputed: self._layers_computed,
+            BatchDone: self._batch_done,
+            BatchFailed: self._batch_failed,
+            LoadsFenced: self._loads_fenced,
+            StepClosed: self._step_closed,
+            RequestAborted: self._request_aborted,
+            LimitsChanged: self._limits_changed,
+            Tick: self._tick,
+        }
+
+    @property
+    def paused(self) -> bool:
+        """Were batches left that may run now? The next event hands them out: a ``Tick``, where there is no other."""
+        return self._state.paused
+
+    def handle(self, event: Event, now: float, most: int = sys.maxsize) -> list[Command]:
+        """Apply one event.
+
+        :param now: seconds on the caller's monotonic clock; never smaller than in the call before.
+        :param most: batches to hand out in this call, where loads are among them; see :attr:`paused`.
+        :returns: what to do, in this order.
+        :raises InvalidTransition: for an impossible event; nothing has changed then.
+        :raises ConfigError: for impossible limits; the old ones stay.
+        """
+        state = self._state
+        out: list[Command] = []
+        self._handlers[type(event)](event, out)
+        while (step := state.deadlines.due(now)) is not None:
+            self._expire(step, now, out)
+        if state.telling:
+            tell_stored(state, out)
+        if state.unsettled:
+            for step in state.unsettled:
+                settle(state, step, out)
+            state.unsettled.clear()
+        grant(state, now, out, most)
+        earliest = state.deadlines.earliest()
+        if earliest not in (state.wake, math.inf):
+            state.wake = earliest
+            out.append(WakeAt(earliest))
+        return out
+
+    def validate(self) -> None:
+        """Check every invariant; for tests, after every event.
+
+        :raises InvalidTransition: naming the broken one, with the step's story.
+        """
+        validate(self._state)
+
+    def statistics(self) -> FlowStatistics:
+        """A snapshot."""
+        state = self._state
+        inflight, batches = state.budget.inflight, state.budget.batches
+        return FlowStatistics(
+            sessions=len(state.sessions),
+            steps=sum(len(session.steps) for session in state.sessions.values()),
+            load_inflight_bytes=inflight[Direction.LOAD],
+            save_inflight_bytes=inflight[Direction.SAVE],
+            load_inflight_batches=batches[Direction.LOAD],
+            save_inflight_batches=batches[Direction.SAVE],
+            unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
+            **asdict(state.counters),
+        )
+
+    def _session_opened(self, event: SessionOpened, _: list[Command]) -> None:
+        if event.session in self._state.sessions:
+            raise InvalidTransition(f"session {event.session} was opened twice; its number is in use")
+        self._state.sessions[event.session] = open_session(event)
+        self._state.newest_session = max(self._state.newest_session, event.session)
+
+    def _session_lost(self, event: SessionLost, out: list[Command]) -> None:
+        session = self._state.session(event.session)
+        if session is not None:
+            lose_session(self._state, session, out)
+
+    def _step_opened(self, event: StepOpened, out: list[Command]) -> None:
+        session = self._state.session(event.session)
+        if session is not None:
+            open_step(self._state, session, event, out)
+
+    def _layers_fetched(self, event: LayersFetched, _: list[Command]) -> None:
+        step = self._state.step(event, event.session, event.step)
+        if step is not None:
+            layers_fetched(self._state, step, event)
+
+    def _fetch_failed(self, event: FetchFailed, out: list[Command]) -> None:
+        step = self._state.step(event, event.session, event.step)
+        if step is not None:
+            fetch_failed(self._state, step, event, out)
+
+    def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
+        step = self._state.step(event, event.session, event.step)
+        if step is None:
+            return
+        if not 0 <= event.layer < step.session.num_layers:
+            raise step.impossible(f"reached layer {event.layer}, which it does not have")
+        self._advance(step, event.layer)
+
+    def _layers_computed(self, event: LayersComputed, _: list[Command]) -> None:
+        step = self._state.step(event, event.session, event.step)
+        if step is None:
+            return
+        if not 0 <= event.count <= step.session.num_layers:
+            raise step.impossible(f"computed {event.count} layers, which it does not have")
+        self._computed(step, event.count)
+
+    def _computed(self, step: Step, count: int) -> None:
+        if count > step.computed:
+            step.computed = count
+            if step.saves is not None:
+                ahead = step.saves.ahead
+                ready = bisect_left(ahead, count, key=lambda flight: flight.layer)
+                for flight in ahead[:ready]:
+                    self._state.budget.computed(flight)
+                del ahead[:ready]
+                self._state.save_later(step.session)
+        self._advance(step, count - 1)
+
+    def _advance(self, step: Step, layer: int) -> None:
+        if layer <= step.frontier:
+            return
+        step.frontier = layer
+        if step.loads is not None and step.loads.cohorts and step.loads.head() is not None:
+            self._state.rings[Direction.LOAD].join(step.session)
+
+    def _batch_done(self, event: BatchDone, out: list[Command]) -> None:
+        batch_done(self._state, event, out)
+
+    def _batch_failed(self, event: BatchFailed, out: list[Command]) -> None:
+        batch_failed(self._state, event, out)
+
+    def _loads_fenced(self, event: LoadsFenced, out: list[Command]) -> None:
+        step = self._state.step(event, event.session, event.step)
+        if step is None:
+            return
+        if step.loads is None or step.loads.done or step.loads.cancelled:
+            self._state.counters.late_reports += 1
+            return
+        deaths.fence_loads(self._state, step.loads, event.reason, out, cancel=False)
+
+    def _step_closed(self, event: StepClosed, out: list[Command]) -> None:
+        state = self._state
+        step = state.step(event, event.session, event.step)
+        if step is None:
+            return
+        if event.ok:
+            self._computed(step, step.session.num_layers)
+        else:
+            reason = "the forward pass did not finish"
+            if step.loads is not None and not step.loads.done and not step.loads.cancelled:
+                deaths.fence_loads(state, step.loads, reason, out, cancel=True)
+            if step.saves is not None and step.saves.open and not step.saves.cancelled:
+                deaths.cut_uncomputed(state, step.saves, reason, out)
+        step.closed = True
+        state.unsettled.append(step)
+
+    def _request_aborted(self, event: RequestAborted, out: list[Command]) -> None:
+        session = self._state.session(event.session)
+        if session is None:
+            return
+        pending = session.aborting.get(event.request)
+        self._state.counters.aborted_requests += pending is None
+        quiet = deaths.abort(self._state, session.steps.values(), event.request, out)
+        if pending is not None:
+            pending.release = None  # said once, and only when what was opened since is quiet too
+        if quiet.pending:
+            session.aborting[event.request] = quiet
+        else:
+            quieted(self._state, session, quiet, out)
+
+    def _limits_changed(self, event: LimitsChanged, _: list[Command]) -> None:
+        state = self._state
+        state.budget.change(event.limits)
+        for session in state.sessions.values():
+            for ring, carving in zip(state.rings, session.carving, strict=True):
+                if carving:
+                    ring.join(session)
+
+    def _tick(self, _: Tick, __: list[Command]) -> None:
+        """Only time passed."""
+
+    def _expire(self, step: Step, now: float, out: list[Command]) -> None:
+        state, reason = self._state, "deadline"
+        loads, saves = step.loads, step.saves
+        if loads is not None and not loads.done and not loads.cancelled and now >= step.deadline:
+            state.counters.expired_legs += 1
+            deaths.fence_loads(state, loads, reason, out, cancel=True)
+        if saves is not None and saves.open and not saves.cancelled and now >= step.save_deadline:
+            state.counters.expired_legs += 1
+            deaths.cut_saves(state, saves, reason, out)
+        if now >= max(step.deadline, step.save_deadline):
+            step.closed = True
+        state.unsettled.append(step)

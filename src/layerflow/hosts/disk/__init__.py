@@ -1,0 +1,1 @@
+"""A disk, behind the arena."""

@@ -1,0 +1,172 @@
+"""The disk tier's folder: who owns it, what is in it, and whether it is still there.
+
+::
+
+    PATH/lock               held (flock) by the one host that uses the folder
+    PATH/objects-1/new/     files being written; whatever is there at the start was torn, and is removed
+    PATH/objects-1/00..ff/  complete files, by the first byte of their key
+
+A file is renamed out of ``new`` when it is whole, so a killed process leaves no other. Nothing is synced:
+after a power loss a file may have a wrong size (removed at the start) or wrong bytes (found by its checksums).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import structlog
+
+from layerflow.hosts.backend import Unreachable, Unusable
+from layerflow.hosts.disk.format import FORMAT, StoredFile, parse_name
+
+log = structlog.get_logger(__name__)
+
+SHARDS = 256
+_LOCK_RETRY_S = 0.05
+
+
+class Folder:
+    """Made by :meth:`open`. Its methods raise OSError where nothing else is said."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self._lock = lock
+        self._root = path / FORMAT
+        self._new = f"{self._root}/new"
+        for name in ("", "new", *(f"{shard:02x}" for shard in range(SHARDS))):
+            os.makedirs(self._root / name, mode=0o700, exist_ok=True)
+        self._identity = _identity(self._root)
+
+    @classmethod
+    def open(cls, path: Path, until: float, *, create: bool) -> Folder:
+        """Take it, waiting until then for another process to leave it.
+
+        :param create: make the last part of `path` if it is missing. What it lies in must exist: it may be a mount.
+        :raises Unreachable: it is not there, or nothing can be written to it.
+        :raises Unusable: another server uses it, or it is no folder.
+        """
+        lock = -1
+        try:
+            if create and not path.exists():
+                path.mkdir(mode=0o700)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _take(lock, path, until)
+            folder, lock = cls(path, lock), -1
+            return folder
+        except NotADirectoryError as error:
+            raise Unusable(f"{path} is no folder: choose another pool.disk.path") from error
+        except OSError as error:
+            raise Unreachable(
+                f"{path} cannot be used: {error.strerror}; mount or create it, and let this user write to it"
+            ) from error
+        finally:
+            if lock >= 0:
+                os.close(lock)
+
+    def close(self) -> None:
+        """Let others have it."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # Looking -------------------------------------------------------------------------------------
+
+    def scan(self) -> list[StoredFile]:
+        """Every complete object, oldest first. Files that a crash tore are removed; no payload is read."""
+        for entry in os.scandir(self._new):
+            os.unlink(entry.path)
+        found: dict[bytes, tuple[int, StoredFile]] = {}
+        for shard in range(SHARDS):
+            with os.scandir(f"{self._root}/{shard:02x}") as entries:
+                for entry in entries:
+                    stored, status = parse_name(entry.name), entry.stat(follow_symlinks=False)
+                    if stored is None or stored.key[0] != shard or status.st_size != stored.nbytes:
+                        log.warning("disk_file_removed", file=entry.path, bytes=status.st_size, reason="not whole")
+                        os.unlink(entry.path)
+                        continue
+                    age, other = (status.st_mtime_ns, stored), found.get(stored.key)
+                    if other is not None:  # another size or token count; whole, but one key has one object
+                        age, other = max(age, other, key=_moment), min(age, other, key=_moment)
+                        log.warning("disk_file_removed", file=other[1].name, reason="a newer one has its key")
+                        self.remove(other[1])
+                    found[stored.key] = age
+        return [stored for _, stored in sorted(found.values(), key=_moment)]
+
+    def same(self) -> bool:
+        """Whether this is still the folder that was opened, and not an empty mount point or a new one.
+
+        :raises Unreachable: there is none, or nothing can be written to it.
+        """
+        try:
+            same = _identity(self._root) == self._identity
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise Unreachable(f"{self._root} does not answer: {error.strerror}; see the system's log") from error
+        if not os.access(self._new, os.W_OK | os.X_OK):
+            raise Unreachable(f"{self._root} cannot be written to: remount it, or give this user the right")
+        return same
+
+    def free_bytes(self) -> int:
+        """What this user may still write to its file system."""
+        status = os.statvfs(self._root)
+        return status.f_bavail * status.f_frsize
+
+    # Files ---------------------------------------------------------------------------------------
+
+    def create(self, stored: StoredFile) -> int:
+        """A descriptor of a new file that nobody sees."""
+        return os.open(self._torn(stored), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    def publish(self, stored: StoredFile) -> None:
+        """What was created is whole."""
+        os.rename(self._torn(stored), self._whole(stored))
+
+    def open_whole(self, stored: StoredFile) -> int:
+        """A descriptor of a complete file."""
+        return os.open(self._whole(stored), os.O_RDONLY | os.O_CLOEXEC)
+
+    def remove(self, stored: StoredFile, *, torn: bool = False) -> None:
+        """Never raises: what cannot be removed now is in the way of nothing."""
+        path = self._torn(stored) if torn else self._whole(stored)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("disk_file_not_removed", file=path, error=error.strerror)
+
+    def _torn(self, stored: StoredFile) -> str:
+        return f"{self._new}/{stored.name}"
+
+    def _whole(self, stored: StoredFile) -> str:
+        return f"{self._root}/{stored.key[0]:02x}/{stored.name}"
+
+
+def _moment(found: tuple[int, StoredFile]) -> int:
+    return found[0]
+
+
+def _identity(root: Path) -> tuple[int, int]:
+    status = os.stat(root)
+    return status.st_dev, status.st_ino
+
+
+def _take(lock: int, path: Path, until: float) -> None:
+    """A server that was killed may take a moment to die, and its host with it."""
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise Unusable(
+                    f"{path} is in use by another server (process {owner}): give each its own pool.disk.path"
+                ) from None
+            time.sleep(_LOCK_RETRY_S)
+        else:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            return

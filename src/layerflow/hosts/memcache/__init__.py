@@ -1,0 +1,1 @@
+"""memcache_hybrid, behind the arena."""

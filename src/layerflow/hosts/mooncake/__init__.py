@@ -1,0 +1,1 @@
+"""Mooncake, behind the arena."""

@@ -1,0 +1,131 @@
+"""The objects of a host's jobs: where they lie in the arena, and which of them a backend with an index holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from layerflow.errors import ExtentError, ProtocolError
+from layerflow.hosts.backend import BackendInfo, IndexEntry, ObjectLocation
+from layerflow.hosts.lane import Tell
+from layerflow.keys import KEY_BYTES
+from layerflow.memfd import SharedMemory
+from layerflow.wire.host_messages import (
+    Evicted,
+    Indexed,
+    Objects,
+    Up,
+    Written,
+    pack_u32,
+    split_keys,
+    unpack_u32,
+    unpack_u64,
+)
+
+
+def places_of(objects: Objects, arena: SharedMemory) -> list[ObjectLocation]:
+    """The objects of a job, in its order.
+
+    :raises ProtocolError: the arrays do not fit together.
+    :raises ExtentError: an object would leave the arena.
+    """
+    keys = split_keys(objects.keys)
+    try:
+        offsets, sizes = unpack_u64(objects.offsets), unpack_u64(objects.layer_bytes)
+        blocks, tokens = unpack_u32(objects.blocks), unpack_u32(objects.tokens)
+    except ValueError as error:
+        raise ProtocolError(f"the objects of a job do not fit together: {error}") from None
+    if {len(offsets), len(sizes), len(blocks), len(tokens)} != {len(keys)} or objects.layers < 1:
+        raise ProtocolError(
+            f"a job of {len(keys)} keys, {len(offsets)} offsets, {len(sizes)} sizes, {len(blocks)} block counts and "
+            f"{len(tokens)} token counts over {objects.layers} layers"
+        )
+    parents = dict(objects.parents)
+    if any(not 0 <= at < len(keys) or len(parent) != KEY_BYTES for at, parent in parents.items()):
+        raise ProtocolError(f"a job of {len(keys)} keys with a parent at no position of it, or of the wrong size")
+    base = arena.address
+    places = [
+        ObjectLocation(key, offset, base + offset, size, objects.layers, count, length, parents.get(at, b""))
+        for at, (key, offset, size, count, length) in enumerate(zip(keys, offsets, sizes, blocks, tokens, strict=True))
+    ]
+    for place in places:
+        if place.offset + place.nbytes > arena.nbytes or not place.blocks or not place.layer_bytes:
+            raise ExtentError(
+                f"object {place.key.hex()} of {place.blocks} blocks at bytes {place.offset} to "
+                f"{place.offset + place.nbytes} of an arena of {arena.nbytes}"
+            )
+    return places
+
+
+def count_of(objects: Objects) -> int:
+    """How many objects a job names, whatever else is wrong with it."""
+    return len(objects.keys) // KEY_BYTES
+
+
+PIECE = 4096
+"""Entries of one message: some 130 KB."""
+
+
+class IndexReporter:
+    """Says Up, and with an index everything that follows from it.
+
+    :param tell: sends to the server.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._details: dict[str, Any] = {}
+        self._entries: dict[bytes, IndexEntry] | None = None
+        self._gone_early: set[bytes] = set()
+        self._attached = False
+
+    def attach(self, attached: BackendInfo) -> None:
+        """The backend is connected for the first time."""
+        with self._lock:
+            self._details = dict(attached.details)
+            if attached.index is not None:
+                self._entries = {entry.key: entry for entry in attached.index if entry.key not in self._gone_early}
+            self._attached = True
+            self._say()
+
+    def again(self) -> None:
+        """It can be used again after it could not."""
+        with self._lock:
+            self._say()
+
+    def gone(self, keys: Sequence[bytes]) -> None:
+        """These have left the backend. Any thread."""
+        with self._lock:
+            if not self._attached:
+                self._gone_early |= set(keys)
+            elif self._entries is not None and keys:
+                for key in keys:
+                    self._entries.pop(key, None)
+                self._tell(Evicted(b"".join(keys)))
+
+    def published(self, places: Sequence[ObjectLocation], report: Written) -> None:
+        """A write has ended and published these."""
+        with self._lock:
+            if self._entries is not None:
+                for place in places:
+                    self._entries[place.key] = IndexEntry(place.key, place.blocks, place.tokens, place.parent)
+            self._tell(report)
+
+    def _say(self) -> None:
+        self._tell(Up(self._details, self._entries is not None))
+        if self._entries is None:
+            return
+        entries = list(self._entries.values())
+        for at in range(0, max(1, len(entries)), PIECE):
+            piece = entries[at : at + PIECE]
+            self._tell(
+                Indexed(
+                    b"".join(entry.key for entry in piece),
+                    pack_u32([entry.blocks for entry in piece]),
+                    pack_u32([entry.tokens for entry in piece]),
+                    tuple((position, entry.parent) for position, entry in enumerate(piece) if entry.parent),
+                    at + PIECE >= len(entries),
+                )
+            )

@@ -1,0 +1,245 @@
+"""The host's main thread: hears the server, attaches the backend, hands out work, and answers pings itself."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+
+import structlog
+
+from layerflow.errors import ProtocolError
+from layerflow.hosts.backend import Backend, BackendInfo, ObjectStatus, Unreachable, Unusable
+from layerflow.hosts.fetch import FetchLane
+from layerflow.hosts.health import HealthCheck
+from layerflow.hosts.lane import BackendCalls, describe
+from layerflow.hosts.lookup import Hide, LookupLane, unknown
+from layerflow.hosts.objects import IndexReporter, count_of
+from layerflow.hosts.registry import make
+from layerflow.hosts.write import WriteLane
+from layerflow.memfd import SharedMemory
+from layerflow.wire.host_messages import (
+    STOP_S,
+    Advance,
+    Ask,
+    Down,
+    Drop,
+    Fetch,
+    Fetched,
+    Finish,
+    Frames,
+    ObjectFailure,
+    Objects,
+    Ping,
+    Pong,
+    Start,
+    Stop,
+    ToHost,
+    ToServer,
+    Unfetch,
+    Write,
+    Written,
+    decode_to_host,
+    encode,
+)
+
+log = structlog.get_logger(__name__)
+
+ENDED, HUNG, FATAL = 0, 1, 3
+"""Exit codes: told to stop or left alone; a call hangs; and a backend that trying again would not help."""
+
+CALL_MS = 5000
+"""What a native call may take where the backend's options do not say it (`timeout_ms`)."""
+HUNG_CALLS = 3
+"""A lookup or check may be a few native calls; past so many times that it counts as hung. What hangs under a load or
+save shows at the server: the job does not end in time."""
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 2.0
+ALONE_S = 0.5
+"""How long leaving may take when the server is gone: its arena is nobody's. Told to, it is :data:`STOP_S`."""
+CALLS_SHARE = 0.25
+"""Of that, for calls under way; the rest is for closing."""
+_READ_BYTES = 1 << 18
+
+
+class _Ended(Exception):
+    """:param alone: the server is gone; False = it said so."""
+
+    def __init__(self, alone: bool) -> None:
+        self.alone = alone
+
+
+class HostMain:
+    """One host, from the first message to the exit code.
+
+    :param connection: to the server; blocking.
+    :param arena: the server's, mapped here.
+    """
+
+    def __init__(self, connection: socket.socket, arena: SharedMemory) -> None:
+        self._connection, self._arena = connection, arena
+        self._sending = threading.Lock()
+        self._frames = Frames()
+        self._messages: deque[ToHost] = deque()
+        self._holding = IndexReporter(self._tell)
+        self._check: HealthCheck | None = None
+        self._ask: LookupLane | None = None
+        self._hung_s = 0.0
+
+    def run(self) -> int:
+        """Until the server says Stop or is gone, or the backend is unusable; the exit code.
+
+        Threads of the backend or of a hung call may be left: the caller ends the process with ``os._exit``.
+        """
+        try:
+            start = self._hear(None)
+            if not isinstance(start, Start):
+                log.error("host_misled", error=f"{type(start).__name__} before Start")
+                return FATAL
+            self._hung_s = HUNG_CALLS * start.options.get("timeout_ms", CALL_MS) / 1e3
+            backend = make(start.backend, start.options)
+            attached = self._attach(backend)
+        except Unusable as error:
+            self._tell(Down(str(error), fatal=True))
+            return FATAL
+        except _Ended:
+            return ENDED
+        self._serve(backend, attached)
+        return ENDED
+
+    # Attaching -----------------------------------------------------------------------------------
+
+    def _attach(self, backend: Backend) -> BackendInfo:
+        said, delay = "", FIRST_RETRY_S
+        while True:
+            try:
+                return backend.attach(self._arena, self._holding.gone)
+            except Unusable:
+                raise
+            except Unreachable as error:
+                reason = str(error)
+            except Exception as error:
+                reason = describe(error)
+                if reason != said:
+                    log.exception("backend_call_failed", call="attach", error=reason)
+            if reason != said:
+                self._tell(Down(reason))
+                said = reason
+            until = time.monotonic() + delay
+            while (message := self._hear(until)) is not None:
+                self._refuse(message, reason)
+            delay = min(2 * delay, LAST_RETRY_S)
+
+    def _refuse(self, message: ToHost, reason: str) -> None:
+        """Answer what cannot be done now; what belongs to a job that was refused needs no answer."""
+        match message:
+            case Ping():
+                self._pong(message)
+            case Ask():
+                self._tell(unknown(message, f"unreachable: {reason}"))
+            case Fetch():
+                self._tell(Fetched(message.id, 0, True, _all_failed(message.objects, reason)))
+            case Write():
+                self._tell(Written(message.id, _all_failed(message.objects, reason)))
+            case Stop():
+                raise _Ended(alone=False)
+
+    # Serving -------------------------------------------------------------------------------------
+
+    def _serve(self, backend: Backend, attached: BackendInfo) -> None:
+        check = HealthCheck(backend, lambda reason: self._tell(Down(reason)), self._holding.again, self._over)
+        backend_calls = BackendCalls(check.suspect)
+        ask = LookupLane(backend, self._tell, backend_calls)
+        fetch = FetchLane(backend, self._arena, self._tell, backend_calls, lambda keys: ask.put(Hide(keys)))
+        write = WriteLane(backend, self._arena, self._tell, backend_calls, self._holding.published)
+        self._check, self._ask = check, ask
+        self._holding.attach(attached)
+        parts = (ask, fetch, write, check)
+        for part in parts:
+            part.start()
+        try:
+            while True:
+                message = self._hear(None)
+                assert message is not None
+                if check.reason and isinstance(message, Ask | Fetch | Write):
+                    self._refuse(message, check.reason)
+                    continue
+                match message:
+                    case Ping():
+                        self._pong(message)
+                    case Ask():
+                        ask.put((message, time.monotonic()))
+                    case Fetch() | Unfetch():
+                        fetch.put((message, time.monotonic()))
+                    case Write() | Advance() | Finish() | Drop():
+                        write.put((message, time.monotonic()))
+                    case Stop():
+                        raise _Ended(alone=False)
+                    case Start():
+                        log.error("host_misled", error="Start twice")
+        except _Ended as ended:
+            patience = ALONE_S if ended.alone else STOP_S
+        last = threading.Timer(patience, os._exit, (ENDED,))
+        last.daemon = True
+        last.start()
+        until = time.monotonic() + CALLS_SHARE * patience
+        # Not under calls that still run: a library that is closed then may crash, or free what they use.
+        if all([part.stop(max(0.0, until - time.monotonic())) for part in parts]):
+            backend_calls.quietly("close", backend.close)
+
+    def _over(self, reason: str) -> None:
+        """From the check thread; the main thread may be anywhere."""
+        self._tell(Down(reason, fatal=True))
+        os._exit(FATAL)
+
+    def _pong(self, message: Ping) -> None:
+        if self._check is None or self._ask is None:
+            self._tell(Pong(message.id, {}))
+            return
+        for name, part in (("a check", self._check), ("a lookup", self._ask)):
+            if time.monotonic() - part.began > self._hung_s:
+                self._tell(Down(f"{name} hangs in the backend"))
+                os._exit(HUNG)
+        self._tell(Pong(message.id, self._check.statistics))
+
+    # The socket ----------------------------------------------------------------------------------
+
+    def _tell(self, message: ToServer) -> None:
+        frame = encode(message)
+        with self._sending:
+            try:
+                self._connection.sendall(frame)
+            except OSError as error:  # the main thread reads the end of the socket, and ends this process
+                log.warning("server_unreachable", message=type(message).__name__, error=str(error))
+
+    def _hear(self, until: float | None) -> ToHost | None:
+        """The next message; None: nothing came until then.
+
+        :raises _Ended: the server is gone, or says what no server would.
+        """
+        while not self._messages:
+            if until is not None:
+                patience = until - time.monotonic()
+                if patience <= 0 or not select.select([self._connection], [], [], patience)[0]:
+                    return None
+            try:
+                data = self._connection.recv(_READ_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                raise _Ended(alone=True)
+            try:
+                self._messages += map(decode_to_host, self._frames.feed(data))
+            except ProtocolError as error:
+                log.error("host_misled", error=str(error))
+                raise _Ended(alone=True) from None
+        return self._messages.popleft()
+
+
+def _all_failed(objects: Objects, reason: str) -> tuple[ObjectFailure, ...]:
+    return tuple(
+        ObjectFailure(at, int(ObjectStatus.FAILED), f"unreachable: {reason}") for at in range(count_of(objects))
+    )

@@ -1,0 +1,1 @@
+"""What backends of shared stores have in common."""

@@ -1,0 +1,1 @@
+"""What lies behind the arena, as the server sees it."""

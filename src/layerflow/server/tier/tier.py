@@ -1,0 +1,365 @@
+"""The tier behind the arena: a shared pool or a disk, moved by one host process.
+
+It is asked by lookups, brings objects into the arena ahead of the steps that load them, and receives
+what steps save. Everything here is bookkeeping on the server's loop; a tier that is slow, down or dead
+costs its own transfers and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from layerflow.config.settings import PoolSettings
+from layerflow.flow.events import Event
+from layerflow.hosts.backend import IndexEntry, ObjectStatus
+from layerflow.keys import describe_key
+from layerflow.pool.base import NewObject, Owner, Pool, Tail
+from layerflow.server.tier.fetches import FetchDependency, Fetches, PendingFetch, StepKey
+from layerflow.server.tier.index import NegativeCache, TierIndex
+from layerflow.server.tier.process import HostProcess
+from layerflow.server.tier.writes import Writes
+from layerflow.wire.host_messages import (
+    Ask,
+    Down,
+    Evicted,
+    Fetched,
+    Indexed,
+    Pong,
+    Present,
+    ToServer,
+    Up,
+    Written,
+    split_keys,
+    unpack_u32,
+)
+
+HIDE_S = 30.0
+"""How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
+GRACE_S = 1.0
+"""What a job may take beyond its deadline before its host counts as hung: reports travel, loops lag."""
+
+
+@dataclass(slots=True)
+class PendingLookup:
+    """A lookup that waits for the host."""
+
+    keys: list[bytes]
+    then: Callable[[frozenset[bytes]], None]
+    timer: asyncio.TimerHandle
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """A snapshot. Sizes in bytes, the rest counts since start.
+
+    :param written_at: when the last object was written, on the monotonic clock; 0 = none was.
+    :param failures: objects not fetched or not written, by ``fetch_<outcome>`` and ``write_<outcome>``.
+    """
+
+    up: bool
+    restarts: int
+    indexed_objects: int
+    shunned_objects: int
+    fetching_jobs: int
+    writing_jobs: int
+    backlog_bytes: int
+    lookups: int
+    unanswered_lookups: int
+    fetched_objects: int
+    fetched_bytes: int
+    fetches_without_room: int
+    written_objects: int
+    written_bytes: int
+    written_at: float
+    shed_objects: int
+    failures: dict[str, int]
+
+
+class Tier:
+    """What lies behind the arena of one server.
+
+    :param name: ``"mooncake"``, ``"memcache"`` or ``"disk"``.
+    :param options: the backend's section of the configuration.
+    :param emit: gives events to the core.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: dict[str, Any],
+        settings: PoolSettings,
+        pool: Pool,
+        arena: tuple[int, int],
+        emit: Callable[[Sequence[Event]], None],
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.up = False
+        self.indexed = False
+        self.details: dict[str, Any] = {}
+        self.reason = "starting"
+        self._outcomes: Counter[str] = Counter()
+        self._asked = self._unanswered = 0
+        self._log = structlog.get_logger("layerflow.server.tier.tier")
+        self._index = TierIndex()
+        self._failed_reads = NegativeCache()
+        self._questions: dict[int, PendingLookup] = {}
+        self._numbers = 0
+        self._host = HostProcess(name, options, *arena, self)
+        self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
+        room = min(settings.write_backlog, arena[1] // 2)
+        self._writes = Writes(pool, room, self._host.send, self._written, self._write_failed)
+
+    def start(self) -> None:
+        """Start the host; the server serves from the arena until it is up."""
+        self._host.start()
+
+    async def drain(self) -> None:
+        """Until everything that steps have committed is written."""
+        await self._writes.idle()
+
+    async def close(self) -> None:
+        """Stop the host; when this returns nothing of it can touch the arena."""
+        await self._host.close()
+
+    # Lookups -------------------------------------------------------------------------------------
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of `keys` it certainly has, without asking: those on their way, and those in its index."""
+        known = self._index if self.up else ()
+        allowed = set(self._failed_reads.visible(keys, time.monotonic())) if len(self._failed_reads) else None
+        return [key in self._fetches or (key in known and (allowed is None or key in allowed)) for key in keys]
+
+    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None]) -> None:
+        """Which of `keys` can be brought? Answered once, within ``pool.lookup_timeout_ms``, perhaps at once."""
+        wanted = self._failed_reads.visible(keys, time.monotonic()) if self.up and not self.indexed else []
+        if not wanted:
+            then(frozenset())
+            return
+        self._numbers += 1
+        number, timeout_ms = self._numbers, self.settings.lookup_timeout_ms
+        timer = asyncio.get_running_loop().call_later(timeout_ms / 1e3, self._give_up, number)
+        self._questions[number] = PendingLookup(wanted, then, timer)
+        self._asked += 1
+        if not self._host.send(Ask(number, b"".join(wanted), timeout_ms)):
+            self._answer(number, frozenset())
+
+    def hide(self, keys: Sequence[bytes]) -> int:
+        """Reading these has failed: they are not offered for a while. How many there are."""
+        until = time.monotonic() + HIDE_S
+        for key in keys:
+            self._failed_reads.add(key, until)
+        return len(keys)
+
+    def tails(self, parent: bytes) -> list[Tail]:
+        """Partial chunks that follow `parent` and can be brought."""
+        return self._index.tails(parent) if self.up else []
+
+    # Loads ---------------------------------------------------------------------------------------
+
+    def bring(self, objects: Sequence[NewObject], layers: int) -> None:
+        """Fetch objects of one group that are not in the arena, as far as that can be; see :meth:`coming`."""
+        if not self.up:
+            return
+        now = time.monotonic()
+        allowed = set(self._failed_reads.visible([new.key for new in objects], now))
+        missing = [
+            new
+            for new in objects
+            if new.key in allowed and new.key not in self._fetches and (not self.indexed or new.key in self._index)
+        ]
+        if missing:
+            self._fetches.begin(missing, layers, self.settings.fetch_timeout_ms / 1e3, now)
+
+    def coming(self, key: bytes) -> PendingFetch | None:
+        """An object's room in the arena while it is on its way."""
+        return self._fetches.coming(key)
+
+    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
+        """Pin these for `owner` once they have come."""
+        self._fetches.lease(keys, owner, until)
+
+    def drop_lease(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
+        """The owner wants these no more, None = nothing any more."""
+        self._fetches.drop_lease(owner, keys)
+
+    def watch(self, arrivals: Sequence[FetchDependency]) -> None:
+        """A step that the core has just been told of waits for these."""
+        for arrival in arrivals:
+            self._fetches.watch(arrival)
+
+    # Saves ---------------------------------------------------------------------------------------
+
+    def plan(
+        self, step: StepKey, group: int, layers: int, placed: Sequence[tuple[NewObject, int]], until: float
+    ) -> None:
+        """A step is about to save these at these places.
+
+        :param until: when the step's saves must be in the arena.
+        """
+        if self.up:
+            self._writes.plan(step, group, layers, placed, until + self._patience, time.monotonic())
+
+    def planned(self, step: StepKey) -> bool:
+        """Whether the step wants to hear of stored layers."""
+        return self._writes.planned(step)
+
+    def stored(self, step: StepKey, group: int, layers: int) -> None:
+        """So many leading layers of the step's saves of a group are in the arena."""
+        self._writes.stored(step, group, layers, time.monotonic())
+
+    def committed(self, step: StepKey, keys: Sequence[bytes]) -> None:
+        """These are whole in the arena."""
+        self._writes.committed(step, keys)
+
+    def revoked(self, step: StepKey, keys: Sequence[bytes]) -> None:
+        """These will never be whole."""
+        self._writes.revoked(step, keys)
+
+    def loads_done(self, step: StepKey) -> None:
+        """The step loads nothing any more."""
+        self._fetches.forget_step(step)
+
+    def step_done(self, step: StepKey) -> None:
+        """The step is over."""
+        self._fetches.forget_step(step)
+        self._writes.forget_step(step)
+
+    # The host ------------------------------------------------------------------------------------
+
+    def watchdog(self, now: float) -> None:
+        """Called a few times a second: a host that sits on a job past its deadline is killed."""
+        late = self._fetches.overdue(now - GRACE_S - self.settings.host_timeout_ms / 1e3) or self._writes.overdue(now)
+        if late is not None:
+            self._host.kill(f"{type(late).__module__.rpartition('_')[2]} {late.number} did not end in time")
+
+    def host_said(self, message: ToServer) -> None:
+        """News from the host."""
+        match message:
+            case Fetched():
+                self._fetches.heard(message)
+            case Written():
+                self._writes.heard(message)
+            case Present():
+                keys = self._questions[message.id].keys if message.id in self._questions else []
+                present = frozenset(key for key, there in zip(keys, message.present, strict=False) if there)
+                self._answer(message.id, present)
+            case Up():
+                self.up, self.reason, self.details = not message.indexed, "", message.details
+                self.indexed = message.indexed
+                self._index.clear()
+                self._log.info("tier_up", backend=self.name, **message.details)
+            case Indexed():
+                self._hold(message)
+            case Evicted():
+                self._index.discard(split_keys(message.keys))
+            case Down():
+                self._lower(message.reason)
+            case Pong():
+                pass
+
+    def host_lost(self, why: str) -> None:
+        """The host is dead and will be started anew."""
+        self._lower(why)
+        self._writes.host_lost(why)
+        if lost := self._fetches.host_lost(why):  # counted, and not shunned: the objects may be well
+            self._outcomes["fetch_failed"] += lost
+
+    def segment_warmth(self) -> tuple[int, int] | None:
+        """Bytes touched, and bytes in all, of memory that the backend gives to a shared pool; None = it gives none."""
+        figures = self._host.statistics
+        warm, total = figures.get("segment_warm_bytes", 0), figures.get("segment_bytes", 0)
+        return (int(warm), int(total)) if warm else None
+
+    def statistics(self) -> TierStatistics:
+        """A snapshot."""
+        fetches, writes = self._fetches, self._writes
+        return TierStatistics(
+            up=self.up,
+            restarts=self._host.state.restarts,
+            indexed_objects=len(self._index),
+            shunned_objects=len(self._failed_reads),
+            fetching_jobs=len(fetches),
+            writing_jobs=len(writes),
+            backlog_bytes=writes.backlog_bytes,
+            lookups=self._asked,
+            unanswered_lookups=self._unanswered,
+            fetched_objects=fetches.fetched_objects,
+            fetched_bytes=fetches.fetched_bytes,
+            fetches_without_room=fetches.refused,
+            written_objects=writes.written_objects,
+            written_bytes=writes.written_bytes,
+            written_at=writes.written_at,
+            shed_objects=writes.shed_objects,
+            failures=dict(self._outcomes),
+        )
+
+    def status(self) -> dict[str, object]:
+        """For ``layerflow status``: the snapshot, and what the backend and its host say of themselves."""
+        return {
+            "backend": self.name,
+            "reason": "" if self.up else self._host.state.reason or self.reason,
+            "details": self.details,
+            "host": dataclasses.asdict(self._host.state),
+            "backend_figures": dict(self._host.statistics),
+            **dataclasses.asdict(self.statistics()),
+        }
+
+    @property
+    def _patience(self) -> float:
+        """How long the host may take for what is finished, in seconds: its backlog at a crawl, and a native call."""
+        return self.settings.fetch_timeout_ms / 1e3 + self.settings.host_timeout_ms / 1e3 + GRACE_S
+
+    def _lower(self, reason: str) -> None:
+        if self.up or self.reason != reason:
+            self._log.warning("tier_down", backend=self.name, reason=reason)
+        self.up, self.reason = False, reason
+        for number in list(self._questions):
+            self._answer(number, frozenset())
+
+    def _hold(self, message: Indexed) -> None:
+        parents = dict(message.parents)
+        rows = zip(split_keys(message.keys), unpack_u32(message.blocks), unpack_u32(message.tokens), strict=True)
+        self._index.add(
+            IndexEntry(key, blocks, tokens, parents.get(at, b"")) for at, (key, blocks, tokens) in enumerate(rows)
+        )
+        self.up = self.up or message.last
+
+    def _give_up(self, number: int) -> None:
+        self._unanswered += 1
+        self._answer(number, frozenset())
+
+    def _answer(self, number: int, present: frozenset[bytes]) -> None:
+        question = self._questions.pop(number, None)
+        if question is not None:
+            question.timer.cancel()
+            question.then(present)
+
+    def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
+        name = ObjectStatus(outcome).name.lower()
+        self._outcomes[f"fetch_{name}"] += 1
+        self._failed_reads.add(key, time.monotonic() + HIDE_S)
+        if outcome == ObjectStatus.BROKEN:
+            self._index.discard([key])
+        self._log.warning("fetch_failed", backend=self.name, key=describe_key(key), outcome=name, reason=reason)
+
+    def _written(self, new: NewObject) -> None:
+        self._failed_reads.discard(new.key)
+        if self.indexed:
+            self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent)])
+
+    def _write_failed(self, key: bytes, outcome: int, reason: str) -> None:
+        name = ObjectStatus(outcome).name.lower()
+        self._outcomes[f"write_{name}"] += 1
+        if outcome == ObjectStatus.EXISTS:
+            self._failed_reads.discard(key)
+        else:
+            self._log.warning("write_failed", backend=self.name, key=describe_key(key), outcome=name, reason=reason)

@@ -1,0 +1,1 @@
+"""What reaches the server: the control socket, the socket that passes the arena, HTTP."""

@@ -1,0 +1,176 @@
+"""The Unix socket beside the control socket: hands out shared memory and notices death by hang-up.
+
+A client connects, sends the 16-byte token of its Welcome and one byte for what it wants: the arena, to move
+bytes, or the presence table, to look up. It receives the memfd (SCM_RIGHTS) with its size, and keeps the
+connection open: when either process dies, the kernel closes it and the other end knows at once, without
+waiting for a heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from layerflow.errors import ConfigError
+
+TOKEN_BYTES = 16
+_SIZE = struct.Struct("<Q")
+_BACKLOG = 64
+MAX_WAITING = 64
+"""Connections that have not named their token yet; past this the oldest is dropped."""
+
+TOKEN_TIMEOUT_S = 5.0
+ACCEPT_PAUSE_S = 0.5
+
+log = structlog.get_logger("layerflow.server.transport.fd_server")
+
+
+class SharedRegion(NamedTuple):
+    """Shared memory to hand out: its memfd and its size."""
+
+    fd: int
+    nbytes: int
+
+
+NO_ROOM = SharedRegion(-1, 0)
+"""This server has none of that: the client is told a size of 0 and given no descriptor, and may stay."""
+
+
+class FdServer:
+    """Listens at `path` on the running loop.
+
+    :param rooms: what there is, by the byte that asks for it.
+    :param on_entered: called with token and byte before a client is let in; False = refused.
+    :param on_gone: called with the token when that client's process (or connection) is gone.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rooms: Mapping[bytes, SharedRegion],
+        on_entered: Callable[[bytes, bytes], bool],
+        on_gone: Callable[[bytes], None],
+    ) -> None:
+        self._path = path
+        self._rooms = rooms
+        self._on_entered = on_entered
+        self._on_gone = on_gone
+        self._connections: dict[socket.socket, bytes] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Bind with owner-only permissions and begin accepting.
+
+        :raises ConfigError: another server answers there. (ZMQ would take its control socket over silently.)
+        """
+        if _answers(self._path):
+            raise ConfigError(f"{self._path}: another server is running at this endpoint; stop it or choose another")
+        self._loop = asyncio.get_running_loop()
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        previous = os.umask(0o177)
+        try:
+            self._listener.bind(str(self._path))
+        finally:
+            os.umask(previous)
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Hang up on everybody and remove the socket file."""
+        if self._loop is None:
+            self._listener.close()
+            return
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for connection in list(self._connections):
+            self._forget(connection)
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        self._loop = None
+
+    def dismiss(self, token: bytes) -> None:
+        """Hang up on one client without reporting it gone."""
+        for connection, held in list(self._connections.items()):
+            if held == token:
+                self._forget(connection)
+
+    def _accept(self) -> None:
+        assert self._loop is not None
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # The listener stays readable: without a pause the loop would do nothing else.
+            log.warning("doorway_accept_failed", error=str(error), pause_s=ACCEPT_PAUSE_S)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+            return
+        connection.setblocking(False)
+        waiting = [known for known, token in self._connections.items() if not token]
+        if len(waiting) >= MAX_WAITING:
+            self._forget(waiting[0])
+        self._connections[connection] = b""
+        self._loop.add_reader(connection, self._hear, connection)
+        self._loop.call_later(TOKEN_TIMEOUT_S, self._expect_token, connection)
+
+    def _resume(self) -> None:
+        if self._loop is not None:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _expect_token(self, connection: socket.socket) -> None:
+        if self._connections.get(connection) == b"":
+            self._forget(connection)
+
+    def _hear(self, connection: socket.socket) -> None:
+        try:
+            said = connection.recv(TOKEN_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        token = self._connections[connection]
+        if token:
+            self._forget(connection)
+            self._on_gone(token)
+            return
+        token, wanted = said[:TOKEN_BYTES], said[TOKEN_BYTES:]
+        room = self._rooms.get(wanted)
+        if room is None or not self._on_entered(token, wanted):
+            self._forget(connection)
+            return
+        try:
+            socket.send_fds(connection, [_SIZE.pack(room.nbytes)], [room.fd] if room.nbytes else [])
+        except OSError as error:
+            log.warning("doorway_handover_failed", error=str(error))
+            self._forget(connection)
+            self._on_gone(token)
+            return
+        self._connections[connection] = token
+
+    def _forget(self, connection: socket.socket) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(connection)
+        self._connections.pop(connection, None)
+        connection.close()
+
+
+def _answers(path: Path) -> bool:
+    """Does a process listen there? A file that a killed server left behind does not."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as visitor:
+        try:
+            visitor.connect(str(path))
+        except OSError:
+            return False
+    return True

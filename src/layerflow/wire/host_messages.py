@@ -1,0 +1,283 @@
+"""What the server and a host process say to each other, over a socket pair that only the two of them have.
+
+Frames of 4 bytes length (big-endian) and msgpack. Both ends are always of one version: the server
+starts its hosts itself. Jobs are numbered by the server. Offsets and sizes are bytes, times
+milliseconds; packed arrays are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from layerflow.errors import ProtocolError
+from layerflow.keys import KEY_BYTES
+
+MAX_FRAME_BYTES = 64 << 20
+STOP_S = 8.0
+"""What a host may take to stop: a quarter for calls under way; then memcache's client takes some 3 to 5 s to leave its
+pool. After one that was killed instead, who joins may wait for a minute, or not reach all of the pool's memory. Only a
+host that hangs takes all of it."""
+_LENGTH = struct.Struct(">I")
+
+
+class Objects(msgspec.Struct, array_like=True, frozen=True):
+    """The objects of a job, all of one group.
+
+    :param keys: 24 bytes each.
+    :param offsets: u64 each: the header's place in the arena.
+    :param blocks: u32 each.
+    :param layer_bytes: u64 each.
+    :param tokens: u32 each; 0 = unknown to the reader.
+    :param parents: for partial chunks: (position, 24-byte key).
+    """
+
+    layers: int
+    keys: bytes
+    offsets: bytes
+    blocks: bytes
+    layer_bytes: bytes
+    tokens: bytes
+    parents: tuple[tuple[int, bytes], ...] = ()
+
+
+# To the host -----------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, tag="start", frozen=True):
+    """The first message. `options`: the backend's section of the configuration, JSON-ready."""
+
+    backend: str
+    options: dict[str, Any]
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """Which of these are there?"""
+
+    id: int
+    keys: bytes
+    timeout_ms: int
+
+
+class Fetch(msgspec.Struct, tag="fetch", frozen=True):
+    """Bring these into the arena, first layer first."""
+
+    id: int
+    objects: Objects
+    timeout_ms: int
+
+
+class Unfetch(msgspec.Struct, tag="unfetch", frozen=True):
+    """Nobody wants this fetch any more: stop, then report it as ended."""
+
+    id: int
+
+
+class Write(msgspec.Struct, tag="write", frozen=True):
+    """These will be written. Their first `layers` layers are in the arena already (0 = none yet)."""
+
+    id: int
+    objects: Objects
+    layers: int
+    timeout_ms: int
+
+
+class Advance(msgspec.Struct, tag="advance", frozen=True):
+    """The first `layers` layers of write `id` are in the arena."""
+
+    id: int
+    layers: int
+
+
+class Finish(msgspec.Struct, tag="finish", frozen=True):
+    """Every layer of write `id` is in the arena, and the headers: write the rest and publish."""
+
+    id: int
+
+
+class Drop(msgspec.Struct, tag="drop", frozen=True):
+    """These objects of write `id` (u32 positions; all of them: the write ends) will not be finished."""
+
+    id: int
+    positions: bytes
+
+
+class Ping(msgspec.Struct, tag="ping", frozen=True):
+    """Answered by the host's main thread."""
+
+    id: int
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """Close and exit, within :data:`STOP_S`."""
+
+
+# To the server ---------------------------------------------------------------------------------
+
+
+class ObjectFailure(msgspec.Struct, array_like=True, frozen=True):
+    """One object of a job: an :class:`layerflow.hosts.backend.Outcome` other than OK."""
+
+    position: int
+    outcome: int
+    reason: str
+
+
+class Up(msgspec.Struct, tag="up", frozen=True):
+    """Attached, or reachable again. Said first of all, and after each Down.
+
+    :param indexed: the backend has an index of its own and is not shared: `Indexed` messages follow until
+        one says `last`; from then on Held, Gone and Written keep the server's copy exact.
+    """
+
+    details: dict[str, Any]
+    indexed: bool = False
+
+
+class Down(msgspec.Struct, tag="down", frozen=True):
+    """Unreachable. `fatal`: trying again will not help; the host exits."""
+
+    reason: str
+    fatal: bool = False
+
+
+class Indexed(msgspec.Struct, tag="held", frozen=True):
+    """What a backend with an index holds: keys (24 bytes each), blocks and tokens (u32 each), parents of tails."""
+
+    keys: bytes
+    blocks: bytes
+    tokens: bytes
+    parents: tuple[tuple[int, bytes], ...] = ()
+    last: bool = True
+
+
+class Evicted(msgspec.Struct, tag="gone", frozen=True):
+    """These have left a backend with an index."""
+
+    keys: bytes
+
+
+class Present(msgspec.Struct, tag="found", frozen=True):
+    """One byte per key asked for: 1 = there. `reason` is set where nothing could be learnt."""
+
+    id: int
+    present: bytes
+    reason: str = ""
+
+
+class Fetched(msgspec.Struct, tag="fetched", frozen=True):
+    """Of fetch `id`, the first `layers` layers are in the arena, but for objects that failed.
+
+    :param ended: the host will not touch their room in the arena any more; nothing follows.
+    :param failed: new failures since the last report; what did not fail by the end is complete.
+    """
+
+    id: int
+    layers: int
+    ended: bool
+    failed: tuple[ObjectFailure, ...] = ()
+
+
+class Written(msgspec.Struct, tag="written", frozen=True):
+    """Write `id` has ended: all its objects but these are published. The arena is not read for it any more."""
+
+    id: int
+    failed: tuple[ObjectFailure, ...] = ()
+
+
+class Pong(msgspec.Struct, tag="pong", frozen=True):
+    """Answer to Ping, with the backend's latest statistics."""
+
+    id: int
+    statistics: dict[str, float]
+
+
+ToHost = Start | Ask | Fetch | Unfetch | Write | Advance | Finish | Drop | Ping | Stop
+ToServer = Up | Down | Indexed | Evicted | Present | Fetched | Written | Pong
+
+_encoder = msgspec.msgpack.Encoder()
+_to_host: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
+_to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+
+
+def encode(message: ToHost | ToServer) -> bytes:
+    """One frame, length included."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_to_host(body: bytes | memoryview) -> ToHost:
+    """:raises ProtocolError: not a message to a host."""
+    try:
+        return _to_host.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a message to a host: {error}") from None
+
+
+def decode_to_server(body: bytes | memoryview) -> ToServer:
+    """:raises ProtocolError: not a message of a host."""
+    try:
+        return _to_server.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a message of a host: {error}") from None
+
+
+class Frames:
+    """Cuts a stream into frames."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The frames completed by `data`, without their length.
+
+        :raises ProtocolError: a frame is longer than any message can be.
+        """
+        pending = self._pending
+        pending += data
+        frames: list[bytes] = []
+        at = 0
+        while len(pending) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(pending, at)
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {length} bytes between server and host; at most {MAX_FRAME_BYTES}")
+            if len(pending) - at < _LENGTH.size + length:
+                break
+            at += _LENGTH.size
+            frames.append(bytes(pending[at : at + length]))
+            at += length
+        del pending[:at]
+        return frames
+
+
+def split_keys(packed: bytes) -> list[bytes]:
+    """Keys of 24 bytes each.
+
+    :raises ProtocolError: not a whole number of keys.
+    """
+    if len(packed) % KEY_BYTES:
+        raise ProtocolError(f"{len(packed)} bytes are no whole number of {KEY_BYTES}-byte keys")
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+
+def pack_u32(values: list[int]) -> bytes:
+    """Little-endian."""
+    return np.asarray(values, dtype="<u4").tobytes()
+
+
+def pack_u64(values: list[int]) -> bytes:
+    """Little-endian."""
+    return np.asarray(values, dtype="<u8").tobytes()
+
+
+def unpack_u32(packed: bytes) -> list[int]:
+    """Inverse of :func:`pack_u32`."""
+    return list(np.frombuffer(packed, dtype="<u4").tolist())
+
+
+def unpack_u64(packed: bytes) -> list[int]:
+    """Inverse of :func:`pack_u64`."""
+    return list(np.frombuffer(packed, dtype="<u8").tolist())
