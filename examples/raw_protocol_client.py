@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("59ad504baeb77af87b84defad60cccec")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("857dbaf9fced627fae25f3123bcdcbae")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10
@@ -70,7 +70,7 @@ def main() -> None:
     client = Client(sys.argv[1])
     client.greet()
     _, session, version, fd_server, *_ = client.hello()
-    print(f"session {session} of layerflow {version}, doorway at {fd_server}")
+    print(f"session {session} of layerflow {version}, fd server at {fd_server}")
     print(json.dumps(client.status(), indent=2))
     client.close()
 

@@ -345,7 +345,7 @@ def test_the_lease_of_a_lookup_under_way_is_dropped(embed: Embed, dial: Dial) ->
 
 
 def test_a_dead_server_ends_the_wait(embed: Embed, dial: Dial) -> None:
-    """By the doorway: nothing here waits for the lookup's own time."""
+    """By the fd server: nothing here waits for the lookup's own time."""
     server = embed()
     store(server, prompt(40))
     lookups = dial(server)

@@ -381,7 +381,7 @@ async def test_what_it_prints_is_logged(monkeypatch: pytest.MonkeyPatch) -> None
     async with Served(says=["hello", "", "x" * 5000, '{"event": "fake", "level": "info"}']) as it:
         await it.hear(Up)
         pid = it.host.state.pid
-    lines = log.fields("output")
+    lines = log.fields("host_output")
     assert lines[0] == {"backend": NAME, "pid": pid, "stream": "stdout", "line": "hello"}
     assert [len(fields["line"]) for fields in lines] == [5, 2000, 34]
 
@@ -404,7 +404,7 @@ async def test_last_words_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         await it.hear(Up)
         it.host.send(Ask(1, key_of(1), 10_000))
         await it.lose()
-        lines = [fields["line"] for fields in log.fields("output")]
+        lines = [fields["line"] for fields in log.fields("host_output")]
     assert lines[0] == "Fatal Python error: Segmentation fault"
     assert any("fake_backend.py" in line for line in lines)
 
@@ -413,5 +413,5 @@ async def test_a_flood_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Recorder(monkeypatch, "output")
     async with Served(says=[f"line {number}" for number in range(1000)]) as it:
         await it.hear(Up)
-    assert len(log.fields("output")) == host_output.WINDOW_LINES
+    assert len(log.fields("host_output")) == host_output.WINDOW_LINES
     assert log.fields("host_output_dropped")[0]["lines"] == 1000 - host_output.WINDOW_LINES

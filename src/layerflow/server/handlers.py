@@ -170,7 +170,7 @@ class Handlers:
             if not session.entered:
                 raise Refused(
                     "no_arena",
-                    "an engine worker fetches the arena at the doorway before it attaches; on other hosts "
+                    "an engine worker fetches the arena at the fd server before it attaches; on other hosts "
                     "there is none: attach without memory",
                 )
             if message.direct and not context.direct:

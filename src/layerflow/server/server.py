@@ -96,7 +96,7 @@ class Server:
         return bool(self._routers) and not self._server_context.draining
 
     @property
-    def doorway_path(self) -> Path:
+    def fd_server_path(self) -> Path:
         """Where clients of this machine fetch shared memory."""
         endpoint = self.settings.server.endpoint
         if endpoint.startswith("ipc://"):
@@ -183,12 +183,12 @@ class Server:
     def _open(self) -> list[str]:
         server = self.settings.server
         make_private_directory(server.endpoint)
-        self.doorway_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.fd_server_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         rooms = {wire.WANT_ARENA: SharedRegion(self._arena.fd, self._arena.nbytes), wire.WANT_PRESENCE: NO_ROOM}
         if self.pool.presence is not None:
             table = self.pool.presence.memory
             rooms[wire.WANT_PRESENCE] = SharedRegion(table.fd, table.nbytes)
-        self._fd_server = FdServer(self.doorway_path, rooms, self._entered, self._gone)
+        self._fd_server = FdServer(self.fd_server_path, rooms, self._entered, self._gone)
         self._fd_server.start()
         local = Router(self._context, functools.partial(self._hear, LOCAL), server.max_message_bytes)
         self._routers[LOCAL] = local
@@ -273,7 +273,7 @@ class Server:
         self._greeted.discard(address)
         session = self.sessions.open(address, message.engine, message.client, message.pid, time.monotonic())
         server = self.settings.server
-        fd_server = str(self.doorway_path) if address[0] == LOCAL else ""
+        fd_server = str(self.fd_server_path) if address[0] == LOCAL else ""
         self._send(
             session,
             wire.Welcome(

@@ -20,12 +20,12 @@ class ClientSession:
     """One client: an engine worker (with `memory`) or one that only looks things up.
 
     :param heard: when it last said anything, monotonic seconds.
-    :param token: what it names itself by at the doorway.
+    :param token: what it names itself by at the fd server.
     :param at_fd_server: it is connected there, so the death of its process will be seen.
     :param entered: it was given the arena there.
     :param direct: it moves bytes past the arena.
     :param silent: it missed its heartbeats. An engine worker that is silent still owns what it may write
-        to; only the doorway says that it cannot write any more.
+        to; only the fd server says that it cannot write any more.
     """
 
     number: int

@@ -21,7 +21,7 @@ BROKEN = "broken"
 
 
 WANT_ARENA, WANT_PRESENCE = b"a", b"p"
-"""The byte after the token at the doorway: which descriptor the client asks for."""
+"""The byte after the token at the fd server: which descriptor the client asks for."""
 
 
 STRANGER = "stranger"

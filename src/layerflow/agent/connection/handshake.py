@@ -80,7 +80,7 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKey
 class Handshake:
     """Request and reply over a DEALER that one thread owns.
 
-    :ivar guest: the connection at the doorway, where there is one: who waits for an answer then sees at once that
+    :ivar guest: the connection at the fd server, where there is one: who waits for an answer then sees at once that
         the server has died.
     """
 
@@ -166,7 +166,7 @@ class Handshake:
 
 
 def fetch_arena(path: Path, token: bytes, deadline: float) -> tuple[socket.socket, int, int]:
-    """Ask at the doorway: the open connection (keep it: it is the sign of life), the memfd and its size.
+    """Ask at the fd server: the open connection (keep it: it is the sign of life), the memfd and its size.
 
     :raises ServerLost: nobody answers there, or the token is refused.
     """

@@ -1,6 +1,6 @@
 """The agent's link to its server: one thread that connects, listens, reports, and connects again.
 
-The server's death is seen on the doorway's connection (the kernel hangs up), its silence by
+The server's death is seen on the fd server's connection (the kernel hangs up), its silence by
 heartbeats. Other threads only append to queues; what they report is coalesced into one message.
 
 Where the engine's thread holds the interpreter for milliseconds, this one gets it too late: the engine's thread itself

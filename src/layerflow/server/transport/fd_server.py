@@ -113,7 +113,7 @@ class FdServer:
             return
         except OSError as error:
             # The listener stays readable: without a pause the loop would do nothing else.
-            log.warning("doorway_accept_failed", error=str(error), pause_s=ACCEPT_PAUSE_S)
+            log.warning("fd_server_accept_failed", error=str(error), pause_s=ACCEPT_PAUSE_S)
             self._loop.remove_reader(self._listener)
             self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
             return
@@ -153,7 +153,7 @@ class FdServer:
         try:
             socket.send_fds(connection, [_SIZE.pack(room.nbytes)], [room.fd] if room.nbytes else [])
         except OSError as error:
-            log.warning("doorway_handover_failed", error=str(error))
+            log.warning("fd_server_handover_failed", error=str(error))
             self._forget(connection)
             self._on_gone(token)
             return

@@ -1,4 +1,4 @@
-"""What the doorway hands out, to whom, and what it makes of a hang-up."""
+"""What the fd server hands out, to whom, and what it makes of a hang-up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Visitor:
         self.conversation.attach(Attach(small_spec(), memory=memory), self.deadline)
 
     def knock(self, said: bytes) -> bytes:
-        """What the doorway answers."""
+        """What the fd server answers."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(PATIENCE_S)
             connection.connect(str(self.door))
