@@ -233,6 +233,14 @@ class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "Least severe event that is logged.", live=True
     )
+    slow_step_ms: Whole = setting(
+        1000,
+        "A step whose loads hold its engine for so long is logged, with where the time went; 0 = none is.",
+        unit="ms",
+        live=True,
+        ge=0,
+        le=_DAY_MS,
+    )
     format: Literal["console", "json"] = setting("console", "For people, or one JSON object a line.")
 
 
