@@ -12,7 +12,7 @@ import typer
 
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow_cli.errors import LayerflowGroup
-from layerflow_cli.options import JsonFile, assignments
+from layerflow_cli.options import STANDARD_OUTPUT, JsonFile, assignments
 
 MEASUREMENTS = {
     "overlap": "How much of a transfer hides behind compute.",
@@ -109,7 +109,8 @@ def every(json_file: JsonFile = None) -> None:
             typer.echo(f"layerflow: bench {name}: {error}", err=True)
             failed.append(name)
         else:
-            _show(name, results[name])
+            if json_file != STANDARD_OUTPUT:
+                _show(name, results[name])
     if json_file is not None:
         write_json(json_file, results)
     if failed:
@@ -157,7 +158,8 @@ def _run(name: str, given: Mapping[str, Any], sets: Sequence[str], json_file: An
     from layerflow_cli.output import write_json  # noqa: PLC0415
 
     result = _measure(name, given, sets)
-    _show(name, result)
+    if json_file != STANDARD_OUTPUT:
+        _show(name, result)
     if json_file is not None:
         write_json(json_file, result)
 

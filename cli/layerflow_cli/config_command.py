@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
+import tomllib
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from layerflow.errors import ConfigError
+from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
 
 if TYPE_CHECKING:
     from layerflow.config.settings import ReferenceRow
@@ -39,30 +44,45 @@ max_transfer_bytes = "32MiB"
 
 
 def config(
-    as_json: Annotated[bool, typer.Option("--json", help="The reference as JSON.")] = False,
+    json_file: JsonFile = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The reference as docs/configuration.md.")] = False,
+    starter: Annotated[bool, typer.Option("--starter", help="A commented file to start from, as TOML.")] = False,
+    effective: Annotated[
+        bool, typer.Option("--effective", help="What would be used: file, environment and flags together, and whence.")
+    ] = False,
     check: Annotated[
         Path | None, typer.Option("--check", metavar="FILE", help="Say whether FILE (with the environment) is good.")
     ] = None,
+    file: ConfigFile = None,
+    settings: SettingItems = None,
 ) -> None:
-    """Print every setting with its default, or check a file.
+    """Print every setting with its default, what would be used, a file to start from, or check a file.
 
     \b
     Examples:
       layerflow config
+      layerflow config --starter > layerflow.toml
       layerflow config --check layerflow.toml
+      layerflow config --effective --config layerflow.toml --set transfer.mode=bulk
     """
     from layerflow.config.settings import Settings, reference  # noqa: PLC0415 - `--help` stays quick
 
+    if sum((as_markdown, starter, effective, check is not None)) > 1:
+        raise ConfigError("--markdown, --starter, --effective and --check each print something else; give one")
     if check is not None:
         Settings.load(check)
         typer.echo(f"{check}: good")
         return
+    if effective:
+        _effective(file, settings or [], json_file)
+        return
     rows = reference()
-    if as_json:
-        from layerflow_cli.output import to_json  # noqa: PLC0415
+    if starter:
+        typer.echo(starter_file(rows), nl=False)
+    elif json_file is not None:
+        from layerflow_cli.output import write_json  # noqa: PLC0415
 
-        typer.echo(to_json([dataclasses.asdict(row) for row in rows]))
+        write_json(json_file, [dataclasses.asdict(row) for row in rows])
     elif as_markdown:
         typer.echo(markdown(rows), nl=False)
     else:
@@ -91,6 +111,46 @@ def markdown(rows: list[ReferenceRow]) -> str:
     parts.append('| `use_layerwise` | `false`: `transfer.mode = "bulk"`; `true`: `"auto"` |\n')
     parts += [f"| `{name}` | refused: {why} |\n" for name, why in REFUSED.items()]
     return "".join(parts)
+
+
+def starter_file(rows: list[ReferenceRow]) -> str:
+    """Every setting with its description, default and bounds as a comment: valid TOML that changes nothing."""
+    lines = ["# Settings of `layerflow run --config FILE`. Each line that starts with # shows a default."]
+    for section, group in groupby(rows, key=lambda row: row.key.rpartition(".")[0]):
+        lines += ["", f"[{section}]"]
+        for row in group:
+            kind = ", ".join(part for part in (_type(row), row.unit, "live" if row.live else "") if part)
+            lines += ["", *textwrap.wrap(row.description, 110, initial_indent="# ", subsequent_indent="# ")]
+            key = row.key.rpartition(".")[2]
+            if _is_toml(row.default):
+                lines += [f"# ({kind})", f"# {key} = {row.default}"]
+            else:  # the default depends on the machine
+                lines += [f"# ({kind}; default: {row.default})", f"# {key} ="]
+    return "\n".join(lines) + "\n"
+
+
+def _is_toml(value: str) -> bool:
+    try:
+        return bool(tomllib.loads(f"value = {value}"))
+    except tomllib.TOMLDecodeError:
+        return False
+
+
+def _effective(file: Path | None, items: list[str], json_file: Path | None) -> None:
+    from layerflow.config.settings import effective  # noqa: PLC0415
+    from layerflow_cli.output import console, write_json  # noqa: PLC0415
+
+    found = effective(file, overrides(items, {}))
+    if json_file is not None:
+        write_json(json_file, {row.key: {"value": row.value, "set_by": row.origin} for row in found})
+        return
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table("key", "value", "set by", title="Effective settings", title_justify="left")
+    for row in found:
+        table.add_row(*(Text(cell, style="bold" if row.origin else "") for cell in (row.key, row.value, row.origin)))
+    console().print(table)
 
 
 def _type(row: ReferenceRow) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from layerflow_cli.options import ConfigFile, overrides
+from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
 
 if TYPE_CHECKING:
     from layerflow.doctor import Finding
@@ -19,10 +19,8 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 def doctor(
     config: ConfigFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as a JSON list.")] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")
-    ] = None,
+    json_file: JsonFile = None,
+    settings: SettingItems = None,
 ) -> None:
     """Check a configuration on this machine without starting the server.
 
@@ -40,10 +38,10 @@ def doctor(
     from layerflow.doctor import Severity, examine  # noqa: PLC0415 - pulls zmq in
 
     findings = list(examine(wanted))
-    if as_json:
-        from layerflow_cli.output import to_json  # noqa: PLC0415
+    if json_file is not None:
+        from layerflow_cli.output import write_json  # noqa: PLC0415
 
-        typer.echo(to_json([dataclasses.asdict(finding) for finding in findings]))
+        write_json(json_file, [dataclasses.asdict(finding) for finding in findings])
     else:
         _print(findings)
     if any(finding.state is Severity.PROBLEM for finding in findings):

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from layerflow.errors import LayerflowError
+from layerflow_cli.options import with_json_file
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
@@ -29,8 +30,9 @@ class LayerflowGroup(TyperGroup):
     ) -> Any:
         """Run a command line and leave the process with its exit code."""
         extra["standalone_mode"] = False
+        given = with_json_file(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(args=args, prog_name=prog_name, **extra)
+            code = super().main(args=given, prog_name=prog_name, **extra)
         except LayerflowError as error:
             refuse(str(error))
         except _UsageProblem as problem:

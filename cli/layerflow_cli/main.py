@@ -23,13 +23,13 @@ app = typer.Typer(
     help="Moves the KV cache of LLM serving engines layer by layer, hidden behind attention compute.\n\n"
     "\b\nExample:\n  layerflow run --pool-size 4GiB",
     invoke_without_command=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.command(short_help="Run the server.")(run)
 app.command(short_help="Show a running server's state.")(status)
-app.command(short_help="Print every setting, or check a file.")(config)
+app.command(short_help="Print every setting, or check or start a file.")(config)
 app.command(short_help="Check a configuration on this machine.")(doctor)
 app.command(short_help="Show layer-wise beside bulk loading.")(demo)
 app.add_typer(bench)

@@ -17,7 +17,48 @@ ConfigFile = Annotated[
 Endpoint = Annotated[
     str | None, typer.Option("--endpoint", metavar="URL", help="Control socket, e.g. ipc:///run/layerflow/control.")
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")]
+HttpHost = Annotated[
+    str | None, typer.Option("--http-host", metavar="ADDRESS", help="Address of /healthz, /metrics and /status.")
+]
+HttpPort = Annotated[
+    int | None,
+    typer.Option("--http-port", metavar="N", help="Port of /healthz, /metrics, /status; 0 = any free one, -1 = off."),
+]
+LogLevel = Annotated[
+    str | None,
+    typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error."),
+]
+PoolSize = Annotated[
+    str | None, typer.Option("--pool-size", metavar="SIZE", help="Size of the arena in shared memory, e.g. 16GiB.")
+]
+BackendName = Annotated[
+    str | None,
+    typer.Option("--backend", metavar="NAME", help="Store behind the arena: memory (none), or an installed backend."),
+]
+DiskPath = Annotated[
+    str | None,
+    typer.Option("--disk-path", metavar="DIR", help="Also keep objects in DIR, across restarts; with memory only."),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="[FILE]", help="The result as JSON in FILE; without FILE, on standard output."),
+]
+SettingItems = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")
+]
+STANDARD_OUTPUT = Path("-")
+"""What ``--json`` without a file means: JSON instead of tables."""
+
+
+def with_json_file(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with ``-`` behind each ``--json`` that names no file."""
+    completed: list[str] = []
+    for position, argument in enumerate(arguments):
+        completed.append(argument)
+        following = arguments[position + 1 : position + 2]
+        if argument == "--json" and (not following or (following[0].startswith("-") and following[0] != "-")):
+            completed.append(str(STANDARD_OUTPUT))
+    return completed
 
 
 def assignments(items: Sequence[str]) -> dict[str, str]:

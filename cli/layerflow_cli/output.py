@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from layerflow.errors import ConfigError
+from layerflow_cli.options import STANDARD_OUTPUT
 
 PLAIN_WIDTH = 160
 _SUFFIXES = (
@@ -132,11 +133,15 @@ def records_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def write_json(path: Path, result: Mapping[str, Any]) -> None:
+def write_json(path: Path, result: Any) -> None:
     """Write `result`; values that JSON lacks (paths, numpy numbers) as text or plain numbers, NaN as null.
 
+    :param path: a file, or :data:`~layerflow_cli.options.STANDARD_OUTPUT`.
     :raises ConfigError: the file cannot be written.
     """
+    if path == STANDARD_OUTPUT:
+        print(to_json(result))
+        return
     try:
         path.write_text(to_json(result) + "\n")
     except OSError as error:

@@ -6,38 +6,55 @@ from typing import Annotated
 
 import typer
 
-from layerflow_cli.options import ConfigFile, Endpoint, overrides
+from layerflow_cli.options import (
+    BackendName,
+    ConfigFile,
+    DiskPath,
+    Endpoint,
+    HttpHost,
+    HttpPort,
+    LogLevel,
+    PoolSize,
+    SettingItems,
+    overrides,
+)
 
 
 def run(
     config: ConfigFile = None,
     endpoint: Endpoint = None,
-    pool_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes of the arena, e.g. 4GiB.")] = None,
-    http_port: Annotated[
-        int | None, typer.Option(metavar="N", help="Port of /healthz, /metrics, /status; 0 = any free one, -1 = off.")
-    ] = None,
+    pool_size: PoolSize = None,
+    backend: BackendName = None,
+    disk_path: DiskPath = None,
+    http_host: HttpHost = None,
+    http_port: HttpPort = None,
+    log_level: LogLevel = None,
     link_gbps: Annotated[
         float | None, typer.Option(metavar="X", help="Emulate a link of X GB/s between engines and arena; 0 = off.")
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")
-    ] = None,
+    settings: SettingItems = None,
 ) -> None:
-    """Run the server until SIGTERM or Ctrl-C, then let open steps finish.
+    """Start the server. It stops on SIGTERM or Ctrl-C, after open steps have finished (server.drain_timeout_s).
 
-    Tuning keys of the file take effect while it runs; `layerflow config` lists them.
+    Flags override the environment, which overrides the file. Keys marked live in `layerflow config` may be edited in
+    the file while the server runs.
 
     \b
-    Example:
-      layerflow run --config layerflow.toml --pool-size 4GiB --set transfer.prefetch_layers=2
+    Examples:
+      layerflow run --pool-size 16GiB --disk-path /var/lib/layerflow
+      layerflow run --config layerflow.toml --backend mooncake --set transfer.prefetch_layers=2
     """
     flags = overrides(
         settings or [],
         {
             "server.endpoint": endpoint,
-            "pool.size": pool_size,
+            "server.http_host": http_host,
             "server.http_port": http_port,
+            "pool.size": pool_size,
+            "pool.backend": backend,
+            "pool.disk.path": disk_path,
             "pool.link_gbps": link_gbps,
+            "log.level": log_level,
         },
     )
     from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick

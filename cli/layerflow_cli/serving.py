@@ -57,7 +57,7 @@ async def serve(
                     settings.server.http_port,
                     server.status,
                     server.metrics_text,
-                    lambda: server.healthy,
+                    server.health,
                     http_started,
                     served,
                 )

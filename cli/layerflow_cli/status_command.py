@@ -7,12 +7,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from layerflow.errors import ConfigError, SessionError
-from layerflow_cli.options import ConfigFile, Endpoint
+from layerflow_cli.options import STANDARD_OUTPUT, ConfigFile, Endpoint, JsonFile
 
 TIMEOUT_S = 3.0
 
@@ -23,7 +24,7 @@ def status(
         str | None, typer.Option("--http", metavar="URL", help="Ask over HTTP instead, e.g. http://127.0.0.1:9464.")
     ] = None,
     config: ConfigFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
+    json_file: JsonFile = None,
     everything: Annotated[bool, typer.Option("--all", help="Also the core's and the metrics' figures.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     interval_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between refreshes.")] = 1.0,
@@ -40,9 +41,11 @@ def status(
     where = http if http is not None else _endpoint(endpoint, config)
     ask = fetch_http if http is not None else _fetch_control
     if not watch:
-        _show(ask(where), as_json, everything)
+        _show(ask(where), json_file, everything)
         return
-    if as_json:
+    if json_file is not None:
+        if json_file != STANDARD_OUTPUT:
+            raise ConfigError("--watch writes one JSON object a line to standard output; leave FILE out of --json")
         while True:
             typer.echo(json.dumps(ask(where)))
             time.sleep(interval_s)
@@ -91,11 +94,11 @@ def _endpoint(endpoint: str | None, config: Any) -> str:
     return Settings.load(config, {"server.endpoint": endpoint} if endpoint else {}).server.endpoint
 
 
-def _show(found: Mapping[str, Any], as_json: bool, everything: bool) -> None:
-    from layerflow_cli.output import console, to_json  # noqa: PLC0415
+def _show(found: Mapping[str, Any], json_file: Path | None, everything: bool) -> None:
+    from layerflow_cli.output import console, write_json  # noqa: PLC0415
 
-    if as_json:
-        typer.echo(to_json(found))
+    if json_file is not None:
+        write_json(json_file, found)
         return
     from layerflow_cli.status_view import view  # noqa: PLC0415
 

@@ -1,10 +1,12 @@
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import types
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 import layerflow
+from layerflow.config.settings import Settings, reference
 from layerflow_cli.bench_command import MEASUREMENTS
 from layerflow_cli.main import app
 
@@ -247,3 +250,67 @@ def test_help_and_config_load_no_torch():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_json_is_one_option_everywhere(fake_server, tmp_path):
+    """``--json FILE`` writes it there; without FILE it is printed, and nothing else is."""
+    target = tmp_path / "status.json"
+    assert invoke("status", "--http", fake_server, "--json", str(target)).stdout == ""
+    assert json.loads(target.read_text()) == STATUS
+    assert json.loads(invoke("status", "--json", "--http", fake_server).stdout) == STATUS
+    rows = json.loads(invoke("config", "--json", "-").stdout)
+    assert {"key", "default", "description"} <= rows[0].keys()
+    refused = invoke("status", "--watch", "--http", fake_server, "--json", str(target))
+    assert refused.exit_code == 2 and "--json" in refused.stderr
+
+
+def test_the_starter_file_names_every_setting_and_changes_nothing(tmp_path):
+    path = tmp_path / "layerflow.toml"
+    path.write_text(invoke("config", "--starter").stdout)
+    assert Settings.load(path) == Settings()
+    for row in reference():
+        assert f"# {row.key.rpartition('.')[2]} =" in path.read_text() and row.default in path.read_text()
+
+
+def test_a_default_of_the_starter_file_may_be_uncommented(tmp_path):
+    """Each default is valid TOML, but for those that depend on the machine."""
+    path = tmp_path / "layerflow.toml"
+    text = invoke("config", "--starter").stdout
+    lines = [
+        line[2:] if re.match(r"# [a-z_0-9]+ = (?!.*XDG_RUNTIME_DIR)", line) else line for line in text.splitlines()
+    ]
+    path.write_text("\n".join(lines))
+    assert Settings.load(path) == Settings()
+
+
+def test_effective_settings_say_what_set_them(tmp_path, monkeypatch):
+    path = tmp_path / "layerflow.toml"
+    path.write_text('[pool]\nsize = "3GiB"\n[server]\ncurve_secret_key_file = "/run/secret"\n')
+    monkeypatch.setenv("LAYERFLOW_TRANSFER__MODE", "bulk")
+    flags = ["--config", str(path), "--set", "transfer.prefetch_layers=2"]
+    found = json.loads(invoke("config", "--effective", *flags, "--json").stdout)
+    assert found["pool.size"] == {"value": "3GiB", "set_by": str(path)}
+    assert found["transfer.mode"] == {"value": "bulk", "set_by": "LAYERFLOW_TRANSFER__MODE"}
+    assert found["transfer.prefetch_layers"] == {"value": "2", "set_by": "a flag"}
+    assert found["server.curve_secret_key_file"]["value"] == "***"
+    assert found["log.level"] == {"value": "info", "set_by": ""}
+    assert "LAYERFLOW_TRANSFER__MODE" in invoke("config", "--effective").stdout
+    assert invoke("config", "--effective", "--starter").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--backend", "mooncake"], "pool.backend", "mooncake"),
+        (["--disk-path", "/var/lib/kv"], "pool.disk.path", "/var/lib/kv"),
+        (["--log-level", "debug"], "log.level", "debug"),
+        (["--http-host", "::1", "--http-port", "0"], "server.http_host", "::1"),
+        (["--pool-size", "2GiB"], "pool.size", 2 << 30),
+    ],
+)
+def test_flags_of_run_are_settings(monkeypatch, flags, key, value):
+    served = []
+    monkeypatch.setattr("layerflow.observe.logs.configure", lambda *_: None)
+    monkeypatch.setattr("anyio.run", lambda _, settings, *__: served.append(settings))
+    assert invoke("run", *flags).exit_code == 0
+    assert attrgetter(key)(served[0]) == value

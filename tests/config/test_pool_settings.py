@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from layerflow.config.pool import default_pool_bytes
 from layerflow.config.settings import PoolSettings, Settings, live_changes, reference
 from layerflow.errors import ConfigError
 
@@ -13,7 +14,7 @@ def test_flags_environment_file_defaults_in_a_section_inside_a_section(toml, mon
     monkeypatch.setenv("LAYERFLOW_POOL__MOONCAKE__MASTER", "b:2")
     monkeypatch.setenv("LAYERFLOW_POOL__MOONCAKE__HOSTNAME", "environment")
     pool = Settings.load(path, {"pool.mooncake.master": "c:3"}).pool
-    assert (pool.backend, pool.size) == ("mooncake", 1 << 30)
+    assert (pool.backend, pool.size) == ("mooncake", default_pool_bytes())
     mooncake = pool.mooncake
     assert (mooncake.master, mooncake.hostname, mooncake.replicas) == ("c:3", "environment", 2)
     assert mooncake.segment_size == 1 << 30

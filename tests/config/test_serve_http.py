@@ -12,15 +12,16 @@ from layerflow.errors import ConfigError
 from layerflow.server.transport.http import serve_http
 
 METRICS = b"# TYPE layerflow_x_bytes gauge\nlayerflow_x_bytes 3.0\n"
+HEALTH = {"status": "ok", "tier": {"backend": "disk", "up": False}}
 STATUS = {"sessions": [], "overlap": float("nan"), "pool": {"used_bytes": 5}}
 
 
 @contextlib.asynccontextmanager
 async def serving(host="127.0.0.1", port=0, status=lambda: STATUS):
-    state = SimpleNamespace(healthy=True, shutdown=anyio.Event())
+    state = SimpleNamespace(health=HEALTH, shutdown=anyio.Event())
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        serve_http(host, port, status, lambda: METRICS, lambda: state.healthy, url.set_result, state.shutdown)
+        serve_http(host, port, status, lambda: METRICS, lambda: state.health, url.set_result, state.shutdown)
     )
     await asyncio.wait({task, url}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
@@ -40,8 +41,8 @@ async def test_endpoints():
         status = await state.client.get("/status")
         assert status.json() == {"sessions": [], "overlap": None, "pool": {"used_bytes": 5}}
         health = await state.client.get("/healthz")
-        assert (health.status_code, health.json()) == (200, {"status": "ok"})
-        state.healthy = False
+        assert (health.status_code, health.json()) == (200, HEALTH)
+        state.health = {"status": "draining"}
         health = await state.client.get("/healthz")
         assert (health.status_code, health.json()["status"]) == (503, "draining")
         assert (await state.client.get("/nothing")).status_code == 404

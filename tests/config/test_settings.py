@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerflow.config.pool import default_pool_bytes
 from layerflow.config.settings import (
     Settings,
     default_endpoint,
@@ -152,7 +153,7 @@ def test_files_that_cannot_be_used(toml, refusal, tmp_path):
 
 def test_constructor_takes_only_what_it_is_given(monkeypatch):
     monkeypatch.setenv("LAYERFLOW_POOL__SIZE", "3GiB")
-    assert Settings().pool.size == 1 << 30
+    assert Settings().pool.size == default_pool_bytes()
     assert Settings.load().pool.size == 3 << 30
     with pytest.raises(ConfigError, match=r"did you mean pool\.size"):
         Settings(pool={"sise": 1})
@@ -175,7 +176,7 @@ def test_changes_that_need_a_restart_are_named_without_secrets():
     new = Settings(pool={"size": "2GiB"}, server={"curve_secret_key_file": "/keys/private"}, transfer={"mode": "bulk"})
     with pytest.raises(ConfigError) as caught:
         live_changes(Settings(), new)
-    assert "pool.size (1GiB -> 2GiB)" in str(caught.value)
+    assert f"pool.size ({format_size(default_pool_bytes())} -> 2GiB)" in str(caught.value)
     assert "server.curve_secret_key_file (***" in str(caught.value) and "/keys/private" not in str(caught.value)
     assert "transfer.mode" not in str(caught.value)
 
@@ -183,9 +184,9 @@ def test_changes_that_need_a_restart_are_named_without_secrets():
 def test_every_transfer_key_is_live_and_the_reference_is_complete():
     rows = {row.key: row for row in reference()}
     live = {key for key, row in rows.items() if row.live}
-    assert live == {key for key in rows if key.startswith("transfer.")} | {"log.level"}
+    assert live == {key for key in rows if key.startswith("transfer.")} | {"log.level", "log.slow_step_ms"}
     assert all(row.description.endswith(".") and row.default for row in rows.values())
-    assert rows["pool.size"].default == '"1GiB"' and rows["pool.size"].type == "size"
+    assert "of this machine's memory" in rows["pool.size"].default and rows["pool.size"].type == "size"
     assert rows["transfer.step_timeout_ms"].env == "LAYERFLOW_TRANSFER__STEP_TIMEOUT_MS"
     numbers = [row for row in rows.values() if row.type in ("integer", "number", "size")]
     names = ("server.http_port", "pool.mooncake.port", "pool.memcache.device_id")

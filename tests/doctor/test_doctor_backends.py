@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from layerflow import machine
 from layerflow.config.settings import Settings
-from layerflow.doctor import Finding, Severity, machine, probes
+from layerflow.doctor import Finding, Severity, probes
 from layerflow.doctor.memcache import examine_memcache
 from layerflow.doctor.mooncake import examine_mooncake
 from layerflow.errors import Unsupported

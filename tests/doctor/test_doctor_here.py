@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from layerflow import machine
 from layerflow.config.settings import Settings
-from layerflow.doctor import Finding, Severity, disk, examine, listening, machine, memory, probes
+from layerflow.doctor import Finding, Severity, disk, examine, listening, memory, probes
 from layerflow.server import EmbeddedServer
 
 

@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from layerflow.doctor import machine, probes
+from layerflow import machine
+from layerflow.doctor import probes
 
 
 def write(path: Path, text: str) -> None:

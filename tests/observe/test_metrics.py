@@ -2,17 +2,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 import layerflow
-from layerflow.flow.events import Limits
+from layerflow.flow import Flow
+from layerflow.flow.events import LayerShape, Limits, Part, SessionOpened, StepOpened, Tick
+from layerflow.observe.by_engine import MAX_LABEL_CHARS, MAX_PAIRS
 from layerflow.observe.metrics import MAX_REASON_CHARS, MAX_REASONS, Metrics
+from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import PoolStatistics
 from layerflow.wire.messages import Figures
 
+ONE, OTHER_ENGINE = ("e0", "llama"), ("e1", "llama")
 POOL = PoolStatistics(
     capacity_bytes=1000,
     warm_bytes=600,
@@ -48,63 +54,115 @@ def test_names_carry_the_prefix_and_a_unit() -> None:
     names = {name for name, _ in samples(metrics)}
     assert all(name.startswith("layerflow_") for name in names)
     assert not [name for name in names if name.endswith("_created")]
-    plain = r"_(total|up|bytes|seconds|seconds_(bucket|sum|count)|objects|layers|blocks|info|sessions)$"
+    plain = r"_(total|up|steps|batches|bytes|seconds|seconds_(bucket|sum|count)|objects|layers|blocks|info|sessions)$"
     assert not [name for name in names if not re.search(plain, name)]
 
 
 def test_a_fresh_server_shows_zeros_and_its_version() -> None:
     seen = samples(Metrics())
     assert seen["layerflow_build_info", layerflow.__version__] == 1
-    assert seen["layerflow_steps_total", ""] == 0
-    assert seen["layerflow_transfer_seconds_total", "load"] == 0
+    assert seen["layerflow_commits_total", ""] == 0
+    assert seen["layerflow_open_steps", ""] == 0
 
 
 def test_steps_and_sessions() -> None:
     metrics = Metrics()
     metrics.sessions(3)
     metrics.sessions(2)
-    metrics.step_opened(full=4, missing=2)
-    metrics.step_opened()
-    metrics.step_done(1000, 50)
+    metrics.step_opened(ONE, full=4, missing=2)
+    metrics.step_opened(ONE)
+    metrics.step_done(ONE, 1000, 50)
     metrics.saves_shed(3)
     seen = samples(metrics)
     assert seen["layerflow_sessions", ""] == 2
-    assert seen["layerflow_steps_opened_total", ""] == 2
+    assert seen["layerflow_steps_opened_total", "e0,llama"] == 2
     assert seen["layerflow_full_saves_total", ""] == 4
     assert seen["layerflow_failed_loads_total", "missing"] == 2
-    assert seen["layerflow_steps_total", ""] == 1
-    assert (seen["layerflow_loaded_bytes_total", ""], seen["layerflow_saved_bytes_total", ""]) == (1000, 50)
+    assert seen["layerflow_steps_total", "e0,llama"] == 1
+    assert seen["layerflow_loaded_bytes_total", "e0,llama"] == 1000
+    assert seen["layerflow_saved_bytes_total", "e0,llama"] == 50
     assert seen["layerflow_shed_saves_total", ""] == 3
 
 
 def test_measured_steps_split_into_hidden_and_exposed() -> None:
     metrics = Metrics()
-    metrics.step_measured(Figures(1, 10, 0.2, 0.05, 0, 0.0, 0.0))
-    metrics.step_measured(Figures(2, 10, 0.1, 0.4, 5, 0.3, 0.1))
+    metrics.step_measured(ONE, Figures(1, 10, 0.2, 0.05, 0, 0.0, 0.0))
+    metrics.step_measured(ONE, Figures(2, 10, 0.1, 0.4, 5, 0.3, 0.1))
     seen = samples(metrics)
-    assert seen["layerflow_transfer_seconds_total", "load"] == pytest.approx(0.3)
-    assert seen["layerflow_exposed_seconds_total", "load"] == pytest.approx(0.45)
-    assert seen["layerflow_hidden_seconds_total", "load"] == pytest.approx(0.15)
-    assert seen["layerflow_hidden_seconds_total", "save"] == pytest.approx(0.2)
+    assert seen["layerflow_transfer_seconds_total", "load,e0,llama"] == pytest.approx(0.3)
+    assert seen["layerflow_exposed_seconds_total", "load,e0,llama"] == pytest.approx(0.45)
+    assert seen["layerflow_hidden_seconds_total", "load,e0,llama"] == pytest.approx(0.15)
+    assert seen["layerflow_hidden_seconds_total", "save,e0,llama"] == pytest.approx(0.2)
     assert seen["layerflow_step_exposed_load_seconds_count", ""] == 2
     assert metrics.summary()["overlap"] == pytest.approx({"load": 0.5, "save": 2 / 3})
 
 
 def test_a_step_without_loads_does_not_flatter_the_exposure_histogram() -> None:
     metrics = Metrics()
-    metrics.step_measured(Figures(1, 0, 0.0, 0.0, 5, 0.3, 0.1))
+    metrics.step_measured(ONE, Figures(1, 0, 0.0, 0.0, 5, 0.3, 0.1))
     assert samples(metrics)["layerflow_step_exposed_load_seconds_count", ""] == 0
 
 
 def test_lookups() -> None:
     metrics = Metrics()
-    metrics.lookup(768, 256)
-    metrics.lookup(0, 1024)
+    metrics.lookup(ONE, 768, 256, 0.002)
+    metrics.lookup(OTHER_ENGINE, 0, 1024, 0.2)
     seen = samples(metrics)
-    assert seen["layerflow_lookups_total", ""] == 2
-    assert seen["layerflow_lookup_hit_tokens_total", ""] == 768
-    assert seen["layerflow_lookup_miss_tokens_total", ""] == 1280
+    assert seen["layerflow_lookups_total", "e0,llama"] == seen["layerflow_lookups_total", "e1,llama"] == 1
+    assert seen["layerflow_lookup_hit_tokens_total", "e0,llama"] == 768
+    assert seen["layerflow_lookup_miss_tokens_total", "e0,llama"] == 256
+    assert seen["layerflow_lookup_miss_tokens_total", "e1,llama"] == 1024
+    assert seen["layerflow_lookup_seconds_count", ""] == 2
+    assert seen["layerflow_lookup_seconds_bucket", "0.002"] == 1
+    assert metrics.summary()["lookups_total"] == 2
     assert metrics.summary()["lookup_hit_ratio"] == pytest.approx(0.375)
+
+
+def test_engines_are_bounded_and_the_busy_ones_stay() -> None:
+    metrics = Metrics()
+    for number in range(3 * MAX_PAIRS):
+        metrics.step_done(ONE, 1, 0)
+        metrics.step_done((f"engine-{number}", "m" * 1000), 1, 0)
+    seen = samples(metrics)
+    engines = {labels for name, labels in seen if name == "layerflow_loaded_bytes_total"}
+    assert len(engines) == MAX_PAIRS
+    assert seen["layerflow_loaded_bytes_total", "e0,llama"] == 3 * MAX_PAIRS
+    assert f"engine-{3 * MAX_PAIRS - 1},{'m' * MAX_LABEL_CHARS}" in engines
+
+
+def test_the_core_is_shown_as_it_is_now() -> None:
+    metrics, flow = Metrics(), Flow(Limits())
+    flow.handle(SessionOpened(1, (LayerShape(0, 1000),)), 0.0)
+    flow.handle(StepOpened(1, 1, 5.0, 5.0, loads=(Part("r", 0, 3),), saves=(Part("r", 0, 2),)), 0.0)
+    metrics.flow(flow.statistics())
+    seen = samples(metrics)
+    assert seen["layerflow_open_steps", ""] == 1
+    assert seen["layerflow_inflight_bytes", "load"] == 3000
+    assert seen["layerflow_inflight_batches", "load"] == 1
+    assert seen["layerflow_unsaved_bytes", ""] == 2000
+    flow.handle(Tick(), 6.0)
+    for _ in range(2):
+        metrics.flow(flow.statistics())
+    assert samples(metrics)["layerflow_expired_total", ""] == 2
+
+
+def test_a_slow_step_is_told_once_a_while_with_where_its_time_went() -> None:
+    now, limit = [0.0], [0.1]
+    steps = SlowSteps(lambda: limit[0], lambda: now[0])
+    worker = SimpleNamespace(number=3, engine="e0")
+    with capture_logs() as lines:
+        steps.see(worker, Figures(1, 500_000_000, 1.0, 0.25, 7, 0.5, 0.0))
+        steps.see(worker, Figures(2, 10, 1.0, 0.05, 0, 0.0, 0.0))
+        steps.see(worker, Figures(3, 10, 1.0, 0.9, 0, 0.0, 0.0))
+        now[0] = 2.0
+        steps.see(worker, Figures(4, 10, 1.0, 0.9, 0, 0.0, 0.0))
+        limit[0] = 0.0
+        now[0] = 9.0
+        steps.see(worker, Figures(5, 10, 1.0, 0.9, 0, 0.0, 0.0))
+    told = [(line["event"], line["step"], line["unsaid"]) for line in lines]
+    assert told == [("slow_step", 1, 0), ("slow_step", 4, 1)]
+    first = lines[0]
+    assert (first["load_exposed_ms"], first["load_hidden_ms"], first["load_gbps"]) == (250.0, 750.0, 0.5)
 
 
 def test_pool_counts_become_counters_and_survive_a_new_pool() -> None:
@@ -159,8 +217,8 @@ def test_reasons_from_outside_are_bounded_and_escaped() -> None:
 
 def test_two_servers_and_the_global_registry_stay_apart() -> None:
     one, other = Metrics(), Metrics()
-    one.step_done(1, 1)
-    assert samples(other)["layerflow_steps_total", ""] == 0
+    one.step_done(ONE, 1, 1)
+    assert ("layerflow_steps_total", "e0,llama") not in samples(other)
     assert b"layerflow_" not in prometheus_client.generate_latest(prometheus_client.REGISTRY)
 
 

@@ -6,6 +6,7 @@ import re
 
 from pydantic import Field, field_validator, model_validator
 
+from layerflow import machine
 from layerflow.config.fields import Real, Section, Size, Whole, format_size, setting
 
 BACKENDS = ("memory", "mooncake", "memcache")
@@ -31,6 +32,13 @@ def _http(value: str) -> str:
         return _address(value.rstrip("/"), "http://")
     except ValueError:
         raise ValueError('should be "http://host:port", or "" for none') from None
+
+
+def default_pool_bytes() -> int:
+    """A quarter of the memory that this process may have, in whole GiB (below four GiB: in whole 64 MiB)."""
+    quarter = (machine.total_bytes() or 4 << 30) // 4
+    step = 1 << 30 if quarter >= 1 << 30 else 64 << 20
+    return max(step, quarter // step * step)
 
 
 class DiskSettings(Section):
@@ -136,7 +144,13 @@ class PoolSettings(Section):
     backend: str = setting(
         "memory", "What is behind the arena: memory (nothing, or [pool.disk]), mooncake or memcache."
     )
-    size: Size = setting(1 << 30, "Bytes of the arena.", unit="bytes", ge=64 << 10)
+    size: Size = setting(
+        default_pool_bytes,
+        "Bytes of the arena.",
+        unit="bytes",
+        ge=64 << 10,
+        default_text="a quarter of this machine's memory, or of its control group's limit",
+    )
     warm: bool = setting(True, "Touch the arena's pages in the background at start, so that no transfer pays for them.")
     hugepages: bool = setting(False, "Back the arena with huge pages; they must be reserved on the machine.")
     lease_ms: Whole = setting(
@@ -167,7 +181,7 @@ class PoolSettings(Section):
     )
     host_timeout_ms: Whole = setting(
         5000,
-        "What a native call of a backend may take; one hung for longer costs its host process its life.",
+        "What a native call of a backend may take; a host process whose call hangs for longer is killed and restarted.",
         unit="ms",
         ge=10,
         le=_DAY_MS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -44,6 +45,35 @@ def reference_rows(model: type[BaseModel]) -> list[ReferenceRow]:
         for name, section in sections(model).items()
         for key in own_keys(section)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveRow:
+    """One setting as it would be used.
+
+    :param value: as text; ``"***"`` for a secret.
+    :param origin: the file, variable or flag that set it; ``""`` = the default.
+    """
+
+    key: str
+    value: str
+    origin: str
+
+
+def effective_rows(settings: BaseModel, origin: Mapping[str, str]) -> list[EffectiveRow]:
+    """A row for every key, in the order of the classes.
+
+    :param origin: what set a ``section.key``.
+    """
+    rows = []
+    for name, section in sections(type(settings)).items():
+        held = attrgetter(name)(settings)
+        for key in own_keys(section):
+            noted, value = marks(section, key), getattr(held, key)
+            text = _text(value, noted["unit"] == "bytes").strip('"')
+            place = f"{name}.{key}"
+            rows.append(EffectiveRow(place, "***" if noted["secret"] and value else text, origin.get(place, "")))
+    return rows
 
 
 def changed(old: BaseModel, new: BaseModel) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:

@@ -17,10 +17,11 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from layerflow.config.fields import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
 from layerflow.config.pool import DiskSettings, MemcacheSettings, MooncakeSettings, PoolSettings
-from layerflow.config.reference import ReferenceRow, live_only, reference_rows
+from layerflow.config.reference import EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
 from layerflow.config.sources import (
     ALIASES,
     REFUSED,
+    Values,
     env_name,
     explain,
     merge,
@@ -112,7 +113,7 @@ class ServerSettings(Section):
     curve_allowed_keys_file: OptionalPath = setting(None, "File with the public keys of allowed clients, one a line.")
     http_host: str = setting("127.0.0.1", "Address of /healthz, /metrics and /status.")
     http_port: Whole = setting(9464, "Port of the same; 0 = any free port, -1 = off.", ge=-1, le=65535)
-    heartbeat_ms: Whole = setting(500, "Distance of heartbeats, both ways.", unit="ms", ge=10, le=60_000)
+    heartbeat_ms: Whole = setting(500, "Heartbeat interval, both ways.", unit="ms", ge=10, le=60_000)
     liveness_ms: Whole = setting(
         2000, "A peer silent for so long is gone; at least two heartbeats.", unit="ms", ge=20, le=_DAY_MS
     )
@@ -232,6 +233,14 @@ class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "Least severe event that is logged.", live=True
     )
+    slow_step_ms: Whole = setting(
+        1000,
+        "A step whose loads hold its engine for so long is logged, with where the time went; 0 = none is.",
+        unit="ms",
+        live=True,
+        ge=0,
+        le=_DAY_MS,
+    )
     format: Literal["console", "json"] = setting("console", "For people, or one JSON object a line.")
 
 
@@ -277,19 +286,34 @@ class Settings(BaseSettings):
         :param called: what messages call the overrides.
         :raises ConfigError: one line per problem, with the key, where it was set and what to write instead.
         """
-        file = read_toml(cls, path) if path is not None else {}
-        environment, flags = read_environment(cls), read_overrides(cls, overrides or {}, called)
-        origin = {f"{section}.{key}": str(path) for section in file for key in file[section]}
-        origin |= {
-            f"{section}.{key}": env_name(section, key) for section in environment for key in environment[section]
-        }
-        origin |= {f"{section}.{key}": called for section in flags for key in flags[section]}
+        values, origin = _gather(cls, path, overrides, called)
         try:
-            return cls(**nested(merge((file, environment, flags))))
+            return cls(**nested(values))
         except ConfigError as error:
             if isinstance(error.__cause__, ValidationError):
                 raise ConfigError(explain(cls, error.__cause__, origin)) from None
             raise
+
+
+def _gather(
+    model: type[Settings], path: Path | None, overrides: Mapping[str, Any] | None, called: str
+) -> tuple[Values, dict[str, str]]:
+    """What file, environment and overrides set together, and which of them set each ``section.key``."""
+    file = read_toml(model, path) if path is not None else {}
+    environment, flags = read_environment(model), read_overrides(model, overrides or {}, called)
+    origin = {f"{section}.{key}": str(path) for section in file for key in file[section]}
+    origin |= {f"{section}.{key}": env_name(section, key) for section in environment for key in environment[section]}
+    origin |= {f"{section}.{key}": called for section in flags for key in flags[section]}
+    return merge((file, environment, flags)), origin
+
+
+def effective(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> list[EffectiveRow]:
+    """Every key with the value that ``layerflow run`` would use, secrets masked, and what set it.
+
+    :raises ConfigError: see :meth:`Settings.load`.
+    """
+    _, origin = _gather(Settings, path, overrides, "a flag")
+    return effective_rows(Settings.load(path, overrides), origin)
 
 
 def live_changes(old: Settings, new: Settings) -> dict[str, Any]:

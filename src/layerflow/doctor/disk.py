@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from layerflow import machine
 from layerflow.config.settings import DiskSettings
-from layerflow.doctor import machine
 from layerflow.doctor.finding import Finding, ok, problem, warning
 from layerflow.doctor.memory import gib
 

@@ -12,8 +12,8 @@ from typing import Any
 from layerflow.agent.connection.control import fetch_status
 from layerflow.config.settings import ServerSettings, check_private, socket_directory
 from layerflow.doctor.finding import Finding, ok, problem, warning
-from layerflow.doctor.machine import existing
 from layerflow.errors import ConfigError, LayerflowError
+from layerflow.machine import existing
 
 STATUS_TIMEOUT_S = 1.5
 

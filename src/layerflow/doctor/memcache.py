@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerflow import machine
 from layerflow.config.settings import MemcacheSettings, Settings, parse_size
-from layerflow.doctor import machine, probes
+from layerflow.doctor import probes
 from layerflow.doctor.finding import Finding, ok, problem, warning
 from layerflow.doctor.memory import fits
 from layerflow.errors import ConfigError, Unsupported

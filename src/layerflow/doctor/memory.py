@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from layerflow import machine
 from layerflow.config.settings import PoolSettings
-from layerflow.doctor import machine
 from layerflow.doctor.finding import Finding, ok, problem, warning
 from layerflow.memfd import HUGE_PAGE_BYTES
 

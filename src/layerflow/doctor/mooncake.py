@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from layerflow import machine
 from layerflow.config.settings import MooncakeSettings, Settings
-from layerflow.doctor import machine, probes
+from layerflow.doctor import probes
 from layerflow.doctor.finding import Finding, ok, problem, warning
 from layerflow.doctor.memory import fits
 

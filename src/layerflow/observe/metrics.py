@@ -11,10 +11,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 import layerflow
-from layerflow.observe.readings import LimitsLike, MeasuredLike, PoolLike
+from layerflow.observe.by_engine import LABELS, ByEngine, EngineLabels
+from layerflow.observe.readings import FlowLike, LimitsLike, MeasuredLike, PoolLike
 from layerflow.observe.tier_metrics import TierLike, TierMetrics
 
 EXPOSED_BUCKETS_S: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+LOOKUP_BUCKETS_S: Final = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1.0)
+BATCH_BUCKETS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 MAX_REASONS: Final = 32
 MAX_REASON_CHARS: Final = 48
@@ -51,29 +54,53 @@ class Metrics:
         def gauge(name: str, help_: str, *labels: str) -> Gauge:
             return Gauge(f"layerflow_{name}", help_, labels, registry=registry)
 
+        def histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"layerflow_{name}", help_, labels, buckets=buckets, registry=registry)
+
+        self._by_engine = by_engine = ByEngine(registry)
+        directions = "direction", ("load", "save")
+
         gauge("build_info", "1, labelled with the running version.", "version").labels(layerflow.__version__).set(1)
         self._sessions = gauge("sessions", "Attached engine workers.")
 
-        self._opened = counter("steps_opened", "Steps that engines opened.")
-        self._steps = counter("steps", "Steps of which nothing is left to do.")
-        self._loaded = counter("loaded_bytes", "Bytes copied from the arena into engine memory.")
-        self._saved = counter("saved_bytes", "Bytes copied from engine memory into the arena.")
-        self._transfer = counter("transfer_seconds", "Time in which a step's batches were moving.", "direction")
-        self._hidden = counter("hidden_seconds", "The part of it that overlapped compute.", "direction")
-        self._exposed = counter("exposed_seconds", "The part that held the engine or outlasted compute.", "direction")
-        for direction in ("load", "save"):
-            for series in (self._transfer, self._hidden, self._exposed):
-                series.labels(direction)
-        self._exposed_load = Histogram(
-            "layerflow_step_exposed_load_seconds",
+        self._opened = by_engine.counter("steps_opened", "Steps that engines opened.")
+        self._steps = by_engine.counter("steps", "Steps of which nothing is left to do.")
+        self._loaded = by_engine.counter("loaded_bytes", "Bytes copied from the arena into engine memory.")
+        self._saved = by_engine.counter("saved_bytes", "Bytes copied from engine memory into the arena.")
+        self._transfer = by_engine.counter(
+            "transfer_seconds", "Time in which a step's batches were moving.", directions
+        )
+        self._hidden = by_engine.counter("hidden_seconds", "The part of it that overlapped compute.", directions)
+        self._exposed = by_engine.counter(
+            "exposed_seconds", "The part that held the engine or outlasted compute.", directions
+        )
+        self._exposed_load = histogram(
+            "step_exposed_load_seconds",
             "Per step with loads: how long the engine stood still for them.",
-            buckets=EXPOSED_BUCKETS_S,
-            registry=registry,
+            EXPOSED_BUCKETS_S,
+        )
+        self._batch = histogram(
+            "batch_seconds", "From a batch's grant to its report; sampled, one a report.", BATCH_BUCKETS_S, "direction"
         )
 
-        self._lookups = counter("lookups", "Lookups answered.")
-        self._hit_tokens = counter("lookup_hit_tokens", "Tokens that a lookup found loadable.")
-        self._miss_tokens = counter("lookup_miss_tokens", "Tokens that a lookup did not find.")
+        self._lookups = by_engine.counter("lookups", "Lookups answered.")
+        self._hit_tokens = by_engine.counter("lookup_hit_tokens", "Tokens that a lookup found loadable.")
+        self._miss_tokens = by_engine.counter("lookup_miss_tokens", "Tokens that a lookup did not find.")
+        self._lookup_time = histogram(
+            "lookup_seconds",
+            "From a lookup's arrival to its answer, the store behind the arena included.",
+            LOOKUP_BUCKETS_S,
+        )
+
+        self._open_steps = gauge("open_steps", "Steps of which something is left to do.")
+        self._inflight = gauge("inflight_bytes", "Bytes granted and not yet reported.", "direction")
+        self._inflight_batches = gauge("inflight_batches", "Batches granted and not yet reported.", "direction")
+        self._unsaved = gauge("unsaved_bytes", "Bytes of open saves that are not stored yet.")
+        self._flow_counters = {
+            "expired_legs": counter("expired", "Loads or saves of a step that were cut at their deadline."),
+            "late_reports": counter("late_reports", "Reports about steps, batches or sessions that were gone."),
+            "aborted_requests": counter("aborted_requests", "Requests that engines gave up."),
+        }
 
         self._failed_loads = counter("failed_loads", "Load parts that the engine had to recompute.", "reason")
         self._failed_saves = counter("failed_saves", "Save parts that were revoked.", "reason")
@@ -90,17 +117,12 @@ class Metrics:
         self._objects = gauge("pool_objects", "Complete objects.")
         self._pinned = gauge("pool_pinned_objects", "Objects pinned by readers.")
         self._half_written = gauge("pool_half_written_objects", "Reserved objects not yet published.")
-        self._pool_seen: dict[Counter, int] = {}
+        self._seen: dict[Counter, int] = {}
 
         self._tier = TierMetrics(registry)
 
         self._protocol_errors = counter("protocol_errors", "Messages refused.", "code")
-        self._lag = Histogram(
-            "layerflow_loop_lag_seconds",
-            "How much later than asked the server's loop woke up.",
-            buckets=LAG_BUCKETS_S,
-            registry=registry,
-        )
+        self._lag = histogram("loop_lag_seconds", "How much later than asked the server's loop woke up.", LAG_BUCKETS_S)
         self._lag_max = gauge("loop_lag_max_seconds", "The largest loop lag since start.")
         self._largest_lag = 0.0
 
@@ -117,45 +139,55 @@ class Metrics:
         """So many engine workers are attached now."""
         self._sessions.set(count)
 
-    def step_opened(self, *, full: int = 0, missing: int = 0) -> None:
+    def step_opened(self, of: EngineLabels, *, full: int = 0, missing: int = 0) -> None:
         """A step was planned.
 
+        :param of: the engine and its model.
         :param full: objects of its saves that found no room in the pool.
         :param missing: parts of its loads whose objects were gone; counted as failed loads.
         """
-        self._opened.inc()
+        self._opened.labels(*self._by_engine.labels(of)).inc()
         self._full.inc(full)
         if missing:
             self.load_failed("missing", missing)
 
-    def step_done(self, loaded_bytes: int, saved_bytes: int) -> None:
+    def step_done(self, of: EngineLabels, loaded_bytes: int, saved_bytes: int) -> None:
         """Nothing of a step is left to do; it moved so many bytes."""
-        self._steps.inc()
-        self._loaded.inc(loaded_bytes)
-        self._saved.inc(saved_bytes)
+        labels = self._by_engine.labels(of)
+        self._steps.labels(*labels).inc()
+        self._loaded.labels(*labels).inc(loaded_bytes)
+        self._saved.labels(*labels).inc(saved_bytes)
 
-    def step_measured(self, measured: MeasuredLike) -> None:
+    def batch_done(self, direction: str, seconds: float) -> None:
+        """A batch was reported so long after its grant."""
+        self._batch.labels(direction).observe(max(0.0, seconds))
+
+    def step_measured(self, of: EngineLabels, measured: MeasuredLike) -> None:
         """An agent reported a finished step's times; see :func:`layerflow.observe.trace.figures`."""
         if measured.load_transfer_s > 0 or measured.load_exposed_s > 0:
             self._exposed_load.observe(measured.load_exposed_s)
+        labels = self._by_engine.labels(of)
         for direction, transfer, exposed in (
             ("load", measured.load_transfer_s, measured.load_exposed_s),
             ("save", measured.save_transfer_s, measured.save_exposed_s),
         ):
-            self._transfer.labels(direction).inc(max(0.0, transfer))
-            self._exposed.labels(direction).inc(max(0.0, exposed))
-            self._hidden.labels(direction).inc(max(0.0, transfer - exposed))
+            self._transfer.labels(*labels, direction).inc(max(0.0, transfer))
+            self._exposed.labels(*labels, direction).inc(max(0.0, exposed))
+            self._hidden.labels(*labels, direction).inc(max(0.0, transfer - exposed))
 
-    def lookup(self, hit_tokens: int, miss_tokens: int) -> None:
-        """A lookup found `hit_tokens` loadable and `miss_tokens` not."""
-        self._lookups.inc()
-        self._hit_tokens.inc(max(0, hit_tokens))
-        self._miss_tokens.inc(max(0, miss_tokens))
+    def lookup(self, of: EngineLabels, hit_tokens: int, miss_tokens: int, seconds: float) -> None:
+        """A lookup found `hit_tokens` loadable and `miss_tokens` not, and was answered after so long."""
+        labels = self._by_engine.labels(of)
+        self._lookups.labels(*labels).inc()
+        self._hit_tokens.labels(*labels).inc(max(0, hit_tokens))
+        self._miss_tokens.labels(*labels).inc(max(0, miss_tokens))
+        self._lookup_time.observe(max(0.0, seconds))
 
-    def lookups_missed(self, lookups: int, tokens: int) -> None:
+    def lookups_missed(self, of: EngineLabels, lookups: int, tokens: int) -> None:
         """A client knew without asking that so many lookups, of so many tokens together, would find nothing."""
-        self._lookups.inc(lookups)
-        self._miss_tokens.inc(tokens)
+        labels = self._by_engine.labels(of)
+        self._lookups.labels(*labels).inc(lookups)
+        self._miss_tokens.labels(*labels).inc(tokens)
 
     def load_failed(self, reason: str, parts: int = 1) -> None:
         """Load parts failed and the engine recomputes their blocks."""
@@ -203,9 +235,18 @@ class Metrics:
             (self._evictions, statistics.evictions),
             (self._evicted, statistics.evicted_bytes),
         ):
-            before = self._pool_seen.get(counter, 0)
-            counter.inc(count - before if count >= before else count)
-            self._pool_seen[counter] = count
+            self._rise(counter, count)
+
+    def flow(self, statistics: FlowLike) -> None:
+        """A fresh snapshot of the core."""
+        self._open_steps.set(statistics.steps)
+        self._inflight.labels("load").set(statistics.load_inflight_bytes)
+        self._inflight.labels("save").set(statistics.save_inflight_bytes)
+        self._inflight_batches.labels("load").set(statistics.load_inflight_batches)
+        self._inflight_batches.labels("save").set(statistics.save_inflight_batches)
+        self._unsaved.set(statistics.unsaved_bytes)
+        for name, counter in self._flow_counters.items():
+            self._rise(counter, getattr(statistics, name))
 
     def tier(self, statistics: TierLike) -> None:
         """A fresh snapshot of what lies behind the arena."""
@@ -218,21 +259,25 @@ class Metrics:
     def summary(self) -> dict[str, float | dict[str, float]]:
         """The figures by name, without the ``layerflow_`` prefix, for ``layerflow status``.
 
-        A labelled figure is a dict by its label, a histogram only its count and sum. On top of the
+        A labelled figure is a dict by its label, summed over engines and models; a histogram is only its count and
+        sum. On top of the
         exposition: ``overlap`` by direction, hidden ÷ transfer seconds, and ``lookup_hit_ratio``.
         """
-        figures: dict[str, float | dict[str, float]] = {}
+        figures: dict[str, float | dict[str, float]] = dict.fromkeys(self._by_engine.unlabelled, 0.0)
         for metric in self._registry.collect():
             for sample in metric.samples:
                 name = sample.name.removeprefix("layerflow_")
                 if name.endswith(("_created", "_bucket", "_info")):
                     continue
-                if sample.labels:
+                own = [value for label, value in sample.labels.items() if label not in LABELS]
+                if own:
                     series = figures.setdefault(name, {})
                     assert isinstance(series, dict)
-                    series[next(iter(sample.labels.values()))] = sample.value
+                    series[own[0]] = series.get(own[0], 0.0) + sample.value
                 else:
-                    figures[name] = sample.value
+                    before = figures.setdefault(name, 0.0)
+                    assert isinstance(before, float)
+                    figures[name] = before + sample.value
         hidden, transfer = figures.get("hidden_seconds_total", {}), figures.get("transfer_seconds_total", {})
         assert isinstance(hidden, dict) and isinstance(transfer, dict)
         figures["overlap"] = {way: hidden[way] / total for way, total in transfer.items() if total > 0}
@@ -240,6 +285,12 @@ class Metrics:
         assert isinstance(hit, float) and isinstance(miss, float)
         figures["lookup_hit_ratio"] = hit / (hit + miss) if hit + miss > 0 else 0.0
         return figures
+
+    def _rise(self, counter: Counter, count: int) -> None:
+        """A count since somebody's start, as a counter; after a restart of what is counted it adds on."""
+        before = self._seen.get(counter, 0)
+        counter.inc(count - before if count >= before else count)
+        self._seen[counter] = count
 
     def _bounded(self, counter: Counter, reason: str) -> str:
         """`reason` as a label value; past :data:`MAX_REASONS` different ones, ``"other"``.

@@ -6,7 +6,16 @@ from typing import Protocol
 
 
 class MeasuredLike(Protocol):
-    """A finished step's times in seconds, as :class:`layerflow.wire.messages.Figures` has them."""
+    """A finished step's bytes, and times in seconds, as :class:`layerflow.wire.messages.Figures` has them."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def load_bytes(self) -> int: ...
+
+    @property
+    def save_bytes(self) -> int: ...
 
     @property
     def load_transfer_s(self) -> float: ...
@@ -19,6 +28,37 @@ class MeasuredLike(Protocol):
 
     @property
     def save_exposed_s(self) -> float: ...
+
+
+class FlowLike(Protocol):
+    """The core's snapshot, as :class:`layerflow.flow.state.FlowStatistics` has it; sizes in bytes."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def load_inflight_bytes(self) -> int: ...
+
+    @property
+    def save_inflight_bytes(self) -> int: ...
+
+    @property
+    def load_inflight_batches(self) -> int: ...
+
+    @property
+    def save_inflight_batches(self) -> int: ...
+
+    @property
+    def unsaved_bytes(self) -> int: ...
+
+    @property
+    def expired_legs(self) -> int: ...
+
+    @property
+    def late_reports(self) -> int: ...
+
+    @property
+    def aborted_requests(self) -> int: ...
 
 
 class LimitsLike(Protocol):

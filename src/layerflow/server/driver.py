@@ -30,7 +30,18 @@ from layerflow.flow.events import Event, Limits, Tick
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.planner import StepBook
-from layerflow.wire.messages import BROKEN, Batch, Cancelled, Failed, Grant, LayerSealed, Message, Notice, Stored
+from layerflow.wire.messages import (
+    BROKEN,
+    Batch,
+    Cancelled,
+    Failed,
+    Grant,
+    LayerSealed,
+    Message,
+    Notice,
+    Report,
+    Stored,
+)
 
 if TYPE_CHECKING:
     from layerflow.server.tier.tier import Tier
@@ -62,6 +73,7 @@ class Driver:
         self._books: dict[tuple[int, int], StepBook] = {}
         self._grants: dict[int, Grant] = {}
         self._notices: dict[int, Notice] = {}
+        self._granted_at: dict[int, dict[int, tuple[float, str]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._wake: float | None = None
         self._log = structlog.get_logger("layerflow.server.driver")
@@ -110,6 +122,22 @@ class Driver:
         if refused is not None:
             raise refused
 
+    def time_batches(self, session: int, report: Report) -> None:
+        """Count how long the first batch of a session's report took; an observation a batch would cost too much."""
+        granted = self._granted_at.get(session)
+        if granted is None:
+            return
+        for failure in report.failed:
+            granted.pop(failure.batch, None)
+        for position, batch in enumerate(report.done):
+            found = granted.pop(batch, None)
+            if found is not None and not position:
+                self._metrics.batch_done(found[1], time.monotonic() - found[0])
+
+    def forget_session(self, session: int) -> None:
+        """A session is gone; none of its batches is reported any more."""
+        self._granted_at.pop(session, None)
+
     def close(self) -> None:
         """Stop the timer."""
         if self._timer is not None:
@@ -119,6 +147,8 @@ class Driver:
     def _obey(self, command: Command) -> None:
         match command:
             case Submit():
+                granted = self._granted_at.setdefault(command.session, {})
+                granted[command.batch] = time.monotonic(), _WAYS[command.direction]
                 self._grant(command.session).batches.append(
                     Batch(
                         command.step,
@@ -231,6 +261,7 @@ FIRST_BATCHES = 4
 """Of an event. They leave before the others are made out, at some 10 us each: a load begins so much earlier."""
 
 SHED = "shed"
+_WAYS = ("load", "save")
 
 
 def _word(reason: str) -> str:

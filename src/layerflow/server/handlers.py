@@ -28,6 +28,7 @@ from layerflow.flow.events import (
 from layerflow.hits import HitLength, find_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.observe.metrics import Metrics
+from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
 from layerflow.server.lookup import find_and_bring, hit_keys, unknown_keys
@@ -67,6 +68,7 @@ class ServerContext:
     driver: Driver
     sessions: Sessions
     metrics: Metrics
+    slow_steps: SlowSteps
     send: Callable[[ClientSession, Message], None]
     terms: Callable[[], wire.Terms]
     status: Callable[[], dict[str, object]]
@@ -109,6 +111,8 @@ class Handlers:
         context.sessions.close(session)
         if session.memory:
             context.driver.handle(SessionLost(session.number))
+            context.driver.forget_session(session.number)
+            context.slow_steps.forget(session.number)
         context.pool.drop_owner(("session", session.number))
         context.metrics.sessions(context.sessions.workers())
 
@@ -143,7 +147,7 @@ class Handlers:
                     raise Refused("not_attached", "attach a spec before looking up")
                 if message.requests < 1 or message.tokens < 0:
                     raise ProtocolError(f"{message.requests} lookups of {message.tokens} tokens cannot have missed")
-                self._context.metrics.lookups_missed(message.requests, message.tokens)
+                self._context.metrics.lookups_missed(session.labels, message.requests, message.tokens)
             case wire.StatusRequest():
                 self._context.send(session, wire.Status(message.id, msgspec.json.encode(self._context.status())))
             case wire.Purge():
@@ -217,10 +221,10 @@ class Handlers:
             )
         if not 0 < message.lease_ms <= MAX_LEASE_MS:
             raise ProtocolError(f"request {message.request!r}: lease_ms must be 1 to {MAX_LEASE_MS}")
-        context = self._context
+        context, heard = self._context, time.monotonic()
         if context.tier is None:
             hit = find_hit(context.pool, session.spec, message.root, digests, message.tokens, message.tail)
-            self._found(session, message, digests, hit)
+            self._found(session, message, digests, hit, heard)
             return
 
         number = session.number
@@ -228,14 +232,19 @@ class Handlers:
         def answer(found: frozenset[bytes]) -> None:
             asker = context.sessions.get(number)
             if asker is not None:
-                self._guarded(asker, message, functools.partial(self._reach, digests=digests, found=found))
+                self._guarded(asker, message, functools.partial(self._reach, digests=digests, found=found, heard=heard))
 
         asked = [*digests, message.tail] if message.tail else digests
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
         context.tier.ask(unknown_keys(context.pool, context.tier, session.spec, asked, direct=direct), answer)
 
     def _reach(
-        self, session: ClientSession, message: wire.Lookup, digests: list[bytes], found: frozenset[bytes]
+        self,
+        session: ClientSession,
+        message: wire.Lookup,
+        digests: list[bytes],
+        found: frozenset[bytes],
+        heard: float,
     ) -> None:
         """The tier has answered: what the hit needs of it is fetched from now on."""
         pool, tier, spec = self._context.pool, self._context.tier, session.spec
@@ -247,9 +256,11 @@ class Handlers:
         shards = [*through] if workers else spec.shard.peers()
         prompt = message.root, digests, message.tokens, message.tail
         hit = find_and_bring(pool, tier, spec, shards, prompt, found, direct=direct)
-        self._found(session, message, digests, hit)
+        self._found(session, message, digests, hit, heard)
 
-    def _found(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> None:
+    def _found(
+        self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength, heard: float
+    ) -> None:
         assert session.spec is not None
         if hit.tokens or hit.tails:
             until, owner = time.monotonic() + message.lease_ms / 1e3, _lease_owner(session.engine, message.request)
@@ -260,7 +271,7 @@ class Handlers:
                 self._context.tier.lease(keys, owner, until)
         tails = [wire.TailHit(tail.chunk, tail.tokens, tail.digest) for tail in hit.tails]
         self._context.send(session, wire.Found(message.id, hit.tokens, tails))
-        self._context.metrics.lookup(hit.tokens, message.tokens - hit.tokens)
+        self._context.metrics.lookup(session.labels, hit.tokens, message.tokens - hit.tokens, time.monotonic() - heard)
 
     def _open_step(self, session: ClientSession, message: wire.OpenStep) -> None:
         context = self._context
@@ -292,15 +303,17 @@ class Handlers:
             context.pool.release(owner, keys)
             if context.tier is not None:
                 context.tier.drop_lease(owner, keys)
-        context.metrics.step_opened(full=opening.full, missing=opening.missing)
+        context.metrics.step_opened(session.labels, full=opening.full, missing=opening.missing)
 
     def _report(self, session: ClientSession, message: wire.Report) -> None:
         self._worker(session, "Report")
         for failure in message.failed:
             self._log.warning("batch_failed", session=session.number, batch=failure.batch, reason=failure.reason)
+        self._context.driver.time_batches(session.number, message)
         self._context.driver.handle(*_events(session.number, message))
         for figures in message.figures:
-            self._context.metrics.step_measured(figures)
+            self._context.metrics.step_measured(session.labels, figures)
+            self._context.slow_steps.see(session, figures)
 
 
 def _lease_owner(engine: str, request: str) -> tuple[str, str, str]:

@@ -21,6 +21,7 @@ from layerflow.errors import ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
+from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
@@ -73,6 +74,7 @@ class Server:
             driver=self.driver,
             sessions=self.sessions,
             metrics=self.metrics,
+            slow_steps=SlowSteps(lambda: self.settings.log.slow_step_ms / 1e3),
             send=self._send,
             terms=self._terms,
             status=self.status,
@@ -158,6 +160,16 @@ class Server:
         self.read_statistics()
         return self.metrics.render()
 
+    def health(self) -> dict[str, object]:
+        """What ``/healthz`` says. A tier that is down, or cold memory, is no reason to send work elsewhere."""
+        found: dict[str, object] = {"status": "ok"}
+        if not self.healthy:
+            found = {"status": "draining", "reason": "the server takes no new sessions"}
+        if self.tier is not None:
+            found["tier"] = {"backend": self.tier.name, "up": self.tier.up, "reason": self.tier.reason}
+        found["warm"] = {name: {"bytes": done, "of": total} for name, (done, total) in self.warmth().items()}
+        return found
+
     def warmth(self) -> dict[str, tuple[int, int]]:
         """Memory that is being touched before it is needed: bytes done, and bytes in all."""
         found = {"arena": (self._arena.warm_bytes, self._arena.nbytes)} if self.settings.pool.warm else {}
@@ -168,6 +180,7 @@ class Server:
     def read_statistics(self) -> None:
         """Bring the metrics up to date with what is counted elsewhere."""
         self.metrics.pool(self.pool.statistics())
+        self.metrics.flow(self.driver.flow.statistics())
         if self.tier is not None:
             self.metrics.tier(self.tier.statistics())
 
@@ -323,7 +336,9 @@ class Server:
             self._send(session, message)
 
     def _step_done(self, done: StepDone) -> None:
-        self.metrics.step_done(done.loaded_bytes, done.saved_bytes)
+        session = self.sessions.get(done.session)
+        if session is not None:
+            self.metrics.step_done(session.labels, done.loaded_bytes, done.saved_bytes)
         if self._idle is not None and not self.driver.open_steps:
             self._idle.set()
 

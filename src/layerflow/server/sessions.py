@@ -43,6 +43,11 @@ class ClientSession:
     silent: bool = False
     steps: set[int] = field(default_factory=set)
 
+    @property
+    def labels(self) -> tuple[str, str]:
+        """Its engine and model, for metrics."""
+        return self.engine, self.spec.name if self.spec is not None else ""
+
 
 class Sessions:
     """All sessions, found by number, address or token."""

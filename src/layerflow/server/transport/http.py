@@ -24,20 +24,19 @@ _SHUTDOWN_S = 1
 
 
 def make_app(
-    status: Callable[[], Mapping[str, Any]], metrics: Callable[[], bytes], healthy: Callable[[], bool]
+    status: Callable[[], Mapping[str, Any]], metrics: Callable[[], bytes], health: Callable[[], Mapping[str, Any]]
 ) -> Starlette:
     """The three endpoints.
 
     :param status: what ``/status`` says, JSON-ready.
     :param metrics: what ``/metrics`` says, Prometheus text.
-    :param healthy: False while the server starts or drains: ``/healthz`` answers 503 then, so that a
-        load balancer sends nothing new.
+    :param health: what ``/healthz`` says. Its ``status`` is ``"ok"`` or, while the server starts or drains, something
+        else: the answer is 503 then, so that a load balancer sends nothing new.
     """
 
     async def healthz(_: Request) -> Response:
-        if healthy():
-            return _json({"status": "ok"}, 200)
-        return _json({"status": "draining", "reason": "the server takes no new sessions"}, 503)
+        found = health()
+        return _json(found, 200 if found["status"] == "ok" else 503)
 
     async def show_metrics(_: Request) -> Response:
         return Response(metrics(), headers={"content-type": METRICS_TYPE})
@@ -55,7 +54,7 @@ async def serve_http(
     port: int,
     status: Callable[[], Mapping[str, Any]],
     metrics: Callable[[], bytes],
-    healthy: Callable[[], bool],
+    health: Callable[[], Mapping[str, Any]],
     started: Callable[[str], None],
     shutdown: anyio.Event,
 ) -> None:
@@ -70,7 +69,7 @@ async def serve_http(
         bound = listener.getsockname()
         shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
         config = uvicorn.Config(
-            make_app(status, metrics, healthy),
+            make_app(status, metrics, health),
             lifespan="off",
             ws="none",
             access_log=False,

@@ -28,6 +28,15 @@ def available_bytes(proc: Path = PROC) -> int | None:
     return None
 
 
+def total_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """Memory that this process may have at all: the machine's, or the tightest limit of its control groups."""
+    found = [limit for limit, _ in _limits(proc, cgroups)]
+    for line in _text(proc / "meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            found.append(int(line.split()[1]) << 10)
+    return min(found) if found else None
+
+
 def cgroup_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Memory left below the tightest limit of this process's control groups; None without a limit."""
     left = [limit - used for limit, used in _limits(proc, cgroups)]
