@@ -17,7 +17,7 @@ import zmq
 
 import layerflow
 from layerflow.config.settings import Settings, live_changes, make_private_directory
-from layerflow.errors import ProtocolError, VersionMismatch
+from layerflow.errors import DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
@@ -127,10 +127,16 @@ class Server:
                 await self._drain()
                 tasks.cancel_scope.cancel()
         finally:
+            fenced = True
             if self.tier is not None:
                 with anyio.CancelScope(shield=True):
-                    await self.tier.close()
+                    fenced = await self.tier.close()
             self._close()
+            if not fenced:
+                raise DeadlineExceeded(
+                    "the host process was killed and does not die; the server has ended, and the arena's memory is free"
+                    " when the process ends: look at the system's log for the disk or driver that does not answer"
+                )
 
     def _tier_news(self, events: Sequence[Event]) -> None:
         if events:
