@@ -150,11 +150,12 @@ class Server:
         changes = live_changes(self.settings, settings)
         self.settings = settings
         if changes:
-            self.driver.handle(LimitsChanged(limits_of(settings)))
-            self.metrics.limits(limits_of(settings))
+            # The terms first: lanes keep to the new caps before they are granted anything under them.
             for session in self.sessions:
                 if session.spec is not None:
                     self._send(session, self._terms())
+            self.driver.handle(LimitsChanged(limits_of(settings)))
+            self.metrics.limits(limits_of(settings))
             self._log.info("settings_applied", changes=changes)
 
     def status(self) -> dict[str, object]:
@@ -359,6 +360,9 @@ class Server:
             transfer.save_decode_cache,
             pool.link_gbps,
             pool.link_latency_us,
+            transfer.max_transfer_blocks,
+            transfer.max_transfer_bytes,
+            transfer.h2d_stagger_us,
         )
 
 
