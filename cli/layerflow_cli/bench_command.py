@@ -24,7 +24,7 @@ MEASUREMENTS = {
     "auto": "Whether mode = auto picks the cheaper way.",
     "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",
 }
-WITH_OPTIONS = ("overlap", "pool")
+WITH_OPTIONS = ("overlap", "pool", "stagger")
 Options = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="An argument of the measurement; may be repeated."),
@@ -81,6 +81,20 @@ def pool(
 ) -> None:
     given = {"kind": kind, "rounds": rounds, "config": config, "cann_emulator": cann_emulator}
     _run("pool", given, options or [], json_file)
+
+
+@bench.command(
+    help=f"{MEASUREMENTS['stagger']}\n\n\b\nExample:\n  layerflow bench stagger --ranks 4 --layers 32 "
+    "--spacing-us 1000 --json stagger.json"
+)
+def stagger(
+    ranks: Annotated[int, typer.Option(min=2, metavar="N", help="Tensor-parallel ranks, each a process.")] = 4,
+    layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the model.")] = 32,
+    spacing_us: Annotated[int, typer.Option(min=1, metavar="US", help="Distance of two slots.")] = 1000,
+    options: Options = None,
+    json_file: JsonFile = None,
+) -> None:
+    _run("stagger", {"ranks": ranks, "layers": layers, "spacing_us": spacing_us}, options or [], json_file)
 
 
 def _add(name: str) -> None:

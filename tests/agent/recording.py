@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from layerflow.agent.dispatcher import Dispatcher as Inbox
+from layerflow.agent.dispatcher import Dispatcher
 from layerflow.agent.step.step import Step
 from layerflow.wire.messages import Batch
 
@@ -87,7 +87,7 @@ def recorded() -> Iterator[Calls]:
     """Records all agents of this process while it lasts; begin it before their steps are opened."""
     calls = Calls()
     began, set_out = Step.begin, Step.set_out
-    start, ended = Inbox._start, Inbox._ended_batch
+    start, ended = Dispatcher._start, Dispatcher._ended_batch
 
     def begin_one(step: Step, batch: Batch) -> bool:
         may = began(step, batch)
@@ -95,25 +95,25 @@ def recorded() -> Iterator[Calls]:
             calls.began(step, [batch])
         return may
 
-    def begin_many(step: Step, convoy: Any) -> bool:
-        may = set_out(step, convoy)
+    def begin_many(step: Step, copy: Any) -> bool:
+        may = set_out(step, copy)
         if may:
-            calls.began(step, convoy.batches)
+            calls.began(step, copy.batches)
         return may
 
-    def grant(inbox: Inbox, batch: Batch) -> None:
-        step = inbox._open_steps.get(batch.step)
+    def grant(dispatcher: Dispatcher, batch: Batch) -> None:
+        step = dispatcher._open_steps.get(batch.step)
         if step is not None:
             calls.granted(id(step), batch)
-        start(inbox, batch)
+        start(dispatcher, batch)
 
-    def end(inbox: Inbox, job: Any, failure: str) -> None:
+    def end(dispatcher: Dispatcher, job: Any, failure: str) -> None:
         calls.ended(id(job.step), job.batch)
-        ended(inbox, job, failure)
+        ended(dispatcher, job, failure)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "begin", begin_one)
         patch.setattr(Step, "set_out", begin_many)
-        patch.setattr(Inbox, "_start", grant)
-        patch.setattr(Inbox, "_ended_batch", end)
+        patch.setattr(Dispatcher, "_start", grant)
+        patch.setattr(Dispatcher, "_ended_batch", end)
         yield calls

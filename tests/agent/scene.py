@@ -14,6 +14,7 @@ from layerflow.agent import Hit, StepRequest
 from layerflow.agent.descriptors import Numbered, describe_loads
 from layerflow.agent.step.step import LOAD, Step
 from layerflow.device import device_for
+from layerflow.device.base import Device
 from layerflow.keys import Chain
 from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, Batch, Plan, PlanPart
@@ -25,7 +26,9 @@ BLOCKS = 8
 class Scene:
     """A step of two requests that load 8 blocks each in 2 layers, planned and with every batch granted."""
 
-    def __init__(self, timeout_s: float = 60.0, missing: bool = False, granted: bool = True) -> None:
+    def __init__(
+        self, timeout_s: float = 60.0, missing: bool = False, granted: bool = True, device: Device | None = None
+    ) -> None:
         requests = [self._request(name) for name in ("a", "b")]
         loads = describe_loads(SPEC, requests)
         self.fenced: list[str] = []
@@ -41,7 +44,7 @@ class Scene:
             [],
             deadline,
             deadline,
-            device_for("cpu"),
+            device or device_for("cpu"),
             self._attend,
             lambda _, reason: self.fenced.append(reason),
             lambda _, ok: self.closed.append(ok),
@@ -64,7 +67,7 @@ class Scene:
         return blocks
 
     def _batch(self, number: int, layer: int) -> Batch:
-        return Batch(1, number, LOAD, layer, 0, len(self.bound[0].numbers), 0, 0, 1, 0.0, True)
+        return Batch(1, number, LOAD, layer, 0, len(self.bound[0].numbers), 0, 0, 1, -1, True)
 
     def _attend(self) -> None:
         self.attended += 1
@@ -73,8 +76,13 @@ class Scene:
     def copy(self, *layers: int) -> None:
         """The lane copies these layers."""
         for layer in layers:
-            assert self.step.begin(LOAD)
+            assert self.step.begin(self.batches[layer])
             self.step.end(self.batches[layer])
+
+
+def some_batch(direction: int) -> Batch:
+    """One that is at work."""
+    return Batch(1, 9, direction, 0, 0, BLOCKS, 0, 0, 1, -1, True)
 
 
 def waiting(step: Step, layer: int) -> tuple[threading.Thread, list[Any]]:

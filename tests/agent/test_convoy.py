@@ -12,6 +12,7 @@ from msgspec import structs
 
 from layerflow.agent.step.in_flight import CoalescedCopy
 from layerflow.agent.step.step import LOAD, SAVE
+from layerflow.ops import copier
 from layerflow.server import EmbeddedServer
 from layerflow.wire.messages import Batch
 
@@ -82,6 +83,33 @@ def test_a_lane_that_comes_in_while_somebody_looks_is_not_counted_twice() -> Non
     assert not scene.step.is_ready(0)
 
 
+def test_a_failure_that_comes_while_somebody_looks_is_told() -> None:
+    """The layer is sealed because what remained of it has failed."""
+    scene = Scene(granted=False)
+    batch = structs.replace(scene.batches[0], seals=False)
+    scene.step.granted(batch)
+    copy = CoalescedCopy(LOAD, [batch])
+    assert scene.step.set_out(copy)
+    land(copy, 0)
+
+    def landed(layer: int) -> int:
+        scene.step.load_failed(0, 0, 4, "gone")
+        scene.step.sealed(layer)
+        return 1
+
+    copy.landed = landed  # type: ignore[method-assign]
+    assert not scene.step.is_ready(0)
+
+
+def test_what_has_landed_is_read_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    ordered: list[float] = []
+    copy = CoalescedCopy(LOAD, Scene().batches)
+    monkeypatch.setattr(copier, "_acquire", lambda: ordered.append(copy.progress.completed_at[0]))
+    land(copy, 0)
+    assert copy.landed(0) == 1 and copy.landed(1) == 0
+    assert len(ordered) == 2 and ordered[0] > 0.0
+
+
 def test_who_waits_already_when_it_sets_out_sees_it_land() -> None:
     scene = Scene()
     thread, told = waiting(scene.step, 0)
@@ -93,7 +121,7 @@ def test_who_waits_already_when_it_sets_out_sees_it_land() -> None:
 
 def test_a_layer_is_not_ready_while_a_batch_of_it_is_missing() -> None:
     scene = Scene()
-    more = Batch(1, 3, LOAD, 0, 0, BLOCKS, 0, 0, 1, 0.0, True)
+    more = Batch(1, 3, LOAD, 0, 0, BLOCKS, 0, 0, 1, -1, True)
     scene.step.granted(more)
     copy = CoalescedCopy(LOAD, [scene.batches[0], more])
     assert scene.step.set_out(copy)
@@ -161,7 +189,7 @@ def test_a_wait_does_not_tell_of_a_failure_before_it_is_back() -> None:
 
 def test_cutting_saves_halts_them_and_waits_until_they_are_back() -> None:
     scene = Scene()
-    copy = CoalescedCopy(SAVE, [Batch(1, 9, SAVE, 0, 0, 1, 0, 0, 1, 0.0, True)])
+    copy = CoalescedCopy(SAVE, [Batch(1, 9, SAVE, 0, 0, 1, 0, 0, 1, -1, True)])
     loads = in_flight(scene)
     assert scene.step.set_out(copy)
     cut = threading.Thread(target=scene.step.cut_saves, args=("its blocks were reclaimed",))

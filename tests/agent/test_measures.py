@@ -13,6 +13,7 @@ from agent.scene import SPEC, Scene
 from layerflow.agent.costs import KEPT_STEPS, PATIENCE_S, LoadPolicy, Measures
 from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.step.step import Step
+from layerflow.observe.trace import Span
 
 
 def ended_step() -> Step:
@@ -26,7 +27,7 @@ def ended_step() -> Step:
 
 @pytest.fixture
 def measures() -> Measures:
-    return Measures(LoadPolicy(SPEC), spans_are_transfers=True)
+    return Measures(LoadPolicy(SPEC), on_cpu=True)
 
 
 def test_a_step_is_worked_out_a_moment_after_its_end_and_once(measures: Measures) -> None:
@@ -41,6 +42,25 @@ def test_a_step_is_worked_out_a_moment_after_its_end_and_once(measures: Measures
     assert [trace.session for trace in measures.traces] == [7]
     assert [measured.step for measured in measures.measured] == [step.number]
     assert not measures.pending and measures.work_out() == []
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_on_a_device_the_engines_times_say_nothing_of_compute(on_cpu: bool) -> None:
+    """What moves past the arena is timed by its copies; the layers' times are those of enqueueing them."""
+    advisor = LoadPolicy(SPEC)
+    measures = Measures(advisor, on_cpu=on_cpu)
+    for tokens in range(1, 20):
+        step = ended_step()
+        step.leases, step.work = object(), (tokens, 0)  # type: ignore[assignment]
+        step.trace.spans.append(Span("load", 0, 1.0, 1.0 + tokens * 1e-3, tokens << 10, 1, False))
+        for layer in range(2):
+            ended = 1.0 + (layer + 1) * tokens * 1e-3
+            step.trace.spans.append(Span("compute", layer, ended - tokens * 1e-3, ended))
+        measures.ended(step)
+    measures.work_out()
+    link, compute = advisor.costs
+    assert link is not None
+    assert (compute is not None) is on_cpu
 
 
 def test_who_cannot_wait_gets_them_at_once_in_the_order_of_their_ends(measures: Measures) -> None:

@@ -15,6 +15,7 @@ from layerflow.agent.costs import work_of
 from layerflow.agent.descriptors import PartDescriptor, describe_loads, describe_saves
 from layerflow.errors import SpecError
 from layerflow.server import EmbeddedServer
+from layerflow.wire.messages import Message, OpenStep
 
 Embed = Callable[..., EmbeddedServer]
 
@@ -108,3 +109,19 @@ def test_an_outline_into_blocks_that_are_not_there(embed: Embed) -> None:
             worker.agent.open_descriptors(loads, saves, timeout_s=-1)
         assert worker.agent.statistics().open_steps == 0
         assert np.array_equal(saves[0].engine_blocks(), run.tables[0])
+
+
+def test_a_step_is_told_to_the_server_it_was_opened_with(embed: Embed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is the one under which a lost server's steps are cut off."""
+    with worker_on(embed()) as worker:
+        agent, locked = worker.agent, []
+        send = agent._link.send
+
+        def noted(message: Message) -> None:
+            if isinstance(message, OpenStep):
+                locked.append(agent._open_steps.lock.locked())
+            send(message)
+
+        monkeypatch.setattr(agent._link, "send", noted)
+        worker.serve(worker.prompt(40))
+        assert locked == [True]

@@ -249,7 +249,7 @@ class Saves:
             self.reads.number(self.numbered)
 
     def batch(self, layer: int, lo: int, hi: int, byte_lo: int = 0, byte_hi: int = 0) -> None:
-        self.reads.ended(Batch(1, 1, SAVE, layer, lo, hi, byte_lo, byte_hi, 1, 0.0, True))
+        self.reads.ended(Batch(1, 1, SAVE, layer, lo, hi, byte_lo, byte_hi, 1, -1, True))
 
     def full(self, *blocks: int) -> bool:
         return self.reads.any_of([np.array(blocks, dtype=np.int64), np.array([], dtype=np.int64)])

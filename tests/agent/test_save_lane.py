@@ -12,6 +12,7 @@ import pytest
 
 from layerflow.agent.lanes.save import FAST_LAYER_S, WORTH_BYTES, SaveLane
 from layerflow.agent.lanes.task import CopyTask, EmulatedLink
+from layerflow.device.cpu import CpuEvent
 from layerflow.ops.copier import CpuCopier
 
 SMALL = WORTH_BYTES // 4
@@ -54,7 +55,7 @@ def gate(lane: SaveLane, step: Pass, nbytes: int = SMALL, *, gbps: float = 0.0) 
     """Every layer of the pass waits to be saved."""
     copier, link = object.__new__(CpuCopier), EmulatedLink(gbps, 0)
     for layer in range(LAYERS):
-        batch: Any = SimpleNamespace(layer=layer, nbytes=nbytes, not_before=0.0)
+        batch: Any = SimpleNamespace(layer=layer, nbytes=nbytes, lo=0, hi=1)
         lane._gated.append(CopyTask(batch, step, copier, link, news=None))  # type: ignore[arg-type]
 
 
@@ -107,6 +108,17 @@ def test_a_slow_link_has_no_time_to_lose(lane: SaveLane) -> None:
     step.compute(2)
     assert leaving(lane) == [0]
     assert leaving(lane) == [1]
+
+
+def test_on_the_cpu_a_layer_is_saved_once_its_event_is_set(lane: SaveLane) -> None:
+    step, events = Pass(), [CpuEvent() for _ in range(LAYERS)]
+    gate(lane, step, WORTH_BYTES)
+    step.done[:] = events
+    assert leaving(lane) == []
+    for event in events[:2]:
+        event.set()
+    step.closed = True
+    assert leaving(lane) == [0, 1]
 
 
 def test_one_pass_that_waits_holds_up_no_other(lane: SaveLane) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
 from e2e.known import eventually
 
+from layerflow.agent.aio import AsyncStep
 from layerflow.agent.step.step import LOAD, SAVE
 from layerflow.wire.messages import Batch
 
-from .scene import BLOCKS, Scene, waiting
+from .scene import BLOCKS, Scene, some_batch, waiting
 
 
 def test_ready_once_every_batch_has_landed() -> None:
@@ -30,10 +32,10 @@ def test_a_wait_during_a_fence_hears_what_failed() -> None:
     """A batch is being copied when the server is lost: until it has ended nobody may conclude anything."""
     scene = Scene()
     scene.copy(0)
-    assert scene.step.begin(LOAD)
+    assert scene.step.begin(some_batch(LOAD))
     fence = threading.Thread(target=scene.step.fence, args=("the server is gone",))
     fence.start()
-    assert eventually(lambda: not scene.step.begin(LOAD))  # the fence has begun, and waits for the copy
+    assert eventually(lambda: not scene.step.begin(some_batch(LOAD)))  # the fence has begun, and waits for the copy
     thread, outcomes = waiting(scene.step, 1)
     thread.join(0.1)
     assert not outcomes, "a wait has ended while a copy into its blocks was under way"
@@ -49,11 +51,11 @@ def test_a_wait_during_a_fence_hears_what_failed() -> None:
 
 def test_two_fences_are_one() -> None:
     scene = Scene()
-    assert scene.step.begin(LOAD)
+    assert scene.step.begin(some_batch(LOAD))
     fences = [threading.Thread(target=scene.step.fence, args=(f"reason {n}",)) for n in range(2)]
     for fence in fences:
         fence.start()
-    assert eventually(lambda: not scene.step.begin(LOAD))
+    assert eventually(lambda: not scene.step.begin(some_batch(LOAD)))
     scene.step.end(scene.batches[0])
     for fence in fences:
         fence.join(10)
@@ -65,8 +67,8 @@ def test_a_deadline_is_one_fence_and_touches_no_other_step() -> None:
     scene = Scene(timeout_s=0.0)
     assert [scene.step.wait_layer(layer).ready for layer in (0, 1, 0, 1)] == [False] * 4
     assert len(scene.fenced) == 1
-    assert not scene.step.begin(LOAD)
-    assert scene.step.begin(SAVE), "a fence of the loads has cut the saves off"
+    assert not scene.step.begin(some_batch(LOAD))
+    assert scene.step.begin(some_batch(SAVE)), "a fence of the loads has cut the saves off"
 
 
 def test_what_has_arrived_before_the_fence_is_not_reported() -> None:
@@ -80,7 +82,7 @@ def test_what_has_arrived_before_the_fence_is_not_reported() -> None:
 
 def test_a_failed_batch_names_its_blocks_in_every_wait_to_come() -> None:
     scene = Scene()
-    assert scene.step.begin(LOAD)
+    assert scene.step.begin(some_batch(LOAD))
     scene.step.end(scene.batches[0], "broken: no")
     assert {failed.request for failed in scene.step.wait_layer(0).failed} == {"a", "b"}
     scene.copy(1)
@@ -126,7 +128,7 @@ def test_blocks_that_failed_are_left_out_of_every_later_batch() -> None:
     scene = Scene()
     step, (first, second) = scene.step, scene.batches
     assert step.live(second) == [(0, 16)]
-    assert step.begin(LOAD)
+    assert step.begin(some_batch(LOAD))
     step.load_failed(0, 2, 5, "gone")
     step.end(first)
     assert step.live(second) == [(0, 2), (5, 16)]
@@ -141,7 +143,7 @@ def test_a_wait_does_not_tell_of_a_failure_while_a_batch_may_still_write_those_b
     scene = Scene()
     step = scene.step
     scene.copy(0)
-    assert step.begin(LOAD)  # layer 1's batch is being copied
+    assert step.begin(some_batch(LOAD))  # layer 1's batch is being copied
     step.load_failed(0, 0, 8, "gone")
     thread, outcomes = waiting(step, 0)
     thread.join(0.05)
@@ -166,13 +168,13 @@ def test_cutting_saves_waits_for_what_they_have_enqueued_and_for_no_load() -> No
     """On a device a copy has only been enqueued when the lane is done with it."""
     scene, load, save = Scene(), Enqueued(), Enqueued()
     step = scene.step
-    assert step.begin(LOAD) and step.begin(SAVE)
+    assert step.begin(some_batch(LOAD)) and step.begin(some_batch(SAVE))
     step.end(scene.batches[0], event=load)  # type: ignore[arg-type]
-    step.end(Batch(1, 9, SAVE, 0, 0, 4, 0, 0, 1, 0.0, True), event=save)  # type: ignore[arg-type]
-    assert step.begin(LOAD), "a load that is being copied holds nobody up"
+    step.end(Batch(1, 9, SAVE, 0, 0, 4, 0, 0, 1, -1, True), event=save)  # type: ignore[arg-type]
+    assert step.begin(some_batch(LOAD)), "a load that is being copied holds nobody up"
     assert step.cut_saves("reclaimed")
     assert (load.waited, save.waited) == (0, 1)
-    assert not step.begin(SAVE)
+    assert not step.begin(some_batch(SAVE))
     assert not step.cut_saves("again")
     step.end(scene.batches[1])
     step.quiet()
@@ -207,3 +209,36 @@ def test_a_wait_first_hears_what_the_server_has_granted() -> None:
     assert scene.attended == 1
     assert scene.step.wait_layer(1).ready
     assert scene.attended == 1
+
+
+class Threads:
+    """A device that notes which threads' streams wait for which events."""
+
+    kind = "npu"
+
+    def __init__(self) -> None:
+        self.waited: list[tuple[object, int]] = []
+
+    def record(self) -> Enqueued:
+        return Enqueued()
+
+    def wait(self, event: object) -> None:
+        self.waited.append((event, threading.get_ident()))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_in_asyncio_it_is_the_engines_stream_that_waits_for_a_copy(whole: bool) -> None:
+    device, events = Threads(), [Enqueued(), Enqueued()]
+    scene = Scene(device=device)  # type: ignore[arg-type]
+    for batch, event in zip(scene.batches, events, strict=True):
+        assert scene.step.begin(batch)
+        scene.step.end(batch, event=event)  # type: ignore[arg-type]
+
+    async def engine() -> bool:
+        step = AsyncStep(scene.step)
+        if whole:
+            return bool(await step.wait_all())
+        return all([bool(await step.wait_layer(layer)) for layer in range(2)])
+
+    assert asyncio.run(engine())
+    assert device.waited == [(event, threading.get_ident()) for event in events]

@@ -42,8 +42,9 @@ def test_copy():
 
 
 def test_stagger():
-    error = stagger.measure(slots=5, stagger_us=50.0, copy_threads=0)["error_us"]
-    assert error["p50"] <= error["p95"] <= error["max"]
+    result = stagger.measure(ranks=2, layers=2, spacing_us=500, rounds=1)
+    assert 0.0 <= result["slot_error_us"]["p50"] <= result["slot_error_us"]["p95"]
+    assert (result["early"], result["submitted"]) == (0, 4)
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])

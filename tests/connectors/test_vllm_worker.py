@@ -32,12 +32,18 @@ class FakeAgent:
         self.opened: list[tuple[int, int]] = []
         self.saved = threading.Event()
         self.reading: set[str] = set()
+        self.computed = object()
+        self.recorded_on = 0
 
     def open_descriptors(self, loads: Any, saves: Any, work: Any = None) -> NoStep:
         self.opened.append((len(loads), len(saves)))
         if saves:
             self.saved.set()
         return NoStep()
+
+    def record(self) -> Any:
+        self.recorded_on = threading.get_ident()
+        return self.computed
 
     def reclaim(self, blocks: Any, timeout_s: float) -> int:
         return 0
@@ -97,6 +103,19 @@ def test_a_short_pass_saves_once_the_next_step_has_begun(side: worker.WorkerSide
     assert not agent.opened
     run(side, StepPlan(leaving=(REQUEST,)))
     assert agent.saved.wait(WAIT_S) and agent.opened == [(0, 1)]
+
+
+def test_what_a_short_pass_has_computed_is_recorded_on_the_engines_stream(
+    side: worker.WorkerSide, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind: list[object] = []
+    monkeypatch.setattr(side, "_mark_done", lambda _, event=None: behind.append(event))
+    run(side, saving())
+    assert agent.recorded_on == threading.get_ident()
+    run(side, StepPlan())
+    assert agent.saved.wait(WAIT_S)
+    side.close()
+    assert behind == [agent.computed]
 
 
 def test_its_blocks_stay_until_it_is_saved(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,12 +65,13 @@ class World:
         self.aborted: dict[tuple[int, str], set[int]] = {}
         self.released: list[tuple[int, str]] = []
         self.wake: float | None = None
+        self.sharing = 0
 
     # -- events
 
-    def open_session(self, session: int, layers, tp_rank: int = 0, tp_size: int = 1) -> list[Command]:
+    def open_session(self, session: int, layers) -> list[Command]:
         self.layers[session] = tuple(LayerShape(*shape) for shape in layers)
-        return self.send(SessionOpened(session, self.layers[session], tp_rank, tp_size))
+        return self.send(SessionOpened(session, self.layers[session]))
 
     def open(self, session, step, loads=(), saves=(), deadline=1e6, save_deadline=1e6, tell=False) -> list[Command]:
         return self.send(StepOpened(session, step, deadline, save_deadline, tuple(loads), tuple(saves), tell))
@@ -86,6 +87,7 @@ class World:
 
     def send(self, event: Event) -> list[Command]:
         lost = self._before(event)
+        self.sharing = len(self.layers) - (lost is not None)
         commands = self.flow.handle(event, self.now, self.most)
         granted = of(commands, Submit)
         assert len(granted) <= self.most or all(batch.direction is SAVE for batch in granted)
@@ -169,6 +171,7 @@ class World:
                 return session
             case LimitsChanged(limits=limits):
                 self.limits = limits
+                self._excuse_gated()
             case _:
                 pass
         return None
@@ -214,22 +217,40 @@ class World:
             if (f.session, f.step, f.direction) == (session, step, direction) and (layers is None or f.layer in layers)
         }
 
-    def computed(self, submit: Submit) -> bool:
-        return submit.layer < self.steps[submit.session, submit.step].computed
+    def most_gated(self, direction: Direction) -> int:
+        """How much that cannot move may be granted: one whole batch that can move has room beside it."""
+        half = self.limits.max_inflight_bytes // 2
+        room = half if direction is SAVE else self.limits.max_inflight_bytes - half
+        batch = room // 2 if direction is SAVE or self.limits.prefetch_layers else room
+        return room - max(1, min(self.limits.max_transfer_bytes, batch))
+
+    def _excuse_gated(self) -> None:
+        """What cannot move yet counts no more where the new limits allow less of it."""
+        for direction in Direction:
+            held = {n: f.nbytes for n, f in self.flying.items() if f.direction is direction and not self.can_move(f)}
+            counted = sum(nbytes for number, nbytes in held.items() if number not in self.called_back)
+            if counted > self.most_gated(direction):
+                self.called_back |= held.keys()
+
+    def can_move(self, submit: Submit) -> bool:
+        """Would its lane start it now?"""
+        one = self.steps[submit.session, submit.step]
+        return submit.gate <= (one.frontier if submit.direction is LOAD else one.computed - 1)
 
     def _within_budget(self, submit: Submit) -> None:
         whole = self.limits.max_inflight_bytes
         half = whole // 2
         counted = [f for number, f in self.flying.items() if number not in self.called_back]
         loads = sum(f.nbytes for f in counted if f.direction is LOAD)
-        saves = sum(f.nbytes for f in counted if f.direction is SAVE and self.computed(f))
-        if submit.direction is LOAD:
-            assert loads + min(saves, half) + submit.nbytes <= whole
-        elif self.computed(submit):
-            assert saves + submit.nbytes <= half and loads + saves + submit.nbytes <= whole
-        else:
-            own = sum(f.nbytes for f in counted if f.direction is SAVE and f.session == submit.session)
-            assert own + submit.nbytes <= half, "granted too much ahead of compute"
+        saves = sum(f.nbytes for f in counted if f.direction is SAVE)
+        assert loads + saves + submit.nbytes <= whole
+        assert submit.direction is LOAD or saves + submit.nbytes <= half
+        if not self.can_move(submit):
+            held = [f for f in counted if f.direction is submit.direction and not self.can_move(f)]
+            most = self.most_gated(submit.direction)
+            assert sum(f.nbytes for f in held) + submit.nbytes <= most, "granted too much that cannot move"
+            own = [f.nbytes for f in held if f.session == submit.session]
+            assert not own or sum(own) + submit.nbytes <= most // self.sharing, "took more than its share"
 
     # -- commands
 
@@ -283,9 +304,10 @@ class World:
         assert submit.hi - submit.lo <= limits.max_transfer_blocks
         self._within_budget(submit)
         if submit.direction is LOAD:
-            if limits.prefetch_layers:
-                assert submit.layer <= one.frontier + limits.prefetch_layers
+            assert submit.gate == (submit.layer - limits.prefetch_layers if limits.prefetch_layers else -1)
             assert one.loads_done == 0
+        else:
+            assert submit.gate == submit.layer
         hit = self._overlapping(submit, side)
         assert hit and submit.hi <= max(
             hi for i, (_, hi) in enumerate(side.ranges) if side.parts[i].group == shape.group

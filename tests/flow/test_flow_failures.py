@@ -245,7 +245,7 @@ def test_saves_past_the_backlog_are_shed_and_counted():
 
 
 def test_a_save_that_died_no_longer_counts_as_backlog():
-    world = World(Limits(save_backlog_bytes=100, max_inflight_bytes=20, max_transfer_bytes=10))
+    world = World(Limits(save_backlog_bytes=100, max_inflight_bytes=40, max_transfer_bytes=10))
     world.open_session(0, [(0, 10)] * 2)
     world.open(0, 1, (), [Part("a", 0, 4)])
     assert world.flow.statistics().unsaved_bytes == 80

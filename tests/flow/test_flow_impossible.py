@@ -41,7 +41,6 @@ def opened():
         (SessionOpened(0, LAYERS), "twice"),
         (SessionOpened(2, ()), "at least one layer"),
         (SessionOpened(2, (LayerShape(0, 0),)), "positive block size"),
-        (SessionOpened(2, LAYERS, 2, 2), "rank 2 of 2"),
         (StepOpened(9, 1, 1e6, 1e6), "never opened"),
         (RequestAborted(9, "a"), "never opened"),
         (StepOpened(0, 1, 1e6, 1e6), "twice"),

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from flow_world import LOAD, SAVE, World
+from flow_world import LOAD, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -42,7 +42,6 @@ limits = st.builds(
     max_transfer_bytes=st.sampled_from([6, 16, 1000]),
     max_inflight_bytes=st.sampled_from([2, 20, 60, 10_000]),
     save_backlog_bytes=st.sampled_from([150, 100_000, 100_000]),
-    stagger_us=st.sampled_from([0, 100]),
 )
 REQUESTS = st.sampled_from("abcde")
 
@@ -60,10 +59,10 @@ class FlowMachine(RuleBasedStateMachine):
     def _any_step(self, data):
         return data.draw(st.sampled_from(sorted(self.world.live)))
 
-    @rule(shape=st.sampled_from(SHAPES), tp=st.sampled_from([(0, 1), (1, 2)]))
+    @rule(shape=st.sampled_from(SHAPES))
     @precondition(lambda self: len(self.world.layers) < 3)
-    def session_opened(self, shape, tp):
-        self.world.open_session(self.sessions, shape, *tp)
+    def session_opened(self, shape):
+        self.world.open_session(self.sessions, shape)
         self.sessions += 1
 
     @rule(data=st.data())
@@ -121,13 +120,11 @@ class FlowMachine(RuleBasedStateMachine):
                 self.world.done(submit)
 
     def _landable(self):
-        """Batches whose lane can be at work: a save only once its layer is computed."""
+        """Batches whose lane can be at work."""
         return [
             submit
             for submit in self.world.flying.values()
-            if submit.direction is LOAD
-            or self.world.computed(submit)
-            or self.world.steps[submit.session, submit.step].sides[SAVE].cut
+            if self.world.can_move(submit) or self.world.steps[submit.session, submit.step].sides[submit.direction].cut
         ]
 
     @rule(data=st.data())

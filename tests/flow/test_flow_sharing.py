@@ -9,6 +9,7 @@ from layerflow.flow.commands import Commit, LoadsDone, Revoke
 from layerflow.flow.events import LayersComputed, Limits, LoadsFenced, Part, RequestAborted, StepClosed, Tick
 
 SMALL = Limits(max_transfer_bytes=100, max_inflight_bytes=200)
+LARGER = Limits(max_transfer_bytes=100, max_inflight_bytes=400)
 
 
 def two_sessions(layers=2, limits=SMALL):
@@ -51,25 +52,25 @@ def test_a_late_success_of_what_was_called_back_is_not_given_back_twice():
 
 
 def test_saves_called_back_of_a_silent_engine_leave_the_budget_to_others():
-    world = two_sessions()
-    (silent,) = submits(world.open(0, 1, (), [Part("a", 0, 1)], save_deadline=110.0))
-    world.send(LayersComputed(0, 1, 2))
+    world = two_sessions(limits=LARGER)
+    silent = submits(world.open(0, 1, (), [Part("a", 0, 1)], save_deadline=110.0))
+    silent += submits(world.send(LayersComputed(0, 1, 2)))
+    assert total(silent) == 200
     world.open(1, 2, (), [Part("b", 0, 2)])
-    world.send(LayersComputed(1, 2, 2))
+    assert not submits(world.send(LayersComputed(1, 2, 2)))
     world.now = 110.0
     out = world.send(Tick())
-    assert not of(out, Revoke)
-    first = [batch for batch in world.flying.values() if batch.session == 1]
-    assert first and of(world.fail(silent), Revoke)
+    assert not of(out, Revoke) and total(submits(out)) == 200
+    assert [of(world.fail(batch), Revoke) != [] for batch in silent] == [False, True]
     world.drain()
     assert world.steps[1, 2].sides[SAVE].committed == {0}
 
 
 def test_saves_that_wait_for_compute_do_not_hold_up_another_session():
-    world = two_sessions(layers=4)
+    world = two_sessions(layers=4, limits=LARGER)
     ahead = submits(world.open(0, 1, (), [Part("a", 0, 4)]))
-    assert total(ahead) == 100  # half of the budget, and no more
-    assert [b.session for b in submits(world.open(1, 2, (), [Part("b", 0, 1)]))] == [1]
+    assert total(ahead) == 100  # a quarter of the budget, and no more
+    assert not submits(world.open(1, 2, (), [Part("b", 0, 1)]))
     world.send(LayersComputed(1, 2, 4))
     for _ in range(4):
         (mine,) = [batch for batch in world.flying.values() if batch.session == 1]
@@ -79,26 +80,29 @@ def test_saves_that_wait_for_compute_do_not_hold_up_another_session():
     world.drain()
 
 
-def test_saves_that_wait_for_compute_leave_loads_the_whole_budget():
-    world = two_sessions()
+def test_saves_that_wait_for_compute_leave_loads_three_quarters_of_the_budget():
+    world = two_sessions(limits=LARGER)
     world.open(0, 1, (), [Part("a", 0, 4)])
-    assert total(submits(world.open(1, 2, [Part("b", 0, 4)]))) == 200
+    assert total(submits(world.open(1, 2, [Part("b", 0, 4)]))) == 300
     world.drain()
 
 
-def test_saves_computed_at_once_pass_the_half_by_what_was_granted_ahead():
-    world = two_sessions(limits=Limits(max_transfer_bytes=100, max_inflight_bytes=400))
-    for session in (0, 1):
-        assert total(submits(world.open(session, session, (), [Part("a", 0, 4)]))) == 200
-    world.send(LayersComputed(0, 0, 2))
-    assert not submits(world.send(LayersComputed(1, 1, 2)))
-    assert world.inflight(SAVE) == 400
-    assert total(submits(world.open(0, 7, [Part("c", 0, 2)]))) == 200  # loads find their half all the same
+def test_saves_computed_at_once_stay_within_their_half_however_many_sessions_there_are():
+    world = World(Limits(max_transfer_bytes=10, max_inflight_bytes=400))
+    for session in range(8):
+        world.open_session(session, [(0, 10)] * 2)
+    for session in range(8):
+        world.open(session, 1, (), [Part("a", 0, 8)])
+    assert world.inflight(SAVE) == 8 * 20, "each session's share of what may wait is granted ahead"
+    for session in range(8):
+        world.send(LayersComputed(session, 1, 2))
+        assert world.inflight(SAVE) <= 200
+    assert total(submits(world.open(0, 7, [Part("c", 0, 20)]))) == 200  # loads find their half all the same
     world.drain()
 
 
 def test_a_step_that_is_computed_passes_an_earlier_one_that_is_not():
-    world = two_sessions()
+    world = two_sessions(limits=LARGER)
     (first,) = submits(world.open(0, 1, (), [Part("a", 0, 4)]))
     assert not submits(world.open(0, 2, (), [Part("b", 0, 1)]))
     (granted,) = submits(world.send(LayersComputed(0, 2, 1)))

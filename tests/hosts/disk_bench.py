@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from backends.backend_contract import ARENA, Bench, Client
 
-from layerflow.hosts.backend import BackendInfo
+from layerflow.hosts.backend import OK, BackendInfo, IndexEntry, ObjectLocation, ObjectResult
 from layerflow.hosts.disk.backend import Disk
 from layerflow.memfd import SharedMemory
 
@@ -23,15 +25,18 @@ def torn(path: Path) -> list[str]:
 
 
 class DiskBench(Bench):
-    """:param gone: every key that was reported as gone since the last start."""
+    """:param gone: every key that was reported as gone since the last start.
+    :param known: what the server would know: blocks and tokens by key.
+    """
 
     def __init__(self, path: Path, capacity: int = 24 << 20, **options: Any) -> None:
         self.path = path
         self.options = {"path": str(path), "capacity": capacity, "timeout_ms": 2000} | options
         self.gone: list[bytes] = []
+        self.known: dict[bytes, tuple[int, int]] = {}
         arena = SharedMemory.create(ARENA)
         super().__init__(Client(Disk(self.options), arena.address), None, arena, capacity)
-        self.attached = self.first.backend.attach(arena, self.gone.extend)
+        self.attached = self._attach()
 
     def restart(self, **options: Any) -> BackendInfo:
         """As after a kill: the old one is not closed, only its lock goes with its process."""
@@ -42,8 +47,42 @@ class DiskBench(Bench):
         self.gone.clear()
         self.options |= options
         self.first = Client(Disk(self.options), self.arena.address)
-        self.attached = self.first.backend.attach(self.arena, self.gone.extend)
+        self.attached = self._attach()
         return self.attached
+
+    def _attach(self) -> BackendInfo:
+        backend = self.first.backend
+        self.known.clear()
+        lock = threading.Lock()
+        gone_early: set[bytes] = set()
+
+        def gone(keys: Sequence[bytes]) -> None:
+            with lock:
+                self.gone.extend(keys)
+                gone_early.update(keys)
+                for key in keys:
+                    self.known.pop(key, None)
+
+        def found(entries: Sequence[IndexEntry]) -> None:
+            with lock:
+                self.known.update((entry.key, (entry.blocks, entry.tokens)) for entry in entries)
+
+        commit = backend.commit
+
+        def published(places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+            results = commit(places, until)
+            for place, result in zip(places, results, strict=True):
+                if result is OK:
+                    self.known[place.key] = (place.blocks, place.tokens)
+            return results
+
+        backend.commit = published  # type: ignore[method-assign]
+        backend.report_found(found)
+        attached = backend.attach(self.arena, gone)
+        with lock:
+            entries = [entry for entry in attached.index or () if entry.key not in gone_early]
+            self.known.update((entry.key, (entry.blocks, entry.tokens)) for entry in entries)
+        return attached
 
     def close(self) -> None:
         self.first.backend.close()

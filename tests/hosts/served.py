@@ -22,6 +22,7 @@ class Served:
     def __init__(self, limits: dict[str, float] | None = None, backend: str = NAME, **options: Any) -> None:
         self.arena = SharedMemory.create(1 << 20)
         self.said: asyncio.Queue[ToServer] = asyncio.Queue()
+        self.stuck: asyncio.Queue[str] = asyncio.Queue()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.pong = asyncio.Event()
         limits = limits or {}
@@ -32,6 +33,9 @@ class Served:
             self.pong.set()
         else:
             self.said.put_nowait(message)
+
+    def host_stuck(self, why: str) -> None:
+        self.stuck.put_nowait(why)
 
     def host_lost(self, why: str) -> None:
         self.lost.put_nowait(why)

@@ -11,11 +11,13 @@ from backends.backend_contract import (
     ARENA,
     BROKEN,
     EXISTS,
+    FAILED,
     FULL,
     MISSING,
     OK,
     TOO_LARGE,
     BackendContract,
+    lay_out,
     load,
     outcomes,
     put,
@@ -159,6 +161,22 @@ def test_late_calls_change_nothing(bench):
     assert outcomes(backend.open_fetch([place], soon())) == [OK]
     assert outcomes(backend.fetch([place], 0, 1, late)) != [OK]
     backend.close_fetch([place])
+
+
+def test_a_late_commit_gives_everything_back(bench):
+    """The write lane ends a job with its commit: nothing else is called for these objects."""
+    things = [bench.thing(number) for number in range(2)]
+    offsets = lay_out(things, 0)
+    put(bench, things, offsets)
+    places = [thing.at(bench.first, at) for thing, at in zip(things, offsets, strict=True)]
+    backend, before = bench.first.backend, os.listdir("/proc/self/fd")
+    assert outcomes(backend.open_write(places, soon())) == [OK, OK]
+    assert outcomes(backend.write(places, 0, things[0].layers, soon())) == [OK, OK]
+    assert outcomes(backend.commit(places, time.monotonic() - 1)) == [FAILED, FAILED]
+    assert backend.statistics()["reserved_bytes"] == 0
+    assert torn(bench.path) == []
+    assert os.listdir("/proc/self/fd") == before
+    assert save(bench, bench.first, things) == [OK, OK]
 
 
 def test_two_servers_on_one_folder(bench, tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from backends.backend_contract import (
     ARENA,
-    BROKEN,
+    EXISTS,
     FAILED,
     FULL,
     MISSING,
@@ -27,6 +27,7 @@ from backends.backend_contract import (
 from hosts.disk_bench import DiskBench, files, torn
 from layerflow.hosts.backend import Unreachable
 from layerflow.hosts.disk.backend import Disk
+from layerflow.hosts.disk.format import StoredFile
 
 
 @pytest.fixture
@@ -92,11 +93,13 @@ def test_a_write_that_the_system_refuses(bench, monkeypatch, name, code, after, 
 
 
 READING = [
-    ("open", errno.EIO, 0, BROKEN, False),
+    ("open", errno.EIO, 0, FAILED, True),
     ("open", errno.EMFILE, 0, FAILED, True),
-    ("pread", errno.EIO, 0, BROKEN, False),
-    ("preadv", errno.EIO, 0, BROKEN, False),
-    ("preadv", errno.EIO, 1, BROKEN, False),
+    ("pread", errno.EIO, 0, FAILED, True),
+    ("preadv", errno.EIO, 0, FAILED, True),
+    ("preadv", errno.EIO, 1, FAILED, True),
+    ("preadv", errno.EUCLEAN, 0, FAILED, True),
+    ("preadv", errno.EBADMSG, 0, FAILED, True),
     ("preadv", errno.ESTALE, 1, MISSING, False),
     ("preadv", errno.ENOMEM, 1, FAILED, True),
 ]
@@ -111,8 +114,34 @@ def test_a_read_that_the_system_refuses(bench, monkeypatch, name, code, after, e
         assert load(bench, bench.first, [one], ARENA // 2, (1, 2))[0][0] == expected
     assert bench.first.backend.lookup([one.key], soon()) == [stays]
     assert bench.gone == ([] if stays else [one.key])
-    assert bench.first.backend.statistics()["corrupt_objects"] == (expected == BROKEN)
+    figures = bench.first.backend.statistics()
+    assert (figures["corrupt_objects"], figures["read_errors"]) == (0, expected == FAILED)
+    [(outcome, data)] = load(bench, bench.first, [one], ARENA // 2, (1, 2))
+    assert outcome == (OK if stays else MISSING)
+    assert not stays or np.array_equal(data, one.bytes)
     works(bench)
+
+
+@pytest.mark.parametrize("tokens", [16, 32], ids=["the same name", "another name"])
+def test_a_write_replaces_what_could_not_be_read(bench, monkeypatch, tokens):
+    """Else a bad sector's object would be offered, fail and be computed anew for ever."""
+    one, again = bench.thing("one", tokens=16), bench.thing("one", tokens=tokens)
+    assert save(bench, bench.first, [one]) == [OK]
+    assert save(bench, bench.first, [again]) == [EXISTS]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing(errno.EIO)(os.preadv))
+        assert load(bench, bench.first, [one], ARENA // 2)[0][0] == FAILED
+    [old] = map(os.stat, files(bench.path))
+    assert save(bench, bench.first, [again]) == [OK]
+    [new] = map(os.stat, files(bench.path))
+    assert new.st_ino != old.st_ino
+    assert save(bench, bench.first, [again]) == [EXISTS]
+    [(outcome, data)] = load(bench, bench.first, [again], ARENA // 2)
+    assert outcome == OK
+    assert np.array_equal(data, again.bytes)
+    figures = bench.first.backend.statistics()
+    assert (figures["objects"], figures["used_bytes"]) == (1, StoredFile.of(again.at(bench.first, 0)).room)
+    assert bench.gone == []
 
 
 def test_a_file_that_somebody_removed(bench):

@@ -275,6 +275,26 @@ async def test_a_host_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: 
         os.kill(pid, 0)
 
 
+async def test_a_host_that_sigkill_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an uninterruptible call: not lost, so what it was given stays its own; closing ends all the same."""
+    monkeypatch.setattr(host_process, "DEATH_S", 0.1)
+    async with Served() as it:
+        await it.hear(Up)
+        pid = it.host.state.pid
+        stop(pid)
+        with monkeypatch.context() as patch:
+            patch.setattr("os.killpg", lambda group, number: None)
+            it.host.kill("for a test")
+            async with asyncio.timeout(PATIENCE_S):
+                assert f"process {pid}" in await it.stuck.get()
+            assert it.host.state.state == "down" and it.lost.empty() and not it.host.send(Finish(1))
+            async with asyncio.timeout(PATIENCE_S):
+                assert not await it.host.close()
+        os.kill(pid, signal.SIGKILL)
+        assert await it.lose() == "the server stops"
+        assert await it.host.close()
+
+
 async def test_a_host_that_reads_nothing_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_child, "MAX_UNREAD_BYTES", 1 << 20)
     async with Served({"liveness_s": 60.0}) as it:

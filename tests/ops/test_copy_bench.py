@@ -1,6 +1,8 @@
-"""The copy and stagger benchmarks run and answer in the shape that is printed; no figure is judged here."""
+"""The copy benchmark answers in the shape that is printed, the stagger benchmark knows slots; no figure is judged."""
 
 from __future__ import annotations
+
+import pytest
 
 from layerflow_cli.bench import copy, stagger
 
@@ -33,7 +35,16 @@ def test_what_the_benchmark_moves_arrives() -> None:
     assert moved == (1 << 20) // (16 << 10)
 
 
-def test_stagger_answers_in_microseconds() -> None:
-    result = stagger.measure(slots=5, rounds=1)
-    assert set(result["error_us"]) == {"p50", "p95", "max"}
-    assert 0 <= result["error_us"]["p50"] <= result["error_us"]["max"]
+@pytest.mark.parametrize(
+    ("rank", "layer", "when", "error"),
+    [
+        (0, 0, 8.0, 0.0),
+        (1, 2, 11.25, 0.25),
+        (3, 2, 9.0, 0.0),
+        (3, 2, 8.75, -0.25),
+        (0, 0, 11.25, 3.25),
+        (0, 0, 11.75, -0.25),
+    ],
+)
+def test_a_layers_stagger_error_is_against_its_own_slot(rank: int, layer: int, when: float, error: float) -> None:
+    assert stagger.slot_error(rank, layer, when, ranks=4, spacing_s=1.0) == pytest.approx(error)

@@ -19,7 +19,7 @@ import torch
 from layerflow.agent import Agent, Hit, StepRequest
 from layerflow.errors import LayerflowError
 from layerflow.keys import Chain
-from layerflow.spec import GroupSpec, ModelSpec, Plane
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 START_LINE = "layerflow listening on"
 STOP_TIMEOUT_S = 15.0
@@ -97,6 +97,8 @@ class Worker:
     :param tokens: that one request has; a multiple of the block size.
     :param layer_bytes: bytes of one layer of such a request, all planes together.
     :param planes: their names.
+    :param shard: which part of the model it has.
+    :param content: names the model; workers that name the same share objects. Default: a model of its own.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class Worker:
         block_size: int = 16,
         requests: int = 2,
         planes: Sequence[str] = ("k", "v"),
+        shard: Shard | None = None,
+        content: str = "",
     ) -> None:
         self.layers, self.tokens, self.block_size = layers, tokens, block_size
         row = layer_bytes // tokens // len(planes)
@@ -115,7 +119,7 @@ class Worker:
         group = GroupSpec(
             "full", block_size, tuple(range(layers)), tuple(Plane(name, "uint8", (row,)) for name in planes)
         )
-        self.spec = ModelSpec("bench", secrets.token_hex(8), (group,))
+        self.spec = ModelSpec("bench", content or secrets.token_hex(8), (group,), shard=shard or Shard())
         self.blocks = tokens // block_size
         shape = (self.blocks * requests, block_size, row)
         # Written once: memory that was never touched costs the first copy a page fault per page.

@@ -1,58 +1,103 @@
-"""How close to its stagger slot a lane submits while another lane keeps the memory busy."""
+"""How close to its stagger slot each layer of each tensor-parallel rank begins: processes, a server and real copies."""
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
-import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import numpy as np
+import torch
 
-from layerflow.device.timing import sleep_until, use_precise_timers
-from layerflow.ops.copier import copy_fallback, copy_native
+from layerflow.errors import LayerflowError
+from layerflow.spec import Shard
+from layerflow_cli.bench.harness import Worker, serving
 
-COPY_BYTES = 8 << 20
-EXTENT_BYTES = 64 << 10
+TOKENS = 256
+LAYER_BYTES = 1 << 20
+WAIT_S = 120.0
+
+Begun = tuple[int, int, float]
+"""Rank, layer, and when its copy was submitted, monotonic seconds."""
 
 
-def measure(slots: int = 400, stagger_us: float = 100.0, copy_threads: int = 1, rounds: int = 5) -> dict[str, Any]:
-    """Submit at absolute slots, as a lane does.
+def measure(ranks: int = 4, layers: int = 32, spacing_us: int = 1000, rounds: int = 5) -> dict[str, Any]:
+    """Every rank loads the same prompt at once, so many times.
 
-    :param slots: how many in one round.
-    :param stagger_us: distance of two slots, microseconds.
-    :param copy_threads: other lanes' threads, which copy without pause meanwhile.
-    :param rounds: the medians over so many rounds are reported: one foreign process that holds a core for 3 ms
-        spoils 30 slots of its round.
-    :returns: ``error_us`` (lateness) as ``p50``, ``p95`` and ``max`` microseconds.
+    :param ranks: sessions of one model, each a process.
+    :param spacing_us: distance of two slots, microseconds.
+    :returns: ``slot_error_us``: how far behind its slot a layer was submitted, ``p50`` and ``p95``, microseconds;
+        ``early``: layers that were submitted before their slot.
     """
-    stop = threading.Event()
-    copies = [threading.Thread(target=_copy_until, args=(stop,)) for _ in range(copy_threads)]
-    for thread in copies:
-        thread.start()
-    late = []
-    for _ in range(rounds):
-        errors: list[float] = []
-        lane = threading.Thread(target=_submit, args=(errors, slots, stagger_us * 1e-6))
-        lane.start()
-        lane.join()
-        late.append(np.percentile(errors, (50, 95, 100)) * 1e6)
-    stop.set()
-    for thread in copies:
-        thread.join()
-    p50, p95, most = np.median(late, axis=0).tolist()
-    return {"error_us": {"p50": p50, "p95": p95, "max": most}}
+    settings = {
+        "pool__size": f"{(ranks * layers * LAYER_BYTES >> 20) + 64}MiB",
+        "transfer__h2d_stagger_us": spacing_us,
+        "transfer__step_timeout_ms": 60_000,
+    }
+    with serving(**settings) as server:
+        begun = _all_ranks(server.endpoint, ranks, layers, rounds)
+    errors = np.array([slot_error(rank, layer, when, ranks, spacing_us * 1e-6) for rank, layer, when in begun])
+    p50, p95 = (np.percentile(errors[errors >= 0], (50, 95)) * 1e6).tolist()
+    early = int((errors < 0).sum())
+    return {"slot_error_us": {"p50": p50, "p95": p95}, "early": early, "submitted": len(begun)}
 
 
-def _submit(errors: list[float], slots: int, distance: float) -> None:
-    start = time.monotonic() + 0.02
-    errors.extend(sleep_until(start + slot * distance) for slot in range(slots))
+def slot_error(rank: int, layer: int, when: float, ranks: int, spacing_s: float) -> float:
+    """Seconds from the layer's slot to its submission, which belongs to the slot that began last; up to half a slot
+    before the next one it is early: negative."""
+    turn = ranks * spacing_s
+    error = (when - (rank + layer) % ranks * spacing_s) % turn
+    return error - turn if error > turn - spacing_s / 2 else error
 
 
-def _copy_until(stop: threading.Event) -> None:
-    use_precise_timers()  # as the agent's lanes do
-    copy = copy_native or copy_fallback
-    source, target = (np.ones(COPY_BYTES, np.uint8) for _ in range(2))
-    at = np.arange(0, COPY_BYTES, EXTENT_BYTES, dtype=np.int64)
-    nbytes = np.full(at.size, EXTENT_BYTES, np.int64)
-    while not stop.is_set():
-        copy(target.ctypes.data, source.ctypes.data, at, at, nbytes)
+def _all_ranks(endpoint: str, ranks: int, layers: int, rounds: int) -> Sequence[Begun]:
+    spawn = multiprocessing.get_context("spawn")
+    together = spawn.Barrier(ranks)
+    pipes = [spawn.Pipe(duplex=False) for _ in range(ranks)]
+    children = [
+        spawn.Process(target=_rank, args=(endpoint, rank, ranks, layers, rounds, together, pipes[rank][1]), daemon=True)
+        for rank in range(ranks)
+    ]
+    for child, (_, sending) in zip(children, pipes, strict=True):
+        child.start()
+        sending.close()
+    begun: list[Begun] = []
+    try:
+        for rank, (receiving, _) in enumerate(pipes):
+            if not receiving.poll(WAIT_S):
+                raise LayerflowError(f"rank {rank} has not answered for {WAIT_S:.0f} s")
+            begun += receiving.recv()
+    except EOFError:
+        raise LayerflowError(f"rank {rank} ended without an answer; its message stands above") from None
+    finally:
+        for child in children:
+            child.join(0 if len(begun) < ranks else WAIT_S)
+            child.kill()
+    return begun
+
+
+def _rank(endpoint: str, rank: int, ranks: int, layers: int, rounds: int, together: Barrier, out: Connection) -> None:
+    torch.set_num_threads(1)
+    worker = Worker(endpoint, layers, TOKENS, LAYER_BYTES, shard=Shard(rank, ranks), content="stagger")
+    chain = worker.prompt()
+    try:
+        worker.store(chain)
+        begun: list[Begun] = []
+        for _ in range(rounds):
+            together.wait(WAIT_S)
+            hit = worker.agent.lookup("load", chain)
+            request = worker.loading(chain, hit)
+            with worker.agent.open_step([request]) as step:
+                if not step.wait_all():
+                    raise LayerflowError(f"rank {rank}: a load has failed: {step.failed}")
+            worker.agent.wait_idle(request.request, WAIT_S)
+            spans = worker.agent.traces[-1].spans
+            begun += [(rank, span.layer, span.start) for span in spans if span.lane == "load"]
+        out.send(begun)
+    except threading.BrokenBarrierError:
+        pass  # another rank has failed, and says why
+    finally:
+        worker.close()

@@ -25,6 +25,7 @@ from layerflow.agent.step.no_step import NO_STEP, NoStep
 from layerflow.agent.step.step import Step
 from layerflow.agent.values import MISS, AgentCounters, AgentStatistics, Ended, Hit, Measured, StepRequest
 from layerflow.device import device_for
+from layerflow.device.base import DeviceEvent
 from layerflow.errors import ConfigError, SessionError, SpecError, Unsupported
 from layerflow.flow.cost.estimators import ComputeCost, LinkCost
 from layerflow.flow.cost.policy import Mode
@@ -216,24 +217,30 @@ class Agent:
             self._dispatcher.attend, self._dispatcher.fenced, self._dispatcher.closed,
         )  # fmt: skip
         step.work = work
+        step.on_wait = self._dispatcher.wake_loads
+        messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])
         with self._open_steps.lock:
-            # Decided under the lock that losing the server takes: the step is told of it one way or the other.
+            # Under the lock that losing the server takes: the step is told of that one way or the other, and the
+            # message goes to the server that the step was opened with.
             attachment = self._dispatcher.attachment
             if attachment is not None and attachment.direct:
                 step.bypass()
             self._open_steps.add(step)
+            if attachment is not None and not attachment.direct:
+                self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages))
         if attachment is not None and attachment.direct:
             bypass = self._dispatcher.bypass
             if bypass.stuck:
                 self._dispatcher.cut(step, "the pool does not answer")
             else:
                 bypass.open(step, lambda step, message: self._dispatcher.announce(step, message, attachment))
-        elif attachment is not None:
-            messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])
-            self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages))
-        else:
+        elif attachment is None:
             self._dispatcher.cut(step, "no server is attached")
         return step
+
+    def record(self) -> DeviceEvent | None:
+        """An event behind all that the calling thread has enqueued, for :meth:`Step.layer_done`; None on the cpu."""
+        return self.device.record() if self.device.kind != "cpu" else None
 
     def abort(self, request: str) -> None:
         """The request is over. :meth:`poll` reports it released once no transfer touches its blocks."""

@@ -32,11 +32,16 @@ class AsyncStep:
         """
         if self.step.is_ready(layer):
             return self.step.wait_layer(layer)
-        return await anyio.to_thread.run_sync(self.step.wait_layer, layer, abandon_on_cancel=True)
+        outcome = await anyio.to_thread.run_sync(self.step.await_layer, layer, abandon_on_cancel=True)
+        self.step.order(layer)  # here: it is this thread's stream that computes
+        return outcome
 
     async def wait_all(self) -> LoadResult:
         """All layers at once (bulk loading)."""
-        return await anyio.to_thread.run_sync(self.step.wait_all, abandon_on_cancel=True)
+        outcome = await anyio.to_thread.run_sync(self.step.await_all, abandon_on_cancel=True)
+        for layer in range(self.step.num_layers):
+            self.step.order(layer)
+        return outcome
 
     def layer_done(self, layer: int, event: object = None) -> None:
         """As :meth:`layerflow.agent.step.step.Step.layer_done`: a few plain stores."""

@@ -134,18 +134,18 @@ PATIENCE_S = 1e-3
 class Measures:
     """The last finished steps: their traces and their figures. Thread-safe.
 
-    :param spans_are_transfers: are the lanes' spans the times of copies? Else of enqueueing them, which say nothing of
-        the link.
+    :param on_cpu: are spans the times of copies and of compute? On a device the engine's are those of enqueueing, which
+        say nothing of compute, and so are the lanes', which say nothing of the link, but for the direct lane's.
 
     :ivar traces: oldest first.
     :ivar measured: oldest first; taken from the left by whoever reports them.
     """
 
-    def __init__(self, advisor: LoadPolicy, spans_are_transfers: bool) -> None:
+    def __init__(self, advisor: LoadPolicy, on_cpu: bool) -> None:
         self.traces: deque[StepTrace] = deque(maxlen=KEPT_STEPS)
         self.measured: deque[Measured] = deque(maxlen=KEPT_STEPS)
         self._policy = advisor
-        self._spans_are_transfers = spans_are_transfers
+        self._on_cpu = on_cpu
         self._ended: deque[tuple[float, Step]] = deque()
         self._lock = threading.Lock()
 
@@ -174,8 +174,8 @@ class Measures:
         load, save = figures(trace, "load"), figures(trace, "save")
         self.traces.append(trace)
         self.measured.append(Measured(step.number, load, save))
-        if self._spans_are_transfers or step.leases is not None:
-            self._policy.observe(trace, load, step.work)
+        if self._on_cpu or step.leases is not None:
+            self._policy.observe(trace, load, step.work if self._on_cpu else None)
         return Figures(
             step.number,
             load.bytes,

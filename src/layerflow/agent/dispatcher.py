@@ -12,7 +12,8 @@ from layerflow.agent.descriptors import Numbered
 from layerflow.agent.direct import DirectLaneSwitch
 from layerflow.agent.lanes.load import LoadLane
 from layerflow.agent.lanes.save import SaveLane
-from layerflow.agent.lanes.task import CopyTask, EmulatedLink
+from layerflow.agent.lanes.stagger import Stagger
+from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
 from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.step.step import LOAD, SAVE, Step
 from layerflow.agent.values import AgentCounters
@@ -38,10 +39,6 @@ from layerflow.wire.messages import (
     ToClient,
 )
 
-FEW_BATCHES = 2
-"""A lane with more work than this needs none soon: what it has done is told together with what it does next. Each
-report wakes two threads, on cores that compute."""
-
 log = structlog.get_logger("layerflow.agent")
 
 
@@ -52,7 +49,7 @@ class Dispatcher:
         self, memory: PagedMemory, device: Device, open_steps: OpenSteps, tally: AgentCounters, advisor: LoadPolicy
     ) -> None:
         self.advisor = advisor
-        self.measures = Measures(advisor, spans_are_transfers=device.kind == "cpu")
+        self.measures = Measures(advisor, on_cpu=device.kind == "cpu")
         self.attachment: Attachment | None = None
         self.silent = False
         self.link: Link | None = None
@@ -82,7 +79,7 @@ class Dispatcher:
         if not attachment.direct:
             self._pin(attachment)
             self._copiers = (copier_for(self._memory, attachment.arena), copier_for(self._memory, attachment.arena))
-        self._set_links(attachment.terms)
+        self._set_terms(attachment.terms)
         self._tally.attachments += 1
         self.silent = False
         with self._open_steps.lock:
@@ -118,7 +115,7 @@ class Dispatcher:
             case Terms():
                 if self.attachment is not None:
                     self.attachment.terms = message
-                    self._set_links(message)
+                    self._set_terms(message)
             case Problem():
                 log.error("server_refused", code=message.code, error=message.message, step=message.id)
                 step = self._open_steps.get(message.id)
@@ -161,7 +158,7 @@ class Dispatcher:
         return self.measures.pending or (
             attachment is not None
             and attachment.terms.prefetch_layers > 0
-            and any(step.loading for step in self._open_steps.steps())
+            and any(step.loading and not step.all_granted for step in self._open_steps.steps())
         )
 
     def measure(self, until: float | None = None) -> None:
@@ -185,6 +182,10 @@ class Dispatcher:
         """Take what the server has said, on this thread."""
         assert self.link is not None
         self.link.attend()
+
+    def wake_loads(self) -> None:
+        """The engine waits for a layer."""
+        self._load_lane.wake()
 
     def hurry(self, step: Step) -> None:
         """Somebody waits for the step's saves."""
@@ -316,7 +317,11 @@ class Dispatcher:
             if not pinned:
                 log.warning("arena_not_pinned", device=self._device.kind)
 
-    def _set_links(self, terms: Terms) -> None:
+    def _set_terms(self, terms: Terms) -> None:
+        caps = CopyCaps(terms.max_transfer_blocks, terms.max_transfer_bytes)
+        self._load_lane.caps = self._save_lane.caps = caps
+        shard = self._memory.spec.shard
+        self._load_lane.stagger = Stagger(shard.tp_rank, shard.tp_size, terms.stagger_us)
         self._links = (
             EmulatedLink(terms.link_gbps, terms.link_latency_us),
             EmulatedLink(terms.link_gbps, terms.link_latency_us),
@@ -366,11 +371,11 @@ class Dispatcher:
                 self._tally.saved_bytes += batch.nbytes
             job.news.done.append(batch.batch)
         # Lanes that end their batches themselves ring when they have told some.
-        if failure or (self._poller is not None and (batch.direction == SAVE or self._few_loads())):
+        if failure or (self._poller is not None and (batch.direction == SAVE or self._load_lane.has_few)):
             self._ring()
 
     def _loaded_some(self) -> None:
-        if self._poller is None and self._few_loads():
+        if self._poller is None:
             self._ring()
 
     def _saved_some(self, idle: bool) -> None:
@@ -379,9 +384,6 @@ class Dispatcher:
             self.link.tell()
         else:
             self.link.ring()
-
-    def _few_loads(self) -> bool:
-        return self._load_lane.waiting <= FEW_BATCHES
 
     def _ring(self) -> None:
         assert self.link is not None

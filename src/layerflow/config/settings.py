@@ -172,14 +172,14 @@ class TransferSettings(Section):
         le=10_000,
     )
     max_transfer_blocks: Whole = setting(
-        4096, "Most blocks that one batch moves.", unit="blocks", live=True, ge=1, le=1 << 24
+        4096, "Most blocks that one copy moves, each layer's counted.", unit="blocks", live=True, ge=1, le=1 << 24
     )
     max_transfer_bytes: Size = setting(
-        64 << 20, "Most bytes that one batch moves; a larger block is split.", unit="bytes", live=True, ge=4 << 10
+        64 << 20, "Most bytes that one copy moves; a larger block is split.", unit="bytes", live=True, ge=4 << 10
     )
     max_inflight_bytes: Size = setting(
         256 << 20,
-        "Most bytes on their way at once, over all sessions; saves take at most half.",
+        "Most bytes granted at once, over all sessions, until their end is reported; saves take at most half.",
         unit="bytes",
         live=True,
         ge=8 << 10,
@@ -189,7 +189,7 @@ class TransferSettings(Section):
     )
     h2d_stagger_us: Whole = setting(
         0,
-        "Distance of the slots in which tensor-parallel ranks start their loads; 0 = off.",
+        "Distance of the slots in which tensor-parallel ranks begin to load a layer; 0 = off.",
         unit="us",
         live=True,
         ge=0,

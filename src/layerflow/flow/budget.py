@@ -1,51 +1,67 @@
 """The caps: what one batch may carry and what may be in flight.
 
-Charged is what can move: loads, and saves whose layer is computed. A save that waits for compute is
-charged to its session alone, so that a slow one holds up nobody else, and becomes charged when its layer
-is computed, whatever room there is. Saves are granted up to half of the budget, a load batch is never
-larger than the other half, and loads never wait for saves past the half: a load always finds room. What
-was called back (a fence, a deadline) is charged no more; whoever does not answer holds up nobody.
+Every granted batch is charged until its end is reported, whether its lane can move it already or holds it
+until the forward pass has come far enough (a *gated* batch). The sum of what is charged never exceeds
+`max_inflight_bytes`, so a lane that moves a batch as soon as its gate opens needs no further permission.
+
+Gated batches wait for an engine, which may be slow or stopped; they must not keep others from moving.
+So each direction leaves room for one whole batch that nothing gated may take, and every session gets an
+even share of what gated batches may take.
+
+Saves are granted up to half of the budget. What was called back (a fence, a deadline) is charged no more:
+an engine that does not answer holds up nobody else.
 """
 
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right, insort
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from layerflow.errors import ConfigError
 from layerflow.flow.events import Direction, Limits
 
 if TYPE_CHECKING:
-    from layerflow.flow.graph import Flight
+    from layerflow.flow.graph import Flight, Leg
+    from layerflow.flow.sessions import Session
 
 
 class Charge(enum.IntEnum):
     """Where a batch in flight counts."""
 
     BUDGET = 0
-    AHEAD = 1
-    """A save whose layer is not computed: only against what its session may be granted ahead."""
+    GATED = 1
+    """Against the budget, and against what may be granted before it can move."""
     NONE = 2
     """Called back, or ended."""
 
 
 class Budget:
-    """Bytes granted and not yet reported, against the limits.
+    """Bytes granted and not yet reported, against the limits. Lists are by direction.
 
-    `charged` is what counts of them, per direction. `ceiling` is what may be charged at most to loads,
-    and to saves before what is granted ahead (as much again per session), with what was granted under
-    earlier limits.
-
+    :ivar charged: what counts against the budget.
+    :ivar gated: the part of it that cannot move yet.
+    :ivar most_gated: how much that may be, over all sessions.
+    :ivar sessions: how many share it.
+    :ivar freed: room for gated batches has become free, or a session's share larger.
+    :ivar ceiling: the most that may be charged: loads, saves, and both; more than the limits while batches that
+        were granted under earlier limits are in flight.
     :raises ConfigError: for limits that no transfer could meet.
     """
 
-    __slots__ = ("batches", "ceiling", "charged", "half", "inflight", "limits", "max_batch")
+    __slots__ = (
+        "batches", "ceiling", "charged", "freed", "gated", "half", "inflight", "limits", "max_batch", "most_gated",
+        "sessions",
+    )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
         self.inflight = [0, 0]
         self.batches = [0, 0]
         self.charged = [0, 0]
-        self.ceiling = [0, 0]
+        self.gated = [0, 0]
+        self.freed = False
+        self.sessions = 0
         self.change(limits)
 
     def change(self, limits: Limits) -> None:
@@ -57,51 +73,61 @@ class Budget:
             if getattr(limits, name) < 0:
                 raise ConfigError(f"{name} {getattr(limits, name)} must be 0 (off) or positive")
         self.limits = limits
-        self.half = limits.max_inflight_bytes // 2
-        self.ceiling = [
-            max(limits.max_inflight_bytes, self.charged[Direction.LOAD]),
-            max(self.half, self.ceiling[Direction.SAVE] if self.batches[Direction.SAVE] else 0),
-        ]
-        self.max_batch = (
-            min(limits.max_transfer_bytes, limits.max_inflight_bytes - self.half),
-            min(limits.max_transfer_bytes, self.half),
-        )
+        whole = limits.max_inflight_bytes
+        self.half = whole // 2
+        loads, saves = self.charged
+        self.ceiling = (max(whole, loads), max(self.half, saves), max(whole, loads + saves))
+        rooms = (whole - self.half, self.half)
+        # Where there are gated batches, they are left at least half of their direction's room.
+        most = (rooms[0] // 2 if limits.prefetch_layers else rooms[0], rooms[1] // 2)
+        self.max_batch = tuple(max(1, min(limits.max_transfer_bytes, nbytes)) for nbytes in most)
+        self.most_gated = tuple(room - batch for room, batch in zip(rooms, self.max_batch, strict=True))
 
     def fits(self, direction: Direction, nbytes: int) -> bool:
-        """Whether a batch of `nbytes` that can move at once may be granted now."""
+        """Whether there is room for a batch of `nbytes`."""
         loads, saves = self.charged
-        if direction is Direction.LOAD:
-            return loads + min(saves, self.half) + nbytes <= self.limits.max_inflight_bytes
-        return saves + nbytes <= self.half and loads + saves + nbytes <= self.limits.max_inflight_bytes
+        if direction is Direction.SAVE and saves + nbytes > self.half:
+            return False
+        return loads + saves + nbytes <= self.limits.max_inflight_bytes
+
+    def fits_gated(self, session: Session, direction: Direction, nbytes: int) -> bool:
+        """Whether the session may be granted a batch that cannot move yet, as far as other gated ones go."""
+        own, most = session.gated[direction], self.most_gated[direction]
+        # A share may be smaller than one batch, which must not keep every session from being granted any.
+        return self.gated[direction] + nbytes <= most and (not own or own + nbytes <= most // self.sessions)
 
     def take(self, flight: Flight) -> None:
         """A batch was granted."""
         leg = flight.strand.leg
-        self.inflight[leg.direction] += flight.nbytes
-        self.batches[leg.direction] += 1
-        if leg.direction is Direction.SAVE:
-            leg.step.session.saving += flight.nbytes
-            if flight.layer >= leg.step.computed:
-                flight.charge = Charge.AHEAD
-                leg.ahead.append(flight)
-                return
-        self.charged[leg.direction] += flight.nbytes
+        direction, nbytes = leg.direction, flight.nbytes
+        self.inflight[direction] += nbytes
+        self.batches[direction] += 1
+        self.charged[direction] += nbytes
+        if flight.gate >= 0 and flight.gate > leg.reached:
+            flight.charge = Charge.GATED
+            self.gated[direction] += nbytes
+            leg.step.session.gated[direction] += nbytes
+            if leg.gated and leg.gated[-1].gate > flight.gate:
+                insort(leg.gated, flight, key=_gate)
+            else:
+                leg.gated.append(flight)
 
-    def computed(self, flight: Flight) -> None:
-        """The layer of a save granted ahead is computed: it can move now."""
-        if flight.charge is Charge.AHEAD:
-            flight.charge = Charge.BUDGET
-            self.charged[Direction.SAVE] += flight.nbytes
+    def open_gates(self, leg: Leg) -> None:
+        """The forward pass has come further: of the leg's batches, some can move now."""
+        ready = bisect_right(leg.gated, leg.reached, key=_gate)
+        for flight in leg.gated[:ready]:
+            if flight.charge is Charge.GATED:
+                flight.charge = Charge.BUDGET
+                self._ungate(flight)
+        del leg.gated[:ready]
 
     def excuse(self, flight: Flight) -> None:
         """A batch was called back: it is awaited, and charged no more."""
         if flight.charge is Charge.NONE:
             return
-        leg = flight.strand.leg
-        if flight.charge is Charge.BUDGET:
-            self.charged[leg.direction] -= flight.nbytes
-        if leg.direction is Direction.SAVE:
-            leg.step.session.saving -= flight.nbytes
+        if flight.charge is Charge.GATED:
+            self._ungate(flight)
+        self.charged[flight.strand.leg.direction] -= flight.nbytes
         flight.charge = Charge.NONE
 
     def give(self, flight: Flight) -> None:
@@ -110,3 +136,12 @@ class Budget:
         direction = flight.strand.leg.direction
         self.inflight[direction] -= flight.nbytes
         self.batches[direction] -= 1
+
+    def _ungate(self, flight: Flight) -> None:
+        leg = flight.strand.leg
+        self.gated[leg.direction] -= flight.nbytes
+        leg.step.session.gated[leg.direction] -= flight.nbytes
+        self.freed = True
+
+
+_gate = attrgetter("gate")

@@ -11,12 +11,13 @@ from layerflow.flow.events import Direction
 class Submit:
     """Copy blocks `lo` to `hi` of one layer, all planes.
 
-    A save batch is handed out ahead of time: the agent's save lane starts it once the layer is computed.
+    It may be handed out ahead of time: its lane holds it until the forward pass has come far enough.
 
     :param layer: the model's layer number.
     :param byte_lo: with `byte_hi`: the part of the single block `lo` that this batch moves, where one
         block is larger than the byte cap; 0 and 0 = whole blocks.
-    :param not_before: stagger slot on the monotonic clock; 0.0 = at once.
+    :param gate: loads: start once the frontier has reached this layer, -1 = at once; saves: once this layer, their
+        own, is computed.
     :param seals: no later batch of this step and direction carries anything of this layer: with this
         batch and the earlier ones done, the layer is complete.
     """
@@ -31,7 +32,7 @@ class Submit:
     byte_lo: int
     byte_hi: int
     nbytes: int
-    not_before: float
+    gate: int
     seals: bool
 
 

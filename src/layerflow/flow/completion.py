@@ -147,10 +147,9 @@ def bury(state: State, leg: Leg, positions: Iterable[int]) -> list[int]:
             _uncarve(leg, strand, holes)
     if not leg.cohorts:
         state.carved_out(leg)
-    if leg.direction is Direction.SAVE:
-        state.save_later(leg.step.session)
-        if leg.tell:
-            state.telling += leg.strands.values()
+    state.permit(leg.step.session, leg.direction)
+    if leg.tell:
+        state.telling += leg.strands.values()
     return fresh
 
 

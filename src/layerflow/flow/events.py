@@ -45,19 +45,17 @@ class Part:
 class Limits:
     """The caps. All may change while steps are in flight.
 
-    :param prefetch_layers: loads run at most so many layers past the frontier; 0 = bounded by bytes only.
+    :param prefetch_layers: loads move at most so many layers past the frontier; 0 = bounded by bytes only.
     :param max_transfer_blocks: blocks of one batch.
-    :param max_transfer_bytes: bytes of one batch; a single larger block is split by bytes.
-    :param max_inflight_bytes: bytes granted and not yet reported that can move, over all sessions, both
-        directions; at least 2. Saves are granted up to half of it and no load batch is larger than the
-        other half, so that saves never starve loads. Not counted: what was called back at a deadline, a
-        fence or a failed forward pass, until it is reported; and saves handed out ahead of compute. A
-        session is handed saves ahead while all its saves in flight stay within half of
-        `max_inflight_bytes`; they count once their layer is computed, so that every session may take
-        the sum past the limit by at most that half, for as long as they move.
+    :param max_transfer_bytes: bytes of one batch; a single larger block is split by bytes. A load takes at most
+        half of `max_inflight_bytes`, a save or a load under `prefetch_layers` at most a quarter.
+    :param max_inflight_bytes: bytes granted and not yet reported, over all sessions, both directions; at
+        least 2. Saves are granted up to half of it. What cannot move yet is counted, and never takes all of
+        its direction's half. Not counted: what was called back at a deadline, a fence or a failed forward
+        pass, until it is reported.
     :param save_backlog_bytes: a step whose saves would take a session's unsaved bytes past this has
         them shed.
-    :param stagger_us: distance of neighbouring stagger slots; 0 = off.
+    :param stagger_us: distance of neighbouring stagger slots, which lanes keep; 0 = off.
     """
 
     prefetch_layers: int = 0
@@ -77,8 +75,6 @@ class SessionOpened:
 
     session: int
     layers: tuple[LayerShape, ...]
-    tp_rank: int = 0
-    tp_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,12 @@ STORY_EVENTS = 24
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A batch in flight; `watch` names whoever waits for it to end, None in the normal case."""
+    """A batch in flight.
+
+    :param gate: its lane holds it until the forward pass has reached (loads) or computed (saves) this layer; -1 = it
+        can move at once.
+    :param watch: what waits for it to end; None in the normal case.
+    """
 
     number: int
     strand: Strand
@@ -61,6 +66,7 @@ class Flight:
     lo: int
     hi: int
     nbytes: int
+    gate: int = -1
     charge: Charge = Charge.BUDGET
     watch: list[Quiet] | None = None
 
@@ -157,7 +163,7 @@ class Leg:
     :param dead: positions of parts that will not be carved any more.
     :param failed: loads: the block ranges already reported as failed, of parts that were wholly carved then.
     :param flying: batches in flight.
-    :param ahead: saves: batches granted before their layer was computed, by layer; ended ones among them.
+    :param gated: batches granted before they could move, by gate; ended ones among them.
     :param moved: bytes that arrived.
     :param cancelled: fenced, expired or cut: nothing more is carved and no layer is sealed any more.
     :param done: loads: nothing left to do, and said so.
@@ -175,7 +181,7 @@ class Leg:
     dead: set[int] = field(default_factory=set)
     failed: dict[int, list[Span]] = field(default_factory=dict)
     revoked: set[int] = field(default_factory=set)
-    ahead: list[Flight] = field(default_factory=list)
+    gated: list[Flight] = field(default_factory=list)
     flying: int = 0
     moved: int = 0
     open: int = 0
@@ -184,6 +190,11 @@ class Leg:
     tell: bool = False
     held: bool = False
     by_request: dict[str, list[int]] | None = None
+
+    @property
+    def reached(self) -> int:
+        """The layer up to which gates are open; see :class:`Flight`."""
+        return self.step.frontier if self.direction is Direction.LOAD else self.step.computed - 1
 
     @property
     def idle(self) -> bool:

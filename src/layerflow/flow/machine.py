@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import accumulate
@@ -163,7 +162,7 @@ class Flow:
             for step in state.unsettled:
                 settle(state, step, out)
             state.unsettled.clear()
-        grant(state, now, out, most)
+        grant(state, out, most)
         earliest = state.deadlines.earliest()
         if earliest not in (state.wake, math.inf):
             state.wake = earliest
@@ -196,6 +195,7 @@ class Flow:
         if event.session in self._state.sessions:
             raise InvalidTransition(f"session {event.session} was opened twice; its number is in use")
         self._state.sessions[event.session] = open_session(event)
+        self._state.budget.sessions += 1
         self._state.newest_session = max(self._state.newest_session, event.session)
 
     def _session_lost(self, event: SessionLost, out: list[Command]) -> None:
@@ -238,20 +238,18 @@ class Flow:
         if count > step.computed:
             step.computed = count
             if step.saves is not None:
-                ahead = step.saves.ahead
-                ready = bisect_left(ahead, count, key=lambda flight: flight.layer)
-                for flight in ahead[:ready]:
-                    self._state.budget.computed(flight)
-                del ahead[:ready]
-                self._state.save_later(step.session)
+                self._state.budget.open_gates(step.saves)
+                self._state.permit(step.session, Direction.SAVE)
         self._advance(step, count - 1)
 
     def _advance(self, step: Step, layer: int) -> None:
         if layer <= step.frontier:
             return
         step.frontier = layer
-        if step.loads is not None and step.loads.cohorts and step.loads.head() is not None:
-            self._state.rings[Direction.LOAD].join(step.session)
+        if step.loads is not None:
+            self._state.budget.open_gates(step.loads)
+            if step.loads.cohorts and step.loads.head() is not None:
+                self._state.rings[Direction.LOAD].join(step.session)
 
     def _batch_done(self, event: BatchDone, out: list[Command]) -> None:
         batch_done(self._state, event, out)
@@ -300,7 +298,7 @@ class Flow:
 
     def _limits_changed(self, event: LimitsChanged, _: list[Command]) -> None:
         state = self._state
-        state.budget.change(event.limits)
+        state.change_limits(event.limits)
         for session in state.sessions.values():
             for ring, carving in zip(state.rings, session.carving, strict=True):
                 if carving:

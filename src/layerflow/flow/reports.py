@@ -133,7 +133,6 @@ def _land(state: State, event: BatchDone | BatchFailed) -> Flight | None:
         if leg.tell:
             state.telling.append(strand)
         step.session.unsaved -= flight.nbytes
-        state.save_later(step.session)
     return flight
 
 
@@ -150,6 +149,8 @@ def _landed(state: State, flight: Flight, out: list[Command]) -> None:
 def lose_session(state: State, session: Session, out: list[Command]) -> None:
     """Nobody is left who could touch its memory or write its objects: all that is unfinished goes back at once."""
     del state.sessions[session.number]
+    state.budget.sessions -= 1
+    state.budget.freed = True
     for ring in state.rings:
         ring.leave(session)
     state.counters.sessions_lost += 1

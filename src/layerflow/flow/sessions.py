@@ -52,28 +52,26 @@ class Session:
     :param credit: per direction, bytes it may still take in this turn.
     :param queued: per direction, whether it stands in the ring.
     :param unsaved: bytes of its saves that are neither stored nor given up.
-    :param saving: bytes of its saves in flight, less what was called back.
+    :param gated: per direction, bytes granted that cannot move yet, less what was called back.
     :param aborting: requests whose blocks a batch may still touch.
     """
 
     number: int
     num_layers: int
     groups: dict[int, GroupShape]
-    tp_rank: int
-    tp_size: int
     steps: dict[int, Step] = field(default_factory=dict)
     carving: tuple[dict[int, Leg], dict[int, Leg]] = field(default_factory=lambda: ({}, {}))
     credit: list[int] = field(default_factory=lambda: [0, 0])
     queued: list[bool] = field(default_factory=lambda: [False, False])
     unsaved: int = 0
-    saving: int = 0
+    gated: list[int] = field(default_factory=lambda: [0, 0])
     aborting: dict[str, Quiet] = field(default_factory=dict)
 
     def next_cohort(self, direction: Direction, budget: Budget) -> Cohort | None:
         """What it moves next: loads by distance to the frontier, then by deadline; saves oldest step first.
 
-        Loads more than `prefetch_layers` past the frontier or not in the arena must wait, and so must saves
-        that are not computed while the session has as much in flight as it may be granted ahead.
+        What cannot move yet (loads more than `prefetch_layers` past the frontier, saves that are not computed)
+        is granted as long as there is room for such batches, and then waits.
         """
         if direction is Direction.SAVE:
             return self._next_save(budget)
@@ -85,10 +83,10 @@ class Session:
             if head is None:
                 continue
             distance = head.layer - step.frontier
-            if prefetch_layers and distance > prefetch_layers:
-                continue
             if best is None or (distance, step.deadline) < order:
                 best, order = head, (distance, step.deadline)
+        if best is not None and 0 < prefetch_layers < order[0]:
+            return best if self._fits_gated(best, direction, budget) else None
         return best
 
     def _next_save(self, budget: Budget) -> Cohort | None:
@@ -100,11 +98,14 @@ class Session:
             if head.layer < leg.step.computed:
                 return head
             if ahead:
-                cut = head.next_cut(budget.limits.max_transfer_blocks, budget.max_batch[Direction.SAVE])
-                if self.saving + cut.nbytes <= budget.half:
+                if self._fits_gated(head, Direction.SAVE, budget):
                     return head
                 ahead = False  # a smaller one of a later step must not overtake it
         return None
+
+    def _fits_gated(self, cohort: Cohort, direction: Direction, budget: Budget) -> bool:
+        cut = cohort.next_cut(budget.limits.max_transfer_blocks, budget.max_batch[direction])
+        return budget.fits_gated(self, direction, cut.nbytes)
 
 
 def open_session(event: SessionOpened) -> Session:
@@ -117,6 +118,4 @@ def open_session(event: SessionOpened) -> Session:
             f"session {event.session} opened with layers {event.layers[:4]}...: it needs at least one layer, "
             "and every layer a group and a positive block size"
         )
-    if not 0 <= event.tp_rank < event.tp_size:
-        raise InvalidTransition(f"session {event.session} opened as rank {event.tp_rank} of {event.tp_size}")
-    return Session(event.session, len(event.layers), group_shapes(event.layers), event.tp_rank, event.tp_size)
+    return Session(event.session, len(event.layers), group_shapes(event.layers))

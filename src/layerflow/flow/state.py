@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.budget import Budget
+from layerflow.flow.budget import Budget, Charge
 from layerflow.flow.events import Direction, Event, Limits
 from layerflow.flow.graph import Flight, Leg, Step, Strand
 from layerflow.flow.sessions import Session
@@ -117,11 +117,12 @@ class Deadlines:
 class Ring:
     """The sessions that may have permitted work in one direction; whose turn it is comes first in `queue`."""
 
-    __slots__ = ("_direction", "queue")
+    __slots__ = ("_direction", "_parked", "queue")
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
         self.queue: deque[Session] = deque()
+        self._parked: dict[Session, None] = {}
 
     def join(self, session: Session) -> None:
         """The session may have permitted work; it queues behind the others, once."""
@@ -132,9 +133,22 @@ class Ring:
 
     def leave(self, session: Session) -> None:
         """The session has no permitted work; unused credit is lost."""
+        self._parked.pop(session, None)
         if session.queued[self._direction]:
             session.queued[self._direction] = False
             self.queue.remove(session)
+
+    def park(self, session: Session) -> None:
+        """The session leaves, and comes back when there is room for batches that cannot move yet."""
+        self.leave(session)
+        self._parked[session] = None
+
+    def join_parked(self) -> None:
+        """There is such room now."""
+        for session in self._parked:
+            if session.carving[self._direction]:
+                self.join(session)
+        self._parked.clear()
 
     def turn(self, session: Session, nbytes: int, quantum: int) -> bool:
         """Whether the first session's credit covers `nbytes` (at most `quantum`); if not, its turn is over."""
@@ -213,18 +227,29 @@ class State:
         if leg.head() is not None:
             self.rings[leg.direction].join(session)
 
-    def save_later(self, session: Session) -> None:
-        """More saves of the session may be permitted now."""
-        if session.carving[Direction.SAVE]:
-            self.rings[Direction.SAVE].join(session)
+    def change_limits(self, limits: Limits) -> None:
+        """New caps. Gated batches beyond what those allow are charged no more: they must not hold up others.
+
+        :raises ConfigError: for limits that no transfer could meet; the old ones stay.
+        """
+        budget = self.budget
+        budget.change(limits)
+        for direction in Direction:
+            if budget.gated[direction] > budget.most_gated[direction]:
+                for flight in self.flights.values():
+                    if flight.charge is Charge.GATED and flight.strand.leg.direction is direction:
+                        budget.excuse(flight)
+
+    def permit(self, session: Session, direction: Direction) -> None:
+        """More of the session may be permitted now."""
+        if session.carving[direction]:
+            self.rings[direction].join(session)
 
     def call_back(self, strands: Iterable[Strand]) -> None:
         """Their batches in flight are only awaited: nobody else waits for the room they took."""
         for strand in strands:
             for flight in strand.flights.values():
                 self.budget.excuse(flight)
-            if strand.leg.direction is Direction.SAVE:
-                self.save_later(strand.leg.step.session)
 
     def carved_out(self, leg: Leg) -> None:
         """Nothing is left to be carved of the leg."""

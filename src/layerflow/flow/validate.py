@@ -67,6 +67,9 @@ def _leg(state: State, leg: Leg) -> None:
         f"{leg.direction.name}: {leg.flying} batches in flight do not match the strands",
     )
     _require(not (leg.cancelled and leg.direction is Direction.LOAD and leg.cohorts), step, "carves fenced loads")
+    gates = [flight.gate for flight in leg.gated]
+    _require(gates == sorted(gates), step, f"{leg.direction.name}: gated batches are out of order")
+    _require(not gates or gates[0] > leg.reached, step, f"{leg.direction.name}: holds what may move")
     for strand in leg.strands.values():
         _strand(state, strand)
 
@@ -138,8 +141,7 @@ def _flight(strand: Strand, flight: Flight) -> None:
     blocks = flight.hi - flight.lo
     whole = flight.nbytes == blocks * size
     _require(whole or (blocks == 1 and 0 < flight.nbytes < size), step, f"batch {flight.number} has the wrong size")
-    uncomputed = strand.leg.direction is Direction.SAVE and flight.layer >= step.computed
-    charges = {Charge.NONE, Charge.AHEAD if uncomputed else Charge.BUDGET}
+    charges = {Charge.NONE, Charge.GATED if flight.gate > strand.leg.reached else Charge.BUDGET}
     _require(flight.charge in charges, step, f"batch {flight.number} is charged as {flight.charge.name}")
     _require(not strand.leg.cancelled or flight.charge is Charge.NONE, step, f"{flight.number} is still charged")
     _require(all(quiet.pending > 0 for quiet in flight.watch or ()), step, "a quiet watcher is still told")
@@ -147,8 +149,6 @@ def _flight(strand: Strand, flight: Flight) -> None:
 
 def _saves(leg: Leg) -> None:
     step = leg.step
-    layers = [flight.layer for flight in leg.ahead]
-    _require(layers == sorted(layers), step, "granted layers ahead out of order")
     committed = {
         position
         for strand in leg.strands.values()
@@ -171,26 +171,35 @@ def _saves(leg: Leg) -> None:
 
 
 def _budget(state: State, steps: list[Step]) -> None:
-    sums, counts, charged = [0, 0], [0, 0], [0, 0]
+    sums, counts, charged, gated = [0, 0], [0, 0], [0, 0], [0, 0]
     for flight in state.flights.values():
-        sums[flight.strand.leg.direction] += flight.nbytes
-        counts[flight.strand.leg.direction] += 1
-        charged[flight.strand.leg.direction] += flight.nbytes * (flight.charge is Charge.BUDGET)
+        direction = flight.strand.leg.direction
+        sums[direction] += flight.nbytes
+        counts[direction] += 1
+        charged[direction] += flight.nbytes * (flight.charge is not Charge.NONE)
+        gated[direction] += flight.nbytes * (flight.charge is Charge.GATED)
     legs = [leg for step in steps for leg in (step.loads, step.saves) if leg is not None]
     budget = state.budget
     if sums != budget.inflight or counts != budget.batches or sum(leg.flying for leg in legs) != len(state.flights):
         raise InvalidTransition(f"in flight: counted {sums} bytes in {counts} batches, booked {budget.inflight}")
-    if charged != budget.charged:
-        raise InvalidTransition(f"{charged} bytes in flight are to be charged, booked {budget.charged}")
-    loads, saves = budget.ceiling
-    saves *= 1 + len(state.sessions)
-    if charged[Direction.LOAD] > loads or charged[Direction.SAVE] > saves:
-        raise InvalidTransition(f"{charged} bytes in flight are more than {[loads, saves]}")
+    if charged != budget.charged or gated != budget.gated:
+        booked = (budget.charged, budget.gated)
+        raise InvalidTransition(f"{charged} bytes in flight are to be charged, {gated} of them gated; booked {booked}")
+    if any(used > most for used, most in zip((*charged, sum(charged)), budget.ceiling, strict=True)):
+        raise InvalidTransition(f"{charged} bytes in flight are more than {budget.ceiling} for loads, saves and both")
+    if any(used > most for used, most in zip(gated, budget.most_gated, strict=True)):
+        raise InvalidTransition(f"{gated} gated bytes in flight are more than {budget.most_gated}")
+    if budget.sessions != len(state.sessions):
+        raise InvalidTransition(f"{budget.sessions} sessions share the budget, of {len(state.sessions)}")
 
 
 def _session(state: State, session: Session) -> None:
-    unsaved = saving = 0
+    unsaved, gated = 0, [0, 0]
     for step in session.steps.values():
+        for leg in (step.loads, step.saves):
+            for strand in leg.strands.values() if leg is not None else ():
+                held = (flight.nbytes for flight in strand.flights.values() if flight.charge is Charge.GATED)
+                gated[strand.leg.direction] += sum(held)
         if step.saves is None:
             continue
         for cohort in step.saves.cohorts:
@@ -199,11 +208,10 @@ def _session(state: State, session: Session) -> None:
             unsaved += blocks * cohort.strand.shape.tail_bytes[cohort.index] - carved - cohort.byte_at
         flights = [flight for strand in step.saves.strands.values() for flight in strand.flights.values()]
         unsaved += sum(flight.nbytes for flight in flights)
-        saving += sum(flight.nbytes for flight in flights if flight.charge is not Charge.NONE)
     if unsaved != session.unsaved:
         raise InvalidTransition(f"session {session.number} has {unsaved} unsaved bytes and booked {session.unsaved}")
-    if saving != session.saving:
-        raise InvalidTransition(f"session {session.number} has {saving} save bytes in flight, booked {session.saving}")
+    if gated != session.gated:
+        raise InvalidTransition(f"session {session.number} has {gated} gated bytes in flight, booked {session.gated}")
     for request, quiet in session.aborting.items():
         if quiet.pending <= 0 or quiet.release != request:
             raise InvalidTransition(f"session {session.number}: aborted request {request!r} waits for nothing")
@@ -228,8 +236,6 @@ def _conserving(state: State) -> None:
             raise InvalidTransition(f"session {queue[0].number} has its turn with no load that is permitted")
         if first is not None:
             cut = first.next_cut(limits.max_transfer_blocks, budget.max_batch[direction])
-            computed = first.strand.leg.step.computed
-            ahead = direction is Direction.SAVE and first.layer >= computed
-            if ahead or budget.fits(direction, cut.nbytes):
+            if budget.fits(direction, cut.nbytes):
                 raise InvalidTransition(f"{direction.name} work idles although it fits", first.strand.leg.step.told())
             return

@@ -112,7 +112,8 @@ class BackendInfo:
     """What a backend says of itself once it is connected.
 
     :param details: for people: version, address, sizes; JSON-ready, shown by ``layerflow status``.
-    :param index: every object it holds, where nobody else can add to it; None = others share it, ask.
+    :param index: the objects it holds, where nobody else can add to it; None = others share it, ask. What it finds
+        later it tells; see :meth:`Backend.report_found`.
     """
 
     details: dict[str, str | int | float | bool]
@@ -124,6 +125,11 @@ class Backend(abc.ABC):
 
     Nothing native is imported before :meth:`attach`.
     """
+
+    def report_found(self, found: Callable[[Sequence[IndexEntry]], None]) -> None:  # noqa: B027 - most have no index
+        """Once, before :meth:`attach`. A backend that has an index and takes long to read it tells `found` of objects
+        as it learns of them, before it tells that any of these is gone; any thread. Others ignore it.
+        """
 
     @abc.abstractmethod
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:

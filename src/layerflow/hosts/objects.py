@@ -78,6 +78,7 @@ class IndexReporter:
         self._lock = threading.Lock()
         self._details: dict[str, Any] = {}
         self._entries: dict[bytes, IndexEntry] | None = None
+        self._found_early: dict[bytes, IndexEntry] = {}
         self._gone_early: set[bytes] = set()
         self._attached = False
 
@@ -87,6 +88,8 @@ class IndexReporter:
             self._details = dict(attached.details)
             if attached.index is not None:
                 self._entries = {entry.key: entry for entry in attached.index if entry.key not in self._gone_early}
+                self._entries |= self._found_early
+            self._found_early, self._gone_early = {}, set()
             self._attached = True
             self._say()
 
@@ -95,11 +98,23 @@ class IndexReporter:
         with self._lock:
             self._say()
 
+    def found(self, entries: Sequence[IndexEntry]) -> None:
+        """The backend holds these too. Any thread."""
+        with self._lock:
+            more = {entry.key: entry for entry in entries}
+            if not self._attached:
+                self._found_early |= more
+            elif self._entries is not None and more:
+                self._entries |= more
+                self._say_held(entries)
+
     def gone(self, keys: Sequence[bytes]) -> None:
         """These have left the backend. Any thread."""
         with self._lock:
             if not self._attached:
                 self._gone_early |= set(keys)
+                for key in keys:
+                    self._found_early.pop(key, None)
             elif self._entries is not None and keys:
                 for key in keys:
                     self._entries.pop(key, None)
@@ -115,9 +130,10 @@ class IndexReporter:
 
     def _say(self) -> None:
         self._tell(Up(self._details, self._entries is not None))
-        if self._entries is None:
-            return
-        entries = list(self._entries.values())
+        if self._entries is not None:
+            self._say_held(list(self._entries.values()))
+
+    def _say_held(self, entries: Sequence[IndexEntry]) -> None:
         for at in range(0, max(1, len(entries)), PIECE):
             piece = entries[at : at + PIECE]
             self._tell(

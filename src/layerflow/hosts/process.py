@@ -83,6 +83,8 @@ class HostMain:
         self._connection, self._arena = connection, arena
         self._sending = threading.Lock()
         self._frames = Frames()
+        self._readable = select.poll()  # not select(): it knows no descriptors above 1023
+        self._readable.register(connection, select.POLLIN)
         self._messages: deque[ToHost] = deque()
         self._holding = IndexReporter(self._tell)
         self._check: HealthCheck | None = None
@@ -101,6 +103,7 @@ class HostMain:
                 return FATAL
             self._hung_s = HUNG_CALLS * start.options.get("timeout_ms", CALL_MS) / 1e3
             backend = make(start.backend, start.options)
+            backend.report_found(self._holding.found)
             attached = self._attach(backend)
         except Unusable as error:
             self._tell(Down(str(error), fatal=True))
@@ -223,7 +226,7 @@ class HostMain:
         while not self._messages:
             if until is not None:
                 patience = until - time.monotonic()
-                if patience <= 0 or not select.select([self._connection], [], [], patience)[0]:
+                if patience <= 0 or not self._readable.poll(1e3 * patience):
                     return None
             try:
                 data = self._connection.recv(_READ_BYTES)

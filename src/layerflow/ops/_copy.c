@@ -182,8 +182,13 @@ static void step_aside(long thread) {
         return;
     others = allowed;
     CPU_CLR(core, &others);
-    if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0)
+    if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof others, &others) != 0)
+        return;
+    if (sched_setaffinity(0, sizeof allowed, &allowed) != 0) {
+        /* What is allowed has changed meanwhile: ask for every core, of which the kernel takes those that are. */
+        memset(&allowed, 0xff, sizeof allowed);
         sched_setaffinity(0, sizeof allowed, &allowed);
+    }
 }
 #else
 static void step_aside(long thread) { (void)thread; }
@@ -258,7 +263,17 @@ out:
     return result;
 }
 
+static PyObject *acquire(PyObject *self, PyObject *args) {
+    (void)self, (void)args;
+    __atomic_thread_fence(__ATOMIC_ACQUIRE); /* pairs with the release that stores into landed */
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"acquire", acquire, METH_NOARGS,
+     "acquire()\n--\n\n"
+     "What the calling thread reads from now on is no older than what it has read of landed: on processors that\n"
+     "reorder reads, call it between reading that a batch has landed and reading the batch's bytes."},
     {"copy", copy, METH_VARARGS,
      "copy(dst_base, src_base, dst, src, nbytes)\n--\n\n"
      "Copy nbytes[i] bytes from address src_base + src[i] to dst_base + dst[i], for every i, without the GIL.\n\n"

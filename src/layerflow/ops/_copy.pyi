@@ -1,6 +1,7 @@
 import numpy as np
 import numpy.typing as npt
 
+def acquire() -> None: ...
 def copy(
     dst_base: int,
     src_base: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +28,16 @@ def _load_native() -> tuple[CopyCall | None, CopyBatches | None]:
     return copy, copy_batches
 
 
+def _load_acquire() -> Callable[[], None]:
+    try:
+        from layerflow.ops._copy import acquire  # noqa: PLC0415 - as above
+    except ImportError:
+        return lambda: None  # batches land under the interpreter's lock, which orders what is read
+    return acquire
+
+
 copy_native, copy_batches_native = _load_native()
+_acquire = _load_acquire()
 
 
 class CopyProgress:
@@ -44,6 +53,12 @@ class CopyProgress:
     def __init__(self, batches: int) -> None:
         self.completed_at = np.zeros(batches)
         self.halted = np.zeros(1, np.uint8)
+
+    def landed(self, positions: Iterable[int]) -> int:
+        """How many of these batches have their bytes in place, for the calling thread to read."""
+        count = sum(1 for position in positions if self.completed_at[position] > 0.0)
+        _acquire()
+        return count
 
     def halt(self) -> None:
         """Begin no further batch."""

@@ -160,7 +160,7 @@ class Driver:
                         command.byte_lo,
                         command.byte_hi,
                         command.nbytes,
-                        command.not_before,
+                        command.gate,
                         command.seals,
                     )
                 )

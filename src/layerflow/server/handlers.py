@@ -185,7 +185,7 @@ class Handlers:
                 raise Refused("too_many", f"server.max_sessions = {context.max_workers} engine workers are attached")
             spec = message.spec
             shapes = tuple(LayerShape(group, spec.groups[group].bytes_per_block) for group, _ in spec.layer_places())
-            context.driver.handle(SessionOpened(session.number, shapes, spec.shard.tp_rank, spec.shard.tp_size))
+            context.driver.handle(SessionOpened(session.number, shapes))
         session.spec = message.spec
         session.memory = message.memory
         session.direct = message.memory and message.direct

@@ -17,7 +17,7 @@ import zmq
 
 import layerflow
 from layerflow.config.settings import Settings, live_changes, make_private_directory
-from layerflow.errors import ProtocolError, VersionMismatch
+from layerflow.errors import DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
@@ -127,10 +127,16 @@ class Server:
                 await self._drain()
                 tasks.cancel_scope.cancel()
         finally:
+            fenced = True
             if self.tier is not None:
                 with anyio.CancelScope(shield=True):
-                    await self.tier.close()
+                    fenced = await self.tier.close()
             self._close()
+            if not fenced:
+                raise DeadlineExceeded(
+                    "the host process was killed and does not die; the server has ended, and the arena's memory is free"
+                    " when the process ends: look at the system's log for the disk or driver that does not answer"
+                )
 
     def _tier_news(self, events: Sequence[Event]) -> None:
         if events:
@@ -144,11 +150,12 @@ class Server:
         changes = live_changes(self.settings, settings)
         self.settings = settings
         if changes:
-            self.driver.handle(LimitsChanged(limits_of(settings)))
-            self.metrics.limits(limits_of(settings))
+            # The terms first: lanes keep to the new caps before they are granted anything under them.
             for session in self.sessions:
                 if session.spec is not None:
                     self._send(session, self._terms())
+            self.driver.handle(LimitsChanged(limits_of(settings)))
+            self.metrics.limits(limits_of(settings))
             self._log.info("settings_applied", changes=changes)
 
     def status(self) -> dict[str, object]:
@@ -353,6 +360,9 @@ class Server:
             transfer.save_decode_cache,
             pool.link_gbps,
             pool.link_latency_us,
+            transfer.max_transfer_blocks,
+            transfer.max_transfer_bytes,
+            transfer.h2d_stagger_us,
         )
 
 

@@ -130,7 +130,8 @@ class Up(msgspec.Struct, tag="up", frozen=True):
     """Attached, or reachable again. Said first of all, and after each Down.
 
     :param indexed: the backend has an index of its own and is not shared: `Indexed` messages follow until
-        one says `last`; from then on Held, Gone and Written keep the server's copy exact.
+        one says `last`. From then on Gone, Written and, where the index is read slowly, more of Held keep the
+        server's copy exact.
     """
 
     details: dict[str, Any]

@@ -231,7 +231,11 @@ class Welcome(Message, frozen=True, tag=101):
 
 
 class Terms(Message, frozen=True, tag=107):
-    """The settings an agent works under; sent again whenever they change."""
+    """The settings an agent works under; sent again whenever they change.
+
+    :param max_transfer_blocks: what one copy moves at most, over all of its layers; `max_transfer_bytes` likewise.
+    :param stagger_us: distance of the slots in which tensor-parallel ranks begin their loads; 0 = off.
+    """
 
     step_timeout_ms: int
     save_timeout_ms: int
@@ -241,6 +245,9 @@ class Terms(Message, frozen=True, tag=107):
     save_decode: bool
     link_gbps: float
     link_latency_us: int
+    max_transfer_blocks: int = 4096
+    max_transfer_bytes: int = 64 << 20
+    stagger_us: int = 0
 
 
 class Attached(Message, frozen=True, tag=102):
@@ -290,7 +297,10 @@ class Plan(Message, frozen=True, tag=104):
 
 
 class Batch(Message, frozen=True):
-    """Copy blocks `lo` to `hi` of one layer; see :class:`layerflow.flow.commands.Submit`."""
+    """Copy blocks `lo` to `hi` of one layer; see :class:`layerflow.flow.commands.Submit`.
+
+    :param gate: loads: start once the frontier has reached this layer; -1 = at once.
+    """
 
     step: int
     batch: int
@@ -301,7 +311,7 @@ class Batch(Message, frozen=True):
     byte_lo: int
     byte_hi: int
     nbytes: int
-    not_before: float
+    gate: int
     seals: bool
 
 

@@ -5,91 +5,169 @@ A lane survives whatever a batch does: the batch fails, the lane goes on.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable
 
-from layerflow.agent.lanes.task import CopyTask, Report, explained, extents_of, joins, together, trace
-from layerflow.agent.step.step import CANCELLED, LOAD
-from layerflow.device.timing import sleep_until
+from layerflow.agent.lanes.stagger import Stagger
+from layerflow.agent.lanes.task import CopyCaps, CopyTask, Report, explained, extents_of, one_call, together, trace
+from layerflow.agent.step.step import CANCELLED, LOAD, Step
+from layerflow.device.base import DeviceEvent
+from layerflow.device.timing import sleep_until, use_precise_timers
 from layerflow.wire.messages import BROKEN
 
 
 class LoadLane:
-    """Arena to engine memory, in the order granted.
+    """Arena to engine memory, in the order granted; batches that can move overtake those whose gate is closed.
+
+    The engine's thread opens gates by storing how far it is. This thread samples that, and is woken when the engine
+    has to wait for a layer.
 
     :param report: called on the lane's thread.
     :param told: called after some reports.
+
+    :ivar caps: what one call copies at most.
+    :ivar stagger: the slots in which layers begin.
     """
 
     def __init__(self, report: Report, told: Callable[[], None]) -> None:
-        self._report = report
+        self.caps = CopyCaps()
+        self.stagger = Stagger(0, 1, 0)
+        self._tell = report
         self._told = told
+        self._untold = 0
+        self._untold_since = 0.0
         self._seconds_per_byte = 0.0
-        self._jobs: queue.SimpleQueue[CopyTask | None] = queue.SimpleQueue()
-        self._held: list[CopyTask | None] = []
+        self._jobs: queue.SimpleQueue[CopyTask | bool] = queue.SimpleQueue()
+        self._waiting: list[CopyTask] = []
+        self._closing = False
+        self._interval = SAMPLE_S
+        self._begun: tuple[Step, int] | None = None
         self._thread = threading.Thread(target=self._run, name="layerflow-load", daemon=True)
         self._thread.start()
 
     @property
-    def waiting(self) -> int:
-        """Batches behind the running one."""
-        return self._jobs.qsize() + len(self._held)
+    def has_few(self) -> bool:
+        """Will it soon have nothing to do?"""
+        some = itertools.islice(filter(_is_open, self._waiting), FEW_BATCHES + 1)
+        return self._jobs.qsize() + sum(1 for _ in some) <= FEW_BATCHES
 
     def put(self, job: CopyTask) -> None:
-        """Queue a batch; an emulated link begins to pass its bytes now."""
-        job.sent, job.arrives = job.link.send(job.batch.nbytes)
+        """Queue a batch."""
+        if _is_open(job):
+            _send(job)
         self._jobs.put(job)
+
+    def wake(self) -> None:
+        """Look at the gates now: the engine waits for a layer."""
+        if self._waiting:
+            self._jobs.put(True)
 
     def close(self) -> None:
         """Finish what is queued and stop; call once every step is cut off."""
-        self._jobs.put(None)
+        self._jobs.put(False)
         self._thread.join()
 
     def _run(self) -> None:
-        while jobs := self._take():
-            for job in together(LOAD, jobs, self._report):
-                self._move(job)
-                del job
-            del jobs  # they hold the arena: a dead server's memory would stay until the next batch
-            self._told()
+        use_precise_timers()
+        while self._waiting or not self._closing:
+            self._take()
+            while jobs := self._leaving():
+                for job in together(LOAD, jobs, self._report):
+                    self._move(job)
+                    del job
+                del jobs  # they hold the arena: a dead server's memory would stay until the next batch
+                self._take_more(0.0)
+                if self._is_to_be_told():
+                    self._let_know()
 
-    def _take(self) -> list[CopyTask]:
-        """The next job and those that can share its call; nothing = stop."""
-        first = self._held.pop() if self._held else self._jobs.get()
-        if first is None:
-            return []
-        jobs, nbytes = [first], first.batch.nbytes
-        while nbytes < CONVOY_BYTES and joins(first, first):
-            try:
+    def _take(self) -> None:
+        """Wait for the next moment at which anything can happen."""
+        if self._take_more(self._interval if self._waiting else None):
+            self._interval = SAMPLE_S
+        else:
+            self._interval = min(2 * self._interval, LONGEST_SAMPLE_S)
+        if self._untold and time.monotonic() - self._untold_since >= TOLD_S:
+            self._let_know()
+
+    def _take_more(self, timeout: float | None) -> bool:
+        """Fetch what was queued; False if nothing was, within `timeout` seconds (None: wait until something is)."""
+        taken = False
+        try:
+            job = self._jobs.get(timeout != 0.0, timeout)
+            while True:
+                taken = True
+                if isinstance(job, CopyTask):
+                    self._waiting.append(job)
+                elif job is False:
+                    self._closing = True
                 job = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job is None or not joins(job, first):
-                self._held.append(job)
-                break
-            jobs.append(job)
-            nbytes += job.batch.nbytes
+        except queue.Empty:
+            return taken
+
+    def _leaving(self) -> list[CopyTask]:
+        """Take the first batch that can move, and those that can share its call."""
+        waiting = self._waiting
+        jobs = one_call(filter(_is_open, waiting), self.caps, one_layer=self.stagger.on)
+        if jobs == waiting[: len(jobs)]:
+            del waiting[: len(jobs)]
+        else:
+            taken = set(jobs)
+            self._waiting = [job for job in waiting if job not in taken]
+        if jobs:
+            self._interval = SAMPLE_S
+            if self.stagger.on:
+                self._keep_slot(jobs[0])
         return jobs
+
+    def _keep_slot(self, job: CopyTask) -> None:
+        """Wait for the slot of the layer that is about to begin."""
+        step, layer = job.step, job.batch.layer
+        if self._begun == (step, layer):
+            return
+        self._begun = (step, layer)
+        now = time.monotonic()
+        # The layers behind this one wait for their slots, too: each has its share of the time that is left.
+        begin = self.stagger.begin(layer, now, (step.deadline - now) / (step.num_layers - layer + 1))
+        if begin > now and not step.cut_off.wait(max(0.0, begin - now - CUT_LEAD_S)):
+            sleep_until(begin)
+
+    def _is_to_be_told(self) -> bool:
+        """Is the server to hear now of what has ended? Each report wakes two threads, on cores that compute."""
+        if not self._waiting or self._untold >= TOLD_BYTES:
+            return True
+        # A server that has more to grant hears of it before this lane runs dry.
+        return not self._waiting[0].step.all_granted and self.has_few
+
+    def _report(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
+        self._tell(job, failure, event)
+        if not self._untold:
+            self._untold_since = time.monotonic()
+        self._untold += job.batch.nbytes
+
+    def _let_know(self) -> None:
+        self._untold = 0
+        self._told()
 
     def _move(self, job: CopyTask) -> None:
         self._pass(job)
-        if job.step.begin(LOAD):
+        if job.step.begin(job.batch):
             self._copy(job)
         else:
             self._report(job, CANCELLED, None)
 
     def _pass(self, job: CopyTask) -> None:
-        """Wait for the batch's bytes on an emulated link, and for its stagger slot."""
-        if job.link.emulated:
-            # A link writes bytes as they pass: the copy is timed to end when the last one arrives.
-            begin = job.arrives - job.batch.nbytes * self._seconds_per_byte - LINK_LEAD_S
-            if not job.step.cut_off.wait(max(0.0, begin - time.monotonic() - CUT_LEAD_S)):
-                sleep_until(begin, LINK_SPIN_US)
-        if job.batch.not_before:
-            # The slot is kept to the last moment: it is what keeps ranks off each other's link.
-            sleep_until(job.batch.not_before)
+        """Wait for the batch's bytes on an emulated link."""
+        if not job.link.emulated:
+            return
+        if not job.arrives:
+            _send(job)
+        # A link writes bytes as they pass: the copy is timed to end when the last one arrives.
+        begin = job.arrives - job.batch.nbytes * self._seconds_per_byte - LINK_LEAD_S
+        if not job.step.cut_off.wait(max(0.0, begin - time.monotonic() - CUT_LEAD_S)):
+            sleep_until(begin, LINK_SPIN_US)
 
     def _copy(self, job: CopyTask) -> None:
         batch, step = job.batch, job.step
@@ -111,8 +189,22 @@ class LoadLane:
         self._report(job, failure, event)
 
 
-CONVOY_BYTES = 256 << 20
-"""Batches are reported when the call is over. As much as is in flight at once by default."""
+def _is_open(job: CopyTask) -> bool:
+    """Can it move? What was cut off leaves at once, to be given up."""
+    return job.batch.gate <= job.step.frontier or job.step.fenced
+
+
+def _send(job: CopyTask) -> None:
+    job.sent, job.arrives = job.link.send(job.batch.nbytes)
+
+
+FEW_BATCHES = 2
+
+SAMPLE_S, LONGEST_SAMPLE_S = 0.25e-3, 4e-3
+"""How often to look whether the engine has opened a gate; less and less often while it opens none."""
+
+TOLD_BYTES, TOLD_S = 64 << 20, 50e-3
+"""What has ended is told at once where nothing else waits; else when it is so much, or so long ago."""
 
 LINK_SPIN_US = 50
 LINK_LEAD_S = 100e-6

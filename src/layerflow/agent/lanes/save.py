@@ -11,10 +11,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from layerflow.agent.lanes.task import CopyTask, Report, explained, extents_of, joins, together, trace
+from layerflow.agent.lanes.task import (
+    CopyCaps,
+    CopyTask,
+    Report,
+    explained,
+    extents_of,
+    joins,
+    one_call,
+    together,
+    trace,
+)
 from layerflow.agent.step.step import CANCELLED, SAVE, Step
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import use_precise_timers
+from layerflow.ops.copier import CpuCopier
 
 
 class SaveLane:
@@ -27,9 +38,12 @@ class SaveLane:
 
     :param report: called on the lane's thread.
     :param told: called (idle) after some reports. Where the lane is idle, it may be used to pass them on.
+
+    :ivar caps: what one call copies at most.
     """
 
     def __init__(self, report: Report, told: Callable[[bool], None]) -> None:
+        self.caps = CopyCaps()
         self._tell = report
         self._told = told
         self._untold = 0
@@ -114,13 +128,13 @@ class SaveLane:
         for job in self._gated:
             step = job.step
             gate = gates[step] if step in gates else gates.setdefault(step, self._gate(job))
-            if step.computed(job.batch.layer) is not None if gate is None else gate:
+            if _is_written(job) if gate is None else gate:
                 ready.setdefault(step, []).append(job)
             else:
                 waiting.add(step)
         for step, computed in ready.items():
-            jobs = _one_call(computed)
-            if step not in waiting or _is_worth_it(jobs):
+            jobs = one_call(computed, CopyCaps(self.caps.blocks, min(self.caps.nbytes, TOLD_BYTES)))
+            if step not in waiting or _is_worth_it(computed):
                 self._gated = [job for job in self._gated if job not in jobs]
                 return jobs
         return []
@@ -142,7 +156,7 @@ class SaveLane:
     def _move(self, job: CopyTask) -> None:
         batch, step = job.batch, job.step
         done = step.computed(batch.layer)
-        if not step.begin(SAVE):
+        if not step.begin(batch):
             self._report(job, CANCELLED, None)
             return
         event, failure = None, "lane stopped"
@@ -169,18 +183,11 @@ class SaveLane:
             self._report(job, "", event)
 
 
-def _one_call(jobs: Sequence[CopyTask]) -> list[CopyTask]:
-    """The first batch, and those behind it that can share its call."""
-    taken: list[CopyTask] = []
-    nbytes = 0
-    for job in jobs:
-        if taken and not joins(job, taken[0]):
-            break
-        taken.append(job)
-        nbytes += job.batch.nbytes
-        if nbytes >= TOLD_BYTES:
-            break
-    return taken
+def _is_written(job: CopyTask) -> bool:
+    """Is the layer's KV in engine memory, or will the copier wait until it is?"""
+    done = job.step.computed(job.batch.layer)
+    # On the cpu nothing waits for an event but this lane.
+    return done is True or (done is not None and (not isinstance(job.copier, CpuCopier) or done.query()))
 
 
 def _is_worth_it(jobs: Sequence[CopyTask]) -> bool:

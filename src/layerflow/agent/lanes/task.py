@@ -6,9 +6,9 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import structlog
@@ -96,8 +96,38 @@ def joins(job: CopyTask, first: CopyTask) -> bool:
         and job.copier is first.copier
         and isinstance(job.copier, CpuCopier)
         and not job.link.emulated
-        and not job.batch.not_before
     )
+
+
+class CopyCaps(NamedTuple):
+    """What one call copies at most: blocks, each layer's counted, and bytes."""
+
+    blocks: int = 4096
+    nbytes: int = 64 << 20
+
+
+def one_call(jobs: Iterable[CopyTask], caps: CopyCaps, *, one_layer: bool = False) -> list[CopyTask]:
+    """The first batch, and those behind it that can share its call.
+
+    A batch that was granted under larger caps is a call of its own.
+    """
+    taken: list[CopyTask] = []
+    blocks = nbytes = 0
+    for job in jobs:
+        batch = job.batch
+        blocks += batch.hi - batch.lo
+        nbytes += batch.nbytes
+        if taken and not (
+            blocks <= caps.blocks
+            and nbytes <= caps.nbytes
+            and joins(job, taken[0])
+            and not (one_layer and batch.layer != taken[0].batch.layer)
+        ):
+            break
+        taken.append(job)
+        if not joins(job, job):
+            break
+    return taken
 
 
 def together(direction: int, jobs: Sequence[CopyTask], report: Report) -> Sequence[CopyTask]:

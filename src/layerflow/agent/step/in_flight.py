@@ -29,8 +29,7 @@ class CoalescedCopy:
 
     def landed(self, layer: int) -> int:
         """How many of the layer's batches have their bytes in place."""
-        completed_at = self.progress.completed_at
-        return sum(completed_at[position] > 0.0 for position in self._positions.get(layer, ()))
+        return self.progress.landed(self._positions.get(layer, ()))
 
     def halt(self) -> None:
         """No further batch begins; the running one ends."""

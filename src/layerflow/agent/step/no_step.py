@@ -9,6 +9,7 @@ class NoStep:
     """A step with nothing to move: every call returns at once."""
 
     number = -1
+    num_layers = 0
     failed: tuple[FailedBlocks, ...] = ()
 
     def wait_layer(self, layer: int) -> LoadResult:
@@ -19,9 +20,23 @@ class NoStep:
         """Always."""
         return True
 
+    def want_all(self) -> None:
+        """There is nothing to load."""
+
     def wait_all(self) -> LoadResult:
         """Ready."""
         return READY
+
+    def await_layer(self, layer: int) -> LoadResult:
+        """Ready."""
+        return READY
+
+    def await_all(self) -> LoadResult:
+        """Ready."""
+        return READY
+
+    def order(self, layer: int) -> None:
+        """Nothing was copied."""
 
     def wait_loaded(self, timeout_s: float) -> bool:
         """There is nothing to load."""

@@ -53,6 +53,8 @@ class Step:
 
     :ivar announced: the server knows of it, or will before anything that is said of it from now on.
     :ivar cargo: its objects in the pool, where its bytes move past the arena.
+    :ivar frontier: the highest layer whose attention has begun; batches whose gate is not past it can move.
+    :ivar on_wait: called on the engine's thread when it is about to wait for a layer.
     :ivar thread: native id of the thread that opened it: the engine's.
     :ivar saves_spoiled: a save did not end when it was cut off. It has failed, whatever becomes of it.
     """
@@ -82,7 +84,9 @@ class Step:
         "frontier",
         "leases",
         "loads",
+        "num_layers",
         "number",
+        "on_wait",
         "reads",
         "reported",
         "requests",
@@ -127,6 +131,8 @@ class Step:
         self.announced = True
         self.leases: StepLeases | None = None
         self.saves_spoiled = False
+        self.num_layers = len(groups)
+        self.on_wait: Callable[[], None] = _nothing
         self._groups = groups
         self._device = device
         self._attend = attend
@@ -165,23 +171,52 @@ class Step:
             course = self._course
             course.asked_at[layer] = course.waited_at[layer] = monotonic()
             return READY
+        outcome = self._wait(layer)
+        self.order(layer)
+        return outcome
+
+    def await_layer(self, layer: int) -> LoadResult:
+        """As :meth:`wait_layer`, on a thread that is not the engine's: that one calls :meth:`order` afterwards."""
+        self.frontier = layer
         return self._wait(layer)
+
+    def order(self, layer: int) -> None:
+        """On cuda and npu: make the caller's current stream wait for the layer's copies, which have been waited for."""
+        if not self._local:
+            for event in self._arrivals.enqueued(layer):
+                self._device.wait(event)
 
     def is_ready(self, layer: int) -> bool:
         """Would :meth:`wait_layer` return at once?"""
         return self._ready[layer] or self._has_landed(layer)
 
+    def want_all(self) -> None:
+        """All layers are wanted now, however few are to be prefetched: the forward pass begins behind the last one."""
+        if self.frontier < self.num_layers - 1:
+            self.frontier = self.num_layers - 1
+            self.on_wait()
+            self._take_grants()
+
     def wait_all(self) -> LoadResult:
         """All layers at once (bulk loading)."""
+        outcome = self.await_all()
+        for layer in range(self.num_layers):
+            self.order(layer)
+        return outcome
+
+    def await_all(self) -> LoadResult:
+        """As :meth:`wait_all`, on a thread that is not the engine's: that one calls :meth:`order` for each layer."""
+        self.want_all()
         outcome = READY
-        for layer in range(len(self._groups)):
+        for layer in range(self.num_layers):
             outcome = self._wait(layer) if not self._ready[layer] else outcome
         # No layer computes before the last has arrived.
-        self._course.waited_at[:] = [monotonic()] * len(self._groups)
+        self._course.waited_at[:] = [monotonic()] * self.num_layers
         return outcome
 
     def wait_loaded(self, timeout_s: float) -> bool:
         """Have the loads ended, well or not? Then :meth:`wait_all` returns at once. False after `timeout_s`."""
+        self.want_all()
         with self._condition:
             left = min(timeout_s, self.deadline - monotonic())
             return self._condition.wait_for(lambda: not self.loading, left) or monotonic() >= self.deadline
@@ -237,6 +272,11 @@ class Step:
         return bool(self.loads) and not self._arrivals.fenced and not self._arrivals.all_in_place()
 
     @property
+    def all_granted(self) -> bool:
+        """Does no further load batch come?"""
+        return self._arrivals.all_granted()
+
+    @property
     def progress(self) -> tuple[int, int]:
         """What of this step the server still grants by: the frontier while loads are to come, and computed layers."""
         frontier = self.reported[0] if self._arrivals.all_granted() else self.frontier
@@ -258,6 +298,7 @@ class Step:
 
     def _wait(self, layer: int) -> LoadResult:
         began = self._course.asked_at[layer] = monotonic()
+        self.on_wait()
         self._take_grants()
         expired = False
         with self._condition:
@@ -277,9 +318,6 @@ class Step:
                 # What began before a failure was known may still write those blocks; later batches leave them out.
                 self._in_flight.wait_begun(LOAD)
                 self._settle_device()
-        if not self._local:
-            for event in self._arrivals.enqueued(layer):
-                self._device.wait(event)
         ended = self._course.waited_at[layer] = monotonic()
         self.trace.spans.append(Span("wait", layer, began, ended))
         return outcome
@@ -287,10 +325,12 @@ class Step:
     def _has_landed(self, layer: int) -> bool:
         """Are the layer's bytes in place, though the lane that copies more of the step has told nobody yet?"""
         copy = self._in_flight.copy(LOAD)
-        if copy is None or self._arrivals.troubled:
+        if copy is None:
             return False
         # Without the lock. The lane comes in before it ends its batches: while it has not, none of them counts twice.
-        return self._arrivals.in_place(layer, copy.landed(layer)) and self._in_flight.copy(LOAD) is copy
+        # A failure is noted before the layer is sealed, so it is looked for after the seal was seen.
+        in_place = self._arrivals.in_place(layer, copy.landed(layer)) and self._in_flight.copy(LOAD) is copy
+        return in_place and not self._arrivals.troubled
 
     def _take_grants(self) -> None:
         if self.loads and not self._arrivals.all_granted():
@@ -383,12 +423,12 @@ class Step:
 
     # -- lanes ------------------------------------------------------------------------------------
 
-    def begin(self, direction: int) -> bool:
-        """May a batch touch engine memory now? Pair with :meth:`end`."""
+    def begin(self, batch: Batch) -> bool:
+        """May the batch touch engine memory now? Pair with :meth:`end`."""
         with self._condition:
-            if self._arrivals.fenced if direction == LOAD else self.saves_cancelled:
+            if self._arrivals.fenced if batch.direction == LOAD else self.saves_cancelled:
                 return False
-            self._in_flight.begin(direction)
+            self._in_flight.begin(batch.direction)
             return True
 
     def end(self, batch: Batch, failure: str = "", event: DeviceEvent | None = None) -> str:
@@ -488,3 +528,7 @@ class Step:
         for batch, reason in self._in_flight.settle(directions):
             if batch.direction == LOAD:
                 self._arrivals.fail(batch, reason)
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""

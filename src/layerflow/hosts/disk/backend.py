@@ -15,16 +15,27 @@ from typing import Any
 
 import structlog
 
-from layerflow.hosts.backend import Backend, BackendInfo, ObjectLocation, ObjectResult, Unreachable, Unusable
+from layerflow.hosts.backend import (
+    Backend,
+    BackendInfo,
+    IndexEntry,
+    ObjectLocation,
+    ObjectResult,
+    Unreachable,
+    Unusable,
+)
 from layerflow.hosts.disk.folder import Folder
 from layerflow.hosts.disk.index import DiskIndex
 from layerflow.hosts.disk.reads import DiskReads
+from layerflow.hosts.disk.scan import Scan
 from layerflow.hosts.disk.writes import DiskWrites
 from layerflow.memfd import SharedMemory
 
 log = structlog.get_logger(__name__)
 
 DEFAULT_TIMEOUT_MS = 5000
+SCAN_PATIENCE_S = 1.0
+"""What a folder holds is offered from the start if it is read so soon, and later otherwise; new objects are written."""
 
 
 class Disk(Backend):
@@ -38,13 +49,18 @@ class Disk(Backend):
             raise Unusable("the disk tier needs pool.disk.path and a positive pool.disk.capacity")
         self._index = DiskIndex(self._capacity)
         self._folder: Folder | None = None
+        self._scan: Scan | None = None
         self._reads: DiskReads | None = None
         self._writes: DiskWrites | None = None
         self._down = ""
+        self._found: Callable[[Sequence[IndexEntry]], None] = lambda _: None
+
+    def report_found(self, found: Callable[[Sequence[IndexEntry]], None]) -> None:
+        self._found = found
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
+        self._index.tell(gone, self._found)
         self._take(create=True)
-        self._index.tell(gone)
         self._reads = DiskReads(self._index, self._home, arena)
         self._writes = DiskWrites(self._index, self._home, arena)
         _allow_many_files()
@@ -59,7 +75,7 @@ class Disk(Backend):
 
     def check(self) -> None:
         try:
-            if not self._home().same():
+            if (self._scan is not None and self._scan.error) or not self._home().same():
                 self._take(create=False)
         except Unreachable as error:
             self._down = str(error)
@@ -75,6 +91,8 @@ class Disk(Backend):
             return {}
         return {
             "objects": now.objects,
+            "unread_folder": float(self._scan is not None and self._scan.running),
+            "scanned_objects": self._scan.objects if self._scan is not None else 0,
             "used_bytes": now.used_bytes,
             "reserved_bytes": now.reserved_bytes,
             "capacity_bytes": self._capacity,
@@ -86,6 +104,7 @@ class Disk(Backend):
             "evicted_bytes": now.evicted_bytes,
             "full_writes": writes.full,
             "write_errors": writes.errors,
+            "read_errors": reads.errors,
         }
 
     def lookup(self, keys: Sequence[bytes], until: float) -> list[bool]:
@@ -130,28 +149,21 @@ class Disk(Backend):
             self._folder.close()
 
     def _take(self, *, create: bool) -> None:
-        """The folder at this path, and what is in it now."""
-        began = time.monotonic()
-        if self._folder is not None:
-            self._folder.close()
-        folder = Folder.open(self._path, began + self._timeout_s * create, create=create)
+        """Open the folder at this path, and have read what is in it now."""
+        before = self._folder
+        folder = Folder.open(self._path, time.monotonic() + self._timeout_s * create, create=create, before=before)
+        if before is not None:
+            before.close()
         try:
-            victims = self._index.fill(folder.scan())
+            folder.clear_torn()
         except OSError as error:
             folder.close()
             raise Unreachable(f"{self._path} cannot be read: {error.strerror}; see the system's log") from error
-        self._folder = folder
-        for victim in victims:
-            folder.remove(victim)
-        now = self._index.statistics()
-        log.info(
-            "disk_opened",
-            path=str(self._path),
-            objects=now.objects,
-            bytes=now.used_bytes,
-            removed=len(victims),
-            took_s=round(time.monotonic() - began, 3),
-        )
+        self._folder, self._scan = folder, Scan(self._index, folder)
+        if not self._scan.wait(SCAN_PATIENCE_S):
+            log.info("disk_reading", path=str(self._path), objects=self._scan.objects)
+        elif self._scan.error:
+            raise Unreachable(f"{self._path} {self._scan.error}")
 
     def _home(self) -> Folder:
         assert self._folder is not None, "the disk tier is used before it is attached"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -33,6 +34,7 @@ class Folder:
 
     def __init__(self, path: Path, lock: int) -> None:
         self._lock = lock
+        self.path = path
         self._root = path / FORMAT
         self._new = f"{self._root}/new"
         for name in ("", "new", *(f"{shard:02x}" for shard in range(SHARDS))):
@@ -40,9 +42,10 @@ class Folder:
         self._identity = _identity(self._root)
 
     @classmethod
-    def open(cls, path: Path, until: float, *, create: bool) -> Folder:
+    def open(cls, path: Path, until: float, *, create: bool, before: Folder | None = None) -> Folder:
         """Take it, waiting until then for another process to leave it.
 
+        :param before: the one that this process had at this path. Its lock passes to this one where it is the same.
         :param create: make the last part of `path` if it is missing. What it lies in must exist: it may be a mount.
         :raises Unreachable: it is not there, or nothing can be written to it.
         :raises Unusable: another server uses it, or it is no folder.
@@ -52,7 +55,11 @@ class Folder:
             if create and not path.exists():
                 path.mkdir(mode=0o700)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            _take(lock, path, until)
+            if before is not None and before.holds(lock):
+                os.close(lock)
+                lock, before._lock = before._lock, -1
+            else:
+                _take(lock, path, until)
             folder, lock = cls(path, lock), -1
             return folder
         except NotADirectoryError as error:
@@ -65,6 +72,10 @@ class Folder:
             if lock >= 0:
                 os.close(lock)
 
+    def holds(self, lock: int) -> bool:
+        """Whether this descriptor is of the file by which the folder is held."""
+        return self._lock >= 0 and os.path.sameopenfile(lock, self._lock)
+
     def close(self) -> None:
         """Let others have it."""
         if self._lock >= 0:
@@ -73,15 +84,29 @@ class Folder:
 
     # Looking -------------------------------------------------------------------------------------
 
-    def scan(self) -> list[StoredFile]:
-        """Every complete object, oldest first. Files that a crash tore are removed; no payload is read."""
+    def clear_torn(self) -> None:
+        """Remove what a crash left half written. Before the first :meth:`create`."""
         for entry in os.scandir(self._new):
             os.unlink(entry.path)
+
+    def scan(self, progress: Callable[[int, int], None]) -> list[StoredFile]:
+        """Every complete object, oldest first. No payload is read, but each file's size is: minutes on a cold disk.
+
+        Files may be created, published and removed meanwhile. A file of a wrong size is removed, and the older of two
+        files of one key.
+
+        :param progress: told the objects and their bytes of the disk that a shard had, after each; may raise.
+        """
         found: dict[bytes, tuple[int, StoredFile]] = {}
         for shard in range(SHARDS):
+            before, nbytes = len(found), 0
             with os.scandir(f"{self._root}/{shard:02x}") as entries:
                 for entry in entries:
-                    stored, status = parse_name(entry.name), entry.stat(follow_symlinks=False)
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:  # removed since its shard was listed
+                        continue
+                    stored = parse_name(entry.name)
                     if stored is None or stored.key[0] != shard or status.st_size != stored.nbytes:
                         log.warning("disk_file_removed", file=entry.path, bytes=status.st_size, reason="not whole")
                         os.unlink(entry.path)
@@ -92,15 +117,17 @@ class Folder:
                         log.warning("disk_file_removed", file=other[1].name, reason="a newer one has its key")
                         self.remove(other[1])
                     found[stored.key] = age
+                    nbytes += stored.room
+            progress(len(found) - before, nbytes)
         return [stored for _, stored in sorted(found.values(), key=_moment)]
 
     def same(self) -> bool:
-        """Whether this is still the folder that was opened, and not an empty mount point or a new one.
+        """Whether this is still the folder that was opened and is held, and not an empty mount point or a new one.
 
         :raises Unreachable: there is none, or nothing can be written to it.
         """
         try:
-            same = _identity(self._root) == self._identity
+            same = self._lock >= 0 and _identity(self._root) == self._identity
         except FileNotFoundError:
             return False
         except OSError as error:

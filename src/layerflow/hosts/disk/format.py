@@ -29,13 +29,14 @@ _NAME = re.compile(r"([0-9a-f]{48})\.(\d{1,9})x(\d{1,15})\.(\d{1,10})\.(\d{1,10}
 class StoredFile(Item):
     """A complete object on disk. Pins and the eviction order belong to the index that it is in."""
 
-    __slots__ = ("blocks", "layer_bytes", "layers", "name", "parent", "pins", "tokens")
+    __slots__ = ("blocks", "doubtful", "layer_bytes", "layers", "name", "parent", "pins", "tokens")
 
     def __init__(self, key: bytes, layers: int, layer_bytes: int, blocks: int, tokens: int, parent: bytes) -> None:
         super().__init__(key, room_of(layers, layer_bytes))
         self.layers, self.layer_bytes = layers, layer_bytes
         self.blocks, self.tokens, self.parent = blocks, tokens, parent
         self.pins = 0  #: fetches that have it open
+        self.doubtful = False  #: the system failed to read it: a new write of its key replaces it
         tail = f".{parent.hex()}" if parent else ""
         self.name = f"{key.hex()}.{layers}x{layer_bytes}.{blocks}.{tokens}{tail}"
 

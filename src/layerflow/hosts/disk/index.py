@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from layerflow.errors import PoolError
 from layerflow.hosts.backend import IndexEntry, ObjectLocation, ObjectStatus
 from layerflow.hosts.disk.format import StoredFile
 from layerflow.pool.eviction import S3Fifo
@@ -24,44 +25,98 @@ class IndexStatistics:
     evicted_bytes: int
 
 
+@dataclass(slots=True, eq=False)
+class Reading:
+    """What is known while the folder is read.
+
+    :param nbytes: of files that are found and not in the index yet.
+    :param departed: names that have left the index meanwhile, which the reading may still find.
+    :param written: objects that were published meanwhile.
+    """
+
+    nbytes: int = 0
+    departed: set[str] = field(default_factory=set)
+    written: list[StoredFile] = field(default_factory=list)
+
+
 class DiskIndex:
     """:param capacity: most bytes of the disk that files may take, those being written included."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._gone: Callable[[Sequence[bytes]], None] = lambda _: None
+        self._found: Callable[[Sequence[IndexEntry]], None] = lambda _: None
         self.lock = threading.RLock()
         self._held: dict[bytes, StoredFile] = {}
         self._reserved: dict[bytes, int] = {}
         self._policy: S3Fifo[StoredFile] = S3Fifo()
         self._used = self._pinned = 0
+        self._reading: Reading | None = None
         self._evictions = self._evicted_bytes = 0
 
-    def tell(self, gone: Callable[[Sequence[bytes]], None]) -> None:
-        """Who hears of keys that left."""
-        self._gone = gone
+    def tell(self, gone: Callable[[Sequence[bytes]], None], found: Callable[[Sequence[IndexEntry]], None]) -> None:
+        """Who hears, under the lock, of keys that left and of objects that a reading found."""
+        self._gone, self._found = gone, found
 
-    def fill(self, found: Iterable[StoredFile]) -> list[StoredFile]:
-        """Start anew with what is on disk, oldest first.
+    # The folder is read, while objects are written to it and removed from it ----------------------
 
-        :returns: what must be removed because there is more of it than capacity.
-        """
+    def clear(self) -> Reading:
+        """Forget everything: the folder is read anew, and what an earlier reading finds is ignored."""
         with self.lock:
-            before = set(self._held)
+            lost = list(self._held)
             self._held, self._policy = {}, S3Fifo()
             self._used = self._pinned = 0
+            self._reading = Reading()
+            if lost:
+                self._gone(lost)
+            return self._reading
+
+    def count(self, reading: Reading, nbytes: int) -> bool:
+        """Files were found that take so much of the disk. False: another reading has begun."""
+        with self.lock:
+            reading.nbytes += nbytes
+            return reading is self._reading
+
+    def fill(self, reading: Reading, found: Iterable[StoredFile]) -> list[StoredFile]:
+        """What the folder holds, oldest first.
+
+        :returns: what must be removed because a newer file has its key. More may be held than capacity now.
+        """
+        new: list[StoredFile] = []
+        outdated: list[StoredFile] = []
+        with self.lock:
+            if reading is not self._reading:
+                return []
             for stored in found:
-                self._held[stored.key] = stored
-                self._policy.admit(stored)
-                self._used += stored.room
-            victims = self._evict(self._used + self.reserved_bytes - self.capacity)
-            if lost := before - set(self._held):
-                self._gone(list(lost))
-            return victims
+                reading.nbytes -= stored.room
+                held = self._held.get(stored.key)
+                if held is not None:
+                    outdated += [stored] if stored.name != held.name else []
+                elif stored.name not in reading.departed:
+                    self._admit(stored)
+                    new.append(stored)
+            self._found([entry_of(stored) for stored in new])
+        return outdated
+
+    def filled(self, reading: Reading) -> None:
+        """That was all: what was written meanwhile is younger."""
+        with self.lock:
+            if reading is not self._reading:
+                return
+            self._reading = None
+            for stored in reading.written:
+                if self._held.get(stored.key) is stored and not stored.pins:
+                    self._policy.park(stored)
+                    self._policy.unpark(stored)
+
+    def shrink_to_capacity(self, most: int) -> list[StoredFile]:
+        """Evict what is too much, at most so many objects; they must be removed."""
+        with self.lock:
+            return self._evict(self._used + self.reserved_bytes - self.capacity, most)
 
     def entries(self) -> list[IndexEntry]:
         with self.lock:
-            return [IndexEntry(each.key, each.blocks, each.tokens, each.parent) for each in self._held.values()]
+            return [entry_of(stored) for stored in self._held.values()]
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         with self.lock:
@@ -98,13 +153,14 @@ class DiskIndex:
             stored = self._held.get(key)
             if stored is None or (only is not None and stored is not only):
                 return None
-            if stored.pins:
-                self._pinned -= stored.room
-            else:
-                self._policy.park(stored)
-            self._left(stored)
+            self._take_out(stored)
             self._gone([key])
             return stored
+
+    def doubt(self, stored: StoredFile) -> None:
+        """The system failed to read it. It stays, but a writer of its key is not told that it exists."""
+        with self.lock:
+            stored.doubtful = True
 
     # Writing -------------------------------------------------------------------------------------
 
@@ -115,12 +171,14 @@ class DiskIndex:
         :returns: OK, EXISTS, FULL or TOO_LARGE; and what must be removed first.
         """
         with self.lock:
-            if stored.key in self._held or stored.key in self._reserved:
+            held = self._held.get(stored.key)
+            if (held is not None and not held.doubtful) or stored.key in self._reserved:
                 return ObjectStatus.EXISTS, []
             if stored.room > self.capacity:
                 return ObjectStatus.TOO_LARGE, []
             wanted = self.reserved_bytes + stored.room
-            short = max(self._used + wanted - self.capacity, wanted - free)
+            found = self._reading.nbytes if self._reading is not None else 0
+            short = max(self._used + found + wanted - self.capacity, wanted - free)
             if short > self._used - self._pinned:
                 return ObjectStatus.FULL, []
             victims = self._evict(short)
@@ -137,14 +195,20 @@ class DiskIndex:
         with self.lock:
             self._reserved.pop(stored.key, None)
 
-    def publish(self, stored: StoredFile) -> None:
-        """Its file is in place: make it visible."""
+    def publish(self, stored: StoredFile) -> StoredFile | None:
+        """Its file is in place: make it visible.
+
+        :returns: what had its key until now: a doubtful object, or one that was found while this one was written.
+        """
         with self.lock:
             self._reserved.pop(stored.key, None)
-            if stored.key not in self._held:  # as it is where the folder was read anew just now
-                self._held[stored.key] = stored
-                self._used += stored.room
-                self._policy.admit(stored)
+            replaced = self._held.get(stored.key)
+            if replaced is not None:
+                self._take_out(replaced)
+            self._admit(stored)
+            if self._reading is not None:
+                self._reading.written.append(stored)
+            return replaced
 
     # Looking -------------------------------------------------------------------------------------
 
@@ -159,9 +223,19 @@ class DiskIndex:
                 len(self._held), self._used, self.reserved_bytes, self._evictions, self._evicted_bytes
             )
 
-    def _evict(self, nbytes: int) -> list[StoredFile]:
+    def validate(self) -> None:
+        """:raises PoolError: the books do not add up."""
+        with self.lock:
+            self._policy.validate()
+            used = sum(stored.room for stored in self._held.values())
+            pinned = sum(stored.room for stored in self._held.values() if stored.pins)
+            evictable = len(self._held) - sum(stored.pins > 0 for stored in self._held.values())
+            if (used, pinned, evictable) != (self._used, self._pinned, len(self._policy)):
+                raise PoolError(f"the disk's index miscounts: {(used, pinned, evictable)} by its objects")
+
+    def _evict(self, nbytes: int, most: int | None = None) -> list[StoredFile]:
         victims: list[StoredFile] = []
-        while nbytes > 0 and (stored := self._policy.victim()) is not None:
+        while nbytes > 0 and len(victims) != most and (stored := self._policy.victim()) is not None:
             nbytes -= stored.room
             self._left(stored)
             self._evictions += 1
@@ -171,6 +245,26 @@ class DiskIndex:
             self._gone([stored.key for stored in victims])
         return victims
 
+    def _admit(self, stored: StoredFile) -> None:
+        self._held[stored.key] = stored
+        self._used += stored.room
+        self._policy.admit(stored)
+
+    def _take_out(self, stored: StoredFile) -> None:
+        """An object that leaves by other ways than eviction; it may be open."""
+        if stored.pins:
+            self._pinned -= stored.room
+        else:
+            self._policy.park(stored)
+        self._left(stored)
+
     def _left(self, stored: StoredFile) -> None:
         del self._held[stored.key]
         self._used -= stored.room
+        if self._reading is not None:
+            self._reading.departed.add(stored.name)
+
+
+def entry_of(stored: StoredFile) -> IndexEntry:
+    """As the server is told of it."""
+    return IndexEntry(stored.key, stored.blocks, stored.tokens, stored.parent)

@@ -41,7 +41,7 @@ class DiskReads:
     def __init__(self, index: DiskIndex, folder: Callable[[], Folder], arena: SharedMemory) -> None:
         self._index, self._folder, self._view = index, folder, arena.view
         self._open: dict[tuple[bytes, int], Reading] = {}
-        self.read_bytes = self.corrupt = 0
+        self.read_bytes = self.corrupt = self.errors = 0
 
     def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         return [_LATE if time.monotonic() >= until else self._open_one(place) for place in places]
@@ -135,10 +135,9 @@ class DiskReads:
         if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
             self._forget(stored)
             return _GONE
-        reason = f"cannot be read: {error.strerror}"
-        if error.errno in (errno.EIO, errno.EBADMSG, errno.EUCLEAN):
-            return self._broken(stored, reason)
-        return ObjectResult(ObjectStatus.FAILED, reason)
+        self.errors += 1
+        self._index.doubt(stored)  # the error may pass: the file stays until another write of its key replaces it
+        return ObjectResult(ObjectStatus.FAILED, f"cannot be read: {error.strerror}")
 
     def _forget(self, stored: StoredFile) -> None:
         with self._index.lock:  # so that nobody publishes the key again in between

@@ -54,7 +54,14 @@ class DiskWrites:
         return [_LATE if time.monotonic() >= until else self._write_one(place, lo, hi) for place in places]
 
     def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
-        return [_LATE if time.monotonic() >= until else self._commit_one(place) for place in places]
+        results = []
+        for place in places:
+            if time.monotonic() >= until:  # a failed commit is the last call for its object
+                self.revoke([place])
+                results.append(_LATE)
+            else:
+                results.append(self._commit_one(place))
+        return results
 
     def revoke(self, places: Sequence[ObjectLocation]) -> None:
         for place in places:
@@ -121,10 +128,13 @@ class DiskWrites:
             _write_from(writing.fd, memoryview(end), stored.nbytes - len(end))
             fd, writing.fd = writing.fd, -1
             os.close(fd)  # some file systems say only now that a write failed
-            self._folder().publish(stored)
+            with self._index.lock:  # so that nobody removes the new file in place of the one that had its name
+                self._folder().publish(stored)
+                replaced = self._index.publish(stored)
+                if replaced is not None and replaced.name != stored.name:
+                    self._folder().remove(replaced)
         except OSError as error:
             return self._failed(writing, error)
-        self._index.publish(stored)
         del self._open[place.key]
         return OK
 

@@ -24,6 +24,8 @@ from layerflow.wire.host_messages import STOP_S, Down, Ping, Pong, Start, Stop, 
 PING_S = 0.5
 KILL_S = STOP_S + 1.0
 """A host that was told to stop counts by itself, from when it hears of it, and cannot while a library holds its GIL."""
+DEATH_S = 5.0
+"""SIGKILL works at once, but for a process in an uninterruptible call (a disk or driver that does not answer)."""
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 5.0
 """Before the next start of a host that never got up; doubling from the first."""
@@ -42,6 +44,9 @@ class HostListener(Protocol):
 
     def host_said(self, message: ToServer) -> None:
         """A message, in order."""
+
+    def host_stuck(self, why: str) -> None:
+        """The process was killed and does not die: what it was given of the arena stays its own until ``host_lost``."""
 
     def host_lost(self, why: str) -> None:
         """The process is dead and reaped: nothing of it can touch the arena any more. Once for each process."""
@@ -100,6 +105,7 @@ class HostProcess:
         self._unanswered_s = 0.0
         self._answered = True
         self._been_up = self._unusable = self._closing = False
+        self._undead = False
         self._gone: asyncio.Event | None = None
 
     def start(self) -> None:
@@ -115,21 +121,43 @@ class HostProcess:
         """SIGKILL; ``host_lost(why)`` follows, then a new process."""
         if self._child is not None:
             self._child.kill(why)
+            if "death" not in self._timers:
+                self._later("death", DEATH_S, self._stuck)
 
-    async def close(self) -> None:
-        """Stop it, or kill it after :data:`KILL_S`. It is dead and reaped when this returns."""
+    async def close(self) -> bool:
+        """Stop it, or kill it after :data:`KILL_S`.
+
+        :returns: whether it is dead and reaped. False: killed, and alive :data:`DEATH_S` later. It keeps its mapping
+            of the arena until it dies, and the memory is given to no other process before.
+        """
         self._closing = True
-        for timer in self._timers.values():
-            timer.cancel()
-        if self._child is not None:
+        for name, timer in self._timers.items():
+            if name != "death":
+                timer.cancel()
+        if self._child is not None and not self._undead:
             if self._gone is None:
                 self._gone = asyncio.Event()
                 self.send(Stop())
                 self._later("stop", KILL_S, self.kill, "it did not stop when told to")
             await self._gone.wait()
-            self._timers["stop"].cancel()
+            if stop := self._timers.get("stop"):
+                stop.cancel()
         self._throttle.close()
+        if self._child is not None:
+            return False
         self.state = replace(self.state, state="stopped", reason="", pid=0, up_since=0.0)
+        return True
+
+    def _stuck(self) -> None:
+        if self._child is None:
+            return
+        self._undead = True
+        why = f"process {self._child.pid} was killed {DEATH_S:g} s ago and does not die: see the system's log"
+        log.error("host_stuck", backend=self._backend, pid=self._child.pid, reason=why)
+        self.state = replace(self.state, state="down", reason=why, up_since=0.0)
+        self._listener.host_stuck(why)
+        if self._gone is not None:
+            self._gone.set()
 
     def _spawn(self) -> None:
         self._been_up = self._unusable = False
@@ -205,7 +233,9 @@ class HostProcess:
             log.exception("host_message_failed", backend=self._backend, kind=type(message).__name__, error=str(error))
 
     def _died(self, why: str) -> None:
-        self._child = None
+        self._child, self._undead = None, False
+        if death := self._timers.pop("death", None):
+            death.cancel()
         self.statistics = {}
         if self._unusable:
             why = self.state.reason

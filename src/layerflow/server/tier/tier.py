@@ -126,9 +126,9 @@ class Tier:
         """Until everything that steps have committed is written."""
         await self._writes.idle()
 
-    async def close(self) -> None:
-        """Stop the host; when this returns nothing of it can touch the arena."""
-        await self._host.close()
+    async def close(self) -> bool:
+        """Stop the host. True: nothing of it can touch the arena any more; see :meth:`HostProcess.close`."""
+        return await self._host.close()
 
     # Lookups -------------------------------------------------------------------------------------
 
@@ -265,6 +265,10 @@ class Tier:
                 self._lower(message.reason)
             case Pong():
                 pass
+
+    def host_stuck(self, why: str) -> None:
+        """The host was killed and does not die: what it was given of the arena is given to no other until it does."""
+        self._lower(why)
 
     def host_lost(self, why: str) -> None:
         """The host is dead and will be started anew."""

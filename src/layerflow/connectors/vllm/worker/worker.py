@@ -22,6 +22,7 @@ from layerflow.connectors.vllm.worker.deferred import Deferred
 from layerflow.connectors.vllm.worker.figures import StepTally
 from layerflow.connectors.vllm.worker.stats import TransferStats
 from layerflow.connectors.vllm.worker.stored import StoredChunks
+from layerflow.device.base import DeviceEvent
 
 RECLAIM_S = 0.2
 """How long saves that still read recycled blocks may go on before they are given up."""
@@ -58,6 +59,7 @@ class WorkerSide:
         self._hooked = False
         self._late = False
         self._put_off: StepPlan | None = None
+        self._computed_at: DeviceEvent | None = None
         self._step: Step | NoStep | None = None
         self._tails: Step | NoStep | None = None
         self._background: dict[str, Step | NoStep] = {}
@@ -108,7 +110,9 @@ class WorkerSide:
         if self._step is not None and self._early:
             self._step.begin_loads(BEGIN_S)
         for request, parts in plan.background.items():
-            self._background[request] = self._remember(self._agent.open_descriptors(parts, []), (request,))
+            step = self._agent.open_descriptors(parts, [])
+            step.want_all()
+            self._background[request] = self._remember(step, (request,))
         self._leaving.update(plan.leaving)
         return not (plan.idle or self._late)
 
@@ -142,6 +146,7 @@ class WorkerSide:
         plan, late, self._late = self._plan, self._late, False
         if plan is not None and late and not crashed:
             self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
+            self._computed_at = self._agent.record()  # here: only this thread's stream is the one that computes
             self._owed[plan.number] = self._put_off = plan
         step, self._step = self._step, None
         tails, self._tails = self._tails, None
@@ -226,7 +231,7 @@ class WorkerSide:
     def _hand_over(self, plan: StepPlan) -> None:
         """The saves of the short pass before this step: its answer has left."""
         self._put_off = None
-        self._deferred.put(functools.partial(self._save_late, plan))
+        self._deferred.put(functools.partial(self._save_late, plan, self._computed_at))
 
     def _is_short(self, plan: StepPlan) -> bool:
         """Is the forward pass so short that its saves had better begin behind it, without hooks and messages in it?"""
@@ -263,22 +268,22 @@ class WorkerSide:
             self._loads_of[step.number] = loading
         return step
 
-    def _save_late(self, plan: StepPlan) -> None:
+    def _save_late(self, plan: StepPlan, computed: DeviceEvent | None) -> None:
         """On the deferred thread, or where the engine's is about to reuse blocks."""
         try:
             step = self._agent.open_descriptors([], plan.saves.parts)
             self._late_steps.append(step)
-            self._mark_done(step)
+            self._mark_done(step, computed)
             step.close()
         finally:
             # Last: from here on the agent knows of these saves, or there are none and their blocks may go.
             del self._owed[plan.number]
 
-    def _mark_done(self, step: Step | NoStep) -> None:
+    def _mark_done(self, step: Step | NoStep, event: DeviceEvent | None = None) -> None:
         if isinstance(step, Step):
             for number in range(self._layout.spec.num_layers):
                 if step.computed(number) is None:
-                    step.layer_done(number)
+                    step.layer_done(number, event)
 
     def _check(self, step: Step | NoStep, outcome: LoadResult) -> None:
         """A failed load: tell vLLM which blocks to compute, and publish nothing that was computed from them."""

@@ -1,0 +1,214 @@
+"""A folder that takes long to read: the host answers, objects come and go meanwhile, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from backends.backend_contract import ARENA, OK, load, save, soon
+
+from hosts import slow_disk
+from hosts.bench import PATIENCE_S, Thing
+from hosts.disk_bench import DiskBench, files
+from hosts.served import Served
+from layerflow.hosts.disk import backend as disk
+from layerflow.hosts.disk.backend import Disk
+from layerflow.hosts.disk.folder import Folder
+from layerflow.wire.host_messages import Fetch, Fetched, Finish, Indexed, Up, Write, Written
+
+
+class Gate:
+    """Stops every reading of a folder after half of its shards."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.go.set()
+        real = os.scandir
+
+        def scandir(path):
+            if str(path).endswith("/80"):
+                self.reached.set()
+                assert self.go.wait(PATIENCE_S)
+            return real(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+
+    def shut(self) -> None:
+        self.go.clear()
+        self.reached.clear()
+
+    def arrive(self) -> None:
+        assert self.reached.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk, "SCAN_PATIENCE_S", 0)
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.go.set()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, gate: Gate):
+    bench = DiskBench(tmp_path / "tier")
+    scanned(bench.first.backend)
+    yield bench
+    gate.go.set()
+    bench.close()
+
+
+def scanned(backend: Disk) -> None:
+    assert backend._scan is not None
+    assert backend._scan.wait(PATIENCE_S)
+
+
+def agrees(bench: DiskBench, things: list) -> None:
+    """The index, the files and what the server was told are these objects, and all can be read."""
+    backend = bench.first.backend
+    assert isinstance(backend, Disk)
+    assert {entry.key for entry in backend._index.entries()} == {thing.key for thing in things}
+    assert bench.known == {thing.key: (thing.blocks, thing.tokens) for thing in things}
+    assert len(files(bench.path)) == len(things)
+    on_disk = sum(os.stat(name).st_blocks * 512 for name in files(bench.path))
+    figures = backend.statistics()
+    assert on_disk <= figures["used_bytes"] <= bench.capacity
+    assert (figures["reserved_bytes"], figures["unread_folder"]) == (0, 0)
+    for thing in things:
+        [(outcome, data)] = load(bench, bench.first, [thing], ARENA // 2)
+        assert outcome == OK
+        assert np.array_equal(data, thing.bytes)
+    backend._index.validate()
+
+
+def reread(bench: DiskBench, gate: Gate) -> None:
+    """A new process on the folder, half of which it has read."""
+    gate.shut()
+    bench.restart()
+    gate.arrive()
+
+
+def test_writes_while_the_folder_is_read(bench, gate):
+    old = [bench.thing(number) for number in range(40)]
+    assert save(bench, bench.first, old) == [OK] * 40
+    reread(bench, gate)
+    new = [bench.thing(("new", number)) for number in range(40)]
+    assert save(bench, bench.first, new) == [OK] * 40
+    same = old[:10]  # not known yet to be there
+    others = [bench.thing(number, tokens=99) for number in range(10, 20)]  # of another name
+    assert save(bench, bench.first, [*same, *others]) == [OK] * 20
+    assert bench.first.backend.statistics()["unread_folder"] == 1
+    gate.go.set()
+    scanned(bench.first.backend)
+    agrees(bench, [*same, *others, *old[20:], *new])
+
+
+def test_what_goes_while_the_folder_is_read_does_not_come_back(bench, gate):
+    old = [bench.thing(number) for number in range(20)]
+    assert save(bench, bench.first, old) == [OK] * 20
+    reread(bench, gate)
+    assert save(bench, bench.first, old) == [OK] * 20
+    bench.first.backend.hide([thing.key for thing in old[:10]])
+    gate.go.set()
+    scanned(bench.first.backend)
+    agrees(bench, old[10:])
+
+
+def test_a_file_listed_before_it_was_evicted(bench, gate):
+    """Its name is among those found, its file is gone."""
+    index, one = bench.first.backend._index, bench.thing("one")
+    reading = index.clear()
+    assert save(bench, bench.first, [one]) == [OK]
+    [stored] = index._held.values()
+    bench.first.backend.hide([one.key])
+    assert index.fill(reading, [stored]) == []
+    index.filled(reading)
+    agrees(bench, [])
+
+
+def test_room_is_kept_while_the_folder_is_read(bench, gate):
+    """What was found counts before it is offered; and the oldest go, not what was written meanwhile."""
+    old = [bench.thing(number, blocks=60) for number in range(18)]
+    for at, thing in enumerate(old):
+        assert save(bench, bench.first, [thing]) == [OK]
+        [name] = [name for name in files(bench.path) if thing.key.hex() in name]
+        os.utime(name, ns=(at, at))
+    reread(bench, gate)
+    new = [bench.thing(("new", number), blocks=60) for number in range(8)]
+    written = [thing for thing in new if save(bench, bench.first, [thing]) == [OK]]
+    assert written
+    gate.go.set()
+    scanned(bench.first.backend)
+    here = [thing for thing in old if bench.first.backend.lookup([thing.key], soon()) == [True]]
+    assert bench.first.backend.lookup([thing.key for thing in written], soon()) == [True] * len(written)
+    assert here == old[len(old) - len(here) :]
+    agrees(bench, [*here, *written])
+
+
+def test_a_reading_that_another_one_replaces(bench, gate, tmp_path):
+    old, new = bench.thing("old"), bench.thing("new")
+    assert save(bench, bench.first, [old]) == [OK]
+    reread(bench, gate)
+    first = bench.first.backend._scan
+    os.rename(bench.path, tmp_path / "away")
+    bench.path.mkdir()
+    bench.first.backend.check()
+    assert save(bench, bench.first, [new]) == [OK]
+    gate.go.set()
+    assert first.wait(PATIENCE_S)
+    scanned(bench.first.backend)
+    agrees(bench, [new])
+
+
+def test_a_folder_that_fails_while_it_is_read_is_read_again(bench, gate, monkeypatch):
+    one = bench.thing("one")
+    assert save(bench, bench.first, [one]) == [OK]
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "scan", lambda folder, progress: os.stat(tmp_missing(folder)))
+        bench.restart()
+        scanned(bench.first.backend)
+    assert bench.known == {}
+    bench.first.backend.check()
+    scanned(bench.first.backend)
+    agrees(bench, [one])
+
+
+def tmp_missing(folder: Folder) -> Path:
+    return folder.path / "missing"
+
+
+@pytest.mark.usefixtures("fake_on_path")
+async def test_the_host_answers_and_writes_while_the_folder_is_read(tmp_path: Path) -> None:
+    path, gate = tmp_path / "tier", tmp_path / "gate"
+    os.mkfifo(gate)
+    old, new = Thing(101, 2, 3, 4096), Thing(201, 2, 3, 4096, at=200_000)
+    async with Served(backend="disk", path=str(path), capacity=1 << 20) as it:
+        await it.hear(Up)
+        await it.hear(Indexed)
+        await write(it, 1, old)
+    async with Served(backend=slow_disk.NAME, path=str(path), capacity=1 << 20, gate=str(gate)) as it:
+        await it.answer()
+        assert (await it.hear(Up)).indexed
+        assert (await it.hear(Indexed)) == Indexed(b"", b"", b"")
+        await write(it, 1, new)
+        while not it.host.statistics.get("unread_folder"):
+            await it.answer()
+        gate.write_bytes(b"\0")
+        held = await it.hear(Indexed)
+        assert {held.keys[:24], held.keys[24:]} == set(old.keys)
+        for number, thing in enumerate((old, new), 2):
+            thing.wipe(it.arena)
+            it.host.send(Fetch(number, thing.said(), 10_000))
+            while not (await it.hear(Fetched)).ended:
+                pass
+            assert thing.intact(it.arena) == [True, True]
+
+
+async def write(it: Served, number: int, thing: Thing) -> None:
+    thing.fill(it.arena)
+    it.host.send(Write(number, thing.said(), 3, 10_000))
+    it.host.send(Finish(number))
+    assert await it.hear() == Written(number)
