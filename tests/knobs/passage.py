@@ -59,12 +59,14 @@ class Passage:
     """See the module.
 
     :ivar messages: of the load's step, from its opening until nothing of it is left.
+    :ivar kinds: the same by kind.
     :ivar calls: every copy of the load's lanes.
     """
 
     def __init__(self, server: EmbeddedServer, worker: KnownWorker, source: str) -> None:
         self._server, self._worker, self._source = server, worker, source
         self.messages = 0
+        self.kinds: dict[str, int] = {}
         self.calls = Calls()
 
     def save(self, tokens: int = TOKENS) -> Run:
@@ -84,6 +86,7 @@ class Passage:
             wrong = getattr(self, way)(run)
             assert self._worker.agent.wait_idle(run.name, PATIENCE_S), "the load's step never ended"
         self.messages = messages.total()
+        self.kinds = dict(messages)
         assert wrong == 0, f"{wrong} wrong bytes in a hit of {run.hit.tokens} tokens"
         self._worker.retire(run)
         return run

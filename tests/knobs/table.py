@@ -7,16 +7,17 @@ from typing import Any
 Combination = dict[str, Any]
 
 WAYS = ("wait_layer", "wait_all", "background", "inside_block")
-"""How the engine waits: layer by layer; for all at once; not at all, until the load is there; and layer by layer for the
-whole blocks of a hit that ends inside a block, whose last block is waited for before the pass."""
+"""How the engine waits: layer by layer; for all at once; not at all, until the load is there; and layer by layer for
+the whole blocks of a hit that ends inside a block, whose last block is waited for before the pass."""
 SHAPES = ("gqa", "mla", "hybrid")
 SOURCES = ("arena", "tier")
 
 KNOBS: dict[str, tuple[Any, ...]] = {
     "transfer.prefetch_layers": (1, 0, 64),
-    "transfer.max_transfer_blocks": (1, 4096, 1 << 24),
+    "transfer.max_transfer_blocks": (8, 4096, 1 << 24),
     "transfer.max_transfer_bytes": ("4KiB", "64MiB", "1GiB"),
-    "transfer.max_inflight_bytes": ("64KiB", "256MiB", "4GiB"),
+    # Under a budget smaller than a load each refill is a message: see test_the_least_that_is_allowed.
+    "transfer.max_inflight_bytes": ("256KiB", "256MiB", "4GiB"),
     "transfer.save_backlog_bytes": ("1MiB", "4GiB", "1TiB"),
     "transfer.h2d_stagger_us": (1, 0, 500),
     "transfer.step_timeout_ms": (3000, 5000, 86_400_000),
@@ -34,6 +35,9 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "pool.host_timeout_ms": (1000, 5000, 86_400_000),
 }
 
+LINK = ("pool.link_gbps", "pool.link_latency_us")
+"""These stand for the machine: what a load costs by default is measured over the same link."""
+
 NOT_ABOUT_TRANSFERS = {
     "pool.backend": "which store, not how bytes move; each has the contract suite",
     "pool.size": "how much fits",
@@ -45,7 +49,7 @@ def fits(values: list[Any]) -> bool:
     """Whether the settings accept a combination, given in the order of :data:`AXES`, perhaps cut short."""
     chosen = dict(zip(AXES, values, strict=False))
     # max_inflight_bytes is at least twice max_transfer_bytes, or the settings are refused.
-    allowed = {"64KiB": {"4KiB"}, "256MiB": {"4KiB", "64MiB"}}
+    allowed = {"256KiB": {"4KiB"}, "256MiB": {"4KiB", "64MiB"}}
     inflight = chosen.get("transfer.max_inflight_bytes")
     each = chosen.get("transfer.max_transfer_bytes")
     return inflight not in allowed or each is None or each in allowed[inflight]

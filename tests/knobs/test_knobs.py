@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 import pytest
 from allpairspy import AllPairs
 from e2e.known import KnownWorker, eventually
-
 from knobs.passage import BLOCK, Passage, spec_of
-from knobs.table import AXES, KNOBS, NOT_ABOUT_TRANSFERS, SHAPES, SOURCES, WAYS, Combination, fits
+from knobs.table import AXES, KNOBS, LINK, NOT_ABOUT_TRANSFERS, SHAPES, SOURCES, WAYS, Combination, fits
+
 from layerflow.config.settings import Settings, reference
 from layerflow.server import EmbeddedServer
-
-DEFAULTS: Combination = {}
 
 
 def pairs() -> list[Combination]:
@@ -44,10 +41,10 @@ def passage(combination: Combination, folder: Path) -> Iterator[tuple[Passage, E
             yield Passage(server, worker, combination["source"]), server
 
 
-@functools.cache
-def messages_by_default(way: str, shape: str, source: str, folder: Path) -> int:
-    """What a load needs under default settings: the most of three."""
-    with passage({"way": way, "shape": shape, "source": source}, folder) as (run, _):
+def messages_by_default(way: str, shape: str, source: str, link: tuple[float, int], folder: Path) -> int:
+    """What a load needs under default settings over the same link: the most of three."""
+    defaults = {"way": way, "shape": shape, "source": source, **dict(zip(LINK, link, strict=True))}
+    with passage(defaults, folder) as (run, _):
         counts = []
         for _ in range(3):
             run.load(run.save(), way)
@@ -68,10 +65,23 @@ def test_the_table_has_every_default():
         assert defaults[key] in shown or float(defaults[key]) in values, key
 
 
+def check(run: Passage, server: EmbeddedServer) -> None:
+    """Nothing has failed or run to its deadline, and every cap held where bytes moved."""
+    figures: Any = server.call(server.server.metrics.summary)
+    assert figures.get("failed_loads_total", {}) == {}
+    assert server.call(server.server.driver.flow.statistics).expired_legs == 0  # type: ignore[attr-defined]
+    settings = server.server.settings.transfer
+    assert run.calls.of(0), "nothing was loaded"
+    assert run.calls.most_blocks <= settings.max_transfer_blocks
+    assert run.calls.most_bytes <= settings.max_transfer_bytes
+    assert run.calls.most_granted <= settings.max_inflight_bytes
+
+
 @pytest.mark.parametrize("combination", pairs(), ids=named)
 def test_pairwise(combination: Combination, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     way, shape, source = (combination[name] for name in ("way", "shape", "source"))
-    usual = messages_by_default(way, shape, source, tmp_path_factory.getbasetemp() / f"default-{shape}-{source}")
+    link = tuple(combination[key] for key in LINK)
+    usual = messages_by_default(way, shape, source, link, tmp_path_factory.mktemp("default"))
     with passage(combination, tmp_path) as (run, server):
         saved = run.save()
         loaded = run.load(saved, way)
@@ -79,15 +89,25 @@ def test_pairwise(combination: Combination, tmp_path: Path, tmp_path_factory: py
         if combination["transfer.discard_partial_chunks"]:
             expected = len(saved.chain) // 16 * 16
         assert loaded.hit.tokens >= min(expected, expected // BLOCK * BLOCK) or way == "inside_block"
-        figures: Any = server.call(server.server.metrics.summary)
-        assert figures.get("failed_loads_total", {}) == {}
-        assert server.call(server.server.driver.flow.statistics).expired_legs == 0  # type: ignore[attr-defined]
-        settings = server.server.settings.transfer
-        assert run.calls.of(0), "nothing was loaded"
-        assert run.calls.most_blocks <= settings.max_transfer_blocks
-        assert run.calls.most_bytes <= settings.max_transfer_bytes
-        assert run.calls.most_granted <= settings.max_inflight_bytes
-        assert run.messages <= 2 * usual, f"{run.messages} messages, by default {usual}"
+        check(run, server)
+        assert run.messages <= 2 * usual, f"{run.kinds}, by default {usual} messages"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_least_that_is_allowed(way: str, shape: str, source: str, tmp_path: Path) -> None:
+    """A layer ahead, a block a call, a page a call, two pages on their way: slow, and right."""
+    least = {
+        "transfer.prefetch_layers": 1,
+        "transfer.max_transfer_blocks": 1,
+        "transfer.max_transfer_bytes": "4KiB",
+        "transfer.max_inflight_bytes": "8KiB",
+    }
+    with passage({"way": way, "shape": shape, "source": source, **least}, tmp_path) as (run, server):
+        loaded = run.load(run.save(), way)
+        assert loaded.hit.tokens > 0
+        check(run, server)
 
 
 @pytest.mark.parametrize("source", SOURCES)
