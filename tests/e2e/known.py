@@ -88,17 +88,17 @@ class KnownWorker:
         self, endpoint: str, spec: ModelSpec | None = None, blocks: int = 256, engine: str = "e2e", **more: Any
     ) -> None:
         self.spec = spec or small_spec()
-        self.row = self.spec.groups[0].planes[0].shape[0]
         self.block_size = self.spec.groups[0].block_size
         self.blocks = blocks
         self.tensors = {
-            layer: {name: torch.full((blocks, self.block_size, self.row), POISON, dtype=torch.uint8) for name in "kv"}
-            for layer in range(self.spec.num_layers)
+            layer: {
+                plane.name: torch.full((blocks, self.block_size, plane.shape[0]), POISON, dtype=torch.uint8)
+                for plane in self.spec.groups[group].planes
+            }
+            for layer, (group, _) in enumerate(self.spec.layer_places())
         }
         self._arrays = {
-            (layer, plane): tensors[name].numpy()
-            for layer, tensors in self.tensors.items()
-            for plane, name in enumerate("kv")
+            layer: [tensor.numpy() for tensor in tensors.values()] for layer, tensors in self.tensors.items()
         }
         self._places = self.spec.layer_places()
         self._random = np.random.default_rng(11)
@@ -141,15 +141,15 @@ class KnownWorker:
     def fill(self, run: Run, layer: int, numbers: Sequence[int] | range, value: int) -> None:
         """Write a pattern into some of the request's blocks."""
         table = run.tables[self._places[layer][0]][list(numbers)]
-        for plane in range(2):
-            self._arrays[layer, plane][table[table >= 0]] = value
+        for array in self._arrays[layer]:
+            array[table[table >= 0]] = value
 
     def compute(self, run: Run, layer: int, start: int, stop: int) -> None:
         """Write the right KV of tokens ``start:stop``; blocks that the table no longer has are left out."""
         positions, place = self._where(run, layer, start, stop)
-        for plane in range(2):
-            known = kv_bytes(run.tokens[:stop], layer, plane, self.row)
-            self._arrays[layer, plane][place, positions % self.block_size] = known[positions]
+        for plane, array in enumerate(self._arrays[layer]):
+            known = kv_bytes(run.tokens[:stop], layer, plane, array.shape[-1])
+            array[place, positions % self.block_size] = known[positions]
 
     def wrong_bytes(
         self, run: Run, layer: int, start: int, stop: int, but: set[int] | frozenset[int] = frozenset()
@@ -159,15 +159,15 @@ class KnownWorker:
         kept = ~np.isin(positions // self.block_size, sorted(but))
         positions, place = positions[kept], place[kept]
         wrong = 0
-        for plane in range(2):
-            known = kv_bytes(run.tokens[:stop], layer, plane, self.row)[positions]
-            wrong += int((self._arrays[layer, plane][place, positions % self.block_size] != known).sum())
+        for plane, array in enumerate(self._arrays[layer]):
+            known = kv_bytes(run.tokens[:stop], layer, plane, array.shape[-1])[positions]
+            wrong += int((array[place, positions % self.block_size] != known).sum())
         return wrong
 
     def changed_bytes(self, run: Run, layer: int, numbers: Sequence[int] | set[int], value: int) -> int:
         """Bytes of these blocks that are not `value`."""
         table = run.tables[self._places[layer][0]][sorted(numbers)]
-        return sum(int((self._arrays[layer, plane][table] != value).sum()) for plane in range(2))
+        return sum(int((array[table] != value).sum()) for array in self._arrays[layer])
 
     def readable(self, run: Run, layer: int) -> int:
         """First token whose KV this layer's attention reads for a request with the run's hit."""

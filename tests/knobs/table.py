@@ -1,0 +1,58 @@
+"""Each setting that touches transfers: a smallest sensible value, the default, and a large one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Combination = dict[str, Any]
+
+WAYS = ("wait_layer", "wait_all", "background", "inside_block")
+"""How the engine waits: layer by layer; for all at once; not at all, until the load is there; and layer by layer for
+the whole blocks of a hit that ends inside a block, whose last block is waited for before the pass."""
+SHAPES = ("gqa", "mla", "hybrid")
+SOURCES = ("arena", "tier")
+
+KNOBS: dict[str, tuple[Any, ...]] = {
+    "transfer.prefetch_layers": (1, 0, 64),
+    "transfer.max_transfer_blocks": (8, 4096, 1 << 24),
+    "transfer.max_transfer_bytes": ("4KiB", "64MiB", "1GiB"),
+    # Under a budget smaller than a load each refill is a message: see test_the_least_that_is_allowed.
+    "transfer.max_inflight_bytes": ("256KiB", "256MiB", "4GiB"),
+    "transfer.save_backlog_bytes": ("1MiB", "4GiB", "1TiB"),
+    "transfer.h2d_stagger_us": (1, 0, 500),
+    "transfer.step_timeout_ms": (3000, 5000, 86_400_000),
+    "transfer.save_timeout_ms": (3000, 30_000, 86_400_000),
+    "transfer.mode": ("layerwise", "auto", "bulk"),
+    "transfer.discard_partial_chunks": (True, False),
+    "transfer.save_decode_cache": (True, False),
+    "pool.warm": (False, True),
+    "pool.lease_ms": (3000, 10_000, 86_400_000),
+    "pool.link_gbps": (0.05, 0.0, 1000.0),
+    "pool.link_latency_us": (500, 0),
+    "pool.write_backlog": ("1MiB", "1GiB", "1TiB"),
+    "pool.lookup_timeout_ms": (20, 100, 86_400_000),
+    "pool.fetch_timeout_ms": (2000, 10_000, 86_400_000),
+    "pool.host_timeout_ms": (1000, 5000, 86_400_000),
+}
+
+LINK = ("pool.link_gbps", "pool.link_latency_us")
+"""These stand for the machine: what a load costs by default is measured over the same link."""
+
+NOT_ABOUT_TRANSFERS = {
+    "pool.backend": "which store, not how bytes move; each has the contract suite",
+    "pool.size": "how much fits",
+    "pool.hugepages": "needs pages that are reserved on the machine",
+}
+
+
+def fits(values: list[Any]) -> bool:
+    """Whether the settings accept a combination, given in the order of :data:`AXES`, perhaps cut short."""
+    chosen = dict(zip(AXES, values, strict=False))
+    # max_inflight_bytes is at least twice max_transfer_bytes, or the settings are refused.
+    allowed = {"256KiB": {"4KiB"}, "256MiB": {"4KiB", "64MiB"}}
+    inflight = chosen.get("transfer.max_inflight_bytes")
+    each = chosen.get("transfer.max_transfer_bytes")
+    return inflight not in allowed or each is None or each in allowed[inflight]
+
+
+AXES: dict[str, tuple[Any, ...]] = {"way": WAYS, "shape": SHAPES, "source": SOURCES, **KNOBS}

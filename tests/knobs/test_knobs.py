@@ -1,0 +1,120 @@
+"""Settings do what they say together: every pair of values of every two settings, ways, shapes and sources meets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from allpairspy import AllPairs
+from e2e.known import KnownWorker, eventually
+from knobs.passage import BLOCK, Passage, spec_of
+from knobs.table import AXES, KNOBS, LINK, NOT_ABOUT_TRANSFERS, SHAPES, SOURCES, WAYS, Combination, fits
+
+from layerflow.config.settings import Settings, reference
+from layerflow.server import EmbeddedServer
+
+
+def pairs() -> list[Combination]:
+    return [dict(zip(AXES, row, strict=True)) for row in AllPairs(list(AXES.values()), filter_func=fits)]
+
+
+def named(combination: Combination) -> str:
+    """What of a combination is not the default."""
+    settings = [f"{key.partition('.')[2]}={value}" for key, value in combination.items() if key in KNOBS]
+    return "-".join([combination[name] for name in ("way", "shape", "source")]) + ":" + ",".join(settings)
+
+
+@contextmanager
+def passage(combination: Combination, folder: Path) -> Iterator[tuple[Passage, EmbeddedServer]]:
+    """A server under these settings, with a disk behind its arena where loads come from there, and a worker."""
+    chosen = {key: value for key, value in combination.items() if key in KNOBS}
+    chosen |= {"pool.size": "8MiB", "log.level": "error"}
+    if combination["source"] == "tier":
+        chosen["pool.disk.path"] = str(folder)
+    with EmbeddedServer(Settings.load(None, chosen)) as server:
+        tier = server.server.tier
+        assert tier is None or eventually(lambda: tier.up)
+        with KnownWorker(server.endpoint, spec_of(combination["shape"]), context=server.context) as worker:
+            yield Passage(server, worker, combination["source"]), server
+
+
+def messages_by_default(way: str, shape: str, source: str, link: tuple[float, int], folder: Path) -> int:
+    """What a load needs under default settings over the same link: the most of three."""
+    defaults = {"way": way, "shape": shape, "source": source, **dict(zip(LINK, link, strict=True))}
+    with passage(defaults, folder) as (run, _):
+        counts = []
+        for _ in range(3):
+            run.load(run.save(), way)
+            counts.append(run.messages)
+    return max(counts)
+
+
+def test_every_setting_that_touches_transfers_is_in_the_table():
+    touching = {row.key for row in reference() if row.key.startswith("transfer.")}
+    touching |= {row.key for row in reference() if row.key.startswith("pool.") and row.key.count(".") == 1}
+    assert touching == KNOBS.keys() | NOT_ABOUT_TRANSFERS.keys()
+
+
+def test_the_table_has_every_default():
+    defaults = {row.key: row.default.strip('"') for row in reference()}
+    for key, values in KNOBS.items():
+        shown = [str(value).lower() if isinstance(value, bool) else f"{value}" for value in values]
+        assert defaults[key] in shown or float(defaults[key]) in values, key
+
+
+def check(run: Passage, server: EmbeddedServer) -> None:
+    """Nothing has failed or run to its deadline, and every cap held where bytes moved."""
+    figures: Any = server.call(server.server.metrics.summary)
+    assert figures.get("failed_loads_total", {}) == {}
+    assert server.call(server.server.driver.flow.statistics).expired_legs == 0  # type: ignore[attr-defined]
+    settings = server.server.settings.transfer
+    assert run.calls.of(0), "nothing was loaded"
+    assert run.calls.most_blocks <= settings.max_transfer_blocks
+    assert run.calls.most_bytes <= settings.max_transfer_bytes
+    assert run.calls.most_granted <= settings.max_inflight_bytes
+
+
+@pytest.mark.parametrize("combination", pairs(), ids=named)
+def test_pairwise(combination: Combination, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    way, shape, source = (combination[name] for name in ("way", "shape", "source"))
+    link = tuple(combination[key] for key in LINK)
+    usual = messages_by_default(way, shape, source, link, tmp_path_factory.mktemp("default"))
+    with passage(combination, tmp_path) as (run, server):
+        saved = run.save()
+        loaded = run.load(saved, way)
+        expected = len(saved.chain) - 1
+        if combination["transfer.discard_partial_chunks"]:
+            expected = len(saved.chain) // 16 * 16
+        assert loaded.hit.tokens >= min(expected, expected // BLOCK * BLOCK) or way == "inside_block"
+        check(run, server)
+        assert run.messages <= 2 * usual, f"{run.kinds}, by default {usual} messages"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_least_that_is_allowed(way: str, shape: str, source: str, tmp_path: Path) -> None:
+    """A layer ahead, a block a call, a page a call, two pages on their way: slow, and right."""
+    least = {
+        "transfer.prefetch_layers": 1,
+        "transfer.max_transfer_blocks": 1,
+        "transfer.max_transfer_bytes": "4KiB",
+        "transfer.max_inflight_bytes": "8KiB",
+    }
+    with passage({"way": way, "shape": shape, "source": source, **least}, tmp_path) as (run, server):
+        loaded = run.load(run.save(), way)
+        assert loaded.hit.tokens > 0
+        check(run, server)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_by_default(way: str, shape: str, source: str, tmp_path: Path) -> None:
+    """What the others are compared with is right itself."""
+    with passage({"way": way, "shape": shape, "source": source}, tmp_path) as (run, _):
+        loaded = run.load(run.save(), way)
+        assert loaded.hit.tokens > 0
