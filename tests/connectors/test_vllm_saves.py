@@ -12,11 +12,12 @@ from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.plan import StepPlan
 from layerflow.connectors.vllm.scheduler.requests import Tracked
-from layerflow.connectors.vllm.scheduler.saves import SAVES_LAST_S, SavePlanner
+from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.spec import GroupSpec, Plane
 
 STATE = GroupSpec("state", CHUNK, (2,), (Plane("ssm", "uint8", (8,)),))
 BLOCKS = [11, 12, 13, 14, 15, 16]
+DAY_S = 86_400.0
 
 
 class Following:
@@ -116,8 +117,21 @@ def test_plans_that_save_are_numbered() -> None:
         plan = StepPlan()
         following.planner.step(output({"r": scheduled}, state=BlockState({"r": (BLOCKS,)})), plan)
         following.vllm.num_computed_tokens += scheduled
-        numbers.append((plan.number, following.tracked.saving))
-    assert numbers == [(1, 1), (0, 1), (2, 2)]
+        numbers.append(plan.number)
+    assert numbers == [1, 0, 2]
+
+
+def test_a_request_is_read_until_all_ranks_have_ended_the_saves_of_its_last_plan() -> None:
+    following = Following(150)
+    following.step(70)
+    following.step(80)
+    assert following.planner.reading("r")
+    following.planner.drained("r", 1, ranks=2, of=2)
+    assert following.planner.reading("r"), "a later plan saves for it"
+    following.planner.drained("r", 2, ranks=1, of=2)
+    assert following.planner.reading("r")
+    following.planner.drained("r", 2, ranks=1, of=2)
+    assert not following.planner.reading("r")
 
 
 class TestTablesWithoutVllmsOwn:
@@ -198,12 +212,16 @@ class TestFreshBlocks:
         planner = SavePlanner(spec_of(), [0], Options())
         assert planner.fresh(output({}, new=[("a", ([1, 2],), 0)]), []) == ()
 
-    def test_none_long_after_the_last_save(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_until_every_rank_has_ended_its_saves_however_long_they_take(self, monkeypatch: pytest.MonkeyPatch) -> None:
         planner = self.planner()
-        now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now + SAVES_LAST_S + 1)
         new = output({}, new=[("a", ([1, 2],), 0)])
-        assert [set(ids) for ids in planner.fresh(new, [])] == [{1, 2}], "the save may have waited for this step"
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + DAY_S)  # the longest `transfer.save_timeout_ms`
+        for _ in range(2):
+            assert [set(ids) for ids in planner.fresh(new, [])] == [{1, 2}]
+        planner.drained("r", 1, ranks=1, of=2)
+        assert [set(ids) for ids in planner.fresh(new, [])] == [{1, 2}]
+        planner.drained("r", 1, ranks=1, of=2)
         assert planner.fresh(new, []) == ()
 
     def test_of_new_requests_behind_what_is_computed(self) -> None:

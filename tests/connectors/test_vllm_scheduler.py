@@ -17,7 +17,7 @@ from layerflow.connectors.vllm.scheduler.scheduler import STALE_S, SchedulerSide
 from layerflow.errors import SessionError
 from layerflow.flow.cost.estimators import LinkCost
 from layerflow.flow.cost.policy import Mode
-from layerflow.spec import GroupSpec
+from layerflow.spec import GroupSpec, Shard
 
 BLOCKS = [11, 12, 13, 14, 15]
 
@@ -96,9 +96,13 @@ class House:
         self.requests[name].num_computed_tokens = computed
         return self.side.plan(output({name: scheduled}, new=[(name, self.tables, computed)]))
 
-    def hear(self, news: WorkerReport | None, invalid: frozenset[int] = frozenset()) -> None:
+    def hear(
+        self, news: WorkerReport | None, invalid: frozenset[int] = frozenset(), arrived: set[str] | None = None
+    ) -> None:
         """What the workers say."""
-        self.side.heard(SimpleNamespace(invalid_block_ids=invalid, kv_connector_worker_meta=news))
+        self.side.heard(
+            SimpleNamespace(invalid_block_ids=invalid, kv_connector_worker_meta=news, finished_recving=arrived)
+        )
 
 
 class TestArrival:
@@ -343,10 +347,94 @@ class TestNews:
         house.side.matched(made, 0)
         house.admit(made, 128)
         house.plan()
-        house.hear(WorkerReport(failed=frozenset({"r", "gone"})), frozenset({11}))
+        house.hear(WorkerReport(failed={"r": 0.9, "gone": 0.9}), frozenset({11}))
         assert house.side.matched(made, 0) == (0, False)
         plan = house.plan(scheduled=150, computed=0)
         assert pieces(plan.saves.parts) == [("r", 0, [([11, 12], 64), ([13, 14], 64), ([15], 22)])]
+
+
+class TestFailedLoads:
+    """One broken object does not make the whole of a long prompt be computed; a slow link is not tried for ever."""
+
+    def failed(self, house: House, share: float) -> SimpleNamespace:
+        """A request whose load has failed."""
+        made = house.arrive(hit=Hit(128))
+        house.advisor.mode = Mode.BULK
+        assert house.side.matched(made, 0) == (128, True)
+        house.admit(made, 128)
+        house.side.plan(output({}))
+        house.hear(WorkerReport(failed={"r": share}), arrived={"r"})
+        return made
+
+    def test_a_small_part_is_looked_up_once_more(self) -> None:
+        house = House(FULL, msgspec.structs.replace(FULL, layers=(2, 3)))
+        made = self.failed(house, 0.01)
+        house.lookups.answers["r"] = Hit(64)  # without the object that failed
+        assert house.side.matched(made, 0) == (64, True)
+        assert len(house.lookups.asked) == 2
+        house.admit(made, 64)
+        house.side.plan(output({}))
+        house.hear(WorkerReport(failed={"r": 0.01}), arrived={"r"})
+        assert house.side.matched(made, 0) == (0, False), "once"
+        assert len(house.lookups.asked) == 2
+
+    def test_what_mostly_failed_is_computed(self) -> None:
+        house = House()
+        assert house.side.matched(self.failed(house, 0.5), 0) == (0, False)
+        assert len(house.lookups.asked) == 1
+
+    def test_the_rank_that_lost_most_counts(self) -> None:
+        news = WorkerReport(failed={"r": 0.1, "a": 0.2}).aggregate(WorkerReport(failed={"r": 0.6, "b": 0.3}))
+        assert news.failed == {"r": 0.6, "a": 0.2, "b": 0.3}
+
+
+class TestLateLayouts:
+    """In a MultiConnector the workers' layouts come with the first step's report, not with the handshake."""
+
+    def side(self, ranks: int = 1) -> tuple[SchedulerSide, list[WorkerLayout]]:
+        side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True)
+        spec = msgspec.structs.replace(spec_of(), shard=Shard(0, ranks))
+        side.meet_workers([])  # what another connector has handed out
+        return side, [WorkerLayout(msgspec.msgpack.encode(spec), (0,), "ipc:///nowhere")] * ranks
+
+    def hear(self, side: SchedulerSide, news: WorkerReport | None) -> None:
+        side.heard(SimpleNamespace(invalid_block_ids=set(), kv_connector_worker_meta=news, finished_recving=None))
+
+    def test_the_first_prompt_waits_for_them_and_is_looked_up(self) -> None:
+        side, layouts = self.side()
+        made = request("r", 150)
+        side.arrived(made)
+        assert side.matched(made, 0) == (None, False)
+        assert side.plan(output({})).empty
+        self.hear(side, WorkerReport(layouts=tuple(layouts)))
+        inquiry = side._lookups.asked[0]  # type: ignore[union-attr]
+        inquiry.hit = Hit(128)  # type: ignore[misc]
+        assert side.matched(made, 0) == (128, False)
+
+    def test_all_ranks_must_have_told(self) -> None:
+        side, layouts = self.side(ranks=2)
+        one = WorkerReport(layouts=tuple(layouts[:1]))
+        self.hear(side, one.aggregate(one))
+        assert side.spec is not None
+
+    def test_a_worker_that_tells_nothing_costs_one_step(self) -> None:
+        side, layouts = self.side()
+        made = request("r", 150)
+        side.arrived(made)
+        self.hear(side, None)
+        assert side.matched(made, 0) == (0, False)
+        self.hear(side, WorkerReport(layouts=tuple(layouts)))
+        later = request("later", 150)
+        side.arrived(later)
+        assert side._lookups.asked[0].request == "later"  # type: ignore[union-attr]
+
+    def test_a_request_that_ends_before_is_forgotten(self) -> None:
+        side, layouts = self.side()
+        made = request("r", 150)
+        side.arrived(made)
+        assert side.finished(made) == (False, None)
+        self.hear(side, WorkerReport(layouts=tuple(layouts)))
+        assert side._lookups.asked == []  # type: ignore[union-attr]
 
 
 class TestReset:

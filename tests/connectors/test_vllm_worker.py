@@ -75,6 +75,7 @@ def agent() -> FakeAgent:
 @pytest.fixture
 def side(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> Iterator[worker.WorkerSide]:
     made = side_of(agent, monkeypatch, settle_s=0.0, events=False)
+    made.news()  # the first tells the layout
     yield made
     made.close()
 
@@ -152,9 +153,9 @@ def test_what_there_is_to_tell_waits_for_the_next_step(side: worker.WorkerSide, 
 
 def test_a_failed_load_is_told_at_once(side: worker.WorkerSide) -> None:
     run(side, saving())
-    side._failed_loads.add("other")
+    side._failed_loads["other"] = 0.5
     news = side.news()
-    assert news is not None and news.failed == {"other"}
+    assert news is not None and news.failed == {"other": 0.5}
 
 
 def test_with_cache_events_nothing_waits(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,10 @@ class Engine:
         if not self._ask("reset", pool):
             raise EngineFailed("vLLM's prefix cache is still in use")
 
+    def break_loads(self, broken: bool) -> None:
+        """Every load of a running step fails before its first layer, or no more."""
+        self._ask("break_loads", broken)
+
     def assert_no_block_lost(self) -> None:
         """Every block of vLLM's cache is free again."""
         free, total = self._ask("free_blocks")

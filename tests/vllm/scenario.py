@@ -35,12 +35,14 @@ class Answer:
 class Scenario:
     """One vLLM and what a test may ask of it. Greedy; never stops at an end token.
 
-    :param arguments: of ``vllm.LLM``.
+    :param arguments: of ``vllm.LLM``; ``ahead``: schedule each step before the output of the one before it is seen.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM  # here, because the tests' own process imports this file too
 
+        if arguments.pop("ahead", False):
+            schedule_ahead()
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._names = itertools.count()
@@ -101,13 +103,46 @@ class Scenario:
             time.sleep(0.001)
         return pool.get_num_free_blocks(), total
 
+    def break_loads(self, broken: bool) -> None:
+        """Every load of a running step fails before its first layer, or no more."""
+        from layerflow.agent import Step
+
+        if broken:
+            wait = self._wait_layer = Step.wait_layer
+
+            def cut(step: Step, layer: int) -> Any:
+                step.fence("broken by the test")
+                return wait(step, layer)
+
+            Step.wait_layer = cut  # type: ignore[method-assign]
+        else:
+            Step.wait_layer = self._wait_layer  # type: ignore[method-assign]
+
     def facts(self) -> dict[str, Any]:
         """The sizes that vLLM settled on."""
-        return {"block_size": self._engine.vllm_config.cache_config.block_size}
+        config = self._engine.vllm_config
+        return {"block_size": config.cache_config.block_size, "steps_in_flight": config.max_concurrent_batches}
 
     def close(self) -> None:
         """End the engine as vLLM ends it."""
         self._engine.engine_core.shutdown()
+
+
+def schedule_ahead() -> None:
+    """vLLM's asynchronous scheduler, though the platform is a CPU: its workers stay as they are.
+
+    They compute a step while it is handed to them, so the next one is scheduled before vLLM has looked at its output,
+    as on a device.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    initialize = EngineCore._initialize_kv_caches
+
+    def between_workers_and_scheduler(core: Any, vllm_config: Any) -> Any:
+        vllm_config.scheduler_config.async_scheduling = True
+        return initialize(core, vllm_config)
+
+    EngineCore._initialize_kv_caches = between_workers_and_scheduler
 
 
 def serve(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:

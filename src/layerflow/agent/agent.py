@@ -251,6 +251,16 @@ class Agent:
         if steps and self.attached:
             self._dispatcher.bypass.in_order(steps, lambda: self._link.send(Abort([request])))
 
+    def release_saves(self, step: Step, *, sound: bool) -> None:
+        """Publish the saves that :meth:`Step.hold_saves` holds back, or give them up.
+
+        :param sound: everything that the step's forward pass has read was valid.
+        """
+        if not sound:
+            step.cancel_saves("the step may have computed on a load that failed")
+        step.release_saves()
+        self._dispatcher.reclaimed()
+
     def drop_lease(self, request: str) -> None:
         """The request's hit will not be loaded."""
         self._control.drop_lease(request)
@@ -286,8 +296,8 @@ class Agent:
         for step in self._open_steps.steps():
             if not step.reads.any_of(blocks):
                 continue
-            # A step that computes would be waited for in vain: it is the caller who ends it.
-            drains = step.closed and not step.saves_cancelled
+            # The caller itself ends a step that computes, or whose saves are held: waiting for it here is in vain.
+            drains = step.closed and not (step.saves_cancelled or step.saves_held)
             if drains:
                 self._dispatcher.hurry(step)
             if not (drains and step.reads.wait(blocks, until)):

@@ -75,6 +75,7 @@ class Step:
         "_on_fenced",
         "_ready",
         "_save_patience",
+        "_withheld",
         "after",
         "announced",
         "blocks",
@@ -133,6 +134,7 @@ class Step:
         self.saves_spoiled = False
         self.num_layers = len(groups)
         self.on_wait: Callable[[], None] = _nothing
+        self._withheld: frozenset[int] = frozenset()
         self._groups = groups
         self._device = device
         self._attend = attend
@@ -250,6 +252,15 @@ class Step:
     def hurry(self) -> None:
         """Somebody waits for the saves: they do not keep behind the forward pass any more."""
         self._course.hurried = True
+
+    def hold_saves(self) -> None:
+        """Publish nothing of this step until :meth:`layerflow.agent.Agent.release_saves`. Call before its first layer.
+
+        For engines that may learn later that the forward pass computed on a load which had failed: on another rank, or
+        in a step before it. Layers are saved as always but for the last one of each group, without which no object of
+        the group is complete.
+        """
+        self._withheld = frozenset({group: layer for layer, group in enumerate(self._groups)}.values())
 
     def close(self, ok: bool | None = None) -> None:
         """The forward pass ended; saves drain on their own.
@@ -474,8 +485,21 @@ class Step:
         return self._groups[layer]
 
     def computed(self, layer: int) -> Any:
-        """None until the layer's KV is written; then True, or the device event behind it."""
-        return self._course.done[layer]
+        """None until the layer's KV is written and may be saved; then True, or the device event behind it."""
+        return self._course.done[layer] if layer not in self._withheld else None
+
+    def is_done(self, layer: int) -> bool:
+        """Has the engine said :meth:`layer_done`?"""
+        return self._course.done[layer] is not None
+
+    @property
+    def saves_held(self) -> bool:
+        """Do the saves wait for the engine's verdict?"""
+        return bool(self._withheld)
+
+    def release_saves(self) -> None:
+        """The saves may leave, or were cancelled."""
+        self._withheld = frozenset()
 
     @property
     def computed_layers(self) -> int:

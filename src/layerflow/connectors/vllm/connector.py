@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm import config as vllm_configs
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
@@ -20,7 +22,7 @@ from layerflow.agent import Agent
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
 from layerflow.connectors.vllm.layout import layout_of
 from layerflow.connectors.vllm.options import parse_options
-from layerflow.connectors.vllm.plan import StepPlan
+from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.versions import check_version
@@ -45,6 +47,13 @@ _WORKER_HOOKS = (
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 
 
+NAME = "LayerflowConnector"
+
+# A MultiConnector looks its connectors' statistics up by class name.
+if NAME not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector(NAME, "layerflow.connectors.vllm", NAME)
+
+
 class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM creates one per worker and one for its scheduler.
 
@@ -63,6 +72,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._server: EmbeddedServer | None = None
+        self._is_child = _is_child(transfer)
         self._bound: StepPlan | None = None
         self._forward = False
         events = vllm_config.kv_events_config
@@ -73,7 +83,9 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 transfer.engine_id,
                 self._groups,
                 can_fail_in_background=_TransferResults is not None,
-                recomputes=transfer.kv_load_failure_policy == "recompute",
+                # With overlapping steps vLLM may emit tokens of the step behind a failed one: hits need leases there.
+                trusts_sight=transfer.kv_load_failure_policy == "recompute"
+                and not vllm_config.scheduler_config.async_scheduling,
                 events=ChunkEvents(kv_cache_config) if self._events else None,
             )
         self._times: HookTimes | None = None
@@ -96,9 +108,10 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- the scheduler's process ----------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """The workers' layouts."""
+        """The workers' layouts. A MultiConnector passes on what any of its connectors has handed out."""
         assert self._scheduler is not None
-        self._scheduler.meet_workers([metadata[rank] for rank in sorted(metadata)])
+        layouts = [metadata[rank] for rank in sorted(metadata)]
+        self._scheduler.meet_workers([layout for layout in layouts if isinstance(layout, WorkerLayout)])
 
     def on_new_request(self, request: Any) -> None:
         """A request has come in."""
@@ -167,8 +180,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def get_handshake_metadata(self) -> Any:
-        """For :meth:`set_xfer_handshake_metadata`."""
-        return self._worker.greeting if self._worker is not None else None
+        """For :meth:`set_xfer_handshake_metadata`.
+
+        In a MultiConnector none: it has room for one connector's, which NIXL insists on; the first step's report tells.
+        """
+        return self._worker.greeting if self._worker is not None and not self._is_child else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The step is about to be prepared."""
@@ -257,3 +273,10 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._server.close()
         if self._times is not None:
             self._times.write()
+
+
+def _is_child(transfer: Any) -> bool:
+    """Is this the configuration of one of a MultiConnector's connectors? vLLM's own is current while it makes them."""
+    current = getattr(vllm_configs, "get_current_vllm_config_or_none", lambda: None)()
+    outer = current.kv_transfer_config if current is not None else None
+    return outer is not None and outer.kv_connector != transfer.kv_connector

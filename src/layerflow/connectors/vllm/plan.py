@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.connectors.vllm.planned import NO_SAVES, PlannedSaves
+from layerflow.connectors.vllm.verdicts import Verdict
 from layerflow.connectors.vllm.worker.stored import ChunkKey
 from layerflow.flow.cost.estimators import ComputeCost, LinkCost
 
@@ -21,7 +22,7 @@ from layerflow.flow.cost.estimators import ComputeCost, LinkCost
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """One step's transfers; the same for all ranks: outlines name chunks, not shards.
 
-    :param number: of this plan among those that save something; 0 = it saves nothing.
+    :param number: of this plan among those that save something or are unsure; else 0.
     :param loads: hits of requests that run in this step, waited for layer by layer.
     :param tails: blocks of these hits that the step also writes to: vLLM writes a layer's new keys and values
         before it asks for the layer's loaded ones, so these must be there before the forward pass.
@@ -30,6 +31,8 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param fresh: newly allocated block ids, per layerflow group: about to be overwritten.
     :param leaving: finished requests whose blocks stay until their saves have ended.
     :param work: new tokens and their context, see :func:`layerflow.agent.costs.work_of`.
+    :param unsure: the forward pass may compute on a load that has failed: the saves wait for a verdict.
+    :param verdicts: on earlier plans that were unsure; see :mod:`.verdicts`.
     """
 
     number: int = 0
@@ -40,11 +43,22 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     fresh: tuple[tuple[int, ...], ...] = ()
     leaving: tuple[str, ...] = ()
     work: tuple[int, int] | None = None
+    unsure: bool = False
+    verdicts: tuple[Verdict, ...] = ()
 
     @property
     def empty(self) -> bool:
         """The step does not concern the workers at all: most steps that only decode."""
-        return not (self.fresh or self.saves or self.loads or self.tails or self.background or self.leaving)
+        return not (
+            self.fresh
+            or self.saves
+            or self.loads
+            or self.tails
+            or self.background
+            or self.leaving
+            or self.unsure
+            or self.verdicts
+        )
 
     @property
     def idle(self) -> bool:
@@ -60,15 +74,19 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     :param drained: (request, number of the last plan that saved for it) of saves that have ended, with how many
         ranks say so.
     :param costs: the worker's link and compute, as far as measured.
-    :param failed: requests of which a load has failed.
+    :param failed: requests of which a load has failed, with the largest share of their blocks that has, over all ranks.
     :param stored: chunks that are published since, with how many ranks have stored them; only for KV cache events.
+    :param ran: numbers of the unsure plans that were run.
+    :param layouts: of the workers, by rank, with what they tell first.
     """
 
     overlaps: dict[str, tuple[float, float]] = field(default_factory=dict)
     drained: dict[tuple[str, int], int] = field(default_factory=dict)
     costs: tuple[LinkCost | None, ComputeCost | None] | None = None
-    failed: frozenset[str] = frozenset()
+    failed: dict[str, float] = field(default_factory=dict)
     stored: dict[ChunkKey, int] = field(default_factory=dict)
+    ran: frozenset[int] = frozenset()
+    layouts: tuple[WorkerLayout, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of all ranks of one step: times add up, the slowest rank's costs count."""
@@ -79,7 +97,19 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             overlaps[request] = (mine[0] + hidden, mine[1] + whole)
         drained = dict(Counter(self.drained) + Counter(other.drained))
         stored = dict(Counter(self.stored) + Counter(other.stored))
-        return WorkerReport(overlaps, drained, _slower(self.costs, other.costs), self.failed | other.failed, stored)
+        failed = {
+            request: max(self.failed.get(request, 0.0), other.failed.get(request, 0.0))
+            for request in self.failed | other.failed
+        }
+        return WorkerReport(
+            overlaps=overlaps,
+            drained=drained,
+            costs=_slower(self.costs, other.costs),
+            failed=failed,
+            stored=stored,
+            ran=self.ran | other.ran,
+            layouts=self.layouts + other.layouts,
+        )
 
 
 @dataclass(slots=True)
@@ -95,6 +125,8 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     vllm_groups: tuple[int, ...]
     endpoint: str
 
+
+NO_NEWS = WorkerReport()
 
 Costs = tuple[LinkCost | None, ComputeCost | None]
 

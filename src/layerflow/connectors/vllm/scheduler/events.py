@@ -17,9 +17,12 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor
 from layerflow.connectors.vllm.scheduler.requests import Tracked
-from layerflow.connectors.vllm.scheduler.saves import SAVES_LAST_S
 from layerflow.connectors.vllm.worker.stored import ChunkKey
 from layerflow.spec import ModelSpec
+
+FORGET_S = 60.0
+"""A chunk that is not stored so long after its save was planned is not told any more; twice the default
+``transfer.save_timeout_ms``. An event is a hint: what is missing costs a router a guess."""
 
 # vLLM 0.27 has its extra keys in the published form already.
 _published = getattr(kv_cache_utils, "to_event_extra_keys", list)
@@ -74,7 +77,7 @@ class ChunkEvents:
         # Saves that failed, or found their chunk stored already, are never heard of: the oldest come first.
         while self._pending:
             oldest = next(iter(self._pending))
-            if now - self._pending[oldest].asked_at <= SAVES_LAST_S:
+            if now - self._pending[oldest].asked_at <= FORGET_S:
                 break
             del self._pending[oldest]
 

@@ -23,10 +23,10 @@ class Tracked:
     :param local: tokens that vLLM had itself when it asked.
     :param load: tokens ``[start, stop)`` to load once the step is built; None = nothing allocated for it.
     :param background: the load goes on while the request waits.
+    :param arriving: such a load is under way; its end is what frees the request's blocks if the request ends first.
+    :param reloads: how often it was looked up again because a load had failed.
     :param tables: block ids per vLLM group, as last heard.
     :param saved: leading tokens whose chunks need no saving any more.
-    :param saving: number of the last plan that saved for it, while a save may still read its blocks; else 0.
-    :param drained: ranks that have no save of that plan left.
     :param loaded_tokens: tokens taken from the pool so far.
     :param overlap: hidden and whole transfer time of its loads, seconds.
     """
@@ -40,10 +40,10 @@ class Tracked:
     local: int = 0
     load: tuple[int, int] | None = None
     background: bool = False
+    arriving: bool = False
+    reloads: int = 0
     tables: tuple[list[int], ...] = ()
     saved: int = 0
-    saving: int = 0
-    drained: int = 0
     loaded_tokens: int = 0
     overlap: tuple[float, float] = (0.0, 0.0)
 

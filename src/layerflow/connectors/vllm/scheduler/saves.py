@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +26,6 @@ Asked = tuple[StepRequest, Tables]
 NULL_BLOCK = 0
 """vLLM's block id for positions without a block (``BlockPool.null_block``)."""
 
-SAVES_LAST_S = 60.0
-"""No save is in flight so long after the last one was planned; twice the default ``transfer.save_timeout_ms``.
-
-But one may still wait for the next step, however late that comes: see :mod:`.worker`.
-"""
-
 
 class SavePlanner:
     """Follows requests from step to step.
@@ -46,9 +39,33 @@ class SavePlanner:
         self._options = options
         self._states = [number for number, group in enumerate(spec.groups) if group.rules.exact]
         self._open: dict[str, Tracked] = {}
-        self._last_save = float("-inf")
-        self._saved_last = False
-        self.plans = 1  #: number of the next plan that saves something
+        self._reading: dict[
+            str, list[int]
+        ] = {}  #: by request: its last plan that saves, and ranks that are done with it
+        self._plans = 0
+
+    def number(self, plan: StepPlan) -> int:
+        """The plan's number; the next one where it has none yet."""
+        if not plan.number:
+            self._plans += 1
+            plan.number = self._plans
+        return plan.number
+
+    def reading(self, request: str) -> bool:
+        """May a save of this request, which may be over, still read its blocks on some rank?"""
+        return request in self._reading
+
+    def drained(self, request: str, number: int, ranks: int, of: int) -> None:
+        """Saves for the request have ended on some ranks, up to and including those of a plan.
+
+        :param of: all ranks.
+        """
+        known = self._reading.get(request)
+        if known is None or known[0] != number:  # an earlier plan's: a later one has saved for it since
+            return
+        known[1] += ranks
+        if known[1] >= of:
+            del self._reading[request]
 
     def open(self, tracked: Tracked) -> None:
         """A request whose tokens are to be saved."""
@@ -79,13 +96,12 @@ class SavePlanner:
         """Blocks that the step, or a load that starts with it, overwrites, per layerflow group.
 
         A save that still reads one of them is too late: vLLM recycles blocks of running requests too (sliding
-        windows, preemption). Empty where no save can be in flight.
+        windows, preemption). Empty where no save is in flight: every rank has told that its saves have ended.
         """
-        behind_a_save, self._saved_last = self._saved_last, False
+        if not self._reading:
+            return ()
         cached = output.scheduled_cached_reqs
         if not (loading or output.scheduled_new_reqs or any(cached.new_block_ids)):  # most steps that only decode
-            return ()
-        if not behind_a_save and time.monotonic() - self._last_save > SAVES_LAST_S:
             return ()
         taken: list[set[int]] = [set() for _ in self._vllm_groups]
         for new in output.scheduled_new_reqs:
@@ -118,10 +134,10 @@ class SavePlanner:
                 self.close(tracked)
         if not asked:
             return
-        self._last_save, self._saved_last = time.monotonic(), True
-        plan.number, self.plans = self.plans, self.plans + 1
+        number = self.number(plan)
         requests = [request for request, _ in asked]
         names = [request.request for request in requests]
+        self._reading.update({name: [number, 0] for name in names})
         plan.saves = PlannedSaves(names, [held for _, held in asked], functools.partial(self._outline, asked))
         plan.work = work_of(requests)
 
@@ -164,7 +180,6 @@ class SavePlanner:
         return asked
 
     def _request(self, tracked: Tracked, tables: Tables, upto: int, *, tail: bool) -> Asked:
-        tracked.saving, tracked.drained = self.plans, 0
         return StepRequest(tracked.id, tracked.chain, (), save=(tracked.saved, upto), tail=tail), tables
 
     def _of_groups(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:

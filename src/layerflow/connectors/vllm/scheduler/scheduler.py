@@ -4,6 +4,8 @@ A hit reaches its request in one of two ways. *In the step*: the request runs at
 own blocks. *In the background*: the request waits, vLLM goes on with others, and it runs when everything is there.
 Layer-wise loading is the first, bulk the second. Models with several cache groups always load in the background:
 vLLM can be told that such a load has failed, but not that a load of the running step has.
+
+Loads can fail, also on another rank, while later steps are planned already: :mod:`.verdicts` says whose saves count.
 """
 
 from __future__ import annotations
@@ -15,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from layerflow.agent.connection.control import Control
+from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.values import MISS
 from layerflow.connectors.vllm.identity import chain_of
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.loads import describe_hit
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
+from layerflow.connectors.vllm.verdicts import Verdicts
 from layerflow.errors import LayerflowError
 from layerflow.flow.cost.policy import Mode
 from layerflow.spec import ModelSpec
@@ -38,6 +41,12 @@ STALE_S = 1.0
 CONNECT_S = 2.0
 """How long vLLM's start may wait for a server, so that the first prompt finds it."""
 
+MAX_RELOADS = 1
+RELOAD_SHARE = 0.5
+"""After a failed load a request is looked up once more where less than this share of its blocks has failed: what is
+wrong then is an object, not the link. A second failure is not followed by a third try: on a slow link it would fail for
+ever."""
+
 log = structlog.get_logger("layerflow.vllm")
 
 
@@ -47,7 +56,7 @@ class SchedulerSide:
     :param engine_id: vLLM's, shared with its workers.
     :param groups: how many cache groups the model has.
     :param can_fail_in_background: vLLM can be told that a background load of several groups has failed.
-    :param recomputes: vLLM computes what could not be loaded, so that a hit need not wait for its lease.
+    :param trusts_sight: vLLM recovers from a load that fails, so that a hit need not wait for its lease.
     :param events: takes what is stored, where vLLM's KV cache events are on.
     """
 
@@ -58,7 +67,7 @@ class SchedulerSide:
         groups: int,
         *,
         can_fail_in_background: bool,
-        recomputes: bool = False,
+        trusts_sight: bool = False,
         events: ChunkEvents | None = None,
     ) -> None:
         self.options = options
@@ -66,7 +75,7 @@ class SchedulerSide:
         self.spec: ModelSpec | None = None
         self._engine_id = engine_id
         self._in_step = groups == 1
-        self._recomputes = recomputes
+        self._trusts_sight = trusts_sight
         self._may_load = options.load and (self._in_step or can_fail_in_background)
         self._tracked: dict[str, Tracked] = {}
         self._loading: list[Tracked] = []
@@ -77,26 +86,39 @@ class SchedulerSide:
         self._control: Control | None = None
         self._advisor: LoadPolicy | None = None
         self._saves: SavePlanner | None = None
+        self._verdicts = Verdicts()
+        self._layouts: list[WorkerLayout] = []
+        self._unmet: dict[str, Any] | None = {}
         if options.load and not self._may_load:
             log.warning("loading_off", groups=groups, reason="this vLLM cannot recover from a failed load of several "
                         "cache groups; prompts are only saved")  # fmt: skip
 
-    def meet_workers(self, layouts: Sequence[WorkerLayout]) -> None:
-        """All workers have registered their caches."""
+    def meet_workers(self, layouts: Sequence[WorkerLayout], connect_s: float = CONNECT_S) -> None:
+        """All workers have registered their caches. Called again, or with none, it does nothing.
+
+        :param connect_s: how long this may wait for the server.
+        """
+        if not layouts or self.spec is not None:
+            return
         first, self._ranks = layouts[0], len(layouts)
-        self.spec = msgspec.msgpack.decode(first.spec, type=ModelSpec)
-        self._lookups = Lookups(first.endpoint, self._engine_id, self.spec, at_sight=self._recomputes)
-        self._lookups.wait_connected(CONNECT_S)
+        self.spec = _spec_of(first)
+        self._lookups = Lookups(first.endpoint, self._engine_id, self.spec, at_sight=self._trusts_sight)
+        self._lookups.wait_connected(connect_s)
         self._control = Control(first.endpoint, self._engine_id, self.spec)
         self._advisor = LoadPolicy(self.spec)
         self._saves = SavePlanner(self.spec, first.vllm_groups, self.options)
         if self.events is not None:
             self.events.meet_workers(self.spec, first.vllm_groups, self._ranks)
+        waiting, self._unmet = self._unmet or {}, None
+        for request in waiting.values():
+            self.arrived(request)
 
     # -- a request arrives ------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
-        """Hash the prompt and start its lookup before anybody waits for it."""
+        """Hash the prompt and start its lookup before its answer is waited for."""
+        if self._unmet is not None:
+            self._unmet[request.request_id] = request
         if self.spec is None or request.prompt_embeds is not None or not request.prompt_token_ids:
             return
         try:
@@ -115,6 +137,8 @@ class SchedulerSide:
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those vLLM has, None = not known yet; and whether in the background."""
+        if self._unmet is not None and request.request_id in self._unmet:
+            return None, False  # a step, be it empty, brings the workers' layouts
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not tracked.may_load or self._lookups is None or self._advisor is None:
             return 0, False
@@ -169,11 +193,17 @@ class SchedulerSide:
         plan = StepPlan()
         if self._saves is None:
             return plan
+        plan.verdicts = self._verdicts.take()
         plan.fresh = self._saves.fresh(output, self._loading)
         for tracked in self._loading:
             self._load(tracked, plan)
         self._loading.clear()
         self._saves.step(output, plan)
+        # Another connector of a MultiConnector may load in this step, and its failures are not told to these workers.
+        loads = bool(plan.loads or plan.tails or getattr(output, "has_sync_kv_loads", False))
+        plan.unsure = self._verdicts.concerns(loads=loads, saves=bool(plan.saves))
+        if plan.unsure:
+            self._verdicts.planned(self._saves.number(plan), loads=loads, saves=bool(plan.saves))
         if self.events is not None and plan.saves:
             self.events.planned(plan.saves.parts, self._tracked)
         if self._leaving:
@@ -186,32 +216,39 @@ class SchedulerSide:
 
         :param output: vLLM's KVConnectorOutput, of all ranks.
         """
-        if output.invalid_block_ids and self._saves is not None:
-            self._saves.again(self._tracked.values())
         news = output.kv_connector_worker_meta
         if not isinstance(news, WorkerReport):
-            return
-        for request in news.failed & self._tracked.keys():
-            # Loading it again would fail again, for ever where the link is slow: what it had is computed, and saved.
-            tracked = self._tracked[request]
-            tracked.may_load = False
-            if self._saves is not None:
-                self._saves.again([tracked])
+            news = NO_NEWS
+        if self._unmet is not None:
+            self._met(news.layouts)
+        for request in output.finished_recving or ():
+            if request in self._tracked:
+                self._tracked[request].arriving = False
+        self._verdicts.heard(news.ran, failed=bool(output.invalid_block_ids))
+        if output.invalid_block_ids and self._saves is not None:
+            self._saves.again(self._tracked.values())
+        for request, share in news.failed.items():
+            self._load_failed(request, share)
         for request, overlap in news.overlaps.items():
             if request in self._tracked:
                 self._tracked[request].overlap = overlap
-        for (request, number), ranks in news.drained.items():
-            known = self._tracked.get(request)
-            if known is not None and known.saving == number:
-                known.drained += ranks
-                known.saving = 0 if known.drained >= self._ranks else number
+        if self._saves is not None:
+            for (request, number), ranks in news.drained.items():
+                self._saves.drained(request, number, ranks, self._ranks)
         if self.events is not None:
             self.events.stored(news.stored)
         if news.costs is not None and self._advisor is not None:
             self._advisor.adopt(*news.costs)
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """The request is over: must its blocks stay, and what its response says."""
+        """The request is over: must its blocks stay until :attr:`StepPlan.leaving` is answered; what its response says.
+
+        While a background load is under way vLLM itself keeps them, until every rank has told its end: then that is the
+        one sign that frees them. A save that is still open reads blocks of before that load, which vLLM has freed
+        already; :meth:`SavePlanner.fresh` guards those.
+        """
+        if self._unmet is not None:
+            self._unmet.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None
@@ -222,9 +259,10 @@ class SchedulerSide:
             self._lookups.drop_lease(tracked.id)
         if tracked.load is not None:
             self._loading.remove(tracked)
-        if tracked.saving:
+        stays = self._saves is not None and self._saves.reading(tracked.id) and not tracked.arriving
+        if stays:
             self._leaving.append(tracked.id)
-        return bool(tracked.saving), tracked.summary()
+        return stays, tracked.summary()
 
     def reset(self) -> bool:
         """Forget everything that is stored: the weights have changed under the same name."""
@@ -248,6 +286,30 @@ class SchedulerSide:
         if self._control is not None:
             self._control.close()
 
+    def _met(self, layouts: Sequence[WorkerLayout]) -> None:
+        """Layouts that came with a step's output: behind another connector's handshake there is no earlier way."""
+        self._layouts += layouts
+        if self._layouts and len(self._layouts) == _spec_of(self._layouts[0]).shard.tp_size:
+            self.meet_workers(self._layouts, DEFAULT_LOOKUP_TIMEOUT_S)
+        elif self._unmet:
+            reason = "the workers have not told their cache's layout; these requests are not cached"
+            log.warning("layouts_missing", known=len(self._layouts), requests=len(self._unmet), reason=reason)
+            self._unmet.clear()
+
+    def _load_failed(self, request: str, share: float) -> None:
+        """A load has failed, of so large a share of its blocks: save what is computed instead; load the rest again?"""
+        tracked = self._tracked.get(request)
+        if tracked is None:
+            return
+        if tracked.reloads < MAX_RELOADS and share < RELOAD_SHARE:
+            # The objects that failed are hidden from lookups, so the new answer holds complete ones only.
+            tracked.reloads += 1
+        else:
+            tracked.may_load = False
+        tracked.inquiry = None
+        if self._saves is not None:
+            self._saves.again([tracked])
+
     def _load(self, tracked: Tracked, plan: StepPlan) -> None:
         assert self.spec is not None
         assert self._saves is not None
@@ -255,6 +317,7 @@ class SchedulerSide:
         tables = self._saves.tables(tracked.tables)
         load = tracked.load
         if tracked.background:
+            tracked.arriving = True
             plan.background[tracked.id] = describe_hit(self.spec, tracked, tables, load)
         else:
             # The step writes to the block that the hit ends in: that one cannot wait for its layer's turn.
@@ -264,3 +327,7 @@ class SchedulerSide:
             plan.tails += describe_hit(self.spec, tracked, tables, (whole, load[1]))
         tracked.loaded_tokens += load[1] - load[0]
         tracked.load, tracked.hit, tracked.inquiry = None, MISS, None
+
+
+def _spec_of(layout: WorkerLayout) -> ModelSpec:
+    return msgspec.msgpack.decode(layout.spec, type=ModelSpec)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 
 import msgspec
 import structlog
@@ -18,6 +19,7 @@ from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.lanes.save import FAST_LAYER_S
 from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.verdicts import Verdict
 from layerflow.connectors.vllm.worker.deferred import Deferred
 from layerflow.connectors.vllm.worker.figures import StepTally
 from layerflow.connectors.vllm.worker.stats import TransferStats
@@ -66,7 +68,10 @@ class WorkerSide:
         self._leaving: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._failed_loads: set[str] = set()
+        self._failed_loads: dict[str, float] = {}
+        self._ran: set[int] = set()
+        self._held: dict[int, Step] = {}
+        self._met = False
         self._loads_of: dict[int, tuple[str, ...]] = {}
         self._overlaps: dict[str, tuple[float, float]] = {}
         self._saving: dict[str, int] = {}
@@ -90,12 +95,13 @@ class WorkerSide:
         self._plan, self._hooked, self._late = plan, False, False
         if plan.empty:
             return
+        self._judge(plan.verdicts)
         if any(plan.fresh):
             if any(owed.saves.read_any(plan.fresh) for owed in list(self._owed.values())):
                 self._deferred.flush()
             cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
             self._tally.add("revoked_saves", cut)
-        self._late = bool(plan.saves) and not (plan.loads or plan.tails) and self._is_short(plan)
+        self._late = bool(plan.saves) and not plan.unsure and self._is_short(plan)
         if not self._late and (self._early or not (plan.loads or plan.tails)):
             self._open(plan)
 
@@ -105,6 +111,8 @@ class WorkerSide:
             self.prepare(plan)
         if plan.empty:
             return False
+        if plan.unsure:
+            self._ran.add(plan.number)
         if self._step is None and self._tails is None and not (plan.idle or self._late):
             self._open(plan)
         if self._step is not None and self._early:
@@ -196,20 +204,31 @@ class WorkerSide:
 
     def news(self) -> WorkerReport | None:
         """For the scheduler's side; None = nothing new, or it can wait for the next step."""
-        if self._in_haste and not self._failed_loads:
+        layouts = () if self._met else (self.greeting,)
+        self._met = True
+        if self._in_haste and not (self._failed_loads or self._ran or layouts):
             return None
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
         stored = {}
         if self._stored is not None:
             self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
             stored = self._stored.take()
-        if not (self._overlaps or drained or stored or self._failed_loads):
+        if not (self._overlaps or drained or stored or self._failed_loads or self._ran or layouts):
             return None
         for request, _ in drained:
             del self._saving[request]
         overlaps, self._overlaps = self._overlaps, {}
-        failed, self._failed_loads = frozenset(self._failed_loads), set()
-        return WorkerReport(overlaps, drained, self._agent.costs, failed, stored)
+        failed, self._failed_loads = self._failed_loads, {}
+        ran, self._ran = frozenset(self._ran), set()
+        return WorkerReport(
+            overlaps=overlaps,
+            drained=drained,
+            costs=self._agent.costs,
+            failed=failed,
+            stored=stored,
+            ran=ran,
+            layouts=layouts,
+        )
 
     def close(self) -> None:
         """Cut off what is open and hang up."""
@@ -228,6 +247,13 @@ class WorkerSide:
         """
         return self._put_off is not None and self._stored is None
 
+    def _judge(self, verdicts: Sequence[Verdict]) -> None:
+        """Publish what is held back, or give it up. Before blocks are reclaimed, which cuts steps that are held."""
+        for number, sound in verdicts:
+            step = self._held.pop(number, None)
+            if step is not None:
+                self._agent.release_saves(step, sound=sound)
+
     def _hand_over(self, plan: StepPlan) -> None:
         """The saves of the short pass before this step: its answer has left."""
         self._put_off = None
@@ -245,6 +271,9 @@ class WorkerSide:
             opened = self._agent.open_descriptors(plan.loads, plan.saves.parts, work=plan.work)
             self._step = self._remember(opened, _requests(plan.loads))
             self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
+            if plan.unsure and plan.saves and isinstance(opened, Step):
+                opened.hold_saves()
+                self._held[plan.number] = opened
             if self._stored is not None:
                 self._stored.opened(self._step)
 
@@ -282,7 +311,7 @@ class WorkerSide:
     def _mark_done(self, step: Step | NoStep, event: DeviceEvent | None = None) -> None:
         if isinstance(step, Step):
             for number in range(self._layout.spec.num_layers):
-                if step.computed(number) is None:
+                if not step.is_done(number):
                     step.layer_done(number, event)
 
     def _check(self, step: Step | NoStep, outcome: LoadResult) -> None:
@@ -290,9 +319,13 @@ class WorkerSide:
         if outcome.ready or isinstance(step, NoStep):
             return
         tables = {(part.request, part.group): part.table for part in step.loads}
+        blocks_of = Counter[str]()
+        for part in step.loads:
+            blocks_of[part.request] += sum(len(piece.blocks) for piece in part.pieces)
         for failed in outcome.failed:
             log.warning("load_failed", request=failed.request, blocks=len(failed.blocks), reason=failed.reason)
-            self._failed_loads.add(failed.request)
+            share = len(failed.blocks) / blocks_of[failed.request]
+            self._failed_loads[failed.request] = max(share, self._failed_loads.get(failed.request, 0.0))
             if self._several_groups:
                 self._failed_requests.add(failed.request)
             else:

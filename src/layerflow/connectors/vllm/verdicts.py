@@ -1,0 +1,60 @@
+"""Which steps' saves may be published: those whose forward pass surely computed on loaded bytes that had arrived.
+
+A load of the running step can fail after vLLM has scheduled the next step already (asynchronous scheduling), on another
+rank (whose garbage reaches this rank's later layers through tensor parallelism), or in another connector of a
+MultiConnector. In each case this worker computes and saves garbage without knowing. Only the scheduler learns of every
+failure, with the step's output, and takes the computed tokens back before it plans again. So a plan that may compute on
+garbage is *unsure*: workers hold its saves back until a later plan brings the scheduler's verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+Verdict = tuple[int, bool]
+"""A plan's number, and whether its saves may be published."""
+
+
+class Verdicts:
+    """The scheduler's side; plans come in order, and so do the outputs of their steps."""
+
+    def __init__(self) -> None:
+        self._running: list[int] = []  #: plans that load in their step and whose output has not come
+        self._unsure: list[int] = []  #: plans without a verdict
+        self._untold: list[Verdict] = []
+
+    def concerns(self, *, loads: bool, saves: bool) -> bool:
+        """Is a plan unsure?
+
+        :param loads: some connector loads in this plan's own step.
+        :param saves: the plan saves something.
+        """
+        return loads or (saves and bool(self._running))
+
+    def planned(self, number: int, *, loads: bool, saves: bool) -> None:
+        """An unsure plan; parameters as of :meth:`concerns`."""
+        if loads:
+            self._running.append(number)
+        if saves:
+            self._unsure.append(number)
+
+    def heard(self, ran: Collection[int], *, failed: bool) -> None:
+        """The output of a step has come.
+
+        :param ran: numbers of unsure plans that it belongs to.
+        :param failed: a load of a running step has failed: everything planned until now may build on it.
+        """
+        self._running = [number for number in self._running if number not in ran]
+        if failed:
+            judged = self._unsure
+        else:
+            judged = [number for number in self._unsure if not self._running or number < self._running[0]]
+        self._untold += [(number, not failed) for number in judged]
+        self._unsure = self._unsure[len(judged) :]
+
+    def take(self) -> tuple[Verdict, ...]:
+        """Verdicts since the last call, for the next plan."""
+        if not self._untold:  # nearly always
+            return ()
+        taken, self._untold = tuple(self._untold), []
+        return taken
