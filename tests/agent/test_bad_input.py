@@ -42,14 +42,15 @@ def test_a_wrong_block_table(worker: KnownWorker, what: str, loading: bool) -> N
     if loading:
         worker.serve(chain)
     run = worker.admit(chain)
-    before = {key: array.copy() for key, array in worker._arrays.items()}
+    before = {key: [array.copy() for array in arrays] for key, arrays in worker._arrays.items()}
     good = run.request()
     bad = replace(good, request="bad", blocks=(TABLES[what](run.tables[0]),))
     with pytest.raises(SpecError, match="request 'bad'"):
         worker.agent.open_step([good, bad])
     assert not worker.agent.busy(run.name)
     assert worker.agent.statistics().open_steps == 0
-    assert all((array == before[key]).all() for key, array in worker._arrays.items())
+    for key, arrays in worker._arrays.items():
+        assert all((array == old).all() for array, old in zip(arrays, before[key], strict=True))
     worker.retire(run)
     assert worker.serve(chain).hit.tokens == (59 if loading else 0)
     worker.agent.close()

@@ -93,7 +93,7 @@ class World(RuleBasedStateMachine):
         self.patch.setattr(FakeLookups, "wait_connected", lambda *_: True, raising=False)
         self.patch.setattr(scheduler, "Control", lambda *_: SimpleNamespace(close=lambda: None))
         advisor = SimpleNamespace(advise=lambda *_: Mode.BULK, adopt=lambda *_: None)
-        self.patch.setattr(scheduler, "Advisor", lambda *_: advisor)
+        self.patch.setattr(scheduler, "LoadPolicy", lambda *_: advisor)
         self.patch.setattr(worker, "TransferStats", SimpleNamespace)
         spec = spec_of()
         self.side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True)
