@@ -56,6 +56,7 @@ class Hostile:
         return False
 
     def close(self) -> None:
+        self.guest.send(wire.QUIET)
         self.guest.close()
         self.conversation.dealer.close()
 

@@ -9,8 +9,10 @@ sends what it has to say, and takes what has come (:meth:`Link.attend`), wheneve
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import socket
 import threading
 import time
 from collections import deque
@@ -28,6 +30,7 @@ from layerflow.memfd import SharedMemory
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import (
+    QUIET,
     STRANGER,
     Attach,
     Beat,
@@ -48,6 +51,8 @@ CONNECT_TIMEOUT_S = 1.0
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 FRONTIER_SAMPLE_MS = 1
 LAST_WORDS_MS = 2
+REPORT_ITEMS = 4096
+"""Of one kind in one report; the server takes no report of any length."""
 
 T = TypeVar("T")
 
@@ -267,6 +272,9 @@ class Link:
             if attached:
                 self._owner.lost("closed" if self._closing else "the server is gone")
             if guest is not None:
+                # Nothing of this attachment moves any more: the server need not wait for this process to end.
+                with contextlib.suppress(OSError):
+                    guest.send(QUIET, socket.MSG_NOSIGNAL)
                 guest.close()
             dealer.close()
 
@@ -319,8 +327,7 @@ class Link:
             self._owner.heard(message)
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
-        report = self._report()
-        if report is not None:
+        while (report := self._report()) is not None:
             self._outbox.append(codec.encode(report))
         self._post(dealer)
 
@@ -349,6 +356,6 @@ def _pending(dealer: zmq.Socket[bytes]) -> bool:
 
 def _drain(column: deque[T]) -> list[T]:
     out: list[T] = []
-    while column:
+    while column and len(out) < REPORT_ITEMS:
         out.append(column.popleft())
     return out
