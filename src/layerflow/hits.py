@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Protocol
 
 from layerflow.keys import DIGEST_BYTES, object_key
@@ -12,6 +13,13 @@ from layerflow.spec import ModelSpec
 
 MAX_TAILS = 16
 """Stored tails offered per lookup: more would mean that many prompts differ within one chunk."""
+
+
+MAX_TAILS_TRIED = 256
+"""Stored tails after one chunk that a lookup tries: hundreds of prompts may differ in what follows the same chunk."""
+
+SLICE_KEYS = 1024
+"""Keys that :func:`search_hit` looks up between two stops, about half a millisecond's work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,58 +62,92 @@ def find_hit(
     :param tokens: length of the prompt.
     :param own: digest of what the full chunks leave of the prompt; empty = nothing, or unknown.
     """
+    search = search_hit(pool, spec, root, digests, tokens, own)
+    while True:
+        try:
+            next(search)
+        except StopIteration as stop:
+            hit: HitLength = stop.value
+            return hit
+
+
+def search_hit(
+    pool: LookupSource, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int, own: bytes = b""
+) -> Generator[None, None, HitLength]:
+    """:func:`find_hit` in slices: it stops after every :data:`SLICE_KEYS` keys or so, and returns the hit."""
     rules = [group.rules for group in spec.groups]
-    present = _presence(pool, spec, digests)
+    present = yield from _presence(pool, spec, digests)
     # A group that needs every chunk from the first on bounds the search for all.
     bound = len(digests)
     for kind, row in zip(rules, present, strict=True):
         if False in row and not kind.first_token(tokens):
             bound = min(bound, row.index(False))
+    # Per group, how many of the first n chunks are missing: whether a range is whole is then one subtraction.
+    missing = [list(accumulate((not there for there in row), initial=0)) for row in present]
     tails: list[Tail] = []
+    tried = 0
     for chunk in range(bound, -1, -1):
         parent = digests[chunk - 1] if chunk else root
         room = tokens - chunk * spec.chunk_tokens
-        for tail in _tails(pool, spec, parent, room, own if chunk == len(digests) else b""):
+        tried += len(rules)
+        for tail, whole in _tails(pool, spec, parent, room, own if chunk == len(digests) else b""):
+            tried += len(rules) * len(spec.shard.peers())
+            if tried >= SLICE_KEYS:
+                yield
+                tried = 0
             if len(tails) == MAX_TAILS:
                 break
-            hit = spec.usable(chunk * spec.chunk_tokens + tail[0], tokens)
-            if hit is not None and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
+            hit = spec.usable(chunk * spec.chunk_tokens + tail[0], tokens) if whole else None
+            if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
                 tails.append(Tail(chunk, *tail))
+        if tried >= SLICE_KEYS:
+            yield
+            tried = 0
         hit = spec.usable(chunk * spec.chunk_tokens, tokens)
-        if hit and _satisfied(rules, present, spec.chunk_tokens, hit, upto=chunk):
+        if hit and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
             return HitLength(hit, tuple(tails))
     return HitLength(0, tuple(tails))
 
 
-def _presence(pool: LookupSource, spec: ModelSpec, digests: list[bytes]) -> list[list[bool]]:
+def _presence(pool: LookupSource, spec: ModelSpec, digests: list[bytes]) -> Generator[None, None, list[list[bool]]]:
     """Per group: by chunk, whether every shard has the object."""
     shards = spec.shard.peers()
+    count, step = len(shards), max(1, SLICE_KEYS // len(shards))
     rows: list[list[bool]] = []
     for group in range(len(spec.groups)):
-        found = pool.lookup([object_key(digest, group, shard) for digest in digests for shard in shards])
-        count = len(shards)
-        rows.append(found if count == 1 else [all(found[at : at + count]) for at in range(0, len(found), count)])
+        row: list[bool] = []
+        for first in range(0, len(digests), step):
+            if rows or first:
+                yield
+            few = digests[first : first + step]
+            found = pool.lookup([object_key(digest, group, shard) for digest in few for shard in shards])
+            row += found if count == 1 else [all(found[at : at + count]) for at in range(0, len(found), count)]
+        rows.append(row)
     return rows
 
 
-def _tails(pool: LookupSource, spec: ModelSpec, parent: bytes, room: int, own: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tails after `parent` of at most `room` tokens that every group and shard has, longest first.
+def _tails(
+    pool: LookupSource, spec: ModelSpec, parent: bytes, room: int, own: bytes
+) -> Iterator[tuple[tuple[int, bytes], bool]]:
+    """Tails after `parent` of at most `room` tokens, longest first, and whether every group and shard has them.
 
     :param own: the prompt's own of exactly `room` tokens, which a pool may hold without listing it.
     """
     shards = spec.shard.peers()
     listed = [(tokens, key[:DIGEST_BYTES]) for tokens, key in pool.tails(object_key(parent, 0, shards[0]))]
-    for tokens, digest in dict.fromkeys([(room, own), *listed] if own and room else listed):
-        if tokens <= room and all(
-            pool.lookup([object_key(digest, group, shard) for group in range(len(spec.groups)) for shard in shards])
-        ):
-            yield tokens, digest
+    fitting = (tail for tail in dict.fromkeys([(room, own), *listed] if own and room else listed) if tail[0] <= room)
+    for tail in islice(fitting, MAX_TAILS_TRIED):
+        keys = [object_key(tail[1], group, shard) for group in range(len(spec.groups)) for shard in shards]
+        yield tail, all(pool.lookup(keys))
 
 
-def _satisfied(rules: list[Kind], present: list[list[bool]], chunk_tokens: int, hit: int, upto: int) -> bool:
-    """Do the full chunks below `upto` that a hit of `hit` tokens needs exist in every group?"""
-    for kind, row in zip(rules, present, strict=True):
+def _satisfied(rules: list[Kind], missing: list[list[int]], chunk_tokens: int, hit: int, upto: int) -> bool:
+    """Do the full chunks below `upto` that a hit of `hit` tokens needs exist in every group?
+
+    :param missing: per group, how many of the first n chunks do not.
+    """
+    for kind, before in zip(rules, missing, strict=True):
         need = kind.need(hit, chunk_tokens)
-        if not all(row[need.start : min(need.stop, upto)]):
+        if before[max(min(need.stop, upto), need.start)] - before[need.start]:
             return False
     return True

@@ -177,8 +177,8 @@ def test_a_table_that_is_none_is_refused_and_everything_asked(
     fetch = line.fetch_presence
 
     def fetched(*place: Any) -> Any:
-        guest, fd, nbytes = fetch(*place)
-        return guest, fd, 2 * nbytes
+        connection, fd, nbytes = fetch(*place)
+        return connection, fd, 2 * nbytes
 
     monkeypatch.setattr(line, "fetch_presence", fetched)
     server = embed()

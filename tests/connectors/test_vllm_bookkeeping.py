@@ -45,6 +45,9 @@ class FakeStep:
     def begin_loads(self, timeout_s: float) -> bool:
         return True
 
+    def want_all(self) -> None:
+        pass
+
     def wait_all(self) -> Any:
         return READY
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import struct
-from typing import get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 import msgspec
 import pytest
@@ -15,7 +15,6 @@ from layerflow.hits import MAX_TAILS
 from layerflow.keys import Chain, Media, object_key, root_digest
 from layerflow.objects import object_bytes, pack_header
 from layerflow.presence import place_of
-from layerflow.server.handlers import MAX_LEASE_MS
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from layerflow.wire import codec, messages
 from layerflow.wire.messages import STRANGER, Message
@@ -35,6 +34,8 @@ def heading(kind: type) -> str:
 
 
 def word(annotation: object) -> str:
+    if get_origin(annotation) is Annotated:
+        return word(get_args(annotation)[0])
     if get_origin(annotation) in (list, tuple):
         return f"[{word(get_args(annotation)[0])}]"
     return WORDS.get(annotation) or annotation.__name__
@@ -60,7 +61,11 @@ def test_the_greeting_is_the_current_one():
 
 
 def test_limits_are_the_current_ones():
-    assert f"1 to {MAX_LEASE_MS}" in TEXT
+    assert f"`server.max_deadline_s`, {Settings().server.max_deadline_s:,.0f} s by default" in TEXT
+    assert f"{codec.SMALL_BYTES >> 10} KiB" in TEXT
+    assert f"{messages.MAX_NAME:,} characters" in TEXT
+    assert f"{messages.MAX_PARTS:,} parts" in TEXT
+    assert f"{messages.MAX_ITEMS:,} items" in TEXT
     assert f"at most {MAX_TAILS}" in TEXT
     assert f"`server.max_message_bytes`, {Settings().server.max_message_bytes >> 20} MiB by default" in TEXT
 

@@ -36,8 +36,8 @@ class Hostile:
         self.conversation = Handshake(dial(context, endpoint))
         deadline = time.monotonic() + 10
         welcome = self.conversation.introduce("hostile", "agent", deadline)
-        self.guest: socket.socket
-        self.guest, fd, _ = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
+        self.connection: socket.socket
+        self.connection, fd, _ = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
         os.close(fd)
         self.conversation.attach(wire.Attach(spec, memory=True), deadline)
 
@@ -56,7 +56,8 @@ class Hostile:
         return False
 
     def close(self) -> None:
-        self.guest.close()
+        self.connection.send(wire.QUIET)
+        self.connection.close()
         self.conversation.dealer.close()
 
 

@@ -197,7 +197,7 @@ def test_a_client_that_cannot_tell_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_lease_holds_all_that_a_load_reads(world: World) -> None:
     tokens = len(world.chain)
     hit = find_hit(world.pool, world.spec, ROOT, world.chain.digests, tokens)
-    keys = hit_keys(world.spec, world.chain.digests, hit)
+    keys = [key for few in hit_keys(world.spec, world.chain.digests, hit) for key in few]
     there = [key for key, here in zip(keys, world.pool.lookup(keys), strict=True) if here]
     world.pool.acquire(there, "lease", until=5.0)
     # Eviction takes whatever is not pinned: fill the pool, then look whether the hit is still whole.

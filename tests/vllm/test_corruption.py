@@ -32,13 +32,13 @@ def arena_of(endpoint: str) -> Iterator[np.ndarray]:
     with zmq.Context() as context:
         conversation = Handshake(dial(context, endpoint))
         welcome = conversation.introduce("vandal", "agent", deadline)
-        guest, fd, _ = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
+        connection, fd, _ = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
         mapped = mmap.mmap(fd, os.fstat(fd).st_size)
         try:
             yield np.frombuffer(mapped, np.uint8)
         finally:
             os.close(fd)
-            guest.close()
+            connection.close()
             conversation.dealer.close()
 
 

@@ -139,7 +139,9 @@ def _text(value: Any, size: bool) -> str:
         return str(value).lower()
     if size:
         return f'"{format_size(value)}"'
-    return f'"{value or ""}"' if value is None or isinstance(value, str | Path) else f"{value:g}"
+    if value is None or isinstance(value, str | Path):
+        return f'"{value or ""}"'
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _bounds(field: FieldInfo, size: bool) -> str:

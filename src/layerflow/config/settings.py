@@ -48,6 +48,7 @@ __all__ = [
     "default_endpoint",
     "format_size",
     "live_changes",
+    "make_private",
     "make_private_directory",
     "parse_size",
     "reference",
@@ -66,22 +67,23 @@ def default_endpoint() -> str:
 
 def socket_directory(endpoint: str) -> Path | None:
     """The directory of an ``ipc://`` endpoint; None for other endpoints, which need none."""
-    if not endpoint.startswith("ipc://") or endpoint.startswith("ipc://@"):
+    if not endpoint.startswith("ipc://"):
         return None
     return Path(endpoint.removeprefix("ipc://")).parent
 
 
 def check_private(folder: Path) -> None:
-    """Refuse a directory whose sockets another user could replace, and so read every prompt's KV.
+    """Refuse a directory whose sockets another user could reach or replace, and so read every prompt's KV.
 
-    :raises ConfigError: another user owns it or can write to it.
+    :raises ConfigError: another user owns it or can enter it.
     :raises OSError: there is none.
     """
     found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"{folder}: another user owns or can write to the directory of server.endpoint; "
-            "give the endpoint a directory of its own with mode 0700"
+            f"{folder}: another user owns or can enter this directory of the server's sockets; "
+            f"chmod 700 it, or give server.endpoint a directory of its own with mode 0700, e.g. ipc://{folder}/"
+            "layerflow/control"
         )
 
 
@@ -91,13 +93,20 @@ def make_private_directory(endpoint: str) -> None:
     :raises ConfigError: if it cannot be made, or is not private; see :func:`check_private`.
     """
     folder = socket_directory(endpoint)
-    if folder is None:
-        return
+    if folder is not None:
+        make_private(folder)
+
+
+def make_private(folder: Path) -> None:
+    """Make a directory for the server's sockets, 0700.
+
+    :raises ConfigError: if it cannot be made, or is not private; see :func:`check_private`.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(folder)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot make the directory of server.endpoint: {error.strerror}") from None
+        raise ConfigError(f"{folder}: cannot make the directory of the server's sockets: {error.strerror}") from None
 
 
 class ServerSettings(Section):
@@ -124,6 +133,27 @@ class ServerSettings(Section):
         16 << 20, "Largest control message accepted.", unit="bytes", ge=64 << 10, le=1 << 30
     )
     max_sessions: Whole = setting(64, "Engine workers attached at once.", unit="sessions", ge=1, le=4096)
+    max_clients: Whole = setting(
+        256, "Clients without memory, such as schedulers and tools, at once.", unit="sessions", ge=2, le=65_536
+    )
+    max_open_steps: Whole = setting(
+        1024, "Steps that one engine worker may have unfinished.", unit="steps", ge=1, le=1 << 20
+    )
+    max_step_objects: Whole = setting(
+        65_536, "Objects that one step may load and save together.", unit="objects", ge=1, le=1 << 24
+    )
+    max_open_bytes: Size = setting(
+        256 << 30, "Bytes that one worker's unfinished steps may ask to be moved.", unit="bytes", ge=1 << 20
+    )
+    max_lookup_objects: Whole = setting(
+        1 << 20, "Objects of one lookup: chunks x groups x shards.", unit="objects", ge=1, le=1 << 24
+    )
+    max_leases: Whole = setting(
+        16_384, "Requests whose hits one client may have leased.", unit="requests", ge=1, le=1 << 24
+    )
+    max_deadline_s: Real = setting(
+        3600.0, "Longest deadline of a step, and longest lease, that a client may ask for.", unit="s", ge=1, le=86_400
+    )
 
     @field_validator("endpoint")
     @classmethod
@@ -132,6 +162,11 @@ class ServerSettings(Section):
         if scheme not in ("ipc", "inproc") or not rest:
             raise ValueError(
                 'should be "ipc:///path/to/socket" or "inproc://name"; other hosts use server.tcp_endpoint'
+            )
+        if scheme == "ipc" and rest[0] in "@*":
+            raise ValueError(
+                f'"{value}" is a socket without a private directory, which every user of the machine could reach; '
+                'should be "ipc:///path/to/socket"'
             )
         if scheme == "ipc" and len(os.fsencode(rest)) > MAX_IPC_PATH_BYTES:
             raise ValueError(f"the socket's path should have at most {MAX_IPC_PATH_BYTES} bytes, a limit of the kernel")
@@ -256,6 +291,18 @@ class Settings(BaseSettings):
     pool: PoolSettings = Field(default_factory=PoolSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
     log: LogSettings = Field(default_factory=LogSettings)
+
+    @model_validator(mode="after")
+    def _deadlines(self) -> Settings:
+        most = self.server.max_deadline_s
+        for key, value_ms in (
+            ("transfer.step_timeout_ms", self.transfer.step_timeout_ms),
+            ("transfer.save_timeout_ms", self.transfer.save_timeout_ms),
+            ("pool.lease_ms", self.pool.lease_ms),
+        ):
+            if value_ms > most * 1e3:
+                raise ValueError(f"{key} = {value_ms} should be at most server.max_deadline_s = {most:g} s")
+        return self
 
     def __init__(self, **values: Any) -> None:
         try:

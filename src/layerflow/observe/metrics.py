@@ -122,6 +122,9 @@ class Metrics:
         self._tier = TierMetrics(registry)
 
         self._protocol_errors = counter("protocol_errors", "Messages refused.", "code")
+        self._housekeeping_failures = counter(
+            "housekeeping_failures", "Rounds of the server's upkeep that failed; see its log."
+        )
         self._lag = histogram("loop_lag_seconds", "How much later than asked the server's loop woke up.", LAG_BUCKETS_S)
         self._lag_max = gauge("loop_lag_max_seconds", "The largest loop lag since start.")
         self._largest_lag = 0.0
@@ -204,6 +207,10 @@ class Metrics:
     def protocol_error(self, code: str) -> None:
         """A message was refused with this error code."""
         self._protocol_errors.labels(self._bounded(self._protocol_errors, code)).inc()
+
+    def housekeeping_failed(self) -> None:
+        """A round of the server's upkeep failed."""
+        self._housekeeping_failures.inc()
 
     def loop_lag(self, seconds: float) -> None:
         """The loop woke up so much later than asked."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
+from layerflow.config.settings import ServerSettings
 from layerflow.errors import InvalidTransition, LayerflowError, ProtocolError
 from layerflow.flow.events import (
     BatchDone,
@@ -25,16 +27,18 @@ from layerflow.flow.events import (
     SessionOpened,
     StepClosed,
 )
-from layerflow.hits import HitLength, find_hit
+from layerflow.hits import HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
+from layerflow.server.log_limit import LogLimit
 from layerflow.server.lookup import find_and_bring, hit_keys, unknown_keys
-from layerflow.server.planner import plan_step
+from layerflow.server.planner import check_deadlines, check_step, count_objects, plan_step
 from layerflow.server.planner_direct import plan_direct
 from layerflow.server.sessions import LOCAL, ClientSession, Sessions
+from layerflow.server.turns import Turns, Work
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message, ToServer
@@ -42,8 +46,19 @@ from layerflow.wire.messages import Message, ToServer
 if TYPE_CHECKING:
     from layerflow.server.tier.tier import Tier
 
-MAX_LEASE_MS = 86_400_000
-M = TypeVar("M", bound=ToServer)
+Search = Generator[None, None, HitLength]
+
+EVENTS_PER_SLICE = 64
+"""Items of a Report that are handled before another client may get its turn."""
+
+MOST_MISSED, MOST_MISSED_TOKENS = 1 << 20, 1 << 40
+"""Lookups, and their tokens, that one Missed may tell of: a client sends it every second."""
+
+MOST_MEASURED = 1 << 53
+"""Bytes or seconds that one step can have moved or taken: what a float counts exactly."""
+
+MOST_SEARCHES = 3
+"""How often a lookup starts over because objects were evicted between its slices."""
 
 
 class Refused(ProtocolError):
@@ -73,7 +88,9 @@ class ServerContext:
     terms: Callable[[], wire.Terms]
     status: Callable[[], dict[str, object]]
     arena_bytes: int
-    max_workers: int
+    settings: Callable[[], ServerSettings]
+    turns: Turns = field(default_factory=Turns)
+    log_limit: LogLimit = field(default_factory=LogLimit)
     tier: Tier | None = None
     direct: bool = False
     draining: bool = False
@@ -86,13 +103,24 @@ class Handlers:
         self._context = context
         self._log = structlog.get_logger("layerflow.server")
 
-    def handle(self, session: ClientSession, message: ToServer) -> None:
-        """Do what the message asks, or answer with a Problem."""
-        self._guarded(session, message, self._dispatch)
+    def handle(self, session: ClientSession, message: ToServer, nbytes: int = 0) -> None:
+        """Do what the message asks, or answer with a Problem; behind the client's other messages.
 
-    def _guarded(self, session: ClientSession, message: M, work: Callable[[ClientSession, M], None]) -> None:
+        :param nbytes: of the message.
+        """
+        if isinstance(message, wire.Beat):
+            self._context.send(session, message)
+        elif self._context.turns.has_room(session.number, nbytes):
+            self._context.turns.start(session.number, self._guarded(session, message, self._dispatch), nbytes)
+        else:
+            waiting = LayerflowError("too many of this client's messages wait to be handled; send them more slowly")
+            self._refuse(session, message, "quota", waiting)
+
+    def _guarded(
+        self, session: ClientSession, message: ToServer, work: Callable[[ClientSession, ToServer], Work]
+    ) -> Work:
         try:
-            work(session, message)
+            yield from work(session, message)
         except Refused as error:
             self._refuse(session, message, error.code, error)
         except InvalidTransition as error:
@@ -108,44 +136,45 @@ class Handlers:
         """The client is gone: nothing of it can touch memory any more."""
         context = self._context
         self._log.info("session_lost", session=session.number, engine=session.engine, pid=session.pid, why=why)
+        context.turns.forget(session.number)
         context.sessions.close(session)
         if session.memory:
             context.driver.handle(SessionLost(session.number))
             context.driver.forget_session(session.number)
             context.slow_steps.forget(session.number)
-        context.pool.drop_owner(("session", session.number))
         context.metrics.sessions(context.sessions.workers())
 
     def _refuse(self, session: ClientSession, message: ToServer, code: str, error: LayerflowError) -> None:
         self._context.metrics.protocol_error(code)
-        self._log.warning("message_refused", session=session.number, code=code, error=str(error))
+        unlogged = self._context.log_limit.admit(time.monotonic())
+        if unlogged is not None:
+            self._log.warning("message_refused", session=session.number, code=code, error=str(error), unlogged=unlogged)
         number = getattr(message, "id", getattr(message, "step", -1))
         self._context.send(session, wire.Problem(number, code, str(error)))
 
-    def _dispatch(self, session: ClientSession, message: ToServer) -> None:
+    def _dispatch(self, session: ClientSession, message: ToServer) -> Work:
         match message:
             case wire.Report():
-                self._report(session, message)
+                yield from self._report(session, message)
             case wire.OpenStep():
-                self._open_step(session, message)
+                yield from self._open_step(session, message)
             case wire.Lookup():
-                self._lookup(session, message)
-            case wire.Beat():
-                self._context.send(session, message)
+                yield from self._lookup(session, message)
             case wire.Attach():
                 self._attach(session, message)
             case wire.Abort():
                 self._worker(session, "Abort")
-                self._context.driver.handle(*(RequestAborted(session.number, name) for name in message.requests))
+                yield from self._tell(RequestAborted(session.number, name) for name in message.requests)
             case wire.DropLease():
                 owner = _lease_owner(session.engine, message.request)
+                session.leases.pop(message.request, None)
                 self._context.pool.release(owner)
                 if self._context.tier is not None:
                     self._context.tier.drop_lease(owner)
             case wire.Missed():
                 if session.spec is None:
                     raise Refused("not_attached", "attach a spec before looking up")
-                if message.requests < 1 or message.tokens < 0:
+                if not (1 <= message.requests <= MOST_MISSED and 0 <= message.tokens <= MOST_MISSED_TOKENS):
                     raise ProtocolError(f"{message.requests} lookups of {message.tokens} tokens cannot have missed")
                 self._context.metrics.lookups_missed(session.labels, message.requests, message.tokens)
             case wire.StatusRequest():
@@ -181,8 +210,9 @@ class Handlers:
                 raise Refused("not_direct", "this server's workers move bytes through the arena; attach without direct")
             if context.draining:
                 raise Refused("draining", "the server is shutting down")
-            if context.sessions.workers() >= context.max_workers:
-                raise Refused("too_many", f"server.max_sessions = {context.max_workers} engine workers are attached")
+            most = context.settings().max_sessions
+            if context.sessions.workers() >= most:
+                raise Refused("too_many", f"server.max_sessions = {most} engine workers are attached")
             spec = message.spec
             shapes = tuple(LayerShape(group, spec.groups[group].bytes_per_block) for group, _ in spec.layer_places())
             context.driver.handle(SessionOpened(session.number, shapes))
@@ -202,9 +232,18 @@ class Handlers:
         )
         context.send(session, wire.Attached(context.arena_bytes if message.memory else 0, context.terms()))
 
-    def _lookup(self, session: ClientSession, message: wire.Lookup) -> None:
+    def _lookup(self, session: ClientSession, message: wire.Lookup) -> Work:
         if session.spec is None:
             raise Refused("not_attached", "attach a spec before looking up")
+        context, limits = self._context, self._context.settings()
+        asked_for = (len(message.digests) // DIGEST_BYTES + 1) * len(session.spec.groups)
+        asked_for *= len(session.spec.shard.peers())
+        if asked_for > limits.max_lookup_objects:
+            raise Refused(
+                "quota",
+                f"request {message.request!r}: chunks x groups x shards are {asked_for} objects, "
+                f"server.max_lookup_objects is {limits.max_lookup_objects}; look up a shorter prompt",
+            )
         digests = codec.split_digests(message.digests, f"request {message.request!r}")
         chunks = message.tokens // session.spec.chunk_tokens
         if len(message.root) != DIGEST_BYTES or message.tokens < 0 or len(digests) != chunks:
@@ -219,12 +258,17 @@ class Handlers:
                 f"request {message.request!r}: a tail digest of {len(message.tail)} bytes for {message.tokens} tokens; "
                 f"{DIGEST_BYTES} bytes where the full chunks leave tokens, else none"
             )
-        if not 0 < message.lease_ms <= MAX_LEASE_MS:
-            raise ProtocolError(f"request {message.request!r}: lease_ms must be 1 to {MAX_LEASE_MS}")
-        context, heard = self._context, time.monotonic()
+        most_ms = int(limits.max_deadline_s * 1e3)
+        if not 0 < message.lease_ms <= most_ms:
+            raise ProtocolError(
+                f"request {message.request!r}: lease_ms must be 1 to {most_ms}, which is server.max_deadline_s"
+            )
+        self._check_leases(session, message.request, limits.max_leases)
+        heard = time.monotonic()
         if context.tier is None:
-            hit = find_hit(context.pool, session.spec, message.root, digests, message.tokens, message.tail)
-            self._found(session, message, digests, hit, heard)
+            prompt = message.root, digests, message.tokens, message.tail
+            pool, spec = context.pool, session.spec
+            yield from self._find(session, message, digests, heard, lambda: search_hit(pool, spec, *prompt))
             return
 
         number = session.number
@@ -232,20 +276,24 @@ class Handlers:
         def answer(found: frozenset[bytes]) -> None:
             asker = context.sessions.get(number)
             if asker is not None:
-                self._guarded(asker, message, functools.partial(self._reach, digests=digests, found=found, heard=heard))
+                reach = functools.partial(self._reach, lookup=message, digests=digests, found=found, heard=heard)
+                context.turns.start(number, self._guarded(asker, message, reach))
 
         asked = [*digests, message.tail] if message.tail else digests
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
-        context.tier.ask(unknown_keys(context.pool, context.tier, session.spec, asked, direct=direct), answer)
+        unknown = yield from unknown_keys(context.pool, context.tier, session.spec, asked, direct=direct)
+        context.tier.ask(unknown, answer)
 
     def _reach(
         self,
         session: ClientSession,
-        message: wire.Lookup,
+        _: ToServer,
+        *,
+        lookup: wire.Lookup,
         digests: list[bytes],
         found: frozenset[bytes],
         heard: float,
-    ) -> None:
+    ) -> Work:
         """The tier has answered: what the hit needs of it is fetched from now on."""
         pool, tier, spec = self._context.pool, self._context.tier, session.spec
         assert tier is not None and spec is not None
@@ -254,26 +302,65 @@ class Handlers:
         # What a worker reads straight from the tier is not brought.
         through = {worker.spec.shard for worker in workers if worker.spec is not None and not worker.direct}
         shards = [*through] if workers else spec.shard.peers()
-        prompt = message.root, digests, message.tokens, message.tail
-        hit = find_and_bring(pool, tier, spec, shards, prompt, found, direct=direct)
-        self._found(session, message, digests, hit, heard)
+        prompt = lookup.root, digests, lookup.tokens, lookup.tail
+        search = functools.partial(find_and_bring, pool, tier, spec, shards, prompt, found, direct=direct)
+        yield from self._find(session, lookup, digests, heard, search)
 
-    def _found(
-        self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength, heard: float
-    ) -> None:
+    def _find(
+        self,
+        session: ClientSession,
+        message: wire.Lookup,
+        digests: list[bytes],
+        heard: float,
+        search: Callable[[], Search],
+    ) -> Work:
+        """Search, lease and answer. What leaves the pool between two slices is searched for again."""
+        for _ in range(MOST_SEARCHES):
+            before = self._departures()
+            hit = yield from search()
+            yield from self._lease(session, message, digests, hit)
+            if self._departures() == before:
+                break
+        self._found(session, message, hit, heard)
+
+    def _departures(self) -> int:
+        """How many objects have left the pool since the start."""
+        figures = self._context.pool.statistics()
+        return figures.evictions + figures.hidden
+
+    def _check_leases(self, session: ClientSession, request: str, most: int) -> None:
+        """:raises Refused: the client holds so many leases already."""
+        leases = session.leases
+        if request in leases or len(leases) < most:
+            return
+        now = time.monotonic()
+        for name in [name for name, until in leases.items() if until <= now]:
+            del leases[name]
+        if len(leases) >= most:
+            raise Refused(
+                "quota",
+                f"request {request!r}: this client holds server.max_leases = {most} leases; drop those that are not "
+                "needed, or look up with a shorter lease_ms",
+            )
+
+    def _lease(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> Work:
         assert session.spec is not None
         if hit.tokens or hit.tails:
             until, owner = time.monotonic() + message.lease_ms / 1e3, _lease_owner(session.engine, message.request)
-            keys = hit_keys(session.spec, digests, hit)
-            there = self._context.pool.lookup(keys)
-            self._context.pool.acquire([key for key, here in zip(keys, there, strict=True) if here], owner, until)
-            if self._context.tier is not None:
-                self._context.tier.lease(keys, owner, until)
+            session.leases[message.request] = until
+            for keys in hit_keys(session.spec, digests, hit):
+                there = self._context.pool.lookup(keys)
+                self._context.pool.acquire([key for key, here in zip(keys, there, strict=True) if here], owner, until)
+                if self._context.tier is not None:
+                    self._context.tier.lease(keys, owner, until)
+                yield
+
+    def _found(self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float) -> None:
         tails = [wire.TailHit(tail.chunk, tail.tokens, tail.digest) for tail in hit.tails]
         self._context.send(session, wire.Found(message.id, hit.tokens, tails))
         self._context.metrics.lookup(session.labels, hit.tokens, message.tokens - hit.tokens, time.monotonic() - heard)
 
-    def _open_step(self, session: ClientSession, message: wire.OpenStep) -> None:
+    def _open_step(self, session: ClientSession, message: wire.OpenStep) -> Work:
         context = self._context
         self._worker(session, "OpenStep")
         key = (session.number, message.step)
@@ -281,19 +368,44 @@ class Handlers:
             raise Refused("draining", "the server is shutting down")
         if context.driver.is_open(key):
             raise ProtocolError(f"step {message.step} is already open")
-        now = time.monotonic()
+        limits = context.settings()
+        check_deadlines(message, time.monotonic(), limits.max_deadline_s)
+        objects = count_objects(message)
+        if objects > limits.max_step_objects:
+            raise Refused(
+                "quota",
+                f"step {message.step}: {objects} objects, server.max_step_objects is {limits.max_step_objects}; "
+                "move fewer requests in one step",
+            )
+        if len(session.open_steps) >= limits.max_open_steps:
+            raise Refused(
+                "quota",
+                f"step {message.step}: server.max_open_steps = {limits.max_open_steps} steps of this session are open; "
+                "close steps, and report their batches",
+            )
+        assert session.spec is not None
+        checked = yield from check_step(session.spec, message)
+        asked = sum(session.open_steps.values()) + checked.nbytes
+        if asked > limits.max_open_bytes:
+            raise Refused(
+                "quota",
+                f"step {message.step}: this session's open steps would move {asked} bytes, server.max_open_bytes is "
+                f"{limits.max_open_bytes}; close steps first",
+            )
         opening = (
-            plan_direct(session, message, now)
+            plan_direct(session, message, checked)
             if session.direct
-            else plan_step(context.pool, context.tier, session, message, now)
+            else plan_step(context.pool, context.tier, session, message, checked)
         )
         context.driver.open(key, opening.book)
+        session.open_steps[message.step] = checked.nbytes
         # The plan goes first: batches that follow are numbered by it.
         context.send(session, opening.plan)
         try:
             context.driver.handle(opening.event)
         except InvalidTransition:
             context.driver.discard(key)
+            del session.open_steps[message.step]
             raise
         if context.tier is not None:
             context.tier.watch(opening.arrivals)
@@ -305,15 +417,40 @@ class Handlers:
                 context.tier.drop_lease(owner, keys)
         context.metrics.step_opened(session.labels, full=opening.full, missing=opening.missing)
 
-    def _report(self, session: ClientSession, message: wire.Report) -> None:
+    def _report(self, session: ClientSession, message: wire.Report) -> Work:
         self._worker(session, "Report")
         for failure in message.failed:
-            self._log.warning("batch_failed", session=session.number, batch=failure.batch, reason=failure.reason)
+            unlogged = self._context.log_limit.admit(time.monotonic())
+            if unlogged is not None:
+                self._log.warning(
+                    "batch_failed",
+                    session=session.number,
+                    batch=failure.batch,
+                    reason=failure.reason,
+                    unlogged=unlogged,
+                )
         self._context.driver.time_batches(session.number, message)
-        self._context.driver.handle(*_events(session.number, message))
+        yield from self._tell(_events(session.number, message))
         for figures in message.figures:
+            if not all(0 <= value < MOST_MEASURED for value in msgspec.structs.astuple(figures)[1:]):
+                raise ProtocolError(f"step {figures.step}: {figures} cannot have been measured")
             self._context.metrics.step_measured(session.labels, figures)
             self._context.slow_steps.see(session, figures)
+
+    def _tell(self, events: Iterator[Event]) -> Work:
+        """Tell the core, in slices.
+
+        :raises InvalidTransition: the first impossible event; all others were handled.
+        """
+        refused: InvalidTransition | None = None
+        while few := list(itertools.islice(events, EVENTS_PER_SLICE)):
+            try:
+                self._context.driver.handle(*few)
+            except InvalidTransition as error:
+                refused = refused or error
+            yield
+        if refused is not None:
+            raise refused
 
 
 def _lease_owner(engine: str, request: str) -> tuple[str, str, str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from layerflow.hits import HitLength, find_hit
+from layerflow.hits import SLICE_KEYS, HitLength, search_hit
 from layerflow.keys import object_key
 from layerflow.objects import object_bytes
 from layerflow.pool import base
@@ -64,16 +64,16 @@ class TierLookup:
         return sorted(self.tier.tails(parent), key=lambda tail: (-tail.tokens, tail.key))
 
 
-def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> list[bytes]:
-    """Everything that a load of this hit (or of one of its tails) would read, there or not."""
+def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[list[bytes]]:
+    """Everything that a load of this hit (or of one of its tails) would read, there or not, in slices."""
     reach = max((tail.chunk * spec.chunk_tokens for tail in hit.tails), default=0)
     chunks = digests[: -(-max(hit.tokens, reach) // spec.chunk_tokens)]
-    return [
-        object_key(digest, group, shard)
-        for digest in [*chunks, *(tail.digest for tail in hit.tails)]
-        for group in range(len(spec.groups))
-        for shard in spec.shard.peers()
-    ]
+    wanted = [*chunks, *(tail.digest for tail in hit.tails)]
+    groups, shards = range(len(spec.groups)), spec.shard.peers()
+    step = max(1, SLICE_KEYS // (len(groups) * len(shards)))
+    for first in range(0, len(wanted), step):
+        few = wanted[first : first + step]
+        yield [object_key(digest, group, shard) for digest in few for group in groups for shard in shards]
 
 
 def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, parent: bytes = b"") -> NewObject:
@@ -89,17 +89,23 @@ def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, pare
 
 def unknown_keys(
     pool: Pool, tier: Tier, spec: ModelSpec, digests: Sequence[bytes], *, direct: bool = False
-) -> list[bytes]:
+) -> Generator[None, None, list[bytes]]:
     """Objects of these chunks, full or partial, of all groups and shards, that only the tier can tell of.
+
+    In slices, as :func:`layerflow.hits.search_hit`.
 
     :param direct: for workers to whom the arena does not matter.
     """
     shards = spec.shard.peers()
-    keys = [
-        object_key(digest, group, shard) for group in range(len(spec.groups)) for digest in digests for shard in shards
-    ]
-    known = (TierLookup(tier) if direct else TieredLookup(pool, tier)).lookup(keys)
-    return [key for key, there in zip(keys, known, strict=True) if not there]
+    known, step = TierLookup(tier) if direct else TieredLookup(pool, tier), max(1, SLICE_KEYS // len(shards))
+    unknown: list[bytes] = []
+    for group in range(len(spec.groups)):
+        for first in range(0, len(digests), step):
+            if group or first:
+                yield
+            keys = [object_key(digest, group, shard) for digest in digests[first : first + step] for shard in shards]
+            unknown += [key for key, there in zip(keys, known.lookup(keys), strict=True) if not there]
+    return unknown
 
 
 def find_and_bring(
@@ -111,8 +117,8 @@ def find_and_bring(
     found: frozenset[bytes],
     *,
     direct: bool = False,
-) -> HitLength:
-    """The longest hit in arena and tier together; what it needs is on its way into the arena.
+) -> Generator[None, None, HitLength]:
+    """The longest hit in arena and tier together; what it needs is on its way into the arena. In slices, as above.
 
     Stored tails are brought by the step that loads them: most of those offered belong to other prompts.
 
@@ -125,8 +131,8 @@ def find_and_bring(
     unavailable: frozenset[bytes] = frozenset()
     while True:
         there = TierLookup(tier, found, unavailable) if direct else TieredLookup(pool, tier, found, unavailable)
-        hit = find_hit(there, spec, root, digests, tokens, own)
-        stuck = _bring(pool, tier, spec, shards, digests, hit.tokens)
+        hit = yield from search_hit(there, spec, root, digests, tokens, own)
+        stuck = yield from _bring(pool, tier, spec, shards, digests, hit.tokens)
         if not stuck:
             return hit
         unavailable |= stuck  # no room in the arena, or it left the tier since: a shorter hit
@@ -134,7 +140,7 @@ def find_and_bring(
 
 def _bring(
     pool: Pool, tier: Tier, spec: ModelSpec, shards: Sequence[Shard], digests: list[bytes], hit: int
-) -> frozenset[bytes]:
+) -> Generator[None, None, frozenset[bytes]]:
     """Start fetching the full chunks that a hit needs; those that cannot be fetched."""
     stuck: set[bytes] = set()
     for number, group in enumerate(spec.groups):
@@ -145,4 +151,5 @@ def _bring(
         if missing:
             tier.bring([stored_object(spec, number, key) for key in missing], len(group.layers))
             stuck.update(key for key in missing if tier.coming(key) is None)
+        yield
     return frozenset(stuck)

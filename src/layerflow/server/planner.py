@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Generator, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from layerflow.errors import ProtocolError
 from layerflow.flow.events import Part, StepOpened
+from layerflow.hits import SLICE_KEYS
 from layerflow.keys import DIGEST_BYTES, object_key
 from layerflow.objects import object_bytes
 from layerflow.pool.base import Located, NewObject, Pool, ReserveStatus
@@ -78,18 +79,65 @@ class Wanted:
     parent: bytes = b""
 
 
-def plan_step(pool: Pool, tier: Tier | None, session: ClientSession, message: OpenStep, now: float) -> Opening:
-    """Pin the objects to load, reserve room for those to save, and number the blocks.
+@dataclass(frozen=True, slots=True)
+class CheckedStep:
+    """An OpenStep that agrees with itself and with the session's spec.
 
-    What the arena lacks is fetched from the tier. Nothing has changed when this raises.
+    :param nbytes: bytes that it asks to be loaded and saved.
+    """
+
+    loads: list[Wanted]
+    saves: list[tuple[Wanted, list[NewObject]]]
+    nbytes: int
+
+
+def check_step(spec: ModelSpec, message: OpenStep) -> Generator[None, None, CheckedStep]:
+    """In slices: it stops every so many objects, and returns the checked step. Changes nothing.
 
     :raises ProtocolError: the message contradicts itself or the session's spec.
     """
+    loads, saves = [], []
+    nbytes = since = 0
+    for part in message.loads:
+        loads.append(check_load(part, spec))
+        nbytes += _moved(spec, loads[-1])
+        since += len(loads[-1].keys)
+        if since >= SLICE_KEYS:
+            yield
+            since = 0
+    for saved in message.saves:
+        wanted = check_part(saved, spec)
+        objects = yield from new_objects(saved, spec)
+        saves.append((wanted, objects))
+        nbytes += _moved(spec, wanted)
+        since += len(objects)
+        if since >= SLICE_KEYS:
+            yield
+            since = 0
+    return CheckedStep(loads, saves, nbytes)
+
+
+def count_objects(message: OpenStep) -> int:
+    """Objects that the message names, repeats included."""
+    nbytes = sum(len(part.digests) for part in message.loads) + sum(len(part.digests) for part in message.saves)
+    return nbytes // DIGEST_BYTES
+
+
+def _moved(spec: ModelSpec, wanted: Wanted) -> int:
+    group = spec.groups[wanted.group]
+    return int(wanted.counts.sum()) * group.bytes_per_block * len(group.layers)
+
+
+def plan_step(
+    pool: Pool, tier: Tier | None, session: ClientSession, message: OpenStep, checked: CheckedStep
+) -> Opening:
+    """Pin the objects to load, reserve room for those to save, and number the blocks.
+
+    What the arena lacks is fetched from the tier.
+    """
     spec = session.spec
     assert spec is not None
-    check_deadlines(message, now)
-    loads = [check_load(part, spec) for part in message.loads]
-    saves = [(check_part(part, spec), new_objects(part, spec)) for part in message.saves]
+    loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step))
     step = (session.number, message.step)
     waiting = _Waiting(step, book.owner)
@@ -212,12 +260,12 @@ def _plan_saves(
     return plans, parts, full, placed
 
 
-def check_deadlines(message: OpenStep, now: float) -> None:
-    """:raises ProtocolError: they are not in order, or far from `now`."""
-    if not now - MAX_STEP_S < message.deadline <= message.save_deadline < now + MAX_STEP_S:
+def check_deadlines(message: OpenStep, now: float, most_s: float) -> None:
+    """:raises ProtocolError: they are not in order, or more than `most_s` seconds ahead of `now`, or a day past."""
+    if not now - MAX_STEP_S < message.deadline <= message.save_deadline <= now + most_s:
         raise ProtocolError(
-            f"step {message.step}: deadlines {message.deadline}, {message.save_deadline} must be ascending seconds "
-            "on CLOCK_MONOTONIC within a day of now"
+            f"step {message.step}: deadlines {message.deadline}, {message.save_deadline} must be ascending seconds on "
+            f"CLOCK_MONOTONIC, at most server.max_deadline_s = {most_s:g} ahead of now = {now:.3f}"
         )
 
 
@@ -248,8 +296,10 @@ def check_load(part: LoadPart, spec: ModelSpec) -> Wanted:
     return wanted
 
 
-def new_objects(part: SavePart, spec: ModelSpec) -> list[NewObject]:
-    """:raises ProtocolError: token counts that a chunk cannot have, or a tail without its parent."""
+def new_objects(part: SavePart, spec: ModelSpec) -> Generator[None, None, list[NewObject]]:
+    """In slices, as :func:`check_step`.
+
+    :raises ProtocolError: token counts that a chunk cannot have, or a tail without its parent."""
     where = f"request {part.request!r}, group {part.group}"
     if not 0 <= part.group < len(spec.groups):
         raise ProtocolError(f"{where}: the session's spec has groups 0 to {len(spec.groups) - 1}")
@@ -261,6 +311,8 @@ def new_objects(part: SavePart, spec: ModelSpec) -> list[NewObject]:
         raise ProtocolError(f"{where}: parent must be empty or {DIGEST_BYTES} bytes")
     objects = []
     for position, (digest, held, blocks) in enumerate(zip(digests, tokens.tolist(), counts.tolist(), strict=True)):
+        if position % SLICE_KEYS == SLICE_KEYS - 1:
+            yield
         partial = held != spec.chunk_tokens
         last = position == len(digests) - 1
         if held > spec.chunk_tokens or held < 1 or (partial and not (last and part.parent)):

@@ -7,25 +7,21 @@ from __future__ import annotations
 
 from layerflow.errors import ProtocolError
 from layerflow.flow.events import Part, StepOpened
-from layerflow.server.planner import Opening, StepBook, Wanted, check_deadlines, check_load, check_part, new_objects
+from layerflow.server.planner import CheckedStep, Opening, StepBook, Wanted
 from layerflow.server.sessions import ClientSession
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import OpenStep, Plan, PlanPart
 
 
-def plan_direct(session: ClientSession, message: OpenStep, now: float) -> Opening:
+def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep) -> Opening:
     """Number the blocks; nothing is pinned and nothing reserved, and offsets are 0.
 
-    :raises ProtocolError: the message contradicts itself or the session's spec.
+    :raises ProtocolError: more blocks are wanted of an object than it holds.
     """
     spec = session.spec
     assert spec is not None
-    check_deadlines(message, now)
-    loads = [check_load(part, spec) for part in message.loads]
-    saves = [check_part(part, spec) for part in message.saves]
-    for part in message.saves:
-        new_objects(part, spec)
+    loads, saves = checked.loads, [wanted for wanted, _ in checked.saves]
     book = StepBook(("step", session.number, message.step), direct=True)
     _remember_loads(book, loads)
     book.save_parts = list(range(len(saves)))

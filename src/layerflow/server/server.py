@@ -16,7 +16,7 @@ import structlog
 import zmq
 
 import layerflow
-from layerflow.config.settings import Settings, live_changes, make_private_directory
+from layerflow.config.settings import Settings, live_changes, make_private, make_private_directory
 from layerflow.errors import DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, Limits, LimitsChanged
@@ -31,7 +31,7 @@ from layerflow.server.housekeeping import housekeep
 from layerflow.server.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
 from layerflow.server.status import status_of
 from layerflow.server.transport.fd_server import NO_ROOM, FdServer, SharedRegion
-from layerflow.server.transport.router import MAX_FRAMES, Router
+from layerflow.server.transport.router import Router
 from layerflow.server.transport.security import Curve, open_curve
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
@@ -79,14 +79,14 @@ class Server:
             terms=self._terms,
             status=self.status,
             arena_bytes=self._arena.nbytes,
-            max_workers=settings.server.max_sessions,
+            settings=lambda: self.settings.server,
             tier=self.tier,
             direct=bool(direct_options(settings)),
         )
         self._handlers = Handlers(self._server_context)
         self.metrics.limits(limits_of(settings))
         self._routers: dict[str, Router] = {}
-        self._greeted: set[Address] = set()
+        self._greeted: dict[Address, None] = {}  # oldest first
         self._fd_server: FdServer | None = None
         self._curve: Curve | None = None
         self._idle: anyio.Event | None = None
@@ -191,6 +191,11 @@ class Server:
         if self.tier is not None:
             self.metrics.tier(self.tier.statistics())
 
+    @property
+    def caught_up(self) -> bool:
+        """Every message that has come is handled."""
+        return not self._server_context.turns.busy and not any(router.pending() for router in self._routers.values())
+
     def lose_silent(self, session: ClientSession) -> None:
         """Heartbeats stopped. Only a client that cannot write to the arena is given up for it."""
         if session.memory or session.entered:
@@ -203,12 +208,12 @@ class Server:
     def _open(self) -> list[str]:
         server = self.settings.server
         make_private_directory(server.endpoint)
-        self.fd_server_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.fd_server_path.parent)
         rooms = {wire.WANT_ARENA: SharedRegion(self._arena.fd, self._arena.nbytes), wire.WANT_PRESENCE: NO_ROOM}
         if self.pool.presence is not None:
             table = self.pool.presence.memory
             rooms[wire.WANT_PRESENCE] = SharedRegion(table.fd, table.nbytes)
-        self._fd_server = FdServer(self.fd_server_path, rooms, self._entered, self._gone)
+        self._fd_server = FdServer(self.fd_server_path, rooms, self._entered, self._gone, self._hung_up)
         self._fd_server.start()
         local = Router(self._context, functools.partial(self._hear, LOCAL), server.max_message_bytes)
         self._routers[LOCAL] = local
@@ -253,28 +258,29 @@ class Server:
         for session in self.sessions:
             self._handlers.lose(session, "shutdown")
 
-    def _hear(self, door: str, identity: bytes, frames: list[bytes]) -> None:
+    def _hear(self, door: str, identity: bytes, frame: bytes | None) -> None:
         address = (door, identity)
         session = self.sessions.at(address)
         if session is not None:
             session.heard = time.monotonic()
             session.silent = False
         try:
-            if len(frames) != 1:
-                raise ProtocolError(
-                    f"a message is one frame, not {len(frames)}{' or more' if len(frames) > MAX_FRAMES else ''}"
-                )
+            if frame is None:
+                raise ProtocolError("a message is one frame, not several")
             if session is not None:
-                self._handlers.handle(session, codec.decode_request(frames[0], self.settings.server.max_message_bytes))
+                message = codec.decode_request(frame, self.settings.server.max_message_bytes)
+                self._handlers.handle(session, message, len(frame))
             elif address in self._greeted:
-                self._hello(address, codec.decode_request(frames[0], self.settings.server.max_message_bytes))
+                self._hello(address, codec.decode_request(frame, self.settings.server.max_message_bytes))
             else:
-                self._greet(address, frames[0])
+                self._greet(address, frame)
         except ProtocolError as error:
             known = "malformed" if session is not None else STRANGER
             code = "version" if isinstance(error, VersionMismatch) else known
             self.metrics.protocol_error(code)
-            self._log.warning("message_refused", code=code, error=str(error), door=door)
+            unlogged = self._server_context.log_limit.admit(time.monotonic())
+            if unlogged is not None:
+                self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
             self._routers[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
 
     def _greet(self, address: Address, frame: bytes) -> None:
@@ -284,13 +290,14 @@ class Server:
             self._routers[door].send(identity, codec.greeting())
         codec.check_greeting(frame)
         if len(self._greeted) >= MAX_GREETED:
-            self._greeted.clear()
-        self._greeted.add(address)
+            del self._greeted[next(iter(self._greeted))]
+        self._greeted[address] = None
 
     def _hello(self, address: Address, message: wire.ToServer) -> None:
         if not isinstance(message, wire.Hello):
             raise ProtocolError(f"{type(message).__name__} before Hello; introduce yourself first")
-        self._greeted.discard(address)
+        self._greeted.pop(address, None)
+        self._make_room_for_client()
         session = self.sessions.open(address, message.engine, message.client, message.pid, time.monotonic())
         server = self.settings.server
         fd_server = str(self.fd_server_path) if address[0] == LOCAL else ""
@@ -308,6 +315,20 @@ class Server:
             ),
         )
 
+    def _make_room_for_client(self) -> None:
+        """Past ``server.max_clients`` the client without memory that was silent longest is forgotten.
+
+        :raises ProtocolError: all of them are connected at the fd server.
+        """
+        connections = [session for session in self.sessions if not session.entered]
+        most = self.settings.server.max_clients
+        if len(connections) < most:
+            return
+        idle = min((s for s in connections if not s.at_fd_server), key=lambda s: s.heard, default=None)
+        if idle is None:
+            raise ProtocolError(f"server.max_clients = {most} clients without memory are connected; close some")
+        self._handlers.lose(idle, "too_many")
+
     def _entered(self, token: bytes, wanted: bytes) -> bool:
         session = self.sessions.holding(token)
         if session is None or session.at_fd_server or session.address[0] != LOCAL:
@@ -316,12 +337,19 @@ class Server:
         session.entered = wanted == wire.WANT_ARENA
         return True
 
-    def _gone(self, token: bytes) -> None:
+    def _hung_up(self, token: bytes) -> None:
+        """Its process lives, and may write to what it has mapped: what it has reserved and pinned stays."""
+        session = self.sessions.holding(token)
+        if session is not None:
+            session.silent = True
+            self._log.warning("session_hung_up", session=session.number, engine=session.engine, pid=session.pid)
+
+    def _gone(self, token: bytes, why: str) -> None:
         session = self.sessions.holding(token)
         if session is None:
             return
         if session.entered:
-            self._handlers.lose(session, "hung_up")
+            self._handlers.lose(session, why)
         else:
             # It holds nothing that must be taken back at once, and what it said last may still be under way.
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._lose, token)
@@ -346,6 +374,7 @@ class Server:
         session = self.sessions.get(done.session)
         if session is not None:
             self.metrics.step_done(session.labels, done.loaded_bytes, done.saved_bytes)
+            session.open_steps.pop(done.step, None)
         if self._idle is not None and not self.driver.open_steps:
             self._idle.set()
 
@@ -373,7 +402,7 @@ IDLE_S = 600.0
 """A client without memory holds nothing but leases, which expire by themselves; it may be quiet for long."""
 
 MAX_GREETED = 1024
-"""Clients that greeted and never said hello; past this they are forgotten and must greet again."""
+"""Clients that greeted and never said hello; past this the first of them is forgotten and must greet again."""
 
 
 def tier_of(settings: Settings) -> tuple[str, dict[str, Any]] | None:

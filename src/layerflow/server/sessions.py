@@ -24,6 +24,8 @@ class ClientSession:
     :param at_fd_server: it is connected there, so the death of its process will be seen.
     :param entered: it was given the arena there.
     :param direct: it moves bytes past the arena.
+    :param open_steps: by number, the bytes that each of its unfinished steps asked to be moved.
+    :param leases: by request, when the lease of its last hit runs out (monotonic seconds).
     :param silent: it missed its heartbeats. An engine worker that is silent still owns what it may write
         to; only the fd server says that it cannot write any more.
     """
@@ -41,7 +43,8 @@ class ClientSession:
     at_fd_server: bool = False
     entered: bool = False
     silent: bool = False
-    steps: set[int] = field(default_factory=set)
+    open_steps: dict[int, int] = field(default_factory=dict)
+    leases: dict[str, float] = field(default_factory=dict)
 
     @property
     def labels(self) -> tuple[str, str]:

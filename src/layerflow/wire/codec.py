@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -18,6 +18,10 @@ MAGIC = b"LFLW"
 _GREETING = struct.Struct("<4sHH16s")
 GREETING_BYTES = _GREETING.size
 DEFAULT_MAX_BYTES = 16 << 20
+SMALL_BYTES = 64 << 10
+"""Largest message to the server of the kinds that do not grow with a prompt or with a step."""
+
+_GROWING = frozenset(kind.__struct_config__.tag for kind in (messages.Lookup, messages.OpenStep, messages.Report))
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server = msgspec.msgpack.Decoder(ToServer)
@@ -30,7 +34,8 @@ def schema() -> str:
     for name in sorted(vars(messages)):
         kind = getattr(messages, name)
         if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message:
-            fields = ", ".join(f"{f.name}: {_type_name(f.type)}" for f in msgspec.structs.fields(kind))
+            types = get_type_hints(kind)  # without limits of length, which are the receiver's own
+            fields = ", ".join(f"{f.name}: {_type_name(types[f.name])}" for f in msgspec.structs.fields(kind))
             lines.append(f"{kind.__struct_config__.tag or '-'} {name}({fields})")
     return "\n".join(lines)
 
@@ -74,6 +79,10 @@ def decode_request(frame: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> ToServer
 
     :raises ProtocolError: too large, not msgpack, unknown number, wrong types.
     """
+    if len(frame) > SMALL_BYTES and not (frame[0] >> 4 == 0x9 and frame[1] in _GROWING):
+        raise ProtocolError(
+            f"a message of {len(frame)} bytes; only Lookup, OpenStep and Report may have more than {SMALL_BYTES}"
+        )
     return _decode(_to_server, frame, max_bytes)  # type: ignore[no-any-return]
 
 

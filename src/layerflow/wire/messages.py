@@ -8,6 +8,8 @@ processes of one machine share.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from layerflow.spec import ModelSpec
@@ -24,8 +26,24 @@ WANT_ARENA, WANT_PRESENCE = b"a", b"p"
 """The byte after the token at the fd server: which descriptor the client asks for."""
 
 
+QUIET = b"q"
+"""What a client says at the fd server before it hangs up: it touches the shared memory no more."""
+
+
 STRANGER = "stranger"
 """Code of the Problem for a client that the server does not know: greet and say hello (again)."""
+
+
+MAX_NAME, MAX_REASON = 1024, 65_536
+"""Characters of a name (of a request, an engine) and of a reason that a client gives."""
+
+MAX_PARTS, MAX_ITEMS = 16_384, 65_536
+"""Load or save parts of one OpenStep, and items of any other list in a message to the server."""
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+_Few = msgspec.Meta(max_length=MAX_PARTS)
+_Many = msgspec.Meta(max_length=MAX_ITEMS)
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
@@ -38,8 +56,8 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 class Hello(Message, frozen=True, tag=1):
     """Who is speaking. `engine` names the serving engine; its ranks and scheduler share it."""
 
-    engine: str
-    client: str
+    engine: Name
+    client: Name
     pid: int
 
 
@@ -68,7 +86,7 @@ class Lookup(Message, frozen=True, tag=3):
     """
 
     id: int
-    request: str
+    request: Name
     root: bytes
     digests: bytes
     tokens: int
@@ -83,7 +101,7 @@ class LoadPart(Message, frozen=True):
     :param parent: digest before it, where it is one; else empty.
     """
 
-    request: str
+    request: Name
     group: int
     digests: bytes
     counts: bytes
@@ -97,7 +115,7 @@ class SavePart(Message, frozen=True):
     :param parent: digest before the last object, when that object is a partial tail; else empty.
     """
 
-    request: str
+    request: Name
     group: int
     digests: bytes
     counts: bytes
@@ -111,22 +129,22 @@ class OpenStep(Message, frozen=True, tag=4):
     step: int
     deadline: float
     save_deadline: float
-    loads: list[LoadPart]
-    saves: list[SavePart]
+    loads: Annotated[list[LoadPart], _Few]
+    saves: Annotated[list[SavePart], _Few]
 
 
 class Failure(Message, frozen=True):
     """A batch that was not (wholly) copied and will not be."""
 
     batch: int
-    reason: str
+    reason: Reason
 
 
 class Fence(Message, frozen=True):
     """The step's waits have failed; no load batch of it runs any more."""
 
     step: int
-    reason: str
+    reason: Reason
 
 
 class Progress(Message, frozen=True):
@@ -159,18 +177,18 @@ class Figures(Message, frozen=True):
 class Report(Message, frozen=True, tag=5):
     """Coalesced news of an agent's lanes and steps."""
 
-    done: list[int] = []
-    failed: list[Failure] = []
-    fenced: list[Fence] = []
-    progress: list[Progress] = []
-    closed: list[Closed] = []
-    figures: list[Figures] = []
+    done: Annotated[list[int], _Many] = []
+    failed: Annotated[list[Failure], _Many] = []
+    fenced: Annotated[list[Fence], _Many] = []
+    progress: Annotated[list[Progress], _Many] = []
+    closed: Annotated[list[Closed], _Many] = []
+    figures: Annotated[list[Figures], _Many] = []
 
 
 class Abort(Message, frozen=True, tag=6):
     """These requests are over. Answered by a Notice that releases each once nothing touches its blocks."""
 
-    requests: list[str]
+    requests: Annotated[list[Name], _Many]
 
 
 class Beat(Message, frozen=True, tag=7):
@@ -188,7 +206,7 @@ class StatusRequest(Message, frozen=True, tag=8):
 class DropLease(Message, frozen=True, tag=9):
     """The request will not be loaded; its lookup's pins may go."""
 
-    request: str
+    request: Name
 
 
 class Bye(Message, frozen=True, tag=10):

@@ -182,7 +182,7 @@ class ControlConnection:
     def hung_up(self) -> bool:
         """Has the server died? Seen within :data:`LOOK_S`, where it is on this machine."""
         now = time.monotonic()
-        if self.conversation.guest is None or now < self._look_at:
+        if self.conversation.connection is None or now < self._look_at:
             return False
         self._look_at = now + LOOK_S
         return bool(self._life.poll(0))
@@ -201,9 +201,9 @@ class ControlConnection:
         if not welcome.fd_server:
             return
         try:
-            guest, fd, nbytes = fetch_presence(Path(welcome.fd_server), welcome.token, deadline)
-            self.conversation.guest = guest
-            self._life.register(guest, select.POLLIN)
+            connection, fd, nbytes = fetch_presence(Path(welcome.fd_server), welcome.token, deadline)
+            self.conversation.connection = connection
+            self._life.register(connection, select.POLLIN)
             if fd is not None:
                 try:
                     self._sight = _map(fd, nbytes, spec)
@@ -225,8 +225,8 @@ class ControlConnection:
 
     def _close(self, linger_ms: int) -> None:
         self.conversation.dealer.close(linger=linger_ms)
-        if self.conversation.guest is not None:
-            self.conversation.guest.close()
+        if self.conversation.connection is not None:
+            self.conversation.connection.close()
         if self._sight is not None:
             self._sight.close()
             self._sight = None

@@ -28,7 +28,7 @@ from layerflow.wire.messages import (
     Welcome,
 )
 
-_DOORWAY_HEADER = 8
+_FD_SERVER_HEADER = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,12 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKey
 class Handshake:
     """Request and reply over a DEALER that one thread owns.
 
-    :ivar guest: the connection at the fd server, where there is one: who waits for an answer then sees at once that
-        the server has died.
+    :ivar connection: to the fd server, where there is one: its hang-up tells at once that the server has died.
     """
 
     def __init__(self, dealer: zmq.Socket[bytes], on_other: Callable[[ToClient], None] | None = None) -> None:
         self.dealer = dealer
-        self.guest: socket.socket | None = None
+        self.connection: socket.socket | None = None
         self._on_other = on_other
 
     def send(self, message: Message) -> None:
@@ -121,11 +120,11 @@ class Handshake:
 
     def _poll(self, wait_ms: int) -> bool:
         """Is there a frame, within `wait_ms`?"""
-        if self.guest is None:
+        if self.connection is None:
             return bool(self.dealer.poll(wait_ms))
         poller = zmq.Poller()
         poller.register(self.dealer, zmq.POLLIN)
-        poller.register(self.guest.fileno(), zmq.POLLIN)
+        poller.register(self.connection.fileno(), zmq.POLLIN)
         ready = dict(poller.poll(wait_ms))
         if self.dealer not in ready and ready:
             raise ServerLost("the server has hung up")
@@ -170,11 +169,11 @@ def fetch_arena(path: Path, token: bytes, deadline: float) -> tuple[socket.socke
 
     :raises ServerLost: nobody answers there, or the token is refused.
     """
-    guest, fd, nbytes = _enter(path, token + WANT_ARENA, deadline)
+    connection, fd, nbytes = _enter(path, token + WANT_ARENA, deadline)
     if fd is None:
-        guest.close()
+        connection.close()
         raise ServerLost(f"{path}: the server has no arena to hand out")
-    return guest, fd, nbytes
+    return connection, fd, nbytes
 
 
 def fetch_presence(path: Path, token: bytes, deadline: float) -> tuple[socket.socket, int | None, int]:
@@ -190,29 +189,29 @@ _signs_of_life: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for guest in list(_signs_of_life):
-        guest.close()
+    for connection in list(_signs_of_life):
+        connection.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _enter(path: Path, wish: bytes, deadline: float) -> tuple[socket.socket, int | None, int]:
-    guest = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    guest.settimeout(max(0.001, deadline - time.monotonic()))
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
     try:
-        guest.connect(str(path))
-        guest.sendall(wish)
-        said, fds, _, _ = socket.recv_fds(guest, _DOORWAY_HEADER, 1)
+        connection.connect(str(path))
+        connection.sendall(wish)
+        said, fds, _, _ = socket.recv_fds(connection, _FD_SERVER_HEADER, 1)
     except OSError as error:
-        guest.close()
+        connection.close()
         raise ServerLost(f"{path}: no shared memory can be fetched: {error}") from None
     nbytes = int.from_bytes(said, "little")
-    if len(said) != _DOORWAY_HEADER or len(fds) != (nbytes > 0):
+    if len(said) != _FD_SERVER_HEADER or len(fds) != (nbytes > 0):
         for fd in fds:
             os.close(fd)
-        guest.close()
+        connection.close()
         raise ServerLost(f"{path}: the server hung up instead of handing out shared memory")
-    guest.setblocking(False)
-    _signs_of_life.add(guest)
-    return guest, fds[0] if fds else None, nbytes
+    connection.setblocking(False)
+    _signs_of_life.add(connection)
+    return connection, fds[0] if fds else None, nbytes

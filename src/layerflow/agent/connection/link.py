@@ -9,8 +9,10 @@ sends what it has to say, and takes what has come (:meth:`Link.attend`), wheneve
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import socket
 import threading
 import time
 from collections import deque
@@ -28,6 +30,7 @@ from layerflow.memfd import SharedMemory
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import (
+    QUIET,
     STRANGER,
     Attach,
     Beat,
@@ -48,6 +51,8 @@ CONNECT_TIMEOUT_S = 1.0
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 FRONTIER_SAMPLE_MS = 1
 LAST_WORDS_MS = 2
+REPORT_ITEMS = 4096
+"""Of one kind in one report; the server takes no report of any length."""
 
 T = TypeVar("T")
 
@@ -237,7 +242,7 @@ class Link:
         """
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         dealer = dial(self._context, self._endpoint)
-        guest, arena = None, None
+        connection, arena = None, None
         attached = False
         try:
             conversation = Handshake(dealer)
@@ -246,7 +251,7 @@ class Link:
                 raise ConfigError(f"{self._endpoint}: an engine worker must run on the server's machine; use ipc://")
             direct = bool(welcome.direct) and self._owner.may_bypass(welcome)
             deadline = time.monotonic() + CONNECT_TIMEOUT_S
-            guest, fd, nbytes = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
+            connection, fd, nbytes = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
             try:
                 arena = SharedMemory.attach(fd, nbytes)
             finally:
@@ -259,21 +264,24 @@ class Link:
             self._tries = 0
             self._dealer, self._broken = dealer, None
             self.ready.set()
-            self._converse(dealer, guest.fileno(), welcome)
+            self._converse(dealer, connection.fileno(), welcome)
         finally:
             with self._turn:
                 self._dealer = None
             self.ready.clear()
             if attached:
                 self._owner.lost("closed" if self._closing else "the server is gone")
-            if guest is not None:
-                guest.close()
+            if connection is not None:
+                # Nothing of this attachment moves any more: the server need not wait for this process to end.
+                with contextlib.suppress(OSError):
+                    connection.send(QUIET, socket.MSG_NOSIGNAL)
+                connection.close()
             dealer.close()
 
-    def _converse(self, dealer: zmq.Socket[bytes], guest: int, welcome: Welcome) -> None:
+    def _converse(self, dealer: zmq.Socket[bytes], connection: int, welcome: Welcome) -> None:
         news = int(dealer.getsockopt(zmq.FD))
         poller = select.poll()
-        for descriptor in (news, guest, self._wakeup_fd):
+        for descriptor in (news, connection, self._wakeup_fd):
             poller.register(descriptor, select.POLLIN)
         beat_s, next_beat = welcome.heartbeat_ms / 1e3, time.monotonic()
         self._heard_at = next_beat
@@ -299,7 +307,7 @@ class Link:
             if self._wakeup_fd in ready:
                 self._look()
             with self._turn:
-                if guest in ready:
+                if connection in ready:
                     if dealer.poll(LAST_WORDS_MS):  # how the steps that it drained have ended
                         self._read(dealer)
                     raise ServerLost("the server hung up")
@@ -319,8 +327,7 @@ class Link:
             self._owner.heard(message)
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
-        report = self._report()
-        if report is not None:
+        while (report := self._report()) is not None:
             self._outbox.append(codec.encode(report))
         self._post(dealer)
 
@@ -349,6 +356,6 @@ def _pending(dealer: zmq.Socket[bytes]) -> bool:
 
 def _drain(column: deque[T]) -> list[T]:
     out: list[T] = []
-    while column:
+    while column and len(out) < REPORT_ITEMS:
         out.append(column.popleft())
     return out

@@ -4,6 +4,9 @@ A client connects, sends the 16-byte token of its Welcome and one byte for what 
 bytes, or the presence table, to look up. It receives the memfd (SCM_RIGHTS) with its size, and keeps the
 connection open: when either process dies, the kernel closes it and the other end knows at once, without
 waiting for a heartbeat.
+
+A hang-up alone is no death: a process that lives may still write to the arena that it has mapped. Whoever has the
+arena is gone when its process has ended (its pidfd says so), or when it has said :data:`QUIET` before it hung up.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from typing import NamedTuple
 import structlog
 
 from layerflow.errors import ConfigError
+from layerflow.wire.messages import QUIET, WANT_ARENA
 
 TOKEN_BYTES = 16
+_SO_PEERPIDFD = 77  # <asm-generic/socket.h>, Linux 6.5
+_CREDENTIALS = struct.Struct("@iII")
 _SIZE = struct.Struct("<Q")
 _BACKLOG = 64
 MAX_WAITING = 64
@@ -29,6 +35,8 @@ MAX_WAITING = 64
 
 TOKEN_TIMEOUT_S = 5.0
 ACCEPT_PAUSE_S = 0.5
+DYING_S = 0.5
+"""A process whose connection was closed so long ago, and that has not ended, is said to live."""
 
 log = structlog.get_logger("layerflow.server.transport.fd_server")
 
@@ -49,7 +57,8 @@ class FdServer:
 
     :param rooms: what there is, by the byte that asks for it.
     :param on_entered: called with token and byte before a client is let in; False = refused.
-    :param on_gone: called with the token when that client's process (or connection) is gone.
+    :param on_gone: called with the token, and why, when that client can touch what it was given no more.
+    :param on_hang_up: called with the token when that client has hung up and its process lives.
     """
 
     def __init__(
@@ -57,13 +66,16 @@ class FdServer:
         path: Path,
         rooms: Mapping[bytes, SharedRegion],
         on_entered: Callable[[bytes, bytes], bool],
-        on_gone: Callable[[bytes], None],
+        on_gone: Callable[[bytes, str], None],
+        on_hang_up: Callable[[bytes], None],
     ) -> None:
         self._path = path
         self._rooms = rooms
         self._on_entered = on_entered
         self._on_gone = on_gone
+        self._on_hang_up = on_hang_up
         self._connections: dict[socket.socket, bytes] = {}
+        self._processes: dict[bytes, int] = {}  # pidfds of those that have the arena, by token
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -95,15 +107,11 @@ class FdServer:
         self._listener.close()
         for connection in list(self._connections):
             self._forget(connection)
+        for token in list(self._processes):
+            self._release(token)
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         self._loop = None
-
-    def dismiss(self, token: bytes) -> None:
-        """Hang up on one client without reporting it gone."""
-        for connection, held in list(self._connections.items()):
-            if held == token:
-                self._forget(connection)
 
     def _accept(self) -> None:
         assert self._loop is not None
@@ -143,11 +151,11 @@ class FdServer:
         token = self._connections[connection]
         if token:
             self._forget(connection)
-            self._on_gone(token)
+            self._hung_up(token, said)
             return
         token, wanted = said[:TOKEN_BYTES], said[TOKEN_BYTES:]
         room = self._rooms.get(wanted)
-        if room is None or not self._on_entered(token, wanted):
+        if room is None or not _same_user(connection) or not self._on_entered(token, wanted):
             self._forget(connection)
             return
         try:
@@ -155,15 +163,64 @@ class FdServer:
         except OSError as error:
             log.warning("fd_server_handover_failed", error=str(error))
             self._forget(connection)
-            self._on_gone(token)
+            self._on_gone(token, "hung_up")
             return
         self._connections[connection] = token
+        if wanted == WANT_ARENA and (process := _process(connection)) is not None:
+            self._processes[token] = process
+
+    def _hung_up(self, token: bytes, said: bytes) -> None:
+        process = self._processes.get(token)
+        if process is None or said == QUIET:
+            self._release(token)
+            self._on_gone(token, "hung_up")
+            return
+        # The kernel closes a dying process's connections a moment before it reports the death.
+        assert self._loop is not None
+        self._loop.add_reader(process, self._died, token)
+        self._loop.call_later(DYING_S, self._still_alive, token)
+
+    def _died(self, token: bytes) -> None:
+        self._release(token)
+        self._on_gone(token, "died")
+
+    def _still_alive(self, token: bytes) -> None:
+        if token in self._processes:
+            self._on_hang_up(token)
+
+    def _release(self, token: bytes) -> None:
+        process = self._processes.pop(token, None)
+        if process is not None:
+            if self._loop is not None:
+                self._loop.remove_reader(process)
+            os.close(process)
 
     def _forget(self, connection: socket.socket) -> None:
         if self._loop is not None:
             self._loop.remove_reader(connection)
         self._connections.pop(connection, None)
         connection.close()
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Does the client belong to this server's user, or to root?"""
+    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid not in (os.getuid(), 0):
+        log.warning("fd_server_stranger", uid=uid)
+    return uid in (os.getuid(), 0)
+
+
+def _process(connection: socket.socket) -> int | None:
+    """A pidfd of the client's process; None: it is in another pid namespace, and its hang-up has to do."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, OverflowError) as error:
+        log.warning("fd_server_no_pidfd", pid=pid, error=str(error), effect="its hang-up counts as its death")
+        return None
 
 
 def _answers(path: Path) -> bool:

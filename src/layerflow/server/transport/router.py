@@ -7,42 +7,38 @@ every send the socket's events are asked again until nothing is left to read.
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
 from layerflow.errors import ConfigError
 
-MAX_FRAMES = 8
-"""A client's message is one frame; anything near this many is hostile."""
-
 FLUSH_MS = 100
 """How long the last messages may take to leave after the socket was closed; a stopped client holds up no exit."""
 
-_READS_PER_TURN = 256
+_FRAMES_PER_LOOK = 64
 
-
-@dataclass(frozen=True, slots=True)
-class RouterStatistics:
-    """Counts since start."""
-
-    received: int
-    sent: int
-    unroutable: int
+READ_S = 0.002
+"""How long messages are read and handled before the loop's timers and other descriptors get their turn, in seconds."""
 
 
 class Router:
     """Owns the ROUTER socket.
 
     :param context: shared with in-process clients in embedded mode.
-    :param on_message: called on the loop with the client's identity and its frames.
+    :param on_message: called on the loop with the client's identity and its message's only frame; None in its place:
+        there were several, which are dropped as they are read.
     :param max_bytes: larger messages are cut off by ZMQ itself, with the connection.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], on_message: Callable[[bytes, list[bytes]], None], max_bytes: int
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        on_message: Callable[[bytes, bytes | None], None],
+        max_bytes: int,
     ) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -55,7 +51,7 @@ class Router:
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
         self._again = False
-        self._received = self._sent = self._unroutable = 0
+        self._many: bytes | None = None  # who sends the message of several frames that is being dropped
         self._path: Path | None = None
 
     def bind(self, endpoint: str) -> str:
@@ -63,12 +59,16 @@ class Router:
 
         :raises ConfigError: the address is in use or not usable.
         """
+        # Whatever the process's umask, no other user can connect.
+        previous = os.umask(0o177)
         try:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"cannot listen on {endpoint}: {error.strerror}; is another server running there?"
             ) from None
+        finally:
+            os.umask(previous)
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if bound.startswith("ipc:///"):
             self._path = Path(bound.removeprefix("ipc://"))
@@ -96,16 +96,14 @@ class Router:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._unroutable += 1
             return False
         finally:
             self._schedule()
-        self._sent += 1
         return True
 
-    def statistics(self) -> RouterStatistics:
-        """A snapshot."""
-        return RouterStatistics(self._received, self._sent, self._unroutable)
+    def pending(self) -> bool:
+        """Does a message wait to be read?"""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _schedule(self) -> None:
         if not self._again and self._loop is not None:
@@ -116,14 +114,30 @@ class Router:
         self._again = False
         if self._loop is None:
             return
-        for _ in range(_READS_PER_TURN):
-            if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            try:
-                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._received += 1
+        until = time.monotonic() + READ_S
+        while self.pending():
             # Before the message is handled: whatever it raises, those behind it are read.
             self._schedule()
-            self._on_message(identity, frames)
+            if self._many is None:
+                identity, frame = self.socket.recv(zmq.NOBLOCK), self.socket.recv(zmq.NOBLOCK)
+                if not self.socket.getsockopt(zmq.RCVMORE):
+                    self._on_message(identity, frame)
+                else:
+                    self._many = identity
+            if self._many is not None and self._dropped(until):
+                identity, self._many = self._many, None
+                self._on_message(identity, None)
+            if time.monotonic() >= until:
+                return
+
+    def _dropped(self, until: float) -> bool:
+        """Read and drop what is left of a message of several frames; False: its end is not reached at `until`."""
+        receive = self.socket.recv
+        while self.socket.getsockopt(zmq.RCVMORE):
+            for _ in range(_FRAMES_PER_LOOK):
+                receive(zmq.NOBLOCK)
+                if not self.socket.getsockopt(zmq.RCVMORE):
+                    return True
+            if time.monotonic() >= until:
+                return False
+        return True

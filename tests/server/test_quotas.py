@@ -1,0 +1,159 @@
+"""What one client may ask for is bounded; the Problem says by what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from e2e.hostile import DIGEST, U32, Hostile
+from e2e.known import eventually, small_spec
+
+from layerflow.agent import Control
+from layerflow.agent.connection.handshake import Handshake, dial
+from layerflow.errors import DeadlineExceeded
+from layerflow.server import EmbeddedServer
+from layerflow.wire import codec
+from layerflow.wire import messages as wire
+from server.support import Embed, observe, worker_on
+
+SPEC = small_spec(2, content="quotas")
+BLOCKS = SPEC.chunk_tokens // SPEC.groups[0].block_size
+
+
+class Client(Hostile):
+    """A worker that asks for what it likes."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        super().__init__(server.context, server.endpoint, SPEC)
+
+    def ask(self, message: wire.Message, kind: type[wire.Message]) -> Any:
+        """The next answer of this kind, or Problem."""
+        self.conversation.send(message)
+        until = time.monotonic() + 20
+        while True:
+            answer = codec.decode_reply(self.conversation.receive(until))
+            if isinstance(answer, (kind, wire.Problem)):
+                return answer
+
+    def open(self, step: int, objects: int = 1, ahead_s: float = 60.0) -> Any:
+        digests = b"".join(bytes([step, number]) * 8 for number in range(objects))
+        part = wire.SavePart("r", 0, digests, U32([BLOCKS] * objects), U32([SPEC.chunk_tokens] * objects), b"")
+        until = time.monotonic() + ahead_s
+        return self.ask(wire.OpenStep(step, until, until, [], [part]), wire.Plan)
+
+    def look(self, request: str, tokens: int, lease_ms: int = 60_000) -> Any:
+        digests = DIGEST * (tokens // SPEC.chunk_tokens)
+        tail = DIGEST if tokens % SPEC.chunk_tokens else b""
+        return self.ask(wire.Lookup(1, request, DIGEST, digests, tokens, lease_ms, tail), wire.Found)
+
+
+@pytest.fixture
+def client_of() -> Iterator[Any]:
+    clients: list[Client] = []
+
+    def make(server: EmbeddedServer) -> Client:
+        clients.append(Client(server))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def refused(answer: Any, setting: str) -> bool:
+    return isinstance(answer, wire.Problem) and answer.code in ("quota", "invalid") and setting in answer.message
+
+
+def test_each_limit_of_a_step(embed: Embed, client_of: Any) -> None:
+    moved = BLOCKS * SPEC.groups[0].bytes_per_block * 2
+    client = client_of(embed(server__max_step_objects=3, server__max_open_steps=2, server__max_deadline_s=100))
+    assert refused(client.open(1, objects=4), "max_step_objects")
+    assert refused(client.open(1, ahead_s=200), "max_deadline_s")
+    assert isinstance(client.open(1), wire.Plan)
+    assert isinstance(client.open(2), wire.Plan)
+    assert refused(client.open(3), "max_open_steps")
+    other = client_of(embed(server__max_open_bytes=1 << 20, server__max_step_objects=1 << 16))
+    fitting = min((1 << 20) // moved, 256)
+    assert isinstance(other.open(1, objects=fitting), wire.Plan)
+    many = [other.open(step, objects=fitting) for step in range(2, 12)]
+    assert any(refused(answer, "max_open_bytes") for answer in many) == (fitting * moved * 11 > 1 << 20)
+
+
+def test_a_finished_step_counts_no_more(embed: Embed, client_of: Any) -> None:
+    server = embed(server__max_open_steps=1)
+    with worker_on(server, spec=small_spec()) as worker:
+        for _ in range(3):
+            worker.serve(worker.prompt(40))
+        assert worker.agent.statistics().saved_bytes > 0
+
+
+def test_each_limit_of_a_lookup(embed: Embed, client_of: Any) -> None:
+    server = embed(server__max_lookup_objects=5, server__max_deadline_s=100)
+    client = client_of(server)
+    assert isinstance(client.look("r", 4 * SPEC.chunk_tokens), wire.Found)
+    assert refused(client.look("r", 5 * SPEC.chunk_tokens), "max_lookup_objects")
+    assert refused(client.look("r", 20, lease_ms=101_000), "max_deadline_s")
+
+
+def test_leases_are_counted_and_come_back(embed: Embed) -> None:
+    server = embed(server__max_leases=2)
+    with worker_on(server, spec=small_spec()) as worker:
+        chain = worker.prompt(40)
+        worker.serve(chain)
+        looker = Control(server.endpoint, "e2e", spec=worker.agent.spec, context=server.context)
+        assert [looker.lookup(name, chain).tokens for name in ("a", "b", "c", "a")] == [39, 39, 0, 39]
+        looker.drop_lease("a")
+        assert looker.lookup("c", chain).tokens == 39
+        looker.close()
+
+
+def test_the_idlest_client_makes_room(embed: Embed) -> None:
+    server = embed(server__max_clients=2)
+    clients = []
+    for number in range(4):
+        conversation = Handshake(dial(server.context, server.endpoint))
+        conversation.introduce(f"idle-{number}", "test", time.monotonic() + 20)
+        clients.append(conversation)
+    assert sorted(session.engine for session in server.server.sessions) == ["idle-2", "idle-3"]
+    for conversation in clients:
+        conversation.dealer.close()
+
+
+@pytest.mark.parametrize("frames", [2, 8, 5000])
+def test_a_message_of_many_frames_is_one_problem(embed: Embed, client_of: Any, frames: int) -> None:
+    client = client_of(embed())
+    client.send(*[codec.encode(wire.StatusRequest(5))] * frames)
+    answer = client.ask(wire.Beat(1.0), wire.Beat)
+    assert isinstance(answer, wire.Problem) and "one frame" in answer.message
+    assert client.alive()
+    with pytest.raises(DeadlineExceeded):
+        client.conversation.receive(time.monotonic())
+
+
+def test_small_kinds_have_no_long_messages(embed: Embed, client_of: Any) -> None:
+    client = client_of(embed())
+    answer = client.ask(wire.Abort(["x" * 100] * 1000), wire.Notice)
+    assert "only Lookup, OpenStep and Report" in answer.message
+    assert "array" in client.ask(wire.Report(done=[1] * 70_000), wire.Notice).message
+    assert "str" in client.ask(wire.DropLease("x" * 2000), wire.Notice).message
+
+
+def test_a_hang_up_is_no_death(embed: Embed) -> None:
+    """A process that lives may still write where it was told to: its room is not given to others."""
+    server = embed()
+    control = observe(server)
+    client = Client(server)
+    assert isinstance(client.open(1), wire.Plan)
+    assert control.status()["pool"]["half_written"] == 1
+    client.connection.close()  # without a word: this process lives
+    assert eventually(lambda: any(session.silent for session in server.server.sessions))
+    assert control.status()["pool"]["half_written"] == 1
+    client.conversation.dealer.close()
+    quiet = Client(server)
+    assert isinstance(quiet.open(2), wire.Plan)
+    assert control.status()["pool"]["half_written"] == 2
+    quiet.close()  # says that it touches the arena no more
+    assert eventually(lambda: control.status()["pool"]["half_written"] == 1)
+    control.close()
