@@ -30,7 +30,7 @@ from layerflow.keys import DIGEST_BYTES
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
-from layerflow.server.lookup import find_and_bring, hit_keys, unknown_keys
+from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
 from layerflow.server.planner import plan_step
 from layerflow.server.planner_direct import plan_direct
 from layerflow.server.sessions import LOCAL, ClientSession, Sessions
@@ -217,6 +217,9 @@ class Handlers:
             )
         if not 0 < message.lease_ms <= MAX_LEASE_MS:
             raise ProtocolError(f"request {message.request!r}: lease_ms must be 1 to {MAX_LEASE_MS}")
+        if message.written_ms:
+            self._written(session, message, digests)
+            return
         context = self._context
         if context.tier is None:
             hit = find_hit(context.pool, session.spec, message.root, digests, message.tokens, message.tail)
@@ -230,9 +233,37 @@ class Handlers:
             if asker is not None:
                 self._guarded(asker, message, functools.partial(self._reach, digests=digests, found=found))
 
-        asked = [*digests, message.tail] if message.tail else digests
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
-        context.tier.ask(unknown_keys(context.pool, context.tier, session.spec, asked, direct=direct), answer)
+        prompt = digests, message.tokens, message.tail
+        ask_tier(context.pool, context.tier, session.spec, prompt, answer, direct=direct)
+
+    def _written(self, session: ClientSession, message: wire.Lookup, digests: list[bytes]) -> None:
+        """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
+        context, spec, number = self._context, session.spec, session.number
+        tier = context.tier
+        assert spec is not None
+        if not 0 < message.written_ms <= MAX_LEASE_MS:
+            raise ProtocolError(f"request {message.request!r}: written_ms must be 0 to {MAX_LEASE_MS}")
+        if tier is None:
+            context.send(session, wire.Found(message.id, 0, []))
+            return
+
+        def tell(asker: ClientSession, message: wire.Lookup, found: frozenset[bytes]) -> None:
+            hit = find_hit(TierLookup(tier, found), spec, message.root, digests, message.tokens, message.tail)
+            context.send(asker, _found(message.id, hit))
+
+        def answer(found: frozenset[bytes]) -> None:
+            asker = context.sessions.get(number)
+            if asker is not None:
+                self._guarded(asker, message, functools.partial(tell, found=found))
+
+        prompt = digests, message.tokens, message.tail
+        asked = [*digests, message.tail] if message.tail else digests
+        tier.when_written(
+            prompt_keys(spec, asked),
+            time.monotonic() + message.written_ms / 1e3,
+            lambda: ask_tier(context.pool, tier, spec, prompt, answer, direct=True),
+        )
 
     def _reach(
         self, session: ClientSession, message: wire.Lookup, digests: list[bytes], found: frozenset[bytes]
@@ -258,8 +289,7 @@ class Handlers:
             self._context.pool.acquire([key for key, here in zip(keys, there, strict=True) if here], owner, until)
             if self._context.tier is not None:
                 self._context.tier.lease(keys, owner, until)
-        tails = [wire.TailHit(tail.chunk, tail.tokens, tail.digest) for tail in hit.tails]
-        self._context.send(session, wire.Found(message.id, hit.tokens, tails))
+        self._context.send(session, _found(message.id, hit))
         self._context.metrics.lookup(hit.tokens, message.tokens - hit.tokens)
 
     def _open_step(self, session: ClientSession, message: wire.OpenStep) -> None:
@@ -301,6 +331,10 @@ class Handlers:
         self._context.driver.handle(*_events(session.number, message))
         for figures in message.figures:
             self._context.metrics.step_measured(figures)
+
+
+def _found(number: int, hit: HitLength) -> wire.Found:
+    return wire.Found(number, hit.tokens, [wire.TailHit(tail.chunk, tail.tokens, tail.digest) for tail in hit.tails])
 
 
 def _lease_owner(engine: str, request: str) -> tuple[str, str, str]:
