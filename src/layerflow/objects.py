@@ -19,6 +19,8 @@ MAGIC = b"LFOB"
 LAYOUT_VERSION = 1
 _HEADER = struct.Struct("<4sHHIIQ24sQ8x")
 assert _HEADER.size == HEADER_BYTES
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_AT = 48
 
 
 def layer_bytes(group: GroupSpec, blocks: int) -> int:
@@ -40,16 +42,25 @@ def plane_offsets(group: GroupSpec) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def pack_header(key: bytes, *, blocks: int, tokens: int, payload: int, checksum: int = 0) -> bytes:
-    """The 64 header bytes of a complete object.
+def pack_header(key: bytes, *, blocks: int, tokens: int, payload: int) -> bytes:
+    """The 64 header bytes of a complete object, without a checksum; see :func:`set_checksum`.
 
     :param key: the 24-byte object key.
     :param blocks: blocks in each layer.
     :param tokens: tokens that the chunk holds (a partial tail has fewer than `chunk_tokens`).
     :param payload: bytes after the header.
-    :param checksum: of the payload, where a tier keeps one; 0 = none.
     """
-    return _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, blocks, tokens, payload, key, checksum)
+    return _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, blocks, tokens, payload, key, 0)
+
+
+def set_checksum(header: memoryview, checksum: int) -> None:
+    """Enter the XXH3-64 of the payload into a header, before the object crosses a network."""
+    _CHECKSUM.pack_into(header, _CHECKSUM_AT, checksum)
+
+
+def get_checksum(header: bytes | memoryview) -> int:
+    """Of the payload; 0 = its writer kept none."""
+    return int(_CHECKSUM.unpack_from(header, _CHECKSUM_AT)[0])
 
 
 def check_header(raw: bytes | memoryview, key: bytes, blocks: int) -> None:

@@ -15,11 +15,12 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+import xxhash
 from e2e.known import eventually
 
 from layerflow.hosts.backend import Backend, ObjectLocation, ObjectStatus
 from layerflow.memfd import SharedMemory
-from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.objects import HEADER_BYTES, pack_header, set_checksum
 
 ARENA = 16 << 20  # bytes that a bench's arena has at least
 BLOCK = 4096
@@ -89,15 +90,22 @@ class Thing:
 
     @property
     def header(self) -> bytes:
-        payload = self.layers * self.layer_bytes
-        return pack_header(self.key, blocks=self.blocks, tokens=self.tokens, payload=payload)
+        """With the checksum that a store which is reached over a network adds."""
+        nbytes = self.layers * self.layer_bytes
+        header = bytearray(pack_header(self.key, blocks=self.blocks, tokens=self.tokens, payload=nbytes))
+        set_checksum(memoryview(header), xxhash.xxh3_64_intdigest(self.payload))
+        return bytes(header)
+
+    @property
+    def payload(self) -> np.ndarray:
+        """uint8."""
+        seed = int.from_bytes(self.key[:8], "big") + self.variant
+        return np.random.default_rng(seed).integers(0, 256, self.layers * self.layer_bytes, np.uint8)
 
     @property
     def bytes(self) -> np.ndarray:
         """uint8, header and payload."""
-        seed = int.from_bytes(self.key[:8], "big") + self.variant
-        payload = np.random.default_rng(seed).integers(0, 256, self.layers * self.layer_bytes, np.uint8)
-        return np.concatenate([np.frombuffer(self.header, np.uint8), payload])
+        return np.concatenate([np.frombuffer(self.header, np.uint8), self.payload])
 
     def at(self, client: Client, offset: int, *, known: bool = True) -> ObjectLocation:
         """:param known: whether tokens and parent are told, as they are to a writer."""

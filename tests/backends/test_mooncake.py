@@ -30,9 +30,11 @@ from backends.backend_contract import (
 from e2e.known import eventually
 from mooncake_master import MooncakeMaster
 from mooncake_owner import Owner
+from service_process import free_ports
 
 from layerflow.hosts.backend import Unreachable, Unusable
 from layerflow.hosts.mooncake.backend import Mooncake
+from layerflow.hosts.mooncake.setup import load as load_library
 from layerflow.memfd import SharedMemory
 
 SEGMENT = 64 << 20
@@ -167,9 +169,32 @@ class TestSessions:
         reader.close_fetch(places[1:])
         assert outcomes(reader.fetch(places[1:], 0, 1, soon())) == [FAILED]
 
+    def test_what_one_node_finds_broken_is_not_taken_from_another_that_reads_it(self, alone):
+        """Removed by force its memory would be given to others, under the lease."""
+        _, bench = alone(16 << 20, default_kv_lease_ttl=5000)
+        one = bench.thing("one", blocks=32, layers=4)
+        assert save(bench, bench.first, [one]) == [OK]
+        place, reader = one.at(bench.second, HALF), bench.second.backend
+        assert outcomes(reader.open_fetch([place], soon())) == [OK]
+        assert outcomes(reader.fetch([place], 0, 1, soon())) == [OK]
+        bench.first.backend.hide([one.key])
+        for i in range(40):  # more than there is room for
+            assert save(bench, bench.first, [bench.thing(i, blocks=32, layers=4)], wait=0.05)[0] in (OK, FULL)
+        assert outcomes(reader.fetch([place], 1, 4, soon())) == [OK]
+        assert np.array_equal(bench.arena.array[HALF : HALF + one.nbytes], one.bytes)
+        assert bench.first.backend.lookup([one.key], soon()) == [False]
+        reader.close_fetch([place])
+
+        def removed() -> bool:
+            bench.first.backend.check()
+            return one.key not in bench.first.backend._condemned
+
+        until(removed, "the lease has run out")
+        assert reader.lookup([one.key], soon()) == [False]
+
     @pytest.mark.parametrize("published", [True, False])
     def test_a_session_open_for_too_long_is_taken_over(self, alone, published):
-        _, bench = alone(put_start_discard_timeout_sec=1)
+        _, bench = alone(put_start_discard_timeout_sec=1, default_kv_lease_ttl=1000)
         mine, theirs = bench.thing("one"), bench.thing("one", variant=1)
         offsets = lay_out([mine, theirs])
         put(bench, [mine, theirs], offsets)
@@ -191,7 +216,12 @@ class TestSessions:
             assert_whole(bench, client, [theirs])
         assert outcomes(one.open_write([slow], soon())) == [EXISTS]
         two.hide([mine.key])
-        assert save(bench, bench.first, [mine]) == [OK]  # what the library kept of the lost session is not in the way
+
+        def written_anew() -> bool:
+            two.check()  # which removes it once its lease has run out
+            return save(bench, bench.first, [mine]) == [OK]
+
+        until(written_anew, "what the library kept of the lost session is not in the way")
 
     def test_part_of_an_object_is_never_published(self, alone):
         """The library would."""
@@ -205,6 +235,35 @@ class TestSessions:
         assert outcomes(backend.commit(places, soon())) == [FAILED, FAILED]
         assert bench.second.backend.lookup([one.key, other.key], soon()) == [False, False]
         assert save(bench, bench.second, [one, other]) == [OK, OK]
+
+
+class TestOffloaded:
+    def test_what_only_a_clients_disk_has_is_no_hit_twice(self, join, arena, tmp_path, monkeypatch):
+        for name, value in {
+            "BUCKET_KEYS_LIMIT": "4",
+            "BUCKET_SIZE_LIMIT_BYTES": str(4 << 20),
+            "HEARTBEAT_INTERVAL_SECONDS": "1",
+            "FILE_STORAGE_PATH": str(tmp_path),
+        }.items():
+            monkeypatch.setenv(f"MOONCAKE_OFFLOAD_{name}", value)
+        with MooncakeMaster(default_kv_lease_ttl=500, enable_offload="true") as master:
+            bench = Bench(join(master), None, arena, SEGMENT)
+            owner = load_library()[0].MooncakeDistributedStore()
+            name = f"127.0.0.1:{free_ports(1)[0]}"
+            assert owner.setup(
+                name, "P2PHANDSHAKE", 32 << 20, 0, "tcp", "", master.address, None, True, str(tmp_path)
+            ) == 0  # fmt: skip
+            things = [bench.thing(i, blocks=64, layers=4) for i in range(44)]  # of 1 MiB
+            assert [save(bench, bench.first, [thing])[0] for thing in things[:24]] == [OK] * 24
+            until(lambda: sum(1 for _ in tmp_path.rglob("*.bucket")) >= 6, "what is new is on disk")
+            assert [save(bench, bench.first, [thing])[0] for thing in things[24:]] == [OK] * 20
+            backend, keys = bench.first.backend, [thing.key for thing in things]
+            first = [thing for thing, there in zip(things, backend.lookup(keys, soon()), strict=True) if there]
+            loaded = [load(bench, bench.first, [thing], HALF)[0][0] for thing in first]
+            assert set(loaded) == {OK, MISSING}, "nothing was evicted from memory"
+            again = [thing for thing, there in zip(things, backend.lookup(keys, soon()), strict=True) if there]
+            assert again == [thing for thing, outcome in zip(first, loaded, strict=True) if outcome == OK]
+            owner.close()
 
 
 class TestFull:

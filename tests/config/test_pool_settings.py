@@ -7,6 +7,7 @@ import pytest
 from layerflow.config.pool import default_pool_bytes
 from layerflow.config.settings import PoolSettings, Settings, live_changes, reference
 from layerflow.errors import ConfigError
+from layerflow.server.server import Server
 
 
 def test_flags_environment_file_defaults_in_a_section_inside_a_section(toml, monkeypatch):
@@ -97,6 +98,31 @@ def test_a_problem_names_its_key_and_where_it_was_set(toml, refusal, monkeypatch
     assert lines[0].startswith("pool.disk.capacity = 'much' (set by LAYERFLOW_POOL__DISK__CAPACITY): ")
     assert lines[1].startswith("pool.memcache.world_size = 0 (set by a flag): ")
     assert lines[2].startswith(f"pool.mooncake.port = -1 (set by {path}): ")
+
+
+@pytest.mark.parametrize(
+    ("pool", "key"),
+    [
+        ({"backend": "mooncake", "mooncake": {"master": "10.0.0.1:50051"}}, "pool.mooncake.hostname"),
+        ({"backend": "mooncake", "mooncake": {"master": "store:50051", "hostname": "localhost"}}, "pool.mooncake"),
+        ({"backend": "memcache", "memcache": {"meta_service_url": "tcp://[fd00::1]:5000"}}, "pool.memcache.hcom_url"),
+    ],
+)
+def test_a_node_that_the_others_cannot_reach_is_not_started(pool, key):
+    with pytest.raises(ConfigError, match=f"is this machine's loopback.*set {key}"):
+        Server(Settings(pool=pool))
+
+
+def test_nodes_that_reach_each_other_or_are_alone():
+    for pool in (
+        {"backend": "memory", "mooncake": {"master": "10.0.0.1:50051"}},
+        {"backend": "mooncake"},
+        {"backend": "mooncake", "mooncake": {"master": "10.0.0.1:50051", "hostname": "10.0.0.9"}},
+        {"backend": "memcache", "memcache": {"meta_service_url": "tcp://10.0.0.1:5000", "protocol": "host_shm"}},
+        {"backend": "memcache", "memcache": {"meta_service_url": "tcp://a:1", "hcom_url": "tcp://[fd00::2]:7000"}},
+        {"backend": "memcache", "memcache": {"meta_service_url": "tcp://127.0.0.1:1", "hcom_url": "tcp://[::1]:7000"}},
+    ):
+        assert PoolSettings.model_validate(pool).unreachable() is None
 
 
 def test_none_of_it_changes_while_running():

@@ -92,7 +92,8 @@ def test_mooncake_transport_hostname_and_segment(packages, monkeypatch):
     monkeypatch.setattr(probes, "connects", lambda address: "")
     found = mooncake(master="store:50051", metrics="", protocol="rdma")
     assert found["mooncake transport"].state is Severity.WARNING
-    assert found["mooncake hostname"].state is Severity.WARNING
+    assert found["mooncake hostname"].state is Severity.PROBLEM
+    assert "mooncake hostname" not in mooncake(master="store:50051", metrics="", hostname="10.0.0.2")
     assert "mooncake segment" not in found
     monkeypatch.setattr(machine, "available_bytes", lambda: 64 << 20)
     monkeypatch.setattr(machine, "cgroup_bytes", lambda: None)
@@ -113,6 +114,23 @@ def test_a_memcache_that_works(packages, open_port, health, tmp_path, monkeypatc
     found = memcache(**urls(open_port), metrics_url=well, protocol="host_tcp", dram_size="2MiB")
     assert {finding.state for finding in found.values()} == {Severity.OK}, found
     assert {"memcache packages", "cann", "memcache meta service", "memcache health", "memcache memory"} <= set(found)
+
+
+def test_a_memcache_client_that_others_cannot_reach(packages, monkeypatch):
+    monkeypatch.setattr(probes, "connects", lambda address: "")
+    away = {"meta_service_url": "tcp://10.0.0.1:5000", "metrics_url": ""}
+    assert memcache(**away)["memcache hcom_url"].state is Severity.PROBLEM
+    assert "memcache hcom_url" not in memcache(**away, hcom_url="tcp://10.0.0.2:7000")
+    assert "memcache hcom_url" not in memcache(**away, protocol="host_shm")
+
+
+def test_memcache_workers_count_as_clients(packages, monkeypatch):
+    monkeypatch.setattr(probes, "connects", lambda address: "")
+    monkeypatch.setattr(machine, "devices", lambda pattern: ["davinci0", "davinci1"])
+    assert "memcache clients" not in memcache(world_size=2)
+    direct = {"direct": True, "metrics_url": "http://127.0.0.1:8000"}
+    assert memcache(world_size=2, **direct)["memcache clients"].state is Severity.PROBLEM
+    assert "memcache clients" not in memcache(world_size=3, **direct)
 
 
 def test_a_meta_service_that_is_away_or_not_ready(packages, closed_port, health):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
 import pytest
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.memcache.abandonable import AbandonableCaller, AbandonableCalls
+from layerflow.hosts.memcache.abandonable import AbandonableCaller
 
 PATIENCE_S = 30.0
 
@@ -64,6 +65,16 @@ def test_a_call_that_begins_when_it_has_ended_is_not_waited_for_either():
     asker.close()
 
 
+def test_a_call_is_given_up_at_its_deadline():
+    gate = threading.Event()
+    asker = AbandonableCaller(lambda: 1)
+    with pytest.raises(Unreachable, match="did not answer in time"):
+        asker.ask(lambda: gate.wait(PATIENCE_S), time.monotonic() + 0.02)
+    assert asker.ask(lambda: 7, time.monotonic() + PATIENCE_S) == 7
+    gate.set()
+    asker.close()
+
+
 def test_a_slow_answer_of_a_living_meta_service_is_waited_for():
     looks, enough = [], threading.Event()
 
@@ -79,10 +90,18 @@ def test_a_slow_answer_of_a_living_meta_service_is_waited_for():
 
 
 def test_every_thread_has_its_own():
-    askers, found = AbandonableCalls(lambda: 1), []
-    threads = [threading.Thread(target=lambda: found.append(askers.ask(number))) for _ in range(2)]
+    askers, found, both = AbandonableCaller(lambda: 1), [], threading.Barrier(3)
+
+    def ask() -> None:
+        found.append(askers.ask(number))
+        both.wait(PATIENCE_S)  # a thread that has ended gives its number to the next
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
+    mine = [askers.ask(number), askers.ask(number)]
+    both.wait(PATIENCE_S)
+    for thread in threads:
         thread.join()
-    assert len({*found, askers.ask(number), askers.ask(number)}) == 3
+    assert len({*found, *mine}) == 3
     askers.close()

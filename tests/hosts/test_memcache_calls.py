@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
 from layerflow.hosts.backend import Unreachable
+from layerflow.hosts.memcache.abandonable import MAX_GIVEN_UP
 from layerflow.hosts.memcache.client import MemcacheClient
 
 PATIENCE_S = 30.0
@@ -18,23 +20,34 @@ class Store:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.closed = 0
+        self.unleased: list[str] = []
 
     def batch_is_exist(self, names: list[str]) -> list[int]:
         self.gate.wait(PATIENCE_S)
         return [1] * len(names)
 
+    def batch_remove_lease(self, names: list[str]) -> int:
+        self.unleased += names
+        return 0
+
     def close(self) -> None:
         self.closed += 1
 
 
+class Meta:
+    """A MetaService as a test says."""
+
+    generation, ill = 1, ""
+
+
 def test_what_is_given_up_is_counted_and_never_closed_under():
-    terms, store = [1], Store()
-    calls = MemcacheClient(lambda: terms[-1])
+    meta, store = Meta(), Store()
+    calls = MemcacheClient(meta)  # type: ignore[arg-type]
     calls.open(store)
     store.gate.set()
     assert calls.exists(["one"]) == [1]
     store.gate.clear()
-    terms.append(0)
+    meta.generation = 0
     with pytest.raises(Unreachable, match="ended while it was asked"):
         calls.exists(["one"])
     assert calls.unlinked and calls.counts["failed_calls"] == 1
@@ -49,3 +62,65 @@ def test_what_is_given_up_is_counted_and_never_closed_under():
     calls.open(store)
     assert not calls.unlinked and calls.exists(["one"]) == [1]
     assert calls.close()
+
+
+def test_a_meta_service_that_hangs_is_waited_for_as_long_as_a_call_may_take():
+    meta, store = Meta(), Store()
+    calls = MemcacheClient(meta, 0.05)  # type: ignore[arg-type]
+    calls.open(store)
+    with pytest.raises(Unreachable, match="did not answer in time"):
+        calls.exists(["one"])
+    assert calls.unlinked
+    meta.ill = "the MetaService hangs"
+    with pytest.raises(Unreachable, match="the MetaService hangs"):
+        calls.exists(["one"])
+    assert calls.counts["metadata_calls"] == 1, "it is not asked while it is ill"
+    store.gate.set()
+    calls.probe()
+    assert not calls.unlinked
+    calls.probe()
+    assert calls.counts["metadata_calls"] == 2, "there is nothing to be found out"
+    meta.ill = ""
+    assert calls.exists(["one"]) == [1]
+    assert calls.close(PATIENCE_S)
+
+
+def test_a_lookup_is_waited_for_until_its_own_deadline():
+    store = Store()
+    calls = MemcacheClient(Meta())  # type: ignore[arg-type]
+    calls.open(store)
+    with pytest.raises(Unreachable, match="did not answer in time"):
+        calls.exists(["one"], time.monotonic() + 0.05)
+    store.gate.set()
+    assert calls.close(PATIENCE_S)
+
+
+def test_calls_that_do_not_come_back_are_bounded():
+    store = Store()
+    calls = MemcacheClient(Meta(), 0.001)  # type: ignore[arg-type]
+    calls.open(store)
+    for _ in range(MAX_GIVEN_UP):
+        with pytest.raises(Unreachable, match="did not answer in time"):
+            calls.exists(["one"])
+    with pytest.raises(Unreachable, match="are still unanswered"):
+        calls.exists(["one"])
+    assert calls.counts["metadata_calls"] == MAX_GIVEN_UP
+    store.gate.set()
+    assert calls.close(PATIENCE_S)
+
+
+def test_the_library_hears_of_leases_given_back_while_the_meta_service_was_ill():
+    """What it takes for leased keeps its place in the library's table: nothing else there could be read."""
+    meta, store = Meta(), Store()
+    calls = MemcacheClient(meta)  # type: ignore[arg-type]
+    calls.open(store)
+    calls.unlease(["one"])
+    meta.ill = "the MetaService hangs"
+    calls.unlease(["two", "three"])
+    calls.give_back()
+    assert store.unleased == ["one"]
+    meta.ill = ""
+    calls.give_back()
+    calls.give_back()
+    assert store.unleased == ["one", "two", "three"]
+    assert calls.close(PATIENCE_S)

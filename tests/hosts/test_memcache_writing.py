@@ -6,12 +6,13 @@ import time
 from typing import Any
 
 import pytest
+import xxhash
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectStatus
 from layerflow.hosts.memcache.client import ObjectInfo
 from layerflow.hosts.memcache.writing import MemcacheWriter
 from layerflow.memfd import SharedMemory
-from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.objects import HEADER_BYTES, pack_header, set_checksum
 
 GVA, INVALID = 1 << 40, -3102
 KEY = bytes(range(24))
@@ -30,6 +31,9 @@ class Pool:
 
     def reach(self) -> int:
         return self.generation
+
+    def largest_segment(self) -> int:
+        return 0
 
     def info(self, names: list[str], *, complete: bool) -> list[ObjectInfo]:
         return [ObjectInfo(self.nbytes, GVA if self.nbytes else 0) for _ in names]
@@ -81,11 +85,12 @@ def test_what_is_published_is_read_back_whatever_the_client_has_forgotten(sweeps
         writer = MemcacheWriter(pool, pool)  # type: ignore[arg-type]
         writer.scratch, writer.arena = pool, arena  # type: ignore[assignment]
         place = ObjectLocation(KEY, 0, arena.address, 1024, 1, 1)
-        header = pack_header(KEY, blocks=1, tokens=16, payload=1024)
+        header = memoryview(bytearray(pack_header(KEY, blocks=1, tokens=16, payload=1024)))
         arena.view[:HEADER_BYTES] = header
         until = time.monotonic() + 5
         assert writer.open([place], until) == writer.write([place], 0, 1, until) == [OK]
-        pool.header = header if arrived else bytes(HEADER_BYTES)
+        set_checksum(header, xxhash.xxh3_64_intdigest(bytes(1024)))
+        pool.header = bytes(header) if arrived else bytes(HEADER_BYTES)
         [result] = writer.commit([place], until)
     assert result.outcome is (ObjectStatus.OK if arrived else ObjectStatus.FAILED)
     assert pool.removed == (not arrived) and pool.leased == 0

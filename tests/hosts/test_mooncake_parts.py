@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from layerflow.hosts.mooncake.writing import MooncakeWriter
 from layerflow.memfd import SharedMemory
 
 FOREVER = float("inf")
+NOWHERE = Master("127.0.0.1:1", "")
 
 
 def place(name: int, layers: int = 4) -> ObjectLocation:
@@ -31,6 +33,7 @@ class TestCodes:
     @pytest.mark.parametrize(
         ("judge", "code", "outcome"),
         [
+            (reading, -702, ObjectStatus.MISSING),
             (reading, -703, ObjectStatus.MISSING),
             (reading, -704, ObjectStatus.MISSING),
             (reading, -707, ObjectStatus.EXPIRED),
@@ -115,6 +118,37 @@ class TestMaster:
             deaf.check()
         deaf.close()
 
+    def test_nothing_is_asked_of_a_master_that_is_ill(self, listener, answers):
+        """One that hangs would block each call, and each job behind it, for seconds."""
+        master = Master(self.address(listener), answers.url)
+        calls, store = (
+            MooncakeClient(master),
+            Store(batch_is_exist=[[1], [1]], batch_put_from_multi_buffer_ranges=[[4096]]),
+        )
+        calls.open(store)
+        answers.bodies["/health"] = b"ok"
+        master.check()
+        assert calls.codes("batch_is_exist", ["one"]) == [1]
+        answers.bodies.clear()
+        with pytest.raises(Unreachable):
+            master.check()
+        with pytest.raises(Unreachable, match="says 404"):
+            calls.codes("batch_is_exist", ["one"])
+        assert calls.codes("batch_put_from_multi_buffer_ranges", ["one"]) == [4096], "it takes no part in this"
+        answers.bodies["/health"] = b"ok"
+        master.check()
+        assert calls.codes("batch_is_exist", ["one"]) == [1]
+        master.close()
+
+    def test_another_master_is_not_ill(self, listener, answers):
+        master = Master(self.address(listener), answers.url)
+        with pytest.raises(Unreachable):
+            master.check()
+        assert master.ill
+        listener.accept()[0].close()
+        assert not master.ill, "the one that was ill has ended"
+        master.close()
+
     def test_largest_segment(self, listener, answers):
         answers.bodies["/metrics"] = (
             b'segment_total_capacity_bytes{segment="a:1"} 1024\nsegment_total_capacity_bytes{segment="b:1"} 4096\n'
@@ -143,13 +177,15 @@ class Store:
 
 @pytest.fixture
 def parts(listener) -> tuple[MooncakeClient, MooncakeReader, MooncakeWriter]:
-    calls, master = MooncakeClient(), Master(TestMaster.address(listener), "")
+    master = Master(TestMaster.address(listener), "")
+    calls = MooncakeClient(master)
     return calls, MooncakeReader(calls, master), MooncakeWriter(calls, master)
 
 
-def described(nbytes: int) -> list[Any]:
+def described(nbytes: int, memory: bool = True) -> list[Any]:
     copy = SimpleNamespace(
-        is_memory_replica=lambda: True,
+        is_memory_replica=lambda: memory,
+        is_local_disk_replica=lambda: not memory,
         get_memory_descriptor=lambda: SimpleNamespace(buffer_descriptor=SimpleNamespace(size=nbytes)),
     )
     return [copy]
@@ -230,7 +266,7 @@ class TestSessions:
         assert store.asked == []
 
     def test_closed_once_and_for_all(self):
-        calls, store = MooncakeClient(), Store()
+        calls, store = MooncakeClient(NOWHERE), Store()
         with pytest.raises(Unreachable):
             calls("batch_is_exist", [])
         calls.open(store)
@@ -241,7 +277,7 @@ class TestSessions:
             calls("batch_is_exist", [])
 
     def test_never_closed_under_a_call(self):
-        calls, begun, done = MooncakeClient(), threading.Event(), threading.Event()
+        calls, begun, done = MooncakeClient(NOWHERE), threading.Event(), threading.Event()
         closed: list[bool] = []
         store = SimpleNamespace(hang=lambda: (begun.set(), done.wait()), close=lambda: closed.append(True))
         calls.open(store)
@@ -266,6 +302,83 @@ class TestSessions:
             backend.attach(SimpleNamespace(), lambda _: None)
         done.set()
         caller.join()
+        backend.close()
+
+
+class TestCondemned:
+    KEYS = tuple(bytes([name]) * 24 for name in range(3))
+
+    @pytest.fixture
+    def backend(self, listener) -> Iterator[Mooncake]:
+        backend = Mooncake({"master": TestMaster.address(listener), "metrics": ""})
+        yield backend
+        backend._calls.open(Store())
+        backend.close()
+
+    def test_a_lease_is_never_bypassed(self, backend):
+        removed = []
+        codes = iter([[0, -706, -704], [-706], [0]])
+        store = SimpleNamespace(
+            batch_remove=lambda names, force: (removed.append((len(names), force)), next(codes))[1],
+            batch_is_exist=lambda names: [1] * len(names),
+            close=lambda: None,
+        )
+        backend._calls.open(store)
+        backend.hide(self.KEYS)
+        assert backend.lookup(self.KEYS, FOREVER) == [True, False, True], "asking for the leased one would lease it"
+        backend.check()
+        assert backend.lookup(self.KEYS, FOREVER) == [True, False, True]
+        backend.check()
+        assert backend.lookup(self.KEYS, FOREVER) == [True] * 3
+        backend.check()
+        assert removed == [(3, False), (1, False), (1, False)]
+
+    def test_a_master_that_does_not_answer_is_asked_again(self, backend):
+        store = Store(batch_remove=[[-901], [0]])
+        backend._calls.open(store)
+        backend.hide(self.KEYS[:1])
+        assert backend.lookup(self.KEYS[:1], FOREVER) == [False]
+        backend.check()
+        assert store.asked == ["batch_remove"] * 2
+
+    def test_what_was_written_anew_is_not_removed(self, backend):
+        one = place(1)
+        store = Store(
+            batch_remove=[[-706]],
+            batch_put_session_start=[[0]],
+            batch_put_from_multi_buffer_ranges=[[4 * 4096], [64]],
+            batch_put_session_end=[[0]],
+        )
+        backend._calls.open(store)
+        backend.hide([one.key])
+        assert backend.open_write([one], FOREVER) == backend.write([one], 0, 4, FOREVER) == [OK]
+        assert backend.commit([one], FOREVER) == [OK]
+        backend.check()
+        assert store.asked.count("batch_remove") == 1
+
+
+class TestOffloaded:
+    """A client of the store moves objects to its disk: they exist, and no session can read them."""
+
+    @pytest.mark.parametrize("noticed", ["refused", "described"])
+    def test_what_is_on_disk_only_is_no_hit_once_that_is_known(self, listener, noticed):
+        backend = Mooncake({"master": TestMaster.address(listener), "metrics": ""})
+        one, other = place(1), place(2)
+        names = {at: f"layerflow1-{at.key.hex()}" for at in (one, other)}
+        copies = {names[one]: described(one.nbytes), names[other]: described(other.nbytes, memory=False)}
+        refused = noticed == "refused"
+        store = Store(
+            batch_is_exist=[[1, 1], [1, 1], [0, 1]],
+            batch_get_session_start=[[0, -702 if refused else 0]],
+            batch_get_replica_desc=[{names[one]: copies[names[one]]} if refused else copies, copies, copies],
+            batch_get_session_end=[0, 0],
+        )
+        backend._calls.open(store)
+        keys = [one.key, other.key]
+        assert backend.lookup(keys, FOREVER) == [True, True]
+        assert [v.outcome for v in backend.open_fetch([one, other], FOREVER)] == [ObjectStatus.OK, ObjectStatus.MISSING]
+        assert backend.lookup(keys, FOREVER) == [True, False]
+        assert backend.lookup(keys, FOREVER) == [False, False]
         backend.close()
 
 

@@ -409,3 +409,39 @@ async def test_draining_ends_with_the_last_write(world):
         await anyio.lowlevel.checkpoint()
         world.writes.heard(Written(write.id))
     assert world.written == [key(1)]
+
+
+def test_who_waits_for_writes_hears_of_their_end_whatever_it_was(world):
+    ended: list[str] = []
+
+    def wait(what: str, *names: int) -> None:
+        world.writes.when_ended([key(name) for name in names], lambda: ended.append(what))
+
+    wait("unknown", 9)
+    assert ended == ["unknown"], "nothing of it is on its way"
+    world.save(1, 2)
+    world.writes.plan((7, 2), 0, LAYERS, [(new(3), 0)], 9.0, 0.0)
+    first, second = world.said(Write)
+    wait("both", 1, 3)
+    wait("second", 3)
+    world.writes.committed(STEP, [key(1), key(2)])
+    assert ended == ["unknown"]
+    world.writes.heard(Written(first.id))
+    assert ended == ["unknown"]
+    world.writes.revoked((7, 2), [key(3)])
+    world.writes.heard(Written(second.id, (ObjectFailure(0, ObjectStatus.FAILED, "dropped"),)))
+    assert ended == ["unknown", "both", "second"]
+
+
+def test_who_waits_for_a_write_that_is_shed_or_never_begins_hears_of_it(world):
+    world.alive = False
+    ended: list[str] = []
+    world.writes._room = 0
+    for step, name in (((7, 1), 1), ((7, 2), 2)):
+        world.writes.plan(step, 0, LAYERS, [(new(name), 0)], 9.0, 0.0)
+        world.writes.when_ended([key(name)], lambda name=name: ended.append(name))
+    assert ended == []
+    world.writes.stored((7, 1), 0, 1, 0.0)
+    assert ended == [1] and world.writes.shed_objects == 1
+    world.writes.forget_step((7, 2))
+    assert ended == [1, 2]

@@ -104,7 +104,11 @@ class MemcacheSettings(Section):
     dram_size: Size = setting(1 << 30, "Memory that this machine gives to the pool; 0 = none.", unit="bytes")
     max_dram_size: Size = setting(64 << 30, "Largest dram_size of any client of this pool.", unit="bytes")
     world_size: Whole = setting(
-        256, "Most clients of the pool; the same at all of them.", unit="clients", ge=1, le=65_536
+        256,
+        "Most clients of the pool, each server and each worker with `direct` being one; the same at all of them.",
+        unit="clients",
+        ge=1,
+        le=65_536,
     )
     device_id: Whole = setting(0, "Number of the NPU.", ge=0, le=1023)
     cann_emulator: str = setting("", 'Directory of an emulated CANN, for tests and demos; "" = the real one.')
@@ -136,6 +140,12 @@ class MemcacheSettings(Section):
                 "direct = true needs metrics_url: a MetaService that ended is known at once by that connection only"
             )
         return self
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``host:port``, with or without a scheme, is a machine's own loopback, which no other machine reaches."""
+    host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class PoolSettings(Section):
@@ -198,6 +208,23 @@ class PoolSettings(Section):
         if name not in BACKENDS:
             raise ValueError(f"no such backend; there are {', '.join(BACKENDS)}")
         return name
+
+    def unreachable(self) -> tuple[str, str] | None:
+        """Why the other machines of a shared pool could not reach this one, and what to do; None = they can."""
+        mooncake, memcache = self.mooncake, self.memcache
+        if self.backend == "mooncake":
+            key, own, theirs, service = "hostname", f"{mooncake.hostname}:0", mooncake.master, "the master"
+        elif self.backend == "memcache" and not memcache.config_file and memcache.protocol != "host_shm":
+            key, own, theirs, service = "hcom_url", memcache.hcom_url, memcache.meta_service_url, "the MetaService"
+        else:
+            return None
+        if not is_loopback(own) or is_loopback(theirs):
+            return None
+        return (
+            f"pool.{self.backend}.{key} = {own.removesuffix(':0')!r} is this machine's loopback, and {service} is "
+            f"elsewhere ({theirs}): the other machines of the pool cannot reach this one",
+            f"set pool.{self.backend}.{key} to an address of this machine that the others reach",
+        )
 
     @model_validator(mode="after")
     def _one_tier(self) -> PoolSettings:

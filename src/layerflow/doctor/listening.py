@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from layerflow.agent.connection.control import fetch_status
-from layerflow.config.settings import ServerSettings, check_private, socket_directory
+from layerflow.config.settings import PoolSettings, ServerSettings, check_private, socket_directory
 from layerflow.doctor.finding import Finding, ok, problem, warning
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.machine import existing
@@ -55,6 +55,15 @@ def _listened_to(endpoint: str) -> bool:
         except OSError:
             return False
         return True
+
+
+def examine_address(check: str, pool: PoolSettings) -> Iterator[Finding]:
+    """Whether the other machines of a shared pool reach this one.
+
+    :param check: its name.
+    """
+    if why := pool.unreachable():
+        yield problem(check, *why)
 
 
 def _directory(folder: Path) -> Finding:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerflow import machine
+from layerflow.config.pool import is_loopback
 from layerflow.config.settings import MemcacheSettings, Settings, parse_size
 from layerflow.doctor import probes
 from layerflow.doctor.finding import Finding, ok, problem, warning
+from layerflow.doctor.listening import examine_address
 from layerflow.doctor.memory import fits
 from layerflow.errors import ConfigError, Unsupported
 from layerflow.hosts.environment import emulator
@@ -53,6 +55,8 @@ def examine_memcache(settings: Settings, running: bool) -> Iterator[Finding]:
         return
     yield from _meta_service(memcache, wanted)
     yield _transport(memcache, wanted)
+    yield from examine_address("memcache hcom_url", pool)
+    yield from _clients(memcache)
     if wanted.dram:
         arena = 0 if pool.hugepages else pool.size
         yield fits("memcache memory", wanted.dram, arena, "pool.memcache.dram_size", running)
@@ -75,6 +79,18 @@ def _packages() -> Iterator[Finding]:
         yield problem(check, f"{found} cannot be used: {why}", f"{_INSTALL} --force-reinstall")
     else:
         yield ok(check, found)
+
+
+def _clients(settings: MemcacheSettings) -> Iterator[Finding]:
+    """This machine's clients: the server's host, and with `direct` one engine worker for each NPU."""
+    here = 1 + (len(machine.devices("davinci[0-9]*")) if settings.direct else 0)
+    if settings.world_size < here:
+        yield problem(
+            "memcache clients",
+            f"world_size = {settings.world_size}, and this machine alone may have {here}: the server and, with "
+            f"direct = true, one worker for each NPU",
+            "raise pool.memcache.world_size on all machines of the pool, and start the MetaService anew",
+        )
 
 
 def _cann(settings: MemcacheSettings) -> Finding:
@@ -156,7 +172,7 @@ def _transport(settings: MemcacheSettings, wanted: _Wanted) -> Finding:
         return problem(
             check, "host_rdma: this machine has no RDMA device", "choose host_tcp, or host_shm on one machine"
         )
-    if protocol == "host_shm" and not probes.is_local(wanted.meta):
+    if protocol == "host_shm" and not is_loopback(wanted.meta):
         return warning(
             check,
             "host_shm reaches processes of this machine only, and the MetaService is elsewhere",

@@ -8,6 +8,7 @@ from layerflow import machine
 from layerflow.config.settings import MooncakeSettings, Settings
 from layerflow.doctor import probes
 from layerflow.doctor.finding import Finding, ok, problem, warning
+from layerflow.doctor.listening import examine_address
 from layerflow.doctor.memory import fits
 
 _OLDEST = (0, 3, 13)
@@ -29,6 +30,7 @@ def examine_mooncake(settings: Settings, running: bool) -> Iterator[Finding]:
     if mooncake.metrics:
         yield _health(mooncake)
     yield from _transport(mooncake)
+    yield from examine_address("mooncake hostname", pool)
     if mooncake.segment_size:
         arena = 0 if pool.hugepages else pool.size
         yield fits("mooncake segment", mooncake.segment_size, arena, "pool.mooncake.segment_size", running)
@@ -84,9 +86,3 @@ def _transport(settings: MooncakeSettings) -> Iterator[Finding]:
         )
     else:
         yield ok("mooncake transport", settings.protocol)
-    if probes.is_local(f"{settings.hostname}:1") and not probes.is_local(settings.master):
-        yield warning(
-            "mooncake hostname",
-            f"{settings.hostname} is this machine only, and the master is elsewhere",
-            "set pool.mooncake.hostname to an address that the other machines reach",
-        )

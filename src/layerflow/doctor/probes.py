@@ -95,9 +95,3 @@ def http_get(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[str, bytes]
     finally:
         connection.close()
     return ("" if answer.status == 200 else f"answered {answer.status} {answer.reason}"), body
-
-
-def is_local(address: str) -> bool:
-    """Whether ``host:port`` is this machine's loopback, which others cannot reach."""
-    host = host_and_port(address)[0]
-    return host in ("localhost", "::1") or host.startswith("127.")

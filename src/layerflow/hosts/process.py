@@ -54,8 +54,9 @@ ENDED, HUNG, FATAL = 0, 1, 3
 CALL_MS = 5000
 """What a native call may take where the backend's options do not say it (`timeout_ms`)."""
 HUNG_CALLS = 3
-"""A lookup or check may be a few native calls; past so many times that it counts as hung. What hangs under a load or
-save shows at the server: the job does not end in time."""
+"""A lookup or check may be a few native calls; past so many times that it counts as hung. A check that hangs ends the
+host. A lookup does not: with the host would go the memory that it gives to a shared pool, on all nodes at the same time
+where the pool's service hangs. What hangs under a load or save shows at the server: the job does not end in time."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 2.0
 ALONE_S = 0.5
@@ -88,7 +89,6 @@ class HostMain:
         self._messages: deque[ToHost] = deque()
         self._holding = IndexReporter(self._tell)
         self._check: HealthCheck | None = None
-        self._ask: LookupLane | None = None
         self._hung_s = 0.0
 
     def run(self) -> int:
@@ -158,7 +158,7 @@ class HostMain:
         ask = LookupLane(backend, self._tell, backend_calls)
         fetch = FetchLane(backend, self._arena, self._tell, backend_calls, lambda keys: ask.put(Hide(keys)))
         write = WriteLane(backend, self._arena, self._tell, backend_calls, self._holding.published)
-        self._check, self._ask = check, ask
+        self._check = check
         self._holding.attach(attached)
         parts = (ask, fetch, write, check)
         for part in parts:
@@ -173,6 +173,8 @@ class HostMain:
                 match message:
                     case Ping():
                         self._pong(message)
+                    case Ask() if time.monotonic() - ask.began > self._hung_s:
+                        self._tell(unknown(message, "an earlier lookup hangs in the backend"))
                     case Ask():
                         ask.put((message, time.monotonic()))
                     case Fetch() | Unfetch():
@@ -199,13 +201,12 @@ class HostMain:
         os._exit(FATAL)
 
     def _pong(self, message: Ping) -> None:
-        if self._check is None or self._ask is None:
+        if self._check is None:
             self._tell(Pong(message.id, {}))
             return
-        for name, part in (("a check", self._check), ("a lookup", self._ask)):
-            if time.monotonic() - part.began > self._hung_s:
-                self._tell(Down(f"{name} hangs in the backend"))
-                os._exit(HUNG)
+        if time.monotonic() - self._check.began > self._hung_s:
+            self._tell(Down("a check hangs in the backend"))
+            os._exit(HUNG)
         self._tell(Pong(message.id, self._check.statistics))
 
     # The socket ----------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ class TierLike(Protocol):
     def lookups(self) -> int: ...
 
     @property
+    def lookup_keys(self) -> int: ...
+
+    @property
     def unanswered_lookups(self) -> int: ...
 
     @property
@@ -60,7 +63,8 @@ class TierMetrics:
         self._failures = counter("failures", "Objects that were not fetched or not written.", "outcome")
         self._counters = {
             "restarts": counter("restarts", "Times that the host process was started anew."),
-            "lookups": counter("lookups", "Lookups that asked it."),
+            "lookups": counter("lookups", "Questions of lookups to it."),
+            "lookup_keys": counter("lookup_keys", "Objects that these asked for."),
             "unanswered_lookups": counter("unanswered_lookups", "Lookups that it did not answer in time."),
             "fetched_objects": counter("fetched_objects", "Objects brought into the arena."),
             "fetched_bytes": counter("fetched_bytes", "Bytes of them."),

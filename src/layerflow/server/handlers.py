@@ -34,7 +34,7 @@ from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
 from layerflow.server.log_limit import LogLimit
-from layerflow.server.lookup import find_and_bring, hit_keys, unknown_keys
+from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
 from layerflow.server.planner import check_deadlines, check_step, count_objects, plan_step
 from layerflow.server.planner_direct import plan_direct
 from layerflow.server.sessions import LOCAL, ClientSession, Sessions
@@ -263,6 +263,9 @@ class Handlers:
             raise ProtocolError(
                 f"request {message.request!r}: lease_ms must be 1 to {most_ms}, which is server.max_deadline_s"
             )
+        if message.written_ms:
+            self._written(session, message, digests, most_ms)
+            return
         self._check_leases(session, message.request, limits.max_leases)
         heard = time.monotonic()
         if context.tier is None:
@@ -279,10 +282,41 @@ class Handlers:
                 reach = functools.partial(self._reach, lookup=message, digests=digests, found=found, heard=heard)
                 context.turns.start(number, self._guarded(asker, message, reach))
 
-        asked = [*digests, message.tail] if message.tail else digests
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
-        unknown = yield from unknown_keys(context.pool, context.tier, session.spec, asked, direct=direct)
-        context.tier.ask(unknown, answer)
+        prompt_digests = digests, message.tokens, message.tail
+        go = functools.partial(self._go_on, number, message)
+        yield from ask_tier(context.pool, context.tier, session.spec, prompt_digests, answer, go, direct=direct)
+
+    def _go_on(self, number: int, message: wire.Lookup, work: Work) -> None:
+        """Go on with a client's lookup, in its turn, once something it waited for has come."""
+        asker = self._context.sessions.get(number)
+        if asker is not None:
+            self._context.turns.start(number, self._guarded(asker, message, lambda *_: work))
+
+    def _written(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], most_ms: int) -> None:
+        """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
+        context, spec, number = self._context, session.spec, session.number
+        tier = context.tier
+        assert spec is not None
+        if not 0 < message.written_ms <= most_ms:
+            raise ProtocolError(f"request {message.request!r}: written_ms must be 0 to {most_ms}")
+        if tier is None:
+            context.send(session, wire.Found(message.id, 0, []))
+            return
+        go = functools.partial(self._go_on, number, message)
+
+        def tell(found: frozenset[bytes]) -> Work:
+            prompt = message.root, digests, message.tokens, message.tail
+            hit = yield from search_hit(TierLookup(tier, found), spec, *prompt)
+            context.send(session, _found(message.id, hit))
+
+        asked = [*digests, message.tail] if message.tail else digests
+        lookup = digests, message.tokens, message.tail
+        tier.when_written(
+            prompt_keys(spec, asked),
+            time.monotonic() + message.written_ms / 1e3,
+            lambda: go(ask_tier(context.pool, tier, spec, lookup, lambda found: go(tell(found)), go, direct=True)),
+        )
 
     def _reach(
         self,
@@ -356,8 +390,7 @@ class Handlers:
                 yield
 
     def _found(self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float) -> None:
-        tails = [wire.TailHit(tail.chunk, tail.tokens, tail.digest) for tail in hit.tails]
-        self._context.send(session, wire.Found(message.id, hit.tokens, tails))
+        self._context.send(session, _found(message.id, hit))
         self._context.metrics.lookup(session.labels, hit.tokens, message.tokens - hit.tokens, time.monotonic() - heard)
 
     def _open_step(self, session: ClientSession, message: wire.OpenStep) -> Work:
@@ -451,6 +484,10 @@ class Handlers:
             yield
         if refused is not None:
             raise refused
+
+
+def _found(number: int, hit: HitLength) -> wire.Found:
+    return wire.Found(number, hit.tokens, [wire.TailHit(tail.chunk, tail.tokens, tail.digest) for tail in hit.tails])
 
 
 def _lease_owner(engine: str, request: str) -> tuple[str, str, str]:

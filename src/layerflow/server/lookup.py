@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from layerflow.hits import SLICE_KEYS, HitLength, search_hit
+from layerflow.hits import SLICE_KEYS, HitLength, LookupSource, search_hit
 from layerflow.keys import object_key
 from layerflow.objects import object_bytes
 from layerflow.pool import base
@@ -87,24 +89,86 @@ def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, pare
     return NewObject(key, object_bytes(spec.groups[group], blocks), blocks, tokens, parent)
 
 
-def unknown_keys(
-    pool: Pool, tier: Tier, spec: ModelSpec, digests: Sequence[bytes], *, direct: bool = False
-) -> Generator[None, None, list[bytes]]:
-    """Objects of these chunks, full or partial, of all groups and shards, that only the tier can tell of.
+FEW_CHUNKS = 16
+"""Of so many chunks that only the tier can tell of, all are asked for at once."""
 
-    In slices, as :func:`layerflow.hits.search_hit`.
 
+def ask_tier(
+    pool: Pool,
+    tier: Tier,
+    spec: ModelSpec,
+    prompt: tuple[list[bytes], int, bytes],
+    then: Callable[[frozenset[bytes]], None],
+    go: Callable[[Generator[None, None, None]], None],
+    *,
+    direct: bool = False,
+) -> Generator[None, None, None]:
+    """Ask for what the tier may add to a hit, in at most two questions. In slices, as :func:`.hits.search_hit`.
+
+    A group that needs every chunk from the first on ends the hit at the first chunk that is missing. So of a long
+    prompt some chunks at doubling distances are asked for first, and the others only up to the first of those that is
+    missing: twice the hit's chunks at most, and a few where nothing is stored. All of a hit's chunks are asked for:
+    what a pool evicts is not always the end of a prompt, and a hit that cannot be loaded costs more than keys.
+
+    :param prompt: digests of the full chunks, tokens, and the digest of its last, partial chunk (or ``b""``).
+    :param then: told the keys that the tier has, once, within ``pool.lookup_timeout_ms``.
+    :param go: runs what is left to do, slice by slice, once the first question is answered.
     :param direct: for workers to whom the arena does not matter.
     """
+    digests, tokens, own = prompt
+    until = time.monotonic() + tier.settings.lookup_timeout_ms / 1e3
+    every = range(len(spec.groups))
+    prefixes = [group for group in every if not spec.groups[group].rules.first_token(tokens)]
+    known: LookupSource = TierLookup(tier) if direct else TieredLookup(pool, tier)
+    first = yield from unknown_keys(known, spec, digests, prefixes)
+    lacking = [chunk for chunk, keys in enumerate(first) if keys]
+    if len(lacking) <= FEW_CHUNKS:
+        asked = yield from unknown_keys(known, spec, [*digests, own] if own else digests, every)
+        tier.ask(list(chain.from_iterable(asked)), then, until)
+        return
+    probed = [lacking[at] for at in (*doubling(len(lacking) - 1), len(lacking) - 1)]
+
+    def ask_rest(found: frozenset[bytes]) -> Generator[None, None, None]:
+        end = next((chunk for chunk in probed if not found.issuperset(first[chunk])), len(digests))
+        left = digests[:end] if end < len(digests) or not own else [*digests, own]
+        asked = yield from unknown_keys(known, spec, left, every)
+        keys = [key for key in chain.from_iterable(asked) if key not in found]
+        tier.ask(keys, lambda more: then(found | more), until)
+
+    tier.ask(list(chain.from_iterable(first[chunk] for chunk in probed)), lambda found: go(ask_rest(found)), until)
+
+
+def doubling(stop: int) -> Iterator[int]:
+    """0, 1, 3, 7, ... below `stop`."""
+    at = 0
+    while at < stop:
+        yield at
+        at = 2 * at + 1
+
+
+def prompt_keys(spec: ModelSpec, digests: Sequence[bytes]) -> list[bytes]:
+    """The objects of these chunks, full or partial, of all groups and shards."""
     shards = spec.shard.peers()
-    known, step = TierLookup(tier) if direct else TieredLookup(pool, tier), max(1, SLICE_KEYS // len(shards))
-    unknown: list[bytes] = []
-    for group in range(len(spec.groups)):
-        for first in range(0, len(digests), step):
-            if group or first:
-                yield
-            keys = [object_key(digest, group, shard) for digest in digests[first : first + step] for shard in shards]
-            unknown += [key for key, there in zip(keys, known.lookup(keys), strict=True) if not there]
+    return [
+        object_key(digest, group, shard) for digest in digests for group in range(len(spec.groups)) for shard in shards
+    ]
+
+
+def unknown_keys(
+    known: LookupSource, spec: ModelSpec, digests: Sequence[bytes], groups: Sequence[int]
+) -> Generator[None, None, list[list[bytes]]]:
+    """By chunk, full or partial, its objects of these groups and all shards that are not `known`. In slices."""
+    shards = spec.shard.peers()
+    each = max(1, len(groups) * len(shards))
+    step = max(1, SLICE_KEYS // each)
+    unknown: list[list[bytes]] = []
+    for start in range(0, len(digests), step):
+        if start:
+            yield
+        part = digests[start : start + step]
+        keys = [object_key(digest, group, shard) for digest in part for group in groups for shard in shards]
+        lacking = {key for key, there in zip(keys, known.lookup(keys), strict=True) if not there}
+        unknown += [[key for key in keys[at : at + each] if key in lacking] for at in range(0, len(part) * each, each)]
     return unknown
 
 

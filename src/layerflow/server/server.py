@@ -17,7 +17,7 @@ import zmq
 
 import layerflow
 from layerflow.config.settings import Settings, live_changes, make_private, make_private_directory
-from layerflow.errors import DeadlineExceeded, ProtocolError, VersionMismatch
+from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
@@ -46,17 +46,18 @@ class Server:
 
     :param settings: see ``docs/configuration.md``.
     :param context: the ZMQ context whose ``inproc://`` endpoints embedded agents use; None = its own.
+    :raises ConfigError: see :func:`tier_of`.
     """
 
     def __init__(self, settings: Settings, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self.settings = settings
+        behind = tier_of(settings)
         self.metrics = Metrics()
         self.started_at = time.time()
         self._own_context = context is None
         self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
         self._arena = Arena(settings.pool.size, hugepages=settings.pool.hugepages)
         self._warmer = Warmer(self._arena)
-        behind = tier_of(settings)
         # A table of the arena alone would hide from clients what lies behind it.
         self._presence = PresenceWriter(self._arena.nbytes) if behind is None else None
         self.pool = MemoryPool(self._arena, self._presence)
@@ -406,8 +407,13 @@ MAX_GREETED = 1024
 
 
 def tier_of(settings: Settings) -> tuple[str, dict[str, Any]] | None:
-    """The backend behind the arena, and its options; None = the arena is all there is."""
+    """The backend behind the arena, and its options; None = the arena is all there is.
+
+    :raises ConfigError: other machines of a shared pool could not reach this one.
+    """
     pool = settings.pool
+    if why := pool.unreachable():
+        raise ConfigError("; ".join(why))
     common = {"timeout_ms": pool.host_timeout_ms}
     match pool.backend:
         case "mooncake":

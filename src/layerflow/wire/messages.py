@@ -83,6 +83,9 @@ class Lookup(Message, frozen=True, tag=3):
     :param lease_ms: how long the hit stays pinned.
     :param tail: digest of what the full chunks leave of the prompt; empty where they leave nothing. Stored tails of
         other lengths are offered by Found; this one is found however many there are.
+    :param written_ms: above 0, another question: of how many tokens does the pool or disk behind the arena have
+        everything, for a hand-off to another node? What is on its way there is waited for, at most so long; what is not
+        (any more), because its write was shed or has failed, does not count. Nothing is leased or fetched.
     """
 
     id: int
@@ -92,6 +95,7 @@ class Lookup(Message, frozen=True, tag=3):
     tokens: int
     lease_ms: int
     tail: bytes
+    written_ms: int = 0
 
 
 class LoadPart(Message, frozen=True):

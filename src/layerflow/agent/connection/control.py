@@ -111,6 +111,23 @@ class Control:
             self._lock.release()
         return hit_of(found, chain, self._spec)
 
+    def written(self, chain: Chain, timeout_s: float) -> Hit:
+        """How much of a prompt another node of the pool can load, once nothing of it is on its way there.
+
+        Saves are reported when they are in this server's arena; their writes to the pool behind it may still be going
+        on, fail or be shed. To be asked when the saves of a hand-off have been reported; what is missing then never
+        comes. Blocks, and other calls with it: a hand-off has a control client of its own.
+
+        :param timeout_s: so long writes are waited for; what is not written by then does not count.
+        :raises LayerflowError: the server did not answer.
+        """
+        if self._spec is None:
+            raise SessionError("lookups need the model's spec; pass spec= to Control")
+        message = lookup_of(next(self._ids), "", chain, 1, written_ms=max(1, round(timeout_s * 1e3)))
+        with self._lock:
+            found = cast(Found, self._exchange(message, Found, time.monotonic() + timeout_s + DEFAULT_TIMEOUT_S))
+        return hit_of(found, chain, self._spec)
+
     def drop_lease(self, request: str) -> None:
         """The request will not be loaded after all. Nothing happens if the server is away: leases expire."""
         with self._lock:
@@ -174,9 +191,10 @@ class Control:
             self._line = None
 
 
-def lookup_of(number: int, request: str, chain: Chain, lease_ms: int) -> Lookup:
+def lookup_of(number: int, request: str, chain: Chain, lease_ms: int, written_ms: int = 0) -> Lookup:
     """The question for a prompt."""
-    return Lookup(number, request, chain.parent(0), b"".join(chain.digests), len(chain), lease_ms, chain.tail)
+    digests = b"".join(chain.digests)
+    return Lookup(number, request, chain.parent(0), digests, len(chain), lease_ms, chain.tail, written_ms)
 
 
 def fetch_status(endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class DirectStore:
 
     def __init__(self, client: StoreClient, memory: PagedMemory) -> None:
         self._client = client
-        self._calls = MemcacheClient(lambda: client.meta.generation)
+        self._calls = MemcacheClient(client.meta)
         self._calls.open(client.store)
         self._reader = MemcacheReader(self._calls, client.meta, client.world_size)
         self._writer = MemcacheWriter(self._calls, client.meta)

@@ -1,7 +1,8 @@
 """Calls to the MetaService, made by a thread that can be given up.
 
-What a MetaService that has ended was asked nobody answers, and the library waits a minute for it, whatever its
-configuration says. Its connection to the next MetaService is made meanwhile, and other calls get through.
+The library waits a minute for an answer, whatever its configuration says: from a MetaService that hangs, and from one
+that has ended, though its connection to the next one is made meanwhile and other calls get through. Nobody else may
+wait so long: a lookup has its own deadline, and a lane that waited for a minute would be taken for a host that hangs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from layerflow.hosts.backend import Unreachable
 ANSWER_S = 0.5
 """An answer that the MetaService gave before it ended has come by then."""
 LOOK_S = 0.1
+MAX_GIVEN_UP = 32
+"""Calls that were given up and have not come back; each keeps a thread. Past this no further one is made."""
 
 T = TypeVar("T")
 
@@ -43,9 +46,9 @@ class _Call:
 
 
 class AbandonableCaller:
-    """Makes the calls of one thread, one at a time.
+    """Makes calls for other threads, one at a time for each.
 
-    :param generation: changes when the MetaService ends; see ``MetaService.generation``.
+    :param generation: changes when the MetaService ends; see ``Service.generation``.
     :param answer_s: see :data:`ANSWER_S`.
     :param look_s: how often it looks whether the MetaService has ended, in seconds.
     """
@@ -53,64 +56,50 @@ class AbandonableCaller:
     def __init__(self, generation: Callable[[], int], answer_s: float = ANSWER_S, look_s: float = LOOK_S) -> None:
         self._generation, self._answer_s, self._look_s = generation, answer_s, look_s
         self._lock = threading.Lock()
-        self._errands: SimpleQueue[_Call | None] | None = None
+        self._queues: dict[int, SimpleQueue[_Call | None]] = {}  # by the thread that asks
+        self._given_up: list[_Call] = []
 
-    def ask(self, call: Callable[[], T]) -> T:
+    def ask(self, call: Callable[[], T], until: float = math.inf) -> T:
         """What the call returns, or raises.
 
-        :raises Unreachable: the MetaService has ended meanwhile. The call may come back later; nobody hears of it.
+        :param until: so long it is waited for, on the monotonic clock.
+        :raises Unreachable: no answer by then, or the MetaService has ended meanwhile. The call may come back later;
+            nobody hears of it.
         """
         generation, errand = self._generation(), _Call(call)
         with self._lock:
-            if self._errands is None:
-                errands: SimpleQueue[_Call | None] = SimpleQueue()
-                threading.Thread(target=_serve, args=(errands,), name="layerflow-meta", daemon=True).start()
-                self._errands = errands
-            self._errands.put(errand)
-        # 0: it is not there now, but the library may not have seen that yet.
-        until = math.inf if generation else time.monotonic() + self._answer_s
-        while not errand.done.acquire(timeout=self._look_s):
-            if until == math.inf and self._generation() != generation:
-                until = time.monotonic() + self._answer_s
-            elif time.monotonic() >= until:
-                self.close()
-                raise Unreachable("memcache's MetaService ended while it was asked")
+            self._given_up = [each for each in self._given_up if each.done.locked()]
+            if len(self._given_up) >= MAX_GIVEN_UP:
+                raise Unreachable(f"{MAX_GIVEN_UP} calls to memcache's MetaService are still unanswered")
+            queue = self._queues.get(threading.get_ident())
+            if queue is None:
+                queue = self._queues[threading.get_ident()] = SimpleQueue()
+                threading.Thread(target=_serve, args=(queue,), name="layerflow-meta", daemon=True).start()
+            queue.put(errand)
+        why = "memcache's MetaService did not answer in time"
+        ended = False
+        while not errand.done.acquire(timeout=max(0.0, min(self._look_s, until - time.monotonic()))):
+            # A term of 0: it is not there now, but the library may not have seen that yet.
+            if not ended and (not generation or self._generation() != generation):
+                ended, why = True, "memcache's MetaService ended while it was asked"
+                until = min(until, time.monotonic() + self._answer_s)
+            if time.monotonic() >= until:
+                with self._lock:
+                    self._given_up.append(errand)
+                    queue.put(None)  # the next call of this thread is made by another one
+                    self._queues.pop(threading.get_ident(), None)
+                raise Unreachable(why)
         if errand.error is not None:
             raise errand.error
         answer: T = errand.answer
         return answer
 
     def close(self) -> None:
-        """End the thread, once the call under way has come back; the next call has another."""
+        """End the threads, once what they were asked has come back; the next calls have others."""
         with self._lock:
-            if self._errands is not None:
-                self._errands.put(None)
-                self._errands = None
-
-
-class AbandonableCalls:
-    """One :class:`AbandonableCaller` for every thread that asks.
-
-    :param generation: see there.
-    """
-
-    def __init__(self, generation: Callable[[], int]) -> None:
-        self._generation = generation
-        self._own = threading.local()
-        self._all: list[AbandonableCaller] = []
-
-    def ask(self, call: Callable[[], T]) -> T:
-        """See :meth:`AbandonableCaller.ask`."""
-        asker: AbandonableCaller | None = getattr(self._own, "asker", None)
-        if asker is None:
-            asker = self._own.asker = AbandonableCaller(self._generation)
-            self._all.append(asker)
-        return asker.ask(call)
-
-    def close(self) -> None:
-        """End their threads, once what they were asked has come back."""
-        for asker in self._all:
-            asker.close()
+            for queue in self._queues.values():
+                queue.put(None)
+            self._queues.clear()
 
 
 def _serve(errands: SimpleQueue[_Call | None]) -> None:

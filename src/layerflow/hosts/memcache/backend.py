@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerflow.hosts.backend import Backend, BackendInfo, ObjectLocation, ObjectResult, Unreachable, Unusable, pool_name
+from layerflow.hosts.backend import BackendInfo, Unreachable, Unusable, pool_name
 from layerflow.hosts.memcache.client import MemcacheClient
 from layerflow.hosts.memcache.codes import explain
 from layerflow.hosts.memcache.headers import Scratch, reaches_all
@@ -19,6 +19,7 @@ from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.reading import MemcacheReader
 from layerflow.hosts.memcache.setup import MemcacheOptions, connect, shared
 from layerflow.hosts.memcache.writing import MemcacheWriter
+from layerflow.hosts.shared.store import SharedStore
 from layerflow.memfd import SharedMemory
 
 JOINS = 3
@@ -36,7 +37,7 @@ _COUNTED = (
 )
 
 
-class Memcache(Backend):
+class Memcache(SharedStore[MemcacheClient, MemcacheReader, MemcacheWriter]):
     """A client of a pool; with memory of its own (`dram_size`), also one of those who give it memory.
 
     :param options: of ``[pool.memcache]``; see :class:`MemcacheOptions`.
@@ -45,10 +46,11 @@ class Memcache(Backend):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = MemcacheOptions.read(options)
         self._shared = shared(self._options)
-        self._meta = MetaService(self._shared.meta_service_url, self._shared.metrics_url)
-        self._calls = MemcacheClient(lambda: self._meta.generation)
-        self._reader = MemcacheReader(self._calls, self._meta, self._shared.world_size)
-        self._writer = MemcacheWriter(self._calls, self._meta)
+        meta = MetaService(self._shared.meta_service_url, self._shared.metrics_url)
+        calls = MemcacheClient(meta, self._options.timeout_ms / 1e3)
+        super().__init__(
+            calls, meta, MemcacheReader(calls, meta, self._shared.world_size), MemcacheWriter(calls, meta), _COUNTED
+        )
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
         for _ in range(JOINS):
@@ -62,22 +64,18 @@ class Memcache(Backend):
         )
 
     def check(self) -> None:
-        self._meta.check()
-        if self._calls.unlinked:  # it reconnects by itself, within two seconds; ask it
-            self._calls.exists([pool_name(bytes(24))])
+        self._service.check(self._calls.probe)
+        self._calls.give_back()
         self._reader.correct()
 
     def statistics(self) -> dict[str, float]:
-        counts = self._calls.counts
-        figures: dict[str, float] = {name: counts.get(name, 0) for name in _COUNTED}
-        figures["meta_services_lost"] = self._meta.lost
-        return figures
+        return super().statistics() | {"meta_services_lost": self._service.lost}
 
     def lookup(self, keys: Sequence[bytes], until: float) -> list[bool]:
         if not keys:
             return []
-        self._meta.reach()
-        return [code == 1 for code in self._calls.exists([pool_name(key) for key in keys])]
+        self._service.reach()
+        return [code == 1 for code in self._calls.exists([pool_name(key) for key in keys], until)]
 
     def hide(self, keys: Sequence[bytes]) -> None:
         """Only what is complete: an unfinished one is being written again. Memory under lease is kept until it ends."""
@@ -85,42 +83,10 @@ class Memcache(Backend):
         complete = [name for name, code in zip(names, self._calls.exists(names), strict=True) if code == 1]
         self._calls.remove(complete)
 
-    def open_fetch(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
-        return self._reader.open(places, until)
-
-    def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
-        return self._reader.fetch(places, lo, hi, until)
-
-    def close_fetch(self, places: Sequence[ObjectLocation]) -> None:
-        self._reader.close(places)
-
-    def open_write(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
-        return self._writer.open(places, until)
-
-    def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
-        return self._writer.write(places, lo, hi, until)
-
-    def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
-        return self._writer.commit(places, until)
-
-    def revoke(self, places: Sequence[ObjectLocation]) -> None:
-        self._writer.revoke(places)
-
-    def close(self) -> None:
-        self._leave()
-
-    def _leave(self) -> bool:
-        """False: calls of the client do not come back, so it is still there."""
-        left = self._calls.close()
-        self._reader.forget()
-        self._writer.forget()
-        self._meta.close()
-        return left
-
     def _join(self, arena: SharedMemory) -> BackendInfo:
         if not self._leave():
             raise Unreachable("memcache: a call of the client before has not come back yet")
-        client = connect(self._options, self._meta)
+        client = connect(self._options, self._service)
         self._calls.open(client.store)
         code = self._calls.register(arena.address, arena.nbytes)
         if code != 0:
@@ -131,7 +97,7 @@ class Memcache(Backend):
             )
         self._reader.scratch = Scratch(self._calls)
         self._writer.scratch = Scratch(self._calls)
-        self._writer.arena = arena
+        self._writer.arena = self._reader.arena = arena
         self._writer.number = client.number
         return BackendInfo(
             {

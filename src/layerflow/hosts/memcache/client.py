@@ -8,21 +8,25 @@ it are skipped, without an error. So keys that the table may still have are told
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.memcache.abandonable import AbandonableCalls
+from layerflow.hosts.memcache.abandonable import AbandonableCaller
 from layerflow.hosts.memcache.codes import INVALID, NO_CLIENT, UNANSWERED, UNKNOWN, explain
 from layerflow.hosts.shared.client import CLOSE_PATIENCE_S, ClientHandle
+from layerflow.hosts.shared.service import Service
 
 G2H, H2G = 2, 3
 """Pool to host, host to pool."""
 _SWEEP_S = 2.5
 """The library's own period is one second."""
+CALL_S = 5.0
+"""What a call to the MetaService may take where the options do not say it (`timeout_ms`)."""
 
 
 class ObjectInfo(NamedTuple):
@@ -51,15 +55,18 @@ class _Known:
 class MemcacheClient(ClientHandle):
     """A client while it is connected. Any thread; none of these calls holds the GIL.
 
-    :param generation: changes when the MetaService ends; see ``MetaService.generation``.
+    :param meta: nothing is asked of it while it is ill.
+    :param call_s: what a call to it may take.
     """
 
-    def __init__(self, generation: Callable[[], int]) -> None:
+    def __init__(self, meta: Service, call_s: float = CALL_S) -> None:
         super().__init__("the memcache client is not connected")
-        self._askers = AbandonableCalls(generation)
+        self._meta, self._call_s = meta, call_s
+        self._asker = AbandonableCaller(lambda: meta.generation)
         self._lock = threading.Lock()
         self._known: dict[str, _Known] = {}
         self._lost: dict[str, float] = {}
+        self._unleased: list[str] = []
         self.unlinked = False  #: the MetaService did not answer the last call
 
     def open(self, store: Any) -> None:
@@ -67,6 +74,7 @@ class MemcacheClient(ClientHandle):
         with self._lock:
             self._known.clear()
             self._lost.clear()
+            self._unleased.clear()
         self.unlinked = False
         super().open(store)
 
@@ -74,14 +82,23 @@ class MemcacheClient(ClientHandle):
         """See :meth:`ClientHandle.close`. Takes two to three seconds, and holds the GIL; else the process aborts."""
         closed = super().close(patience_s)
         if closed:
-            self._askers.close()
+            self._asker.close()
         return closed
 
     # Metadata: one message to the MetaService each ----------------------------------------------
 
-    def exists(self, names: Sequence[str]) -> list[int]:
+    def exists(self, names: Sequence[str], until: float = math.inf) -> list[int]:
         """1 = complete."""
-        return self._codes("batch_is_exist", names)
+        return self._codes("batch_is_exist", names, until=until)
+
+    def probe(self) -> None:
+        """Where the last call was not answered: is the next one? The library connects again by itself.
+
+        :raises Unreachable: no.
+        """
+        if self.unlinked:
+            answers = self._call("batch_is_exist", ["layerflow-probe"], probing=True)
+            self._backend_calls(answers or [NO_CLIENT])
 
     def info(self, names: Sequence[str], *, complete: bool) -> list[ObjectInfo]:
         """:param complete: nothing of what is still being written."""
@@ -103,15 +120,28 @@ class MemcacheClient(ClientHandle):
         return codes
 
     def unlease(self, names: Sequence[str]) -> None:
-        """Give leases back, without waiting for the MetaService; what cannot be given back runs out. Never raises."""
+        """Give leases back, without waiting for the MetaService; what cannot be given back runs out. Never raises.
+
+        The library must be told in any case, later if the MetaService is ill now: it counts leases by itself, and takes
+        the place of an object that it believes leased for that object's until the process ends.
+        """
         with self._lock:
             for name in names:
                 known = self._known.setdefault(name, _Known())
                 known.leases = max(0, known.leases - 1)
                 known.until = time.monotonic() + _SWEEP_S
+            self._unleased += names
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Leases that could not be given back while the MetaService was ill. Never raises."""
+        if self._meta.ill:
+            return
+        with self._lock:
+            names, self._unleased = self._unleased, []
         try:
             # The library gives back none after the first that it does not know.
-            if names and self._call("batch_remove_lease", list(names)) != 0 and len(names) > 1:
+            if names and self._call("batch_remove_lease", names) != 0 and len(names) > 1:
                 for name in names:
                     self._call("batch_remove_lease", [name])
         except Unreachable:
@@ -198,16 +228,16 @@ class MemcacheClient(ClientHandle):
             for name in names:
                 self._lost.pop(name, None)
 
-    def _codes(self, method: str, names: Sequence[str], *arguments: Any) -> list[int]:
+    def _codes(self, method: str, names: Sequence[str], *arguments: Any, until: float = math.inf) -> list[int]:
         """:raises Unreachable: the MetaService answered for none of them."""
-        codes = self._shaped(method, names, *arguments)
+        codes = self._shaped(method, names, *arguments, until=until)
         self._backend_calls(codes)
         return codes
 
-    def _shaped(self, method: str, names: Sequence[str], *arguments: Any) -> list[int]:
+    def _shaped(self, method: str, names: Sequence[str], *arguments: Any, until: float = math.inf) -> list[int]:
         if not names:
             return []
-        answers: list[int] = self._call(method, list(names), *arguments)
+        answers: list[int] = self._call(method, list(names), *arguments, until=until)
         return answers if len(answers) == len(names) else [NO_CLIENT] * len(names)
 
     def _backend_calls(self, codes: Sequence[int]) -> None:
@@ -220,8 +250,16 @@ class MemcacheClient(ClientHandle):
         gvas, addresses, sizes = (list(column) for column in zip(*spans, strict=True))
         return self.move(gvas, addresses, sizes, direction)
 
-    def _call(self, method: str, *arguments: Any, data: bool = False) -> Any:
-        """:raises Unreachable: there is no client, it was closed, or the MetaService has ended and will not answer."""
+    def _call(
+        self, method: str, *arguments: Any, data: bool = False, probing: bool = False, until: float = math.inf
+    ) -> Any:
+        """One call of the library.
+
+        :param data: it asks the MetaService nothing.
+        :param probing: it is made although the MetaService is ill.
+        :param until: how long an answer is waited for, at most as long as any call may take.
+        :raises Unreachable: there is no client, it was closed, or the MetaService is ill, ends or does not answer.
+        """
 
         def call() -> Any:
             with self.client() as store:
@@ -230,8 +268,10 @@ class MemcacheClient(ClientHandle):
 
         if data:
             return call()
+        if self._meta.ill and not probing:
+            raise Unreachable(self._meta.ill)
         try:
-            return self._askers.ask(call)
+            return self._asker.ask(call, min(until, time.monotonic() + self._call_s))
         except Unreachable:
             self.unlinked = True
             self.count("failed_calls")

@@ -11,46 +11,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus, Unreachable, pool_name
 from layerflow.hosts.memcache.client import G2H, AddressRange, MemcacheClient
 from layerflow.hosts.memcache.codes import WRONG_STATE, leasing, reading
 from layerflow.hosts.memcache.headers import Scratch
-from layerflow.hosts.memcache.metaservice import MetaService
+from layerflow.hosts.shared.open_read import OTHER_SIZE, OpenRead, StoreReader
+from layerflow.hosts.shared.open_write import LATE
+from layerflow.hosts.shared.service import Service
 from layerflow.objects import pack_header
 
 LEASE_S = 30.0
 MARGIN_S = 1.0
 """A lease counts as over so long before it is."""
-LATE = ObjectResult(ObjectStatus.FAILED, "no time was left for it")
-
-_OTHER_SIZE = ObjectResult(ObjectStatus.MISSING, "it is there with another size")
-_NOT_OPEN = ObjectResult(ObjectStatus.FAILED, "it is read without having been opened")
-_NEW_META = ObjectResult(ObjectStatus.EXPIRED, "memcache's MetaService ended, and its leases with it")
-_OVER = ObjectResult(ObjectStatus.EXPIRED, f"it took longer than its lease of {LEASE_S:.0f} s")
 _NO_HEADER = ObjectResult(ObjectStatus.BROKEN, "the header in the pool is not its own")
 _GONE = ObjectResult(ObjectStatus.EXPIRED, "another object took its place while it was read")
 
 
-@dataclass(slots=True)
-class _Lease:
-    """:param until: on the monotonic clock, less the margin. :param generation: of the MetaService that gave it."""
-
-    gva: int
-    until: float
-    generation: int
-
-
-class MemcacheReader:
+class MemcacheReader(StoreReader):
     """The fetch thread's.
 
     :param slack: by so many bytes less one an object may be larger in the pool than it is; see the writer.
     """
 
-    def __init__(self, calls: MemcacheClient, meta: MetaService, slack: int) -> None:
-        self._calls, self._meta, self._slack = calls, meta, slack
-        self._open: dict[tuple[bytes, int], _Lease] = {}  # by key and place in the arena: jobs share nothing
+    def __init__(self, calls: MemcacheClient, meta: Service, slack: int) -> None:
+        super().__init__(calls, meta)
+        self._calls, self._slack = calls, slack
+        self._open: dict[tuple[bytes, int], OpenRead] = {}  # by key and place in the arena: jobs share nothing
         self.scratch: Scratch | None = None
 
     def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
@@ -59,7 +46,7 @@ class MemcacheReader:
             return []
         if time.monotonic() >= until:
             return [LATE] * len(places)
-        generation, began = self._meta.reach(), time.monotonic()
+        generation, began = self._service.reach(), time.monotonic()
         names = [pool_name(place.key) for place in places]
         results = [leasing(code) for code in self._lease(names)]
         leased = [at for at, result in enumerate(results) if result is OK]
@@ -70,39 +57,25 @@ class MemcacheReader:
             for at, info in zip(leased, infos, strict=True):
                 place = places[at]
                 if not 0 <= info.nbytes - place.nbytes < self._slack:
-                    results[at] = _OTHER_SIZE
+                    results[at] = OTHER_SIZE
                     refused.append(names[at])
                     continue
                 if (place.key, place.offset) in self._open:
                     refused.append(names[at])  # it holds a lease already; the new one counts
-                self._open[place.key, place.offset] = _Lease(info.gva, began + LEASE_S - MARGIN_S, generation)
+                self._open[place.key, place.offset] = OpenRead(generation, began + LEASE_S - MARGIN_S, info.gva)
         finally:
             self._calls.unlease(refused)
         return results
 
-    def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
-        """One span an object: its layers lie in one piece, in the pool as in the arena."""
-        results = [self.check(place) for place in places]
-        if time.monotonic() >= until:
-            return [LATE if result is OK else result for result in results]
-        self._copy(places, results, lo, hi, until)
-        if expired := sum(result.outcome is ObjectStatus.EXPIRED for result in results):
-            self._calls.count("expired_leases", expired)
-        return results
-
-    def close(self, places: Sequence[ObjectLocation]) -> None:
-        """Give leases back; the answer does not wait for the MetaService."""
-        ended = [pool_name(place.key) for place in places if self._open.pop((place.key, place.offset), None)]
-        self._calls.unlease(ended)
-
     def forget(self) -> None:
-        """The client they were leased with is gone."""
+        """See :meth:`StoreReader.forget`."""
+        super().forget()
         self._open.clear()
 
     def lease(self, place: ObjectLocation) -> tuple[int, float] | None:
         """Address of an opened object in the pool, and until when it may be read; for who copies it by other ways."""
         lease = self._open.get((place.key, place.offset))
-        return None if lease is None else (lease.gva, lease.until)
+        return None if lease is None else (lease.address, lease.expires_at)
 
     def correct(self, names: Sequence[str] = ()) -> set[str]:
         """Of keys that lost a race, those that the winner has published: they can be read here now. Any thread.
@@ -119,15 +92,6 @@ class MemcacheReader:
         self._calls.finish(published)
         self._calls.settle(published)
         return set(published)
-
-    def check(self, place: ObjectLocation) -> ObjectResult:
-        """May it be read, and was what was read until now its own? Any thread."""
-        lease = self._open.get((place.key, place.offset))
-        if lease is None:
-            return _NOT_OPEN
-        if lease.generation != self._meta.generation:
-            return _NEW_META
-        return OK if time.monotonic() < lease.until else _OVER
 
     def _lease(self, names: list[str]) -> list[int]:
         """A code for each."""
@@ -146,29 +110,30 @@ class MemcacheReader:
             codes[at] = code
         return codes
 
-    def _copy(
-        self, places: Sequence[ObjectLocation], results: list[ObjectResult], lo: int, hi: int, until: float
-    ) -> None:
-        """Those whose verdict is OK so far; it stays so only for what is certain."""
-        wanted = [at for at, result in enumerate(results) if result is OK]
-        if not wanted:
-            return
-        leases = {at: self._open[places[at].key, places[at].offset] for at in wanted}
+    def _opened(self, place: ObjectLocation) -> OpenRead | None:
+        return self._open.get((place.key, place.offset))
+
+    def _unlease(self, places: Sequence[ObjectLocation]) -> None:
+        """The answer does not wait for the MetaService."""
+        ended = [pool_name(place.key) for place in places if self._open.pop((place.key, place.offset), None)]
+        self._calls.unlease(ended)
+
+    def _copy(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
+        """The layers, and then the headers once more: the verdict is OK only for what is certain."""
+        leases = [self._open[place.key, place.offset] for place in places]
         spans: list[AddressRange] = []
-        for at in wanted:
-            start, stop = places[at].start(lo) if lo else 0, places[at].start(hi)
-            spans.append(AddressRange(leases[at].gva + start, places[at].address + start, stop - start))
-        for at, code in zip(wanted, self._calls.copy(spans, G2H, until), strict=True):
-            results[at] = reading(code)
-        copied = [at for at in wanted if results[at] is OK]
+        for place, lease in zip(places, leases, strict=True):
+            start, stop = place.start(lo) if lo else 0, place.start(hi)
+            spans.append(AddressRange(lease.address + start, place.address + start, stop - start))
+        results = [reading(code) for code in self._calls.copy(spans, G2H, until)]
+        copied = [at for at, result in enumerate(results) if result is OK]
         assert self.scratch is not None
-        headers = self.scratch.read([leases[at].gva for at in copied], until)
+        headers = self.scratch.read([leases[at].address for at in copied], until)
         for at, (code, header) in zip(copied, headers, strict=True):
             results[at] = reading(code)
             if code == 0 and not is_header(header, places[at]):
                 results[at] = _GONE if lo else _NO_HEADER
-            if results[at] is OK:
-                results[at] = self.check(places[at])
+        return results
 
 
 def is_header(raw: bytes, place: ObjectLocation) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 
 from layerflow.hosts.backend import Unreachable, Unusable
 from layerflow.hosts.memcache.codes import explain
-from layerflow.hosts.memcache.metaservice import MetaService, tcp_address
+from layerflow.hosts.memcache.metaservice import tcp_address
+from layerflow.hosts.shared.service import Service
 
 NEEDED = "1.3.0"
 PACKAGES = f"memcache_hybrid=={NEEDED} memfabric_hybrid=={NEEDED}"
@@ -124,7 +125,7 @@ class MemcacheConnection:
     version: str
 
 
-def connect(options: MemcacheOptions, meta: MetaService) -> MemcacheConnection:
+def connect(options: MemcacheOptions, meta: Service) -> MemcacheConnection:
     """Connect a client. Blocks.
 
     :raises Unreachable: the MetaService does not answer, or does not let it in now.

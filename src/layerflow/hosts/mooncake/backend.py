@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerflow.hosts.backend import Backend, BackendInfo, ObjectLocation, ObjectResult, Unreachable, Unusable, pool_name
+from layerflow.hosts.backend import OK, BackendInfo, ObjectLocation, ObjectResult, Unreachable, Unusable, pool_name
 from layerflow.hosts.mooncake.client import Master, MooncakeClient, explain
+from layerflow.hosts.mooncake.condemned import Condemned
 from layerflow.hosts.mooncake.reading import MooncakeReader
 from layerflow.hosts.mooncake.setup import MooncakeOptions, connect
 from layerflow.hosts.mooncake.warm import Warming, added, mapped
 from layerflow.hosts.mooncake.writing import MooncakeWriter
+from layerflow.hosts.shared.store import SharedStore
 from layerflow.memfd import SharedMemory
 
 _COUNTED = ("full_retries", "expired_leases", "failed_calls", "failed_revokes", "sessions_taken_over")
 
 
-class Mooncake(Backend):
+class Mooncake(SharedStore[MooncakeClient, MooncakeReader, MooncakeWriter]):
     """A client of a store; with a segment, also one of those who give it memory.
 
     :param options: of ``[pool.mooncake]``; see :class:`MooncakeOptions`.
@@ -28,17 +30,17 @@ class Mooncake(Backend):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = MooncakeOptions.read(options)
-        self._master = Master(self._options.master, self._options.metrics)
-        self._calls = MooncakeClient()
-        self._reader = MooncakeReader(self._calls, self._master)
-        self._writer = MooncakeWriter(self._calls, self._master)
+        master = Master(self._options.master, self._options.metrics)
+        calls = MooncakeClient(master)
+        super().__init__(calls, master, MooncakeReader(calls, master), MooncakeWriter(calls, master), _COUNTED)
+        self._condemned = Condemned(self._calls)
         self._warming: Warming | None = None
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
         if not self._leave():
             raise Unreachable("Mooncake: a call of the client before has not come back yet")
         before = mapped()
-        client = connect(self._options, self._master)
+        client = connect(self._options, self._service)
         self._calls.open(client.store)
         code = self._calls("register_buffer", arena.address, arena.nbytes)
         if code != 0:
@@ -48,6 +50,7 @@ class Mooncake(Backend):
                 "limit of locked memory (ulimit -l)"
             )
         self._writer.replicate = client.replicate
+        self._writer.arena = self._reader.arena = arena
         segment = self._options.segment_size
         if segment and self._options.warm:
             self._warming = Warming(added(before, mapped(), segment), segment)
@@ -63,58 +66,41 @@ class Mooncake(Backend):
         )
 
     def check(self) -> None:
-        self._master.check()
+        self._service.check()
+        self._condemned.remove()
 
     def statistics(self) -> dict[str, float]:
-        counts = self._calls.counts
-        figures: dict[str, float] = {name: counts.get(name, 0) for name in _COUNTED}
+        figures = super().statistics()
         figures["segment_bytes"] = self._options.segment_size
         figures["segment_warm_bytes"] = self._warming.warm_bytes if self._warming else 0
-        figures["masters_lost"] = self._master.lost
+        figures["masters_lost"] = self._service.lost
         return figures
 
     def lookup(self, keys: Sequence[bytes], until: float) -> list[bool]:
         if not keys:
             return []
-        self._master.reach()
-        return [code == 1 for code in self._calls.codes("batch_is_exist", [pool_name(key) for key in keys])]
+        self._service.reach()
+        names = [pool_name(key) for key in keys]
+        # Asking for one that is to be removed would lease it again.
+        asked = [name for name, key in zip(names, keys, strict=True) if key not in self._condemned]
+        codes = self._calls.codes("batch_is_exist", asked) if asked else []
+        there = {name for name, code in zip(asked, codes, strict=True) if code == 1}
+        if there and self._reader.offloads:
+            there &= self._reader.in_memory([name for name in asked if name in there])
+        return [name in there for name in names]
 
     def hide(self, keys: Sequence[bytes]) -> None:
-        """By force: every lookup leases, so that without it nothing that is in demand could be removed."""
-        if keys and self._master.generation:
-            self._calls("batch_remove", [pool_name(key) for key in keys], True)
-
-    def open_fetch(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
-        return self._reader.open(places, until)
-
-    def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
-        return self._reader.fetch(places, lo, hi, until)
-
-    def close_fetch(self, places: Sequence[ObjectLocation]) -> None:
-        self._reader.close(places)
-
-    def open_write(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
-        return self._writer.open(places, until)
-
-    def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
-        return self._writer.write(places, lo, hi, until)
+        """They are removed once no lease keeps them."""
+        self._condemned.add(keys)
 
     def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
-        return self._writer.commit(places, until)
-
-    def revoke(self, places: Sequence[ObjectLocation]) -> None:
-        self._writer.revoke(places)
-
-    def close(self) -> None:
-        self._leave()
+        results = super().commit(places, until)
+        self._condemned.discard(place.key for place, result in zip(places, results, strict=True) if result is OK)
+        return results
 
     def _leave(self) -> bool:
-        """False: calls of the client do not come back, so it is still there."""
         if self._warming is not None:
             self._warming.stop()
             self._warming = None
-        left = self._calls.close()
-        self._reader.forget()
-        self._writer.forget()
-        self._master.close()
-        return left
+        self._condemned.forget()
+        return super()._leave()

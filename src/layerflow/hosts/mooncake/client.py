@@ -7,11 +7,13 @@ from typing import Any
 
 from layerflow.hosts.backend import OK, ObjectResult, ObjectStatus, Unreachable
 from layerflow.hosts.shared.client import ClientHandle
-from layerflow.hosts.shared.service import HttpProbe, ServiceMonitor
+from layerflow.hosts.shared.monitor import HttpProbe, ServiceMonitor
+from layerflow.hosts.shared.service import Service
 
 NO_ROOM = -200
 INVALID = -600  # also: no such session here, or one that is open already
 NOT_OURS = -601
+NOT_IN_MEMORY = -702
 NOT_READY, NOT_FOUND, EXISTS, LEASED, LEASE_OVER = -703, -704, -705, -706, -707
 TRANSFER_FAILED = -800
 CHECKSUM = -801
@@ -25,6 +27,7 @@ _WORDS = {
     NO_ROOM: "no room in the store",
     INVALID: "invalid parameters, or no such session",
     NOT_OURS: "another client has taken the key over",
+    NOT_IN_MEMORY: "it is on the disk of a client only",
     NOT_READY: "it is being written",
     NOT_FOUND: "it is not there",
     EXISTS: "it is there already, or being written",
@@ -38,6 +41,7 @@ _WORDS = {
     -1010: "the store cannot do it in its present state",
 }
 _READING = {
+    NOT_IN_MEMORY: ObjectStatus.MISSING,
     NOT_READY: ObjectStatus.MISSING,
     NOT_FOUND: ObjectStatus.MISSING,
     INVALID: ObjectStatus.EXPIRED,  # the library drops a session whose lease ran out
@@ -87,16 +91,31 @@ def _backend_calls(code: int, outcomes: dict[int, ObjectStatus]) -> ObjectResult
 # master is there by now; calls that fail late have tried to connect again, for seconds.
 _REPEATED = frozenset(("batch_is_exist", "batch_get_session_start", "batch_put_session_start"))
 _QUICK_S = 0.2
+# They ask the master nothing.
+_LOCAL = frozenset(
+    (
+        "batch_get_into_multi_buffer_ranges",
+        "batch_get_session_end",
+        "batch_put_from_multi_buffer_ranges",
+        "register_buffer",
+    )
+)
 
 
 class MooncakeClient(ClientHandle):
-    """A client while it is set up. Any thread; calls that move data do not hold the GIL."""
+    """A client while it is set up. Any thread; calls that move data do not hold the GIL.
 
-    def __init__(self) -> None:
+    :param master: nothing is asked of it while it is ill.
+    """
+
+    def __init__(self, master: Service) -> None:
         super().__init__("the Mooncake client is not set up")
+        self._master = master
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        """:raises Unreachable: it is not set up, or closed."""
+        """:raises Unreachable: it is not set up, or closed, or the master is known to be ill."""
+        if method not in _LOCAL and self._master.ill:
+            raise Unreachable(self._master.ill)
         with self.client() as store:
             return getattr(store, method)(*arguments)
 
@@ -120,7 +139,7 @@ _WHOSE = "Mooncake's master"
 _ADVICE = "start mooncake_master there, or set pool.mooncake.master"
 
 
-class Master:
+class Master(Service):
     """One master's addresses.
 
     :param address: of its RPC, ``host:port``.
@@ -129,32 +148,5 @@ class Master:
 
     def __init__(self, address: str, http_url: str) -> None:
         host, _, port = address.rpartition(":")
-        self._line = ServiceMonitor((host.strip("[]"), int(port)), _WHOSE, _ADVICE)
-        self._web = HttpProbe(http_url, _WHOSE, "segment_total_capacity_bytes")
-
-    @property
-    def lost(self) -> int:
-        """How often it was found to have ended."""
-        return self._line.lost
-
-    @property
-    def generation(self) -> int:
-        """See :attr:`ServiceMonitor.generation`."""
-        return self._line.generation
-
-    def reach(self) -> int:
-        """See :meth:`ServiceMonitor.reach`."""
-        return self._line.reach()
-
-    def check(self) -> None:
-        """:raises Unreachable: it accepts no connection, or its HTTP does not say that it is well."""
-        self._line.reach()
-        self._web.get("/health")
-
-    def largest_segment(self) -> int:
-        """See :meth:`HttpProbe.largest_segment`."""
-        return self._web.largest_segment()
-
-    def close(self) -> None:
-        """Drop the connection."""
-        self._line.close()
+        line = ServiceMonitor((host.strip("[]"), int(port)), _WHOSE, _ADVICE)
+        super().__init__(_WHOSE, line, HttpProbe(http_url, _WHOSE, "segment_total_capacity_bytes"))

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus, pool_name
-from layerflow.hosts.mooncake.client import Master, MooncakeClient, moved, reading
+from layerflow.hosts.mooncake.client import NOT_IN_MEMORY, MooncakeClient, moved, reading
+from layerflow.hosts.shared.open_read import OTHER_SIZE, OpenRead, StoreReader
+from layerflow.hosts.shared.open_write import LATE
+from layerflow.hosts.shared.service import Service
 
-LATE = ObjectResult(ObjectStatus.FAILED, "no time was left for it")
-_OTHER_SIZE = ObjectResult(ObjectStatus.MISSING, "it is there with another size")
 _NO_SIZE = ObjectResult(ObjectStatus.FAILED, "Mooncake's master did not say how large it is")
-_NOT_OPEN = ObjectResult(ObjectStatus.FAILED, "it is read without having been opened")
-_NEW_MASTER = ObjectResult(ObjectStatus.EXPIRED, "Mooncake's master ended, and its leases with it")
 
 
-@dataclass(slots=True)
-class _Session:
-    """What the library knows by an object's name: one session, however many jobs read the object.
+class MooncakeReader(StoreReader):
+    """The fetch thread's. The library knows one session by an object's name, however many jobs read the object.
 
-    :param generation: of the master that gave the lease.
+    :ivar offloads: a client of the store moves objects to a disk of its own. Then that an object is there does not mean
+        that it is in memory, and a session reads from memory only.
     """
 
-    generation: int
-    readers: int = 0
-
-
-class MooncakeReader:
-    """The fetch thread's."""
-
-    def __init__(self, calls: MooncakeClient, master: Master) -> None:
-        self._calls, self._master = calls, master
-        self._open: dict[bytes, _Session] = {}
+    def __init__(self, calls: MooncakeClient, master: Service) -> None:
+        super().__init__(calls, master)
+        self._calls = calls
+        self._open: dict[bytes, OpenRead] = {}
+        self.offloads = False
 
     def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         """Leases."""
@@ -40,79 +33,71 @@ class MooncakeReader:
             return []
         if time.monotonic() >= until:
             return [LATE] * len(places)
-        generation = self._master.reach()
+        generation = self._service.reach()
         names = [pool_name(place.key) for place in places]
-        results = [reading(code) for code in self._calls.codes("batch_get_session_start", names)]
+        codes = self._calls.codes("batch_get_session_start", names)
+        self.offloads = self.offloads or NOT_IN_MEMORY in codes
+        results = [reading(code) for code in codes]
         sizes = self._sizes([name for name, result in zip(names, results, strict=True) if result is OK])
         refused: list[str] = []
         for at, (place, name) in enumerate(zip(places, names, strict=True)):
-            session = self._open.get(place.key)
             if results[at] is OK and sizes.get(name) != {place.nbytes}:
-                results[at] = _OTHER_SIZE if name in sizes else _NO_SIZE
-                if session is None:
+                results[at] = OTHER_SIZE if name in sizes else _NO_SIZE
+                if place.key not in self._open:
                     refused.append(name)
             elif results[at] is OK:
-                session = self._open.setdefault(place.key, _Session(generation))
-                session.generation = generation  # the library's session was replaced, for earlier readers too
-                session.readers += 1
+                opened = self._open.setdefault(place.key, OpenRead(generation))
+                opened.generation = generation  # the library's session was replaced, for earlier readers too
+                opened.readers += 1
         if refused:
             self._calls("batch_get_session_end", refused)
         return results
 
-    def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
-        """One range an object: its layers lie in one piece, in the store as in the arena."""
-        results = [self._readable(place) for place in places]
-        wanted = [at for at, result in enumerate(results) if result is OK]
-        if not wanted:
-            return results
-        if time.monotonic() >= until:
-            return [LATE if result is OK else result for result in results]
-        spans = [(places[at].start(lo) if lo else 0, places[at].start(hi)) for at in wanted]
+    def in_memory(self, names: list[str]) -> set[str]:
+        """Those of which a copy is in the memory of some client. Any thread.
+
+        :raises Unreachable: the master does not answer.
+        """
+        return {name for name, sizes in self._sizes(names).items() if sizes}
+
+    def forget(self) -> None:
+        """See :meth:`StoreReader.forget`."""
+        super().forget()
+        self._open.clear()
+
+    def _opened(self, place: ObjectLocation) -> OpenRead | None:
+        return self._open.get(place.key)
+
+    def _copy(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
+        spans = [(place.start(lo) if lo else 0, place.start(hi)) for place in places]
         codes = self._calls.codes(
             "batch_get_into_multi_buffer_ranges",
-            [pool_name(places[at].key) for at in wanted],
-            [[places[at].address + start] for at, (start, _) in zip(wanted, spans, strict=True)],
+            [pool_name(place.key) for place in places],
+            [[place.address + start] for place, (start, _) in zip(places, spans, strict=True)],
             [[stop - start] for start, stop in spans],
             [[start] for start, _ in spans],
         )
-        for at, code, (start, stop) in zip(wanted, codes, spans, strict=True):
-            result = reading(moved(code, stop - start))
-            # Looked at again after the bytes have come: a new master may have given their room to other objects.
-            results[at] = self._readable(places[at]) if result is OK else result
-        if expired := sum(result.outcome is ObjectStatus.EXPIRED for result in results):
-            self._calls.count("expired_leases", expired)
-        return results
+        return [reading(moved(code, stop - start)) for code, (start, stop) in zip(codes, spans, strict=True)]
 
-    def close(self, places: Sequence[ObjectLocation]) -> None:
+    def _unlease(self, places: Sequence[ObjectLocation]) -> None:
         """End the sessions of objects that nobody else reads; the master is not asked."""
         ended: list[str] = []
         for place in places:
-            session = self._open.get(place.key)
-            if session is None:
+            opened = self._open.get(place.key)
+            if opened is None:
                 continue
-            session.readers -= 1
-            if not session.readers:
+            opened.readers -= 1
+            if not opened.readers:
                 del self._open[place.key]
                 ended.append(pool_name(place.key))
         if ended:
             self._calls("batch_get_session_end", ended)
 
-    def forget(self) -> None:
-        """The client they were opened with is gone."""
-        self._open.clear()
-
-    def _readable(self, place: ObjectLocation) -> ObjectResult:
-        session = self._open.get(place.key)
-        if session is None:
-            return _NOT_OPEN
-        return OK if session.generation == self._master.generation else _NEW_MASTER
-
     def _sizes(self, names: list[str]) -> dict[str, set[int]]:
         """Bytes of each object, as its copies in memory have it; one call."""
         copies = self._calls("batch_get_replica_desc", names) if names else {}
+        self.offloads = self.offloads or any(each.is_local_disk_replica() for some in copies.values() for each in some)
         return {
-            name: {
-                each.get_memory_descriptor().buffer_descriptor.size for each in each_object if each.is_memory_replica()
-            }
-            for name, each_object in copies.items()
+            name: {each.get_memory_descriptor().buffer_descriptor.size for each in some if each.is_memory_replica()}
+            for name, some in copies.items()
         }

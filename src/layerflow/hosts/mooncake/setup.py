@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerflow.hosts.backend import Unusable
-from layerflow.hosts.mooncake.client import Master, explain
+from layerflow.hosts.mooncake.client import explain
+from layerflow.hosts.shared.service import Service
 
 NEEDED = "0.3.13"
 MIN_SEGMENT_BYTES = 16 << 20
@@ -73,7 +74,7 @@ class MooncakeConnection:
     version: str
 
 
-def connect(options: MooncakeOptions, master: Master) -> MooncakeConnection:
+def connect(options: MooncakeOptions, master: Service) -> MooncakeConnection:
     """Set up a client. Blocks, and holds the GIL for most of that time.
 
     :raises Unreachable: the master does not answer.

@@ -49,10 +49,11 @@ GRACE_S = 1.0
 
 @dataclass(slots=True)
 class PendingLookup:
-    """A lookup that waits for the host."""
+    """A lookup that waits for the host, and equal ones that came meanwhile."""
 
     keys: list[bytes]
-    then: Callable[[frozenset[bytes]], None]
+    packed: bytes
+    then: list[Callable[[frozenset[bytes]], None]]
     timer: asyncio.TimerHandle
 
 
@@ -72,6 +73,7 @@ class TierStatistics:
     writing_jobs: int
     backlog_bytes: int
     lookups: int
+    lookup_keys: int
     unanswered_lookups: int
     fetched_objects: int
     fetched_bytes: int
@@ -107,11 +109,12 @@ class Tier:
         self.details: dict[str, Any] = {}
         self.reason = "starting"
         self._outcomes: Counter[str] = Counter()
-        self._asked = self._unanswered = 0
+        self._asked = self._asked_keys = self._unanswered = 0
         self._log = structlog.get_logger("layerflow.server.tier.tier")
         self._index = TierIndex()
         self._failed_reads = NegativeCache()
         self._questions: dict[int, PendingLookup] = {}
+        self._asking: dict[bytes, int] = {}  # by keys, the question under way
         self._numbers = 0
         self._host = HostProcess(name, options, *arena, self)
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
@@ -138,18 +141,27 @@ class Tier:
         allowed = set(self._failed_reads.visible(keys, time.monotonic())) if len(self._failed_reads) else None
         return [key in self._fetches or (key in known and (allowed is None or key in allowed)) for key in keys]
 
-    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None]) -> None:
-        """Which of `keys` can be brought? Answered once, within ``pool.lookup_timeout_ms``, perhaps at once."""
+    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float | None = None) -> None:
+        """Which of `keys` can be brought? Answered once, perhaps at once.
+
+        :param until: the answer comes by then, monotonic seconds; None = within ``pool.lookup_timeout_ms``.
+        """
         wanted = self._failed_reads.visible(keys, time.monotonic()) if self.up and not self.indexed else []
-        if not wanted:
+        timeout_s = self.settings.lookup_timeout_ms / 1e3 if until is None else until - time.monotonic()
+        if not wanted or timeout_s <= 0:
             then(frozenset())
             return
+        packed = b"".join(wanted)
+        if packed in self._asking:
+            self._questions[self._asking[packed]].then.append(then)
+            return
         self._numbers += 1
-        number, timeout_ms = self._numbers, self.settings.lookup_timeout_ms
-        timer = asyncio.get_running_loop().call_later(timeout_ms / 1e3, self._give_up, number)
-        self._questions[number] = PendingLookup(wanted, then, timer)
+        number = self._asking[packed] = self._numbers
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up, number)
+        self._questions[number] = PendingLookup(wanted, packed, [then], timer)
         self._asked += 1
-        if not self._host.send(Ask(number, b"".join(wanted), timeout_ms)):
+        self._asked_keys += len(wanted)
+        if not self._host.send(Ask(number, packed, max(1, round(timeout_s * 1e3)))):
             self._answer(number, frozenset())
 
     def hide(self, keys: Sequence[bytes]) -> int:
@@ -233,6 +245,18 @@ class Tier:
         self._fetches.forget_step(step)
         self._writes.forget_step(step)
 
+    def when_written(self, keys: Sequence[bytes], until: float, then: Callable[[], None]) -> None:
+        """Call `then` once, when none of `keys` is on its way into the tier, or at `until`; perhaps at once."""
+        pending = [then]
+
+        def once() -> None:
+            if pending:
+                timer.cancel()
+                pending.pop()()
+
+        timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), once)
+        self._writes.when_ended(keys, once)
+
     # The host ------------------------------------------------------------------------------------
 
     def watchdog(self, now: float) -> None:
@@ -295,6 +319,7 @@ class Tier:
             writing_jobs=len(writes),
             backlog_bytes=writes.backlog_bytes,
             lookups=self._asked,
+            lookup_keys=self._asked_keys,
             unanswered_lookups=self._unanswered,
             fetched_objects=fetches.fetched_objects,
             fetched_bytes=fetches.fetched_bytes,
@@ -345,7 +370,9 @@ class Tier:
         question = self._questions.pop(number, None)
         if question is not None:
             question.timer.cancel()
-            question.then(present)
+            del self._asking[question.packed]
+            for then in question.then:
+                then(present)
 
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()

@@ -77,6 +77,7 @@ class Writes:
         self._by_step: dict[StepKey, list[Job]] = {}
         self._numbers = 0
         self._ended: anyio.Event | None = None
+        self._waiting: list[tuple[set[int], Callable[[], None]]] = []  # for these jobs, by number
         self.backlog_bytes = 0
         self.written_objects = 0
         self.written_bytes = 0
@@ -146,7 +147,7 @@ class Writes:
             if job.sent:
                 self._drop(job, list(job.positions))
             else:
-                self._jobs.pop(job.number, None)
+                self._forget(job)
 
     def heard(self, message: Written) -> None:
         """A job has ended."""
@@ -176,6 +177,15 @@ class Writes:
     def overdue(self, now: float) -> Job | None:
         """A job that the host should have ended by now."""
         return next((job for job in self._jobs.values() if job.sent and now > job.due), None)
+
+    def when_ended(self, keys: Iterable[bytes], then: Callable[[], None]) -> None:
+        """Call `then` once none of these is on its way any more, whatever became of it; perhaps at once."""
+        wanted = set(keys)
+        jobs = {job.number for job in self._jobs.values() if not wanted.isdisjoint(job.positions)}
+        if jobs:
+            self._waiting.append((jobs, then))
+        else:
+            then()
 
     async def idle(self) -> None:
         """Until the host has written everything it was given."""
@@ -228,3 +238,8 @@ class Writes:
             mine.remove(job)
             if not mine:
                 del self._by_step[job.step]
+        for waiting in list(self._waiting):
+            waiting[0].discard(job.number)
+            if not waiting[0]:
+                self._waiting.remove(waiting)
+                waiting[1]()

@@ -1,0 +1,201 @@
+"""What a lookup asks of the tier behind the arena: how many keys, in how many questions, and that no hit is missed."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerflow.config.settings import PoolSettings
+from layerflow.hits import find_hit
+from layerflow.keys import object_key
+from layerflow.pool.arena import Arena as PoolArena
+from layerflow.pool.base import Tail
+from layerflow.pool.memory import MemoryPool
+from layerflow.server.lookup import FEW_CHUNKS, TieredLookup, ask_tier
+from layerflow.server.tier import tier as real
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
+from layerflow.wire.host_messages import Ask, Present
+
+ROOT = b"r" * 16
+BLOCK, CHUNK = 2, 4
+STATE = -1
+_KINDS = {0: "full", STATE: "state"}
+
+
+def run(work: Iterator[None]) -> None:
+    """All slices, one after the other."""
+    for _ in work:
+        pass
+
+
+class Arena:
+    """Objects that are there, and nothing else of a pool."""
+
+    def __init__(self, keys: Sequence[bytes] = ()) -> None:
+        self.keys = frozenset(keys)
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self.keys for key in keys]
+
+    def tails(self, parent: bytes) -> list[Tail]:
+        return []
+
+
+class Tier(Arena):
+    """Answers `answers` questions and then none."""
+
+    settings = SimpleNamespace(lookup_timeout_ms=100)
+
+    def __init__(self, keys: Sequence[bytes] = (), answers: int = 99) -> None:
+        super().__init__(keys)
+        self.answers, self.asked = answers, list[int]()
+        self.until = list[float]()
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float) -> None:
+        assert len(set(keys)) == len(keys)
+        self.until.append(until)
+        if keys:
+            self.asked.append(len(keys))
+        self.answers -= 1
+        then(self.keys & set(keys) if self.answers >= 0 else frozenset())
+
+
+def spec_of(windows: Sequence[int], shards: int = 1) -> ModelSpec:
+    """One group per window, 0 = full attention, STATE = recurrent state."""
+    plane = (Plane("kv", "uint8", (1,)),)
+    groups = tuple(
+        GroupSpec(_KINDS.get(window, "sliding"), BLOCK, (layer,), plane, window=max(0, window))
+        for layer, window in enumerate(windows)
+    )
+    return ModelSpec("m", "c", groups, Shard(0, shards), chunk_tokens=CHUNK)
+
+
+def keys_of(spec: ModelSpec, digests: Sequence[bytes]) -> list[bytes]:
+    groups, shards = range(len(spec.groups)), spec.shard.peers()
+    return [object_key(digest, group, shard) for digest in digests for group in groups for shard in shards]
+
+
+def prompt_of(tokens: int) -> tuple[list[bytes], int, bytes]:
+    """Digests, tokens, digest of the tail."""
+    digests = [f"{at:016d}".encode() for at in range(tokens // CHUNK)]
+    own = b"tail".ljust(16, b".") if tokens % CHUNK else b""
+    return digests, tokens, own
+
+
+def found_by(arena: Arena, tier: Tier, spec: ModelSpec, tokens: int) -> frozenset[bytes]:
+    answers: list[frozenset[bytes]] = []
+    run(ask_tier(arena, tier, spec, prompt_of(tokens), answers.append, run))  # type: ignore[arg-type]
+    [found] = answers
+    return found
+
+
+def hit_of(arena: Arena, tier: Tier, spec: ModelSpec, found: frozenset[bytes], tokens: int) -> int:
+    digests, _, own = prompt_of(tokens)
+    return find_hit(TieredLookup(arena, tier, found), spec, ROOT, digests, tokens, own).tokens  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stored", "keys", "questions"),
+    [
+        (0, 8 * 10, 1),  # of 4096
+        (1, 8 * 10, 1),  # the first chunk was asked for already
+        (100, 8 * (10 + 127 - 7), 2),
+        (512, 8 * 512, 2),
+    ],
+)
+def test_128_k_tokens_at_tp_8(stored, keys, questions):
+    spec = spec_of([0], shards=8)
+    digests, tokens, _ = prompt_of(512 * CHUNK)
+    tier = Tier(keys_of(spec, digests[:stored]))
+    found = found_by(Arena(), tier, spec, tokens)
+    assert (sum(tier.asked), len(tier.asked)) == (keys, questions)
+    assert hit_of(Arena(), tier, spec, found, tokens) == min(stored * CHUNK, tokens - 1)
+
+
+def test_a_short_prompt_and_what_the_arena_has_not_are_one_question():
+    spec = spec_of([0], shards=8)
+    for chunks, here in ((FEW_CHUNKS, 0), (512, 512 - FEW_CHUNKS)):
+        digests, tokens, _ = prompt_of(chunks * CHUNK + 1)
+        tier, arena = Tier(keys_of(spec, digests)), Arena(keys_of(spec, digests[:here]))
+        found = found_by(arena, tier, spec, tokens)
+        assert tier.asked == [8 * (FEW_CHUNKS + 1)], "and its tail"
+        assert hit_of(arena, tier, spec, found, tokens) == chunks * CHUNK
+
+
+def test_an_answer_that_does_not_come_ends_it():
+    spec = spec_of([0])
+    digests, tokens, _ = prompt_of(100 * CHUNK)
+    for answers, hit in ((0, 0), (1, 2 * CHUNK)):  # of the first question chunks 0, 1, 3, 7, ... have come
+        tier = Tier(keys_of(spec, digests), answers)
+        found = found_by(Arena(), tier, spec, tokens)
+        assert hit_of(Arena(), tier, spec, found, tokens) == hit
+        assert len(set(tier.until)) == 1 and tier.until[0] <= time.monotonic() + 0.1, "one deadline for both"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from([0, STATE, 3, 9, 1000]), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.integers(1, 60 * CHUNK),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(0, 60),
+    st.randoms(use_true_random=False),
+)
+def test_no_hit_is_missed(windows, shards, tokens, here, there, stored, rng: random.Random):
+    """Whatever is missing where: as if every object had been asked for."""
+    spec = spec_of(windows, shards)
+    digests, _, own = prompt_of(tokens)
+    everything = keys_of(spec, [*digests, own] if own else digests)
+    whole = set(keys_of(spec, digests[:stored]))
+    arena = Arena([key for key in everything if rng.random() < here * 0.3])
+    tier = Tier([key for key in everything if key in whole or rng.random() < there])
+    found = found_by(arena, tier, spec, tokens)
+    assert found <= tier.keys
+    best = hit_of(arena, tier, spec, tier.keys, tokens)
+    assert hit_of(arena, tier, spec, found, tokens) == best
+    assert len(tier.asked) <= 2 and sum(tier.asked) <= len(everything)
+
+
+@pytest.fixture
+def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]]]:
+    """A tier whose host only listens."""
+    sent: list[Ask] = []
+    with contextlib.closing(PoolArena(1 << 20)) as arena:
+        tier = real.Tier("disk", {}, PoolSettings(), MemoryPool(arena), (arena.fd, arena.nbytes), lambda events: None)
+        monkeypatch.setattr(tier._host, "send", lambda ask: sent.append(ask) or True)
+        tier.up = True
+        yield tier, sent
+
+
+async def test_equal_questions_under_way_are_one(tier):
+    asked, sent = tier
+    answers: list[frozenset[bytes]] = []
+    one, two = bytes(24), b"2" * 24
+    for keys in ([one, two], [one, two], [one]):
+        asked.ask(keys, answers.append)
+    assert [len(ask.keys) // 24 for ask in sent] == [2, 1]
+    asked.host_said(Present(sent[0].id, b"\1\0"))
+    assert answers == [frozenset([one])] * 2
+    asked.ask([one, two], answers.append)
+    assert len(sent) == 3, "what was answered is asked anew"
+    asked.host_lost("for a test")
+    assert answers[2:] == [frozenset()] * 2
+    assert (asked.statistics().lookups, asked.statistics().lookup_keys) == (3, 5)
+
+
+async def test_a_question_past_its_deadline_is_not_asked(tier):
+    asked, sent = tier
+    answers: list[frozenset[bytes]] = []
+    asked.ask([bytes(24)], answers.append, time.monotonic())
+    assert answers == [frozenset()] and not sent
