@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("59ad504baeb77af87b84defad60cccec")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("2a36e687179d3bd4ebae8392cf0a6a85")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10

@@ -26,6 +26,7 @@ class ClientSession:
     :param direct: it moves bytes past the arena.
     :param silent: it missed its heartbeats. An engine worker that is silent still owns what it may write
         to; only the doorway says that it cannot write any more.
+    :param resets: how often its engine's weights were replaced.
     """
 
     number: int
@@ -41,6 +42,7 @@ class ClientSession:
     at_fd_server: bool = False
     entered: bool = False
     silent: bool = False
+    resets: int = 0
     steps: set[int] = field(default_factory=set)
 
 

@@ -15,7 +15,15 @@ from typing import Any
 
 import structlog
 
-from layerflow.hosts.backend import Backend, BackendInfo, ObjectLocation, ObjectResult, Unreachable, Unusable
+from layerflow.hosts.backend import (
+    Backend,
+    BackendError,
+    BackendInfo,
+    ObjectLocation,
+    ObjectResult,
+    Unreachable,
+    Unusable,
+)
 from layerflow.hosts.disk.folder import Folder
 from layerflow.hosts.disk.index import DiskIndex
 from layerflow.hosts.disk.reads import DiskReads
@@ -99,6 +107,15 @@ class Disk(Backend):
                 stored = self._index.drop(key)
                 if stored is not None:
                     self._home().remove(stored)
+
+    def clear(self, keys: Sequence[bytes], until: float) -> int:
+        """Everything that is on this disk."""
+        held = [entry.key for entry in self._index.entries()]
+        for done, key in enumerate(held):
+            if time.monotonic() >= until:
+                raise BackendError(f"{done} of {len(held)} objects were removed in time; purge again for the rest")
+            self.hide([key])
+        return len(held)
 
     def open_fetch(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         return self._reader().open(places, until)

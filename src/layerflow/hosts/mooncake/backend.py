@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerflow.hosts.backend import Backend, BackendInfo, ObjectLocation, ObjectResult, Unreachable, Unusable, pool_name
+from layerflow.hosts.backend import (
+    Backend,
+    BackendError,
+    BackendInfo,
+    ObjectLocation,
+    ObjectResult,
+    Unreachable,
+    Unusable,
+    pool_name,
+)
 from layerflow.hosts.mooncake.client import Master, MooncakeClient, explain
 from layerflow.hosts.mooncake.reading import MooncakeReader
 from layerflow.hosts.mooncake.setup import MooncakeOptions, connect
@@ -83,6 +92,15 @@ class Mooncake(Backend):
         """By force: every lookup leases, so that without it nothing that is in demand could be removed."""
         if keys and self._master.generation:
             self._calls("batch_remove", [pool_name(key) for key in keys], True)
+
+    def clear(self, keys: Sequence[bytes], until: float) -> int:
+        """Everything of layerflow's in the store, whichever server wrote it; by force, as in :meth:`hide`."""
+        if not self._master.generation:
+            raise Unreachable("the Mooncake master does not answer; purge again when it is back")
+        removed = int(self._calls("remove_by_regex", f"^{pool_name(b'')}.*", True))
+        if removed < 0:
+            raise BackendError(f"the Mooncake master removed nothing: {explain(removed)}")
+        return removed
 
     def open_fetch(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         return self._reader.open(places, until)
