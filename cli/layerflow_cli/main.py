@@ -14,6 +14,7 @@ from layerflow_cli.config_command import config
 from layerflow_cli.demo_command import demo
 from layerflow_cli.doctor_command import doctor
 from layerflow_cli.errors import EXIT_TERMINATED, LayerflowGroup
+from layerflow_cli.purge_command import purge
 from layerflow_cli.run_command import run
 from layerflow_cli.status_command import status
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command(short_help="Run the server.")(run)
 app.command(short_help="Show a running server's state.")(status)
+app.command(short_help="Empty a running server's pool.")(purge)
 app.command(short_help="Print every setting, or check or start a file.")(config)
 app.command(short_help="Check a configuration on this machine.")(doctor)
 app.command(short_help="Show layer-wise beside bulk loading.")(demo)

@@ -38,7 +38,7 @@ def status(
     """
     if http is not None and endpoint is not None:
         raise ConfigError("--endpoint and --http are two ways to the same server; give one")
-    where = http if http is not None else _endpoint(endpoint, config)
+    where = http if http is not None else endpoint_of(endpoint, config)
     ask = fetch_http if http is not None else _fetch_control
     if not watch:
         _show(ask(where), json_file, everything)
@@ -88,7 +88,8 @@ def _fetch_control(endpoint: str) -> dict[str, Any]:
     return fetch_status(endpoint, TIMEOUT_S)
 
 
-def _endpoint(endpoint: str | None, config: Any) -> str:
+def endpoint_of(endpoint: str | None, config: Any) -> str:
+    """The server's control socket: as given, or of the configuration."""
     from layerflow.config.settings import Settings  # noqa: PLC0415
 
     return Settings.load(config, {"server.endpoint": endpoint} if endpoint else {}).server.endpoint

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -44,6 +45,26 @@ _DTYPES = {
     "I64": "int64",
     "F64": "float64",
 }
+
+
+_NAMED = "named:"
+_EPOCH = "+epoch:"
+
+
+def renewed_content(content: str, name: str = "") -> str:
+    """What `content` becomes when the weights behind it are replaced: never equal to anything computed before.
+
+    :param content: of the old weights, see :func:`model_content`.
+    :param name: the new weights' own name, which no other weights ever have; engines that give the same one share
+        what they store. "" = a new epoch of 128 random bits, which only those share who are told the result.
+    """
+    return _NAMED + name if name else content.partition(_EPOCH)[0] + _EPOCH + secrets.token_hex(16)
+
+
+def name_in(content: str) -> str:
+    """The weights' name that `content` was made from, also with an epoch behind it; "" = there is none."""
+    base = content.partition(_EPOCH)[0]
+    return base.removeprefix(_NAMED) if base.startswith(_NAMED) else ""
 
 
 class _Entry(NamedTuple):

@@ -76,13 +76,24 @@ class Chain:
     :param tokens: the prompt's token ids.
     :param chunk_tokens: tokens of a full chunk.
     :param media: multimodal inputs, in prompt order.
+    :param model: the fingerprint that `root` was made from, so that chains of replaced weights are told from others;
+        empty = not known.
     :raises BadKey: for token ids that are not integers of 63 bits, or a chunk length below 1.
     """
 
-    def __init__(self, root: bytes, tokens: Sequence[int] | np.ndarray, chunk_tokens: int, media: Sequence[Media] = ()):
+    def __init__(
+        self,
+        root: bytes,
+        tokens: Sequence[int] | np.ndarray,
+        chunk_tokens: int,
+        media: Sequence[Media] = (),
+        *,
+        model: bytes = b"",
+    ):
         if chunk_tokens < 1:
             raise BadKey(f"chunk_tokens {chunk_tokens} must be at least 1")
         self._ids = _token_ids(tokens)
+        self.model = model
         self.chunk_tokens = chunk_tokens
         self._media = tuple(media)
         self.digests: list[bytes] = []

@@ -40,7 +40,7 @@ def refused(*args: str) -> list[str]:
     return lines
 
 
-COMMANDS = [[], ["run"], ["status"], ["config"], ["doctor"], ["demo"], ["bench"], ["bench", "all"]]
+COMMANDS = [[], ["run"], ["status"], ["purge"], ["config"], ["doctor"], ["demo"], ["bench"], ["bench", "all"]]
 COMMANDS += [["bench", name] for name in MEASUREMENTS]
 
 
@@ -73,6 +73,8 @@ def test_version_and_bare_command():
         (["run", "--config", "/nonexistent.toml"], "no such configuration file"),
         (["status", "--http", "ftp://x"], "http://host:port"),
         (["status", "--http", "http://127.0.0.1:1"], "is `layerflow run` up"),
+        (["purge", "--endpoint", "ipc:///nonexistent/socket"], "is it running at this endpoint?"),
+        (["purge", "--tier"], "give --yes"),
         (["status", "--http", "http://x", "--endpoint", "ipc:///x"], "give one"),
     ],
 )

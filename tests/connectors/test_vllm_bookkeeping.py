@@ -205,7 +205,12 @@ class World(RuleBasedStateMachine):
             if told is not None:
                 news = told if news is None else news.aggregate(told)
         self.side.heard(
-            SimpleNamespace(invalid_block_ids=set(), kv_connector_worker_meta=news, finished_recving=recving or None)
+            SimpleNamespace(
+                invalid_block_ids=set(),
+                kv_connector_worker_meta=news,
+                finished_recving=recving or None,
+                finished_sending=sending or None,
+            )
         )
         for name in recving:
             assert name not in self.freed, "assert req_id in self.requests"

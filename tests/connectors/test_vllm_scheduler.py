@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,28 +15,30 @@ from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.plan import WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler import scheduler
 from layerflow.connectors.vllm.scheduler.scheduler import STALE_S, SchedulerSide
+from layerflow.content import renewed_content
 from layerflow.errors import SessionError
 from layerflow.flow.cost.estimators import LinkCost
 from layerflow.flow.cost.policy import Mode
+from layerflow.keys import root_digest
 from layerflow.spec import GroupSpec, Shard
 
 BLOCKS = [11, 12, 13, 14, 15]
 
 
 class FakeControl:
-    """Purges, or fails to."""
+    """Tells the server of resets, or cannot."""
 
     def __init__(self, *_: Any) -> None:
-        self.purged = 0
-        self.away = False
+        self.resets = 0
+        self.away = self.closed = False
 
-    def purge(self) -> None:
+    def reset(self, timeout_s: float) -> None:
         if self.away:
             raise SessionError("nobody is there")
-        self.purged += 1
+        self.resets += 1
 
     def close(self) -> None:
-        self.purged = -1
+        self.closed = True
 
 
 class FakeAdvisor:
@@ -62,8 +65,10 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 class House:
     """A scheduler's side whose workers have registered; `groups` are layerflow's and vLLM's."""
 
-    def __init__(self, *groups: GroupSpec, ranks: int = 1, fails: bool = True, **options: Any) -> None:
-        spec = spec_of(*groups)
+    def __init__(
+        self, *groups: GroupSpec, ranks: int = 1, fails: bool = True, content: str = "weights", **options: Any
+    ) -> None:
+        spec = spec_of(*groups, content=content)
         count = len(spec.groups)
         self.side = SchedulerSide(Options(**options), "engine", count, can_fail_in_background=fails)
         layout = WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(count)), "ipc:///nowhere")
@@ -101,7 +106,12 @@ class House:
     ) -> None:
         """What the workers say."""
         self.side.heard(
-            SimpleNamespace(invalid_block_ids=invalid, kv_connector_worker_meta=news, finished_recving=arrived)
+            SimpleNamespace(
+                invalid_block_ids=invalid,
+                kv_connector_worker_meta=news,
+                finished_recving=arrived,
+                finished_sending=None,
+            )
         )
 
 
@@ -398,7 +408,11 @@ class TestLateLayouts:
         return side, [WorkerLayout(msgspec.msgpack.encode(spec), (0,), "ipc:///nowhere")] * ranks
 
     def hear(self, side: SchedulerSide, news: WorkerReport | None) -> None:
-        side.heard(SimpleNamespace(invalid_block_ids=set(), kv_connector_worker_meta=news, finished_recving=None))
+        side.heard(
+            SimpleNamespace(
+                invalid_block_ids=set(), kv_connector_worker_meta=news, finished_recving=None, finished_sending=None
+            )
+        )
 
     def test_the_first_prompt_waits_for_them_and_is_looked_up(self) -> None:
         side, layouts = self.side()
@@ -438,20 +452,111 @@ class TestLateLayouts:
 
 
 class TestReset:
-    def test_the_pool_is_forgotten_and_asked_again(self) -> None:
+    @pytest.mark.parametrize("away", [False, True], ids=["server", "no server"])
+    def test_a_waiting_request_asks_for_other_keys(self, away: bool) -> None:
         house = House()
         made = house.arrive(hit=Hit(128))
-        assert house.side.reset()
+        before = house.lookups.asked[0].chain
+        house.side._control.away = away  # type: ignore[union-attr]
+        assert house.side.reset(), "safe without the server"
+        assert house.lookups.dropped == ["r"]
         house.lookups.answers["r"] = Hit(0)
         assert house.side.matched(made, 0) == (0, False)
+        after = house.lookups.asked[1].chain
+        assert not {before.parent(0), before.tail, *before.digests} & {after.parent(0), after.tail, *after.digests}
 
-    def test_a_server_that_is_away_says_no(self) -> None:
+    def test_the_same_prompt_has_the_same_keys_until_the_next_reset(self) -> None:
         house = House()
-        house.side._control.away = True  # type: ignore[union-attr]
-        assert not house.side.reset()
+        house.side.reset()
+        for name in "ab":
+            house.arrive(name)
+        house.side.reset()
+        house.arrive("c")
+        one, two, three = (inquiry.chain.digests for inquiry in house.lookups.asked)
+        assert one == two
+        assert not set(one) & set(three)
+
+    def test_a_running_request_saves_nothing_until_it_starts_anew(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(0))
+        house.side.matched(made, 0)
+        house.admit(made, 0)
+        made.num_computed_tokens = 64
+        house.side.reset()
+        plan = house.plan(scheduled=86, computed=64)
+        assert plan.replaced
+        assert not plan.saves, "half of it was computed with the old weights"
+        house.hear(WorkerReport(failed=frozenset({"r"})), frozenset({11}))
+        assert not house.plan(scheduled=86, computed=64).saves, "nor after a load of it that failed"
+        house.side.matched(made, 0)  # preempted, and started anew
+        again = house.plan(scheduled=150, computed=0)
+        assert not again.replaced
+        assert [part[0] for part in pieces(again.saves.parts)] == ["r"]
+
+    @pytest.mark.parametrize("held_by", ["a running request", "a save"])
+    def test_what_vllm_could_not_forget_is_not_saved_either(self, held_by: str) -> None:
+        house = House()
+        made = house.arrive("old", hit=Hit(0))
+        house.side.matched(made, 0)
+        house.admit(made, 0)
+        house.plan("old", 150, 0)
+        made.num_computed_tokens = 150
+        if held_by == "a save":
+            assert house.side.finished(made)[0]
+        house.side.reset()
+        late = house.arrive("new", hit=Hit(0))
+        assert house.side.matched(late, 64) == (0, False)
+        house.admit(late, 0)
+        assert not house.plan("new", 86, 64).saves, "vLLM's own cache has given it old KV"
+        whole = house.arrive("whole", hit=Hit(0))
+        house.side.matched(whole, 0)
+        house.admit(whole, 0)
+        assert house.plan("whole", 150, 0).saves
+
+    def test_after_a_reset_that_vllm_could_follow_its_own_hits_are_saved_on(self) -> None:
+        house = House()
+        house.side.reset()
+        made = house.arrive(hit=Hit(0))
+        house.side.matched(made, 64)
+        house.admit(made, 0)
+        assert house.plan(scheduled=86, computed=64).saves
+
+    def test_engines_that_name_their_weights_share_again(self, tmp_path: Path) -> None:
+        file = tmp_path / "weights"
+        file.write_text("step-1\n")
+        started = renewed_content("", "step-1")
+        sides = [House(model_content=f"@{file}", content=started) for _ in range(2)]
+        for house in sides:
+            house.side.reset()
+            house.arrive("paused")
+        file.write_text("step-2\n")
+        roots = []
+        for house in sides:
+            for name in ("paused", "later"):
+                house.side.matched(house.requests.get(name) or house.arrive(name), 0)
+                roots.append(house.lookups.asked[-1].chain.parent(0))
+        fresh = House(model_content=f"@{file}", content=renewed_content("", "step-2"))
+        fresh.arrive("started with it")
+        assert {*roots, fresh.lookups.asked[0].chain.parent(0)} == {roots[0]}
+
+    @pytest.mark.parametrize("named", ["step-1", "", None], ids=["the old name", "no name", "no file"])
+    @pytest.mark.parametrize("resets", [1, 2])
+    def test_without_a_name_of_its_own_nobody_shares(self, tmp_path: Path, named: str | None, resets: int) -> None:
+        file = tmp_path / "weights"
+        started = renewed_content("", "step-1")
+        roots = {root_digest(spec_of(content=started).fingerprint)}
+        for _ in range(2):
+            file.write_text("step-1")
+            house = House(model_content=f"@{file}", content=started)
+            for _ in range(resets):
+                house.side.reset()
+            file.write_text(named) if named is not None else file.unlink()
+            house.side.matched(house.arrive(), 0)
+            roots.add(house.lookups.asked[-1].chain.parent(0))
+        assert len(roots) == 3
 
     def test_closing_hangs_up(self) -> None:
         house = House()
         house.side.close()
         assert house.lookups.closed
-        assert house.side._control.purged == -1  # type: ignore[union-attr]
+        assert house.side._control.closed  # type: ignore[union-attr]

@@ -91,7 +91,10 @@ class Engine:
         hooks.end()
         news = hooks.news()
         return SimpleNamespace(
-            invalid_block_ids=hooks.failed_blocks(), kv_connector_worker_meta=news, finished_recving=None
+            invalid_block_ids=hooks.failed_blocks(),
+            kv_connector_worker_meta=news,
+            finished_recving=None,
+            finished_sending=None,
         )
 
     def found(self, run: Run) -> int:

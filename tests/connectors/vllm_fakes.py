@@ -20,9 +20,9 @@ CHUNK, BLOCK = 64, 32
 FULL = GroupSpec("full", BLOCK, (0, 1), (Plane("kv", "uint8", (8,)),))
 
 
-def spec_of(*groups: GroupSpec) -> ModelSpec:
+def spec_of(*groups: GroupSpec, content: str = "weights") -> ModelSpec:
     """A model of these groups, by default one with full attention."""
-    return ModelSpec("fake", "weights", groups or (FULL,), chunk_tokens=CHUNK)
+    return ModelSpec("fake", content, groups or (FULL,), chunk_tokens=CHUNK)
 
 
 def request(name: str, tokens: int, **changed: Any) -> SimpleNamespace:

@@ -145,6 +145,9 @@ class TimedConnection:
     def forget(self, request: Request) -> None:
         self._watch(self.inner.forget, request)
 
+    def reset(self, model_content: str = "") -> None:
+        self.inner.reset(model_content)
+
 
 class _TimedStep:
     def __init__(self, inner: StepHooks, watch: Stopwatch) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+import msgspec
 import numpy as np
 import structlog
 import torch
@@ -24,9 +25,10 @@ from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.step.no_step import NO_STEP, NoStep
 from layerflow.agent.step.step import Step
 from layerflow.agent.values import MISS, AgentCounters, AgentStatistics, Ended, Hit, Measured, StepRequest
+from layerflow.content import renewed_content
 from layerflow.device import device_for
 from layerflow.device.base import DeviceEvent
-from layerflow.errors import ConfigError, SessionError, SpecError, Unsupported
+from layerflow.errors import ConfigError, LayerflowError, SessionError, SpecError, Unsupported
 from layerflow.flow.cost.estimators import ComputeCost, LinkCost
 from layerflow.flow.cost.policy import Mode
 from layerflow.keys import Chain, Media, root_digest
@@ -37,6 +39,7 @@ from layerflow.wire.messages import Abort, OpenStep, Progress, Terms, ToClient, 
 
 DEFAULT_ATTACH_TIMEOUT_S = 5.0
 MAX_TIMEOUT_S = 86_400.0
+REPLACED = "the engine's weights were replaced"
 
 log = structlog.get_logger("layerflow.agent")
 
@@ -134,8 +137,8 @@ class Agent:
         self, tokens: Sequence[int] | np.ndarray, *, adapter: str = "", salt: str = "", media: Sequence[Media] = ()
     ) -> Chain:
         """A prompt's digests; compute once per request."""
-        root = root_digest(self.spec.fingerprint, adapter=adapter, salt=salt)
-        return Chain(root, tokens, self.spec.chunk_tokens, media)
+        model = self.spec.fingerprint
+        return Chain(root_digest(model, adapter=adapter, salt=salt), tokens, self.spec.chunk_tokens, media, model=model)
 
     def lookup(self, request: str, chain: Chain) -> Hit:
         """How much of the prompt can be loaded; leased until loaded or expired.
@@ -144,7 +147,7 @@ class Agent:
         """
         self._same_process()
         self._tally.lookups += 1
-        if not self.attached or self._dispatcher.silent:
+        if not self.attached or self._dispatcher.silent or self._outdated(chain):
             return MISS
         hit = self._control.lookup(request, chain)
         self._tally.hit_tokens += hit.tokens
@@ -175,6 +178,13 @@ class Agent:
         """
         self._same_process()
         terms = self.terms
+        for request in requests:
+            if request.load[0] < request.load[1] and self._outdated(request.chain):
+                raise SpecError(
+                    f"request {request.request!r} loads tokens {request.load} with a chain of the weights before the "
+                    "last reset; make a new chain, look it up, and compute what that does not hit"
+                )
+        requests = [request for request in requests if not self._outdated(request.chain)]
         loads = describe_loads(self.spec, requests)
         saving = terms is not None and not self._dispatcher.silent
         saves = describe_saves(self.spec, requests, terms.save_partial) if saving and terms is not None else []
@@ -307,6 +317,41 @@ class Agent:
             log.info("saves_cut", steps=cut, reason="the engine took their blocks back")
         return cut
 
+    def revoke(self, reason: str) -> int:
+        """Cut all open steps off: what they load has failed, what they have not stored is never published.
+
+        When this returns, none of them touches engine memory any more. How many there were.
+        """
+        self._same_process()
+        steps = self._open_steps.steps()
+        for step in steps:
+            step.cut_saves(reason)
+            step.fence(reason)
+        if steps:
+            self._dispatcher.reclaimed()
+        return len(steps)
+
+    def reset(self, model_content: str = "") -> ModelSpec:
+        """The weights are being replaced: nothing computed with the old ones is ever loaded again by this engine.
+
+        Open steps are revoked, and :attr:`spec` has another content from now on, so that :meth:`chain` makes other
+        keys. Chains of before load and save nothing any more. Safe without a server; one that is there is told, so
+        that it gives leases back. An engine of several processes calls this in the one that makes the chains and
+        :meth:`revoke` in the others.
+
+        :param model_content: the new weights' name, which no others ever have; engines that give the same one share.
+            "" = this engine starts anew on its own.
+        :returns: :attr:`spec`.
+        """
+        # First: a step that another thread opens meanwhile has a chain of before, and moves nothing.
+        self.spec = msgspec.structs.replace(self.spec, content=renewed_content(self.spec.content, model_content))
+        self.revoke(REPLACED)
+        try:
+            self._control.reset()
+        except LayerflowError as error:
+            log.info("reset_not_told", error=str(error))
+        return self.spec
+
     def wait_idle(self, request: str, timeout_s: float) -> bool:
         """Wait until no transfer touches this request's blocks; False after `timeout_s`. Its saves leave at once."""
         for step in self._open_steps.steps():
@@ -350,6 +395,10 @@ class Agent:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _outdated(self, chain: Chain) -> bool:
+        """Was it made here, before the weights were replaced?"""
+        return bool(chain.model) and chain.model != self.spec.fingerprint
 
     def _same_process(self) -> None:
         """:raises SessionError: this is a forked copy: its threads and its server are its parent's."""

@@ -17,6 +17,7 @@ from layerflow.agent.step.no_step import NoStep
 from layerflow.agent.step.step import Step
 from layerflow.agent.values import Hit, LoadResult, StepRequest
 from layerflow.keys import Chain
+from layerflow.spec import ModelSpec
 
 
 class AsyncStep:
@@ -77,6 +78,10 @@ class AsyncAgent:
     async def wait_idle(self, request: str, timeout_s: float) -> bool:
         """As :meth:`Agent.wait_idle`."""
         return await anyio.to_thread.run_sync(self.agent.wait_idle, request, timeout_s, abandon_on_cancel=True)
+
+    async def reset(self, model_content: str = "") -> ModelSpec:
+        """As :meth:`layerflow.agent.Agent.reset`."""
+        return await anyio.to_thread.run_sync(self.agent.reset, model_content)
 
     async def reclaim(self, group_blocks: Sequence[np.ndarray], timeout_s: float) -> int:
         """As :meth:`Agent.reclaim`."""

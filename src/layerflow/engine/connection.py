@@ -57,6 +57,10 @@ class Connection(Protocol):
         """It is over, and no transfer of it is left."""
         ...
 
+    def reset(self, model_content: str = "") -> None:
+        """The weights are being replaced, by those of this name if they have one: what was stored is no use now."""
+        ...
+
 
 class NoStep:
     """A forward pass with nothing to move."""
@@ -100,3 +104,6 @@ class NullConnection:
 
     def forget(self, request: Request) -> None:
         """Nothing to forget."""
+
+    def reset(self, model_content: str = "") -> None:
+        """Nothing is stored."""

@@ -64,6 +64,18 @@ class Engine:
         self._connection = connection
         self._scheduler = Scheduler(self.config, self.cache, connection)
 
+    def reset(self, model_content: str = "") -> None:
+        """Call it before the weights change: nothing computed with the old ones is loaded again.
+
+        :param model_content: the new weights' name, for engines that share what they store.
+        :raises RuntimeError: requests are on their way.
+        """
+        if self._requests:
+            raise RuntimeError(
+                f"{len(self._requests)} requests are unfinished; replace the weights before or after them"
+            )
+        self._connection.reset(model_content)
+
     def submit(self, prompt: str | bytes, max_tokens: int, request_id: str = "") -> str:
         """Queue a prompt; returns its id.
 

@@ -158,6 +158,11 @@ class LayerflowConnection:
         """It is over."""
         self._live.pop(request.id, None)
 
+    def reset(self, model_content: str = "") -> None:
+        """The engine's weights are being replaced; see :meth:`layerflow.agent.Agent.reset`."""
+        self.agent.reset(model_content)
+        self._live.clear()
+
     def close(self) -> None:
         """Detach from the server."""
         self.agent.close()

@@ -196,6 +196,15 @@ class RequestAborted:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsRevoked:
+    """Nothing that the session's open steps save is published any more; with `loads`, what they load has failed."""
+
+    session: int
+    loads: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LimitsChanged:
     """New caps, valid for every batch from now on."""
 
@@ -220,6 +229,7 @@ Event = (
     | LoadsFenced
     | StepClosed
     | RequestAborted
+    | StepsRevoked
     | LimitsChanged
     | Tick
 )

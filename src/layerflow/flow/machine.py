@@ -31,6 +31,7 @@ from layerflow.flow.events import (
     SessionOpened,
     StepClosed,
     StepOpened,
+    StepsRevoked,
     Tick,
 )
 from layerflow.flow.graph import Leg, Step, Strand
@@ -133,6 +134,7 @@ class Flow:
             LoadsFenced: self._loads_fenced,
             StepClosed: self._step_closed,
             RequestAborted: self._request_aborted,
+            StepsRevoked: self._steps_revoked,
             LimitsChanged: self._limits_changed,
             Tick: self._tick,
         }
@@ -295,6 +297,17 @@ class Flow:
             session.aborting[event.request] = quiet
         else:
             quieted(self._state, session, quiet, out)
+
+    def _steps_revoked(self, event: StepsRevoked, out: list[Command]) -> None:
+        state = self._state
+        session = state.session(event.session)
+        for step in list(session.steps.values()) if session is not None else ():
+            loads, saves = step.loads, step.saves
+            if event.loads and loads is not None and not loads.done and not loads.cancelled:
+                deaths.fence_loads(state, loads, event.reason, out, cancel=True)
+            if saves is not None and saves.open and not saves.cancelled:
+                deaths.cut_saves(state, saves, event.reason, out)
+            state.unsettled.append(step)
 
     def _limits_changed(self, event: LimitsChanged, _: list[Command]) -> None:
         state = self._state

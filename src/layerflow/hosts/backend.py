@@ -165,6 +165,16 @@ class Backend(abc.ABC):
     def hide(self, keys: Sequence[bytes]) -> None:
         """Remove complete objects whose bytes were found broken, as far as that can be done."""
 
+    def clear(self, keys: Sequence[bytes], until: float) -> int:
+        """Remove every object of layerflow that is complete; how many are gone.
+
+        This removes `keys`, what the server knows of: for a pool that cannot tell what it holds.
+
+        :raises BackendError: some are left; the message says which.
+        """
+        self.hide(keys)
+        raise BackendError(f"asked to remove the {len(keys)} objects that this server knew of; it cannot list others")
+
     # Reading --------------------------------------------------------------- fetch thread
 
     @abc.abstractmethod

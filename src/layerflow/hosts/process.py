@@ -25,6 +25,8 @@ from layerflow.wire.host_messages import (
     STOP_S,
     Advance,
     Ask,
+    Clear,
+    Cleared,
     Down,
     Drop,
     Fetch,
@@ -143,6 +145,8 @@ class HostMain:
                 self._pong(message)
             case Ask():
                 self._tell(unknown(message, f"unreachable: {reason}"))
+            case Clear():
+                self._tell(Cleared(message.id, 0, f"unreachable: {reason}"))
             case Fetch():
                 self._tell(Fetched(message.id, 0, True, _all_failed(message.objects, reason)))
             case Write():
@@ -167,7 +171,7 @@ class HostMain:
             while True:
                 message = self._hear(None)
                 assert message is not None
-                if check.reason and isinstance(message, Ask | Fetch | Write):
+                if check.reason and isinstance(message, Ask | Clear | Fetch | Write):
                     self._refuse(message, check.reason)
                     continue
                 match message:
@@ -175,7 +179,7 @@ class HostMain:
                         self._pong(message)
                     case Ask() if time.monotonic() - ask.began > self._hung_s:
                         self._tell(unknown(message, "an earlier lookup hangs in the backend"))
-                    case Ask():
+                    case Ask() | Clear():
                         ask.put((message, time.monotonic()))
                     case Fetch() | Unfetch():
                         fetch.put((message, time.monotonic()))

@@ -122,6 +122,14 @@ class Pool(Protocol):
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
         ...
 
+    def owners(self) -> list[Owner]:
+        """Who pins something."""
+        ...
+
+    def keys(self) -> list[bytes]:
+        """Every complete object."""
+        ...
+
     def expire(self, now: float) -> int:
         """Drop every pin that ran out; how many."""
         ...

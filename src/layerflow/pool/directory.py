@@ -223,6 +223,10 @@ class Directory:
             idle += self._drop(owner, overdue)
         return dropped, idle
 
+    def owners(self) -> list[Owner]:
+        """Who pins something."""
+        return list(self._pins)
+
     def held(self) -> Iterator[int]:
         """Offsets of everything that must stay: half-written or pinned (with repeats)."""
         for entry in self.writing.values():

@@ -72,6 +72,10 @@ class MemoryPool:
         ready = self._directory.ready
         return [key in ready for key in keys]
 
+    def keys(self) -> list[bytes]:
+        """Every complete object."""
+        return list(self._directory.ready)
+
     def tails(self, parent: bytes) -> list[Tail]:
         """Complete partial chunks that follow `parent`, longest first."""
         return self._directory.tails(parent)
@@ -100,6 +104,10 @@ class MemoryPool:
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
         self._settle(self._directory.unpin(owner, keys))
+
+    def owners(self) -> list[Owner]:
+        """Who pins something."""
+        return self._directory.owners()
 
     def expire(self, now: float) -> int:
         """Drop every pin that ran out at or before `now`; how many."""

@@ -87,6 +87,10 @@ class Driver:
         """Remember a step before the core is told of it."""
         self._books[key] = book
 
+    def steps(self) -> list[tuple[int, int]]:
+        """Open steps: session and number."""
+        return list(self._books)
+
     def is_open(self, key: tuple[int, int]) -> bool:
         """Is this step known and unfinished?"""
         return key in self._books

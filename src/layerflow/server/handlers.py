@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -33,6 +34,7 @@ from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
+from layerflow.server.forget import purge, reset_engine
 from layerflow.server.log_limit import LogLimit
 from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
 from layerflow.server.planner import check_deadlines, check_step, count_objects, plan_step
@@ -102,6 +104,7 @@ class Handlers:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._log = structlog.get_logger("layerflow.server")
+        self._answering: set[asyncio.Task[None]] = set()
 
     def handle(self, session: ClientSession, message: ToServer, nbytes: int = 0) -> None:
         """Do what the message asks, or answer with a Problem; behind the client's other messages.
@@ -182,14 +185,32 @@ class Handlers:
             case wire.Purge():
                 if session.address[0] != LOCAL:
                     raise Refused("local_only", "only clients of this machine may purge the pool")
-                purged = self._context.pool.clear()
-                self._log.info("pool_purged", session=session.number, objects=purged)
-                self._context.send(session, wire.Status(message.id, msgspec.json.encode({"purged": purged})))
+                self._later(session, message.id, purge(self._context, session, tier=message.tier))
+            case wire.Reset():
+                told = reset_engine(self._context, session.engine)
+                self._context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
             case wire.Bye():
                 if not session.memory:
                     self.lose(session, "bye")
             case wire.Hello():
                 raise Refused("twice", f"session {session.number} has already said hello")
+
+    def _later(self, session: ClientSession, number: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
+        """Answer with what `work` returns, if the client is still there then."""
+
+        async def answer() -> None:
+            try:
+                told = await work
+            except LayerflowError as error:
+                self._log.exception("message_failed", session=session.number, kind="Purge")
+                self._context.send(session, wire.Problem(number, "internal", str(error)))
+                return
+            if self._context.sessions.get(session.number) is session:
+                self._context.send(session, wire.Status(number, msgspec.json.encode(told)))
+
+        task = asyncio.get_running_loop().create_task(answer())
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
 
     def _worker(self, session: ClientSession, what: str) -> None:
         if not session.memory:
@@ -274,11 +295,14 @@ class Handlers:
             yield from self._find(session, message, digests, heard, lambda: search_hit(pool, spec, *prompt))
             return
 
-        number = session.number
+        number, resets = session.number, session.resets
 
         def answer(found: frozenset[bytes]) -> None:
             asker = context.sessions.get(number)
-            if asker is not None:
+            if asker is not None and asker.resets != resets:
+                # Its keys are those of weights that were replaced while the tier was asked: nothing is brought for it.
+                context.send(asker, wire.Found(message.id, 0, []))
+            elif asker is not None:
                 reach = functools.partial(self._reach, lookup=message, digests=digests, found=found, heard=heard)
                 context.turns.start(number, self._guarded(asker, message, reach))
 

@@ -28,6 +28,7 @@ class ClientSession:
     :param leases: by request, when the lease of its last hit runs out (monotonic seconds).
     :param silent: it missed its heartbeats. An engine worker that is silent still owns what it may write
         to; only the fd server says that it cannot write any more.
+    :param resets: how often its engine's weights were replaced.
     """
 
     number: int
@@ -45,6 +46,7 @@ class ClientSession:
     silent: bool = False
     open_steps: dict[int, int] = field(default_factory=dict)
     leases: dict[str, float] = field(default_factory=dict)
+    resets: int = 0
 
     @property
     def labels(self) -> tuple[str, str]:

@@ -105,6 +105,14 @@ class Drop(msgspec.Struct, tag="drop", frozen=True):
     positions: bytes
 
 
+class Clear(msgspec.Struct, tag="clear", frozen=True):
+    """Remove every object of layerflow, or these (24-byte keys) where the backend cannot tell what it holds."""
+
+    id: int
+    keys: bytes
+    timeout_ms: int
+
+
 class Ping(msgspec.Struct, tag="ping", frozen=True):
     """Answered by the host's main thread."""
 
@@ -189,6 +197,14 @@ class Written(msgspec.Struct, tag="written", frozen=True):
     failed: tuple[ObjectFailure, ...] = ()
 
 
+class Cleared(msgspec.Struct, tag="cleared", frozen=True):
+    """So many objects were removed; `reason` is set where others may be left."""
+
+    id: int
+    objects: int
+    reason: str = ""
+
+
 class Pong(msgspec.Struct, tag="pong", frozen=True):
     """Answer to Ping, with the backend's latest statistics."""
 
@@ -196,8 +212,8 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
     statistics: dict[str, float]
 
 
-ToHost = Start | Ask | Fetch | Unfetch | Write | Advance | Finish | Drop | Ping | Stop
-ToServer = Up | Down | Indexed | Evicted | Present | Fetched | Written | Pong
+ToHost = Start | Ask | Fetch | Unfetch | Write | Advance | Finish | Drop | Clear | Ping | Stop
+ToServer = Up | Down | Indexed | Evicted | Present | Fetched | Written | Cleared | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_host: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)

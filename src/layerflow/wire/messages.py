@@ -218,9 +218,13 @@ class Bye(Message, frozen=True, tag=10):
 
 
 class Purge(Message, frozen=True, tag=11):
-    """Forget every object of the pool (an engine's cache reset). Answered by Status."""
+    """Forget every object of the arena, and what is being saved or fetched. Answered by Status.
+
+    :param tier: also remove what lies in the pool behind the arena, as far as this server can.
+    """
 
     id: int
+    tier: bool = False
 
 
 class Missed(Message, frozen=True, tag=12):
@@ -228,6 +232,13 @@ class Missed(Message, frozen=True, tag=12):
 
     requests: int
     tokens: int
+
+
+class Reset(Message, frozen=True, tag=13):
+    """The weights of the client's engine are being replaced. Answered by Status once nothing that any session of this
+    engine has under way can be loaded or published any more, and its leases are dropped."""
+
+    id: int
 
 
 # -- from the server ------------------------------------------------------------------------------
@@ -405,5 +416,19 @@ class Problem(Message, frozen=True, tag=199):
     message: str
 
 
-ToServer = Hello | Attach | Lookup | OpenStep | Report | Abort | Beat | StatusRequest | DropLease | Bye | Purge | Missed
+ToServer = (
+    Hello
+    | Attach
+    | Lookup
+    | OpenStep
+    | Report
+    | Abort
+    | Beat
+    | StatusRequest
+    | DropLease
+    | Bye
+    | Purge
+    | Missed
+    | Reset
+)
 ToClient = Welcome | Attached | Terms | Found | Plan | Grant | Notice | Beat | Status | Problem

@@ -25,6 +25,7 @@ from layerflow.wire.messages import (
     Lookup,
     Message,
     Purge,
+    Reset,
     Status,
     StatusRequest,
     ToClient,
@@ -34,6 +35,8 @@ log = structlog.get_logger("layerflow.agent.connection.control")
 
 DEFAULT_LOOKUP_TIMEOUT_S = 0.2
 DEFAULT_TIMEOUT_S = 2.0
+PURGE_TIMEOUT_S = 15.0
+"""Longer than the server waits for the pool behind its arena."""
 AWAY_S = 0.5
 """After a lookup without an answer, lookups miss at once for so long instead of waiting again."""
 
@@ -143,23 +146,44 @@ class Control:
         return self._ask(StatusRequest(next(self._ids)), timeout_s)
 
     def purge(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """Forget every object of the pool; how many there were.
+        """Forget every object of the server's arena; how many there were. What lies behind it stays.
 
         :raises LayerflowError: the server did not answer.
         """
-        return int(self._ask(Purge(next(self._ids)), timeout_s)["purged"])
+        return int(self.empty(timeout_s=timeout_s)["purged"])
+
+    def empty(self, *, tier: bool = False, timeout_s: float = PURGE_TIMEOUT_S) -> dict[str, Any]:
+        """As :meth:`purge`; with `tier`, also remove what lies in the pool behind the arena, as far as the server can.
+
+        :returns: ``purged`` (objects of the arena), ``revoked`` (on their way from or to the pool behind it), and
+            with `tier` and such a pool ``tier``: its ``backend``, how many objects were ``purged`` there, and as
+            ``reason`` why others may be left.
+        :raises LayerflowError: the server did not answer.
+        """
+        return self._ask(Purge(next(self._ids), tier), timeout_s)
+
+    def reset(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """The engine's weights are being replaced: when this returns, the server loads and publishes nothing of what
+        its workers have under way, and its leases are dropped. What is stored stays.
+
+        :returns: how many ``steps`` and ``leases`` there were.
+        :raises LayerflowError: the server did not answer.
+        """
+        return self._ask(Reset(next(self._ids)), timeout_s)
 
     def close(self) -> None:
         """Hang up; leases expire by themselves."""
         with self._lock:
             self._drop()
 
-    def _ask(self, message: StatusRequest | Purge, timeout_s: float) -> dict[str, Any]:
+    def _ask(self, message: StatusRequest | Purge | Reset, timeout_s: float) -> dict[str, Any]:
         with self._lock:
             answer = cast(Status, self._exchange(message, Status, time.monotonic() + timeout_s))
         return cast(dict[str, Any], json.loads(answer.json))
 
-    def _exchange(self, message: Lookup | StatusRequest | Purge, kind: type[Message], deadline: float) -> ToClient:
+    def _exchange(
+        self, message: Lookup | StatusRequest | Purge | Reset, kind: type[Message], deadline: float
+    ) -> ToClient:
         """Ask once; once more over a new connection if a restarted server does not know this client."""
         try:
             conversation = self._connected(deadline).conversation

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from layerflow.content import folder_content, model_content
+from layerflow.content import folder_content, model_content, renewed_content
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.keys import Chain, Media, root_digest
 from layerflow.spec import ModelSpec
@@ -20,7 +20,7 @@ def content_of(vllm_config: Any, named: str = "") -> str:
     :raises ConfigError: the weights are not safetensors files that can be read here, and they have no name.
     """
     if named:
-        return f"named:{named}"
+        return renewed_content("", name_of(named))
     model = vllm_config.model_config
     overrides = getattr(model, "hf_overrides", None)
     if overrides and not isinstance(overrides, dict):
@@ -36,6 +36,22 @@ def content_of(vllm_config: Any, named: str = "") -> str:
             f"the model's content cannot be told from {model.model}: {error}; set model_content in "
             "kv_connector_extra_config to a name that changes whenever the weights do"
         ) from error
+
+
+def name_of(written: str) -> str:
+    """The name that `model_content` gives to the weights: itself, or after an @ what that file holds now.
+
+    :raises ConfigError: the file cannot be read, or is empty.
+    """
+    if not written.startswith("@"):
+        return written
+    try:
+        name = Path(written[1:]).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model_content = {written!r}: the file cannot be read: {error}") from error
+    if not name:
+        raise ConfigError(f"model_content = {written!r}: the file is empty; write the weights' name into it")
+    return name
 
 
 def arithmetic_of(vllm_config: Any) -> str:

@@ -51,6 +51,7 @@ class Options:
     :param save_partial: also the prompt's last, partial chunk.
     :param lookup_wait_s: how long one scheduling pass may wait for a lookup, seconds.
     :param model_content: names the weights where they are not safetensors files; "" = digest of the checkpoint.
+        ``@FILE`` = the name is what that file holds, at the start and in the first step after each reset.
     :param server: settings of the embedded server, ``{"transfer.prefetch_layers": 3, "pool.disk": {"path": "/x"}}``.
     """
 

@@ -30,6 +30,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param saves: what the step computes.
     :param fresh: newly allocated block ids, per layerflow group: about to be overwritten.
     :param leaving: finished requests whose blocks stay until their saves have ended.
+    :param replaced: the weights were replaced since the plan before: what older plans have under way is cut off.
     :param work: new tokens and their context, see :func:`layerflow.agent.costs.work_of`.
     :param unsure: the forward pass may compute on a load that has failed: the saves wait for a verdict.
     :param verdicts: on earlier plans that were unsure; see :mod:`.verdicts`.
@@ -42,6 +43,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     saves: PlannedSaves = NO_SAVES
     fresh: tuple[tuple[int, ...], ...] = ()
     leaving: tuple[str, ...] = ()
+    replaced: bool = False
     work: tuple[int, int] | None = None
     unsure: bool = False
     verdicts: tuple[Verdict, ...] = ()
@@ -49,16 +51,9 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     @property
     def empty(self) -> bool:
         """The step does not concern the workers at all: most steps that only decode."""
-        return not (
-            self.fresh
-            or self.saves
-            or self.loads
-            or self.tails
-            or self.background
-            or self.leaving
-            or self.unsure
-            or self.verdicts
-        )
+        moves = self.saves or self.loads or self.tails or self.background
+        told = self.unsure or self.verdicts or self.replaced
+        return not (self.fresh or moves or self.leaving or told)
 
     @property
     def idle(self) -> bool:

@@ -17,6 +17,7 @@ import structlog
 
 from layerflow.hosts.backend import (
     Backend,
+    BackendError,
     BackendInfo,
     IndexEntry,
     ObjectLocation,
@@ -118,6 +119,15 @@ class Disk(Backend):
                 stored = self._index.drop(key)
                 if stored is not None:
                     self._home().remove(stored)
+
+    def clear(self, keys: Sequence[bytes], until: float) -> int:
+        """Everything that is on this disk."""
+        held = [entry.key for entry in self._index.entries()]
+        for done, key in enumerate(held):
+            if time.monotonic() >= until:
+                raise BackendError(f"{done} of {len(held)} objects were removed in time; purge again for the rest")
+            self.hide([key])
+        return len(held)
 
     def open_fetch(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         return self._reader().open(places, until)

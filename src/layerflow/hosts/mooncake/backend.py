@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerflow.hosts.backend import OK, BackendInfo, ObjectLocation, ObjectResult, Unreachable, Unusable, pool_name
+from layerflow.hosts.backend import (
+    OK,
+    BackendError,
+    BackendInfo,
+    ObjectLocation,
+    ObjectResult,
+    Unreachable,
+    Unusable,
+    pool_name,
+)
 from layerflow.hosts.mooncake.client import Master, MooncakeClient, explain
 from layerflow.hosts.mooncake.condemned import Condemned
 from layerflow.hosts.mooncake.reading import MooncakeReader
@@ -92,6 +101,18 @@ class Mooncake(SharedStore[MooncakeClient, MooncakeReader, MooncakeWriter]):
     def hide(self, keys: Sequence[bytes]) -> None:
         """They are removed once no lease keeps them."""
         self._condemned.add(keys)
+
+    def clear(self, keys: Sequence[bytes], until: float) -> int:
+        """Everything of layerflow's in the store, whichever server wrote it; by force, which bypasses leases.
+
+        A node that is reading finds by its checksum that the bytes are no longer those of its object.
+        """
+        if not self._service.generation:
+            raise Unreachable("the Mooncake master does not answer; purge again when it is back")
+        removed = int(self._calls("remove_by_regex", f"^{pool_name(b'')}.*", True))
+        if removed < 0:
+            raise BackendError(f"the Mooncake master removed nothing: {explain(removed)}")
+        return removed
 
     def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         results = super().commit(places, until)

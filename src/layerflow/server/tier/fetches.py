@@ -218,6 +218,30 @@ class Fetches:
         self._emit(events)
         return lost
 
+    def lease_owners(self) -> set[Owner]:
+        """Who has leased something that is on its way."""
+        return {owner for job in self._jobs.values() for owner, _, _ in job.leases}
+
+    def revoke(self, reason: str) -> int:
+        """Nothing that is on its way now is published, whenever the host ends it; how many objects.
+
+        Steps that wait for it are told that it has failed. It can be fetched again once the host has ended this.
+        """
+        events: list[Event] = []
+        revoked = 0
+        for job in self._jobs.values():
+            coming = [position for position in range(len(job.objects)) if position not in job.failed]
+            job.failed.update(dict.fromkeys(coming, reason))
+            events += self._losses(job, coming)
+            for position in coming:
+                self._coming.pop(job.objects[position].key, None)
+            if not job.unwanted and not job.again:
+                self._send(Unfetch(job.number))
+            job.unwanted, job.again, job.leases = True, False, []
+            revoked += len(coming)
+        self._emit(events)
+        return revoked
+
     def overdue(self, now: float) -> Job | None:
         """A job that the host should have ended by now."""
         return next((job for job in self._jobs.values() if now > job.due), None)

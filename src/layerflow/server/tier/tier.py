@@ -28,6 +28,8 @@ from layerflow.server.tier.process import HostProcess
 from layerflow.server.tier.writes import Writes
 from layerflow.wire.host_messages import (
     Ask,
+    Clear,
+    Cleared,
     Down,
     Evicted,
     Fetched,
@@ -115,6 +117,7 @@ class Tier:
         self._failed_reads = NegativeCache()
         self._questions: dict[int, PendingLookup] = {}
         self._asking: dict[bytes, int] = {}  # by keys, the question under way
+        self._clearing: dict[int, asyncio.Future[Cleared]] = {}
         self._numbers = 0
         self._host = HostProcess(name, options, *arena, self)
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
@@ -198,6 +201,37 @@ class Tier:
     def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
         """Pin these for `owner` once they have come."""
         self._fetches.lease(keys, owner, until)
+
+    def lease_owners(self) -> set[Owner]:
+        """Who has leased something that is on its way."""
+        return self._fetches.lease_owners()
+
+    def revoke(self, reason: str, *, writes: bool) -> int:
+        """What is on its way from the backend is not published in the arena; with `writes`, nor is what is on its way
+        to it published there. How many objects."""
+        return self._fetches.revoke(reason) + (self._writes.revoke() if writes else 0)
+
+    async def clear(self, keys: Sequence[bytes], timeout_s: float) -> Cleared:
+        """Remove what the backend holds, once writes under way have ended.
+
+        :param keys: what to remove from a backend that cannot tell what it holds.
+        """
+        self._numbers += 1
+        number = self._numbers
+        answer: asyncio.Future[Cleared] = asyncio.get_running_loop().create_future()
+        until = time.monotonic() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._writes.ended()
+                self._clearing[number] = answer
+                left_ms = max(1, round((until - time.monotonic()) * 1e3))
+                if not self._host.send(Clear(number, b"".join(keys), left_ms)):
+                    return Cleared(number, 0, "its host process is not running; purge again when it is")
+                return await answer
+        except TimeoutError:
+            return Cleared(number, 0, f"it did not answer within {timeout_s:g} s; purge again")
+        finally:
+            self._clearing.pop(number, None)
 
     def drop_lease(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """The owner wants these no more, None = nothing any more."""
@@ -287,6 +321,10 @@ class Tier:
                 self._index.discard(split_keys(message.keys))
             case Down():
                 self._lower(message.reason)
+            case Cleared():
+                waiting = self._clearing.pop(message.id, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
             case Pong():
                 pass
 
@@ -353,6 +391,9 @@ class Tier:
         self.up, self.reason = False, reason
         for number in list(self._questions):
             self._answer(number, frozenset())
+        for number, waiting in self._clearing.items():
+            if not waiting.done():
+                waiting.set_result(Cleared(number, 0, reason))
 
     def _hold(self, message: Indexed) -> None:
         parents = dict(message.parents)

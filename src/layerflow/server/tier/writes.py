@@ -149,6 +149,24 @@ class Writes:
             else:
                 self._forget(job)
 
+    def revoke(self) -> int:
+        """Nothing that the host has not written yet is written any more, as far as it hears of this in time.
+
+        :returns: objects.
+        """
+        jobs = list(self._jobs.values())
+        dropped = sum(len(job.positions) for job in jobs)
+        for job in jobs:
+            self._drop(job, list(job.positions))
+        return dropped
+
+    async def ended(self) -> None:
+        """Until the host has ended what it has been given by now."""
+        under_way = {number for number, job in self._jobs.items() if job.sent}
+        while under_way & self._jobs.keys():
+            self._ended = self._ended if self._ended is not None and not self._ended.is_set() else anyio.Event()
+            await self._ended.wait()
+
     def heard(self, message: Written) -> None:
         """A job has ended."""
         job = self._jobs.get(message.id)
@@ -190,7 +208,7 @@ class Writes:
     async def idle(self) -> None:
         """Until the host has written everything it was given."""
         while len(self):
-            self._ended = anyio.Event()
+            self._ended = self._ended if self._ended is not None and not self._ended.is_set() else anyio.Event()
             await self._ended.wait()
 
     def _fits(self, job: Job) -> bool:

@@ -92,7 +92,7 @@ class ChunkEvents:
                     self._news.append(self._pending.pop(key).event)
 
     def cleared(self) -> None:
-        """The pool was emptied."""
+        """What was told is found no more: the weights were replaced."""
         self._pending.clear()
         self._news = [AllBlocksCleared()]
 

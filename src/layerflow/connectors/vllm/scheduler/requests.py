@@ -18,6 +18,8 @@ class Tracked:
     :param chain: its digests, hashed once; grows with its output where that is saved.
     :param may_load: its ``kv_transfer_params`` allow loading.
     :param may_save: and saving.
+    :param outdated: it came or ran before the weights were replaced: nothing of it is loaded or saved until it starts
+        anew.
     :param inquiry: the lookup under way or last answered.
     :param hit: the answer that the scheduler was given.
     :param local: tokens that vLLM had itself when it asked.
@@ -35,6 +37,7 @@ class Tracked:
     chain: Chain
     may_load: bool
     may_save: bool
+    outdated: bool = False
     inquiry: Inquiry | None = None
     hit: Hit = MISS
     local: int = 0
@@ -56,6 +59,15 @@ class Tracked:
     def may_hold_lease(self) -> bool:
         """A lookup was asked that has found something, or may yet."""
         return self.inquiry is not None and (self.inquiry.hit is None or self.inquiry.hit.tokens > 0)
+
+    def outdate(self) -> None:
+        """The weights are being replaced."""
+        self.outdated, self.inquiry, self.hit = True, None, MISS
+
+    def renew(self, chain: Chain) -> None:
+        """It starts anew under the present weights, and `chain` is made from these."""
+        self.chain, self.outdated, self.saved = chain, False, 0
+        self.know_tokens()
 
     def know_tokens(self) -> None:
         """Hash the output that has come since: a preempted request continues from it."""

@@ -69,7 +69,7 @@ class SavePlanner:
 
     def open(self, tracked: Tracked) -> None:
         """A request whose tokens are to be saved."""
-        if tracked.may_save:
+        if tracked.may_save and not tracked.outdated:
             self._open[tracked.id] = tracked
 
     def close(self, tracked: Tracked) -> None:

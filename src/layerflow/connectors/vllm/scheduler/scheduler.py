@@ -28,6 +28,8 @@ from layerflow.connectors.vllm.scheduler.loads import describe_hit
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.verdicts import Verdicts
+from layerflow.connectors.vllm.weights import Weights
+from layerflow.content import renewed_content
 from layerflow.errors import LayerflowError
 from layerflow.flow.cost.policy import Mode
 from layerflow.spec import ModelSpec
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 STALE_S = 1.0
 """A lookup's answer is used for so long; leases live longer."""
+
+TELL_S = 0.5
+"""How long a reset may wait for the server; it is complete without it."""
 
 CONNECT_S = 2.0
 """How long vLLM's start may wait for a server, so that the first prompt finds it."""
@@ -89,6 +94,10 @@ class SchedulerSide:
         self._verdicts = Verdicts()
         self._layouts: list[WorkerLayout] = []
         self._unmet: dict[str, Any] | None = {}
+        self._weights = Weights(options.model_content)
+        self._replaced = False
+        self._held: set[str] = set()  # finished requests whose blocks vLLM keeps for their saves
+        self._vllm_kept = False
         if options.load and not self._may_load:
             log.warning("loading_off", groups=groups, reason="this vLLM cannot recover from a failed load of several "
                         "cache groups; prompts are only saved")  # fmt: skip
@@ -140,7 +149,9 @@ class SchedulerSide:
         if self._unmet is not None and request.request_id in self._unmet:
             return None, False  # a step, be it empty, brings the workers' layouts
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or not tracked.may_load or self._lookups is None or self._advisor is None:
+        if tracked is None or self._lookups is None or self._advisor is None:
+            return 0, False
+        if not self._is_current(tracked, num_computed) or not tracked.may_load:
             return 0, False
         inquiry = tracked.inquiry
         if inquiry is None or (inquiry.hit is not None and time.monotonic() - inquiry.asked_at > STALE_S):
@@ -190,7 +201,8 @@ class SchedulerSide:
         if not output.num_scheduled_tokens:
             # Nothing is computed. What the last step has made leaves by another thread, which needs the interpreter.
             time.sleep(0)
-        plan = StepPlan()
+        plan = StepPlan(replaced=self._replaced)
+        self._replaced = False
         if self._saves is None:
             return plan
         plan.verdicts = self._verdicts.take()
@@ -216,6 +228,7 @@ class SchedulerSide:
 
         :param output: vLLM's KVConnectorOutput, of all ranks.
         """
+        self._held -= output.finished_sending or set()
         news = output.kv_connector_worker_meta
         if not isinstance(news, WorkerReport):
             news = NO_NEWS
@@ -262,22 +275,58 @@ class SchedulerSide:
         stays = self._saves is not None and self._saves.reading(tracked.id) and not tracked.arriving
         if stays:
             self._leaving.append(tracked.id)
+            self._held.add(tracked.id)
         return stays, tracked.summary()
 
     def reset(self) -> bool:
-        """Forget everything that is stored: the weights have changed under the same name."""
-        if self._control is None:
+        """The weights are being replaced under the same name: nothing computed with the old ones is loaded again.
+
+        vLLM calls this when it pauses, before the new weights come. From here on all keys are others, so that no
+        server, tier or node can answer with what was stored before; that needs no message. The server is told so that
+        it drops what is under way, the workers with the next plan.
+        """
+        if self.spec is None or self._control is None or self._lookups is None or self._saves is None:
             return True
-        try:
-            self._control.purge()
-        except LayerflowError as error:
-            log.warning("pool_not_purged", error=str(error))
-            return False
-        for tracked in self._tracked.values():
-            tracked.inquiry = None
+        self._weights.replaced(self.spec.content)
+        self.spec = msgspec.structs.replace(self.spec, content=renewed_content(self.spec.content))
+        self._replaced = True
+        # vLLM cannot forget blocks that are in use: it goes on to find them in its own cache.
+        self._vllm_kept = bool(self._held) or any(t.request.num_computed_tokens > 0 for t in self._tracked.values())
+        self._outdate()
         if self.events is not None:
             self.events.cleared()
+        try:
+            self._control.reset(TELL_S)
+        except LayerflowError as error:
+            log.warning("reset_not_told", error=str(error))
         return True
+
+    def _outdate(self) -> None:
+        assert self._lookups is not None
+        assert self._saves is not None
+        for tracked in self._tracked.values():
+            if tracked.may_hold_lease:
+                self._lookups.drop_lease(tracked.id)
+            self._saves.close(tracked)
+            tracked.outdate()
+
+    def _is_current(self, tracked: Tracked, num_computed: int) -> bool:
+        """May the request, which starts now, load and save? What it takes from vLLM's own cache must be current too."""
+        assert self.spec is not None
+        assert self._saves is not None
+        if self._weights.unnamed and (name := self._weights.name()):
+            self.spec = msgspec.structs.replace(self.spec, content=renewed_content(self.spec.content, name))
+            self._outdate()
+        if self._vllm_kept and num_computed:
+            self._saves.close(tracked)
+            tracked.outdate()
+        elif tracked.outdated:
+            try:
+                tracked.renew(chain_of(self.spec, tracked.request))
+            except (LayerflowError, OSError) as error:
+                log.warning("request_not_cached", request=tracked.id, error=str(error))
+            self._saves.open(tracked)
+        return not tracked.outdated
 
     def close(self) -> None:
         """Hang up."""

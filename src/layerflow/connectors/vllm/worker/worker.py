@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from layerflow.agent import Agent, LoadResult, NoStep, Step
+from layerflow.agent.agent import REPLACED
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.lanes.save import FAST_LAYER_S
 from layerflow.connectors.vllm.layout import Layout
@@ -90,6 +91,8 @@ class WorkerSide:
 
     def prepare(self, plan: StepPlan) -> None:
         """A step is about to be prepared: blocks that it overwrites must be nobody's source any more."""
+        if plan.replaced:
+            self._cut_off()
         if self._put_off is not None:
             self._hand_over(self._put_off)
         self._plan, self._hooked, self._late = plan, False, False
@@ -253,6 +256,14 @@ class WorkerSide:
             step = self._held.pop(number, None)
             if step is not None:
                 self._agent.release_saves(step, sound=sound)
+
+    def _cut_off(self) -> None:
+        """The weights were replaced: what was planned before is neither loaded nor saved any more."""
+        if self._put_off is not None:
+            del self._owed[self._put_off.number]
+            self._put_off = None
+        self._deferred.flush()  # opened, and cut off with the rest
+        self._tally.add("revoked_saves", self._agent.revoke(REPLACED))
 
     def _hand_over(self, plan: StepPlan) -> None:
         """The saves of the short pass before this step: its answer has left."""

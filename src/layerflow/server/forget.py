@@ -1,0 +1,60 @@
+"""Forgetting: what an engine has under way when its weights are replaced, and what operators want gone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from layerflow.flow.events import StepsRevoked
+
+if TYPE_CHECKING:
+    from layerflow.server.handlers import ServerContext
+    from layerflow.server.sessions import ClientSession
+
+REPLACED = "the engine's weights were replaced"
+PURGED = "the pool was purged"
+CLEAR_S = 10.0
+"""How long the pool behind the arena may take to remove what it holds."""
+
+log = structlog.get_logger("layerflow.server.forget")
+
+
+def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
+    """Nothing that `engine` has under way is loaded or published any more, and its leases are dropped.
+
+    What is stored stays: other engines may have the weights that it was computed with, and this one asks for other keys
+    from now on. When this returns the core knows of it, so no commit can follow.
+    """
+    mine = [session for session in context.sessions if session.engine == engine]
+    for session in mine:
+        session.resets += 1
+    workers = [session.number for session in mine if session.memory]
+    steps = sum(number in workers for number, _ in context.driver.steps())
+    context.driver.handle(*(StepsRevoked(number, True, REPLACED) for number in workers))
+    owners = {*context.pool.owners(), *(context.tier.lease_owners() if context.tier is not None else ())}
+    leases = [owner for owner in owners if isinstance(owner, tuple) and owner[:2] == ("lease", engine)]
+    for owner in leases:
+        context.pool.release(owner)
+        if context.tier is not None:
+            context.tier.drop_lease(owner)
+    log.info("engine_reset", engine=engine, steps=steps, leases=len(leases))
+    return {"steps": steps, "leases": len(leases)}
+
+
+async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -> dict[str, Any]:
+    """Empty the arena; with `tier`, also what lies behind it.
+
+    Open saves and fetches under way are revoked. Objects that a load reads are hidden: it ends undisturbed, and their
+    room returns then.
+    """
+    behind = context.tier
+    context.driver.handle(*(StepsRevoked(one.number, False, PURGED) for one in context.sessions if one.memory))
+    revoked = behind.revoke(PURGED, writes=tier) if behind is not None else 0
+    keys = context.pool.keys() if tier else []
+    told: dict[str, Any] = {"purged": context.pool.clear(), "revoked": revoked}
+    if tier and behind is not None:
+        cleared = await behind.clear(keys, CLEAR_S)
+        told["tier"] = {"backend": behind.name, "purged": cleared.objects, "reason": cleared.reason}
+    log.info("pool_purged", session=session.number, **told)
+    return told

@@ -1,0 +1,242 @@
+"""Resets and purges with saves and fetches under way, on a tier whose calls a test holds up."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.known import KnownWorker, Run, eventually, step_of
+from hosts.fake_backend import NAME
+
+from layerflow.agent import Control
+from layerflow.agent.agent import REPLACED
+from layerflow.errors import SpecError
+from layerflow.server import EmbeddedServer, server
+from server.support import Embed, observe, worker_on
+
+TESTS = Path(__file__).resolve().parents[1]
+PATIENT = {
+    "pool": {"size": "16MiB", "lookup_timeout_ms": 4000, "lease_ms": 60_000, "fetch_timeout_ms": 30_000},
+    "transfer": {"step_timeout_ms": 30_000, "save_timeout_ms": 30_000},
+}
+TOKENS = 100
+
+
+class Gate:
+    """A call of the backend waits until it is let through."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._file = os.open(path, os.O_RDWR)
+
+    def let(self, calls: int = 1000) -> None:
+        os.write(self._file, bytes(calls))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class World:
+    """A server with the fake backend behind it, whose `method` calls wait."""
+
+    def __init__(self, embed: Embed, gate: Gate, **settings: Any) -> None:
+        self.gate = gate
+        self.server: EmbeddedServer = embed(**(PATIENT | settings))
+        self.control: Control = observe(self.server)
+        assert eventually(lambda: self.tier["up"])
+
+    @property
+    def tier(self) -> dict[str, Any]:
+        return self.control.status()["tier"]  # type: ignore[no-any-return]
+
+    @property
+    def pool(self) -> dict[str, Any]:
+        return self.control.status()["pool"]  # type: ignore[no-any-return]
+
+    def worker(self, engine: str = "e2e") -> KnownWorker:
+        return worker_on(self.server, engine=engine, lookup_timeout_s=5.0)
+
+    def settled(self) -> bool:
+        return not (self.tier["writing_jobs"] or self.tier["fetching_jobs"])
+
+
+@pytest.fixture
+def behind(embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
+
+    def start(method: str) -> World:
+        path = tmp_path / method
+        gate = Gate(path)
+        monkeypatch.setattr(server, "tier_of", lambda _: (NAME, {"gates": {method: str(path)}, "timeout_ms": 30_000}))
+        worlds.append(World(embed, gate))
+        return worlds[-1]
+
+    yield start
+    for world in worlds:
+        world.gate.let()
+        world.control.close()
+        world.server.close()
+        world.gate.close()
+
+
+def fetching(world: World, worker: KnownWorker) -> Run:
+    """A prompt that is in the tier only, looked up and on its way."""
+    chain = worker.prompt(TOKENS)
+    worker.serve(chain)
+    assert eventually(lambda: world.tier["written_objects"] and world.settled())
+    world.control.purge()
+    run = worker.admit(chain)
+    assert run.hit.tokens > 0
+    assert world.tier["fetching_jobs"] == 1
+    return run
+
+
+def test_after_a_reset_the_same_prompt_is_computed_whatever_the_tier_holds(behind):
+    world = behind("nothing")
+    with world.worker() as worker, world.worker("other") as other:
+        chain = worker.prompt(TOKENS)
+        worker.serve(chain)
+        assert eventually(lambda: world.tier["written_objects"] and world.settled())
+        worker.agent.reset()
+        again = worker.agent.chain(chain.tokens)
+        assert worker.serve(again).hit.tokens == 0
+        assert worker.serve(again).hit.tokens == TOKENS - 1, "what is computed now is found"
+        assert other.serve(other.agent.chain(chain.tokens)).hit.tokens == TOKENS - 1, "another engine keeps its own"
+
+
+def test_chains_of_before_neither_hit_nor_load_nor_save(behind):
+    world = behind("nothing")
+    with world.worker() as worker:
+        run = worker.admit(worker.prompt(TOKENS))
+        stored = worker.serve(run.chain).chain
+        hit = worker.admit(stored)
+        assert hit.hit.tokens
+        worker.agent.reset()
+        assert worker.agent.lookup("late", stored).tokens == 0
+        with pytest.raises(SpecError, match="before the last reset"):
+            worker.agent.open_step([hit.request()])
+        before = world.pool["commits"]
+        worker.serve(stored, look=False)
+        assert world.pool["commits"] == before
+
+
+def test_a_load_from_the_tier_under_way_fails(behind):
+    world = behind("fetch")
+    with world.worker() as worker:
+        run = fetching(world, worker)
+        step = step_of(worker.agent.open_step([run.request()]))
+        worker.agent.reset()
+        outcome = step.wait_all()
+        assert not outcome.ready
+        assert {failed.reason for failed in outcome.failed} == {REPLACED}
+        step.close(False)
+        world.gate.let()
+        assert eventually(lambda: world.settled() and not world.pool["pinned"])
+        assert worker.serve(worker.agent.chain(run.chain.tokens)).hit.tokens == 0
+
+
+def test_the_server_alone_revokes_what_the_engine_has_under_way(behind):
+    """The scheduler's message is enough, wherever the workers are."""
+    world = behind("fetch")
+    with world.worker() as worker:
+        load = fetching(world, worker)
+        save = worker.admit(worker.prompt(TOKENS))
+        step = step_of(worker.agent.open_step([load.request(save=False), save.request()]))
+        for layer in range(2):
+            worker.compute(save, layer, 0, TOKENS)
+            step.layer_done(layer)
+        before = world.pool["commits"]
+        scheduler = Control(world.server.endpoint, "e2e", context=world.server.context)
+        told = scheduler.reset()
+        scheduler.close()
+        assert told["steps"] == 1
+        for layer in range(2, worker.spec.num_layers):
+            worker.compute(save, layer, 0, TOKENS)
+            step.layer_done(layer)
+        outcome = step.wait_all()
+        assert {failed.request for failed in outcome.failed} == {load.name}
+        step.close()
+        assert worker.agent.wait_idle(save.name, 10)
+        world.gate.let()
+        assert eventually(lambda: world.settled() and not world.pool["half_written"] and not world.pool["pinned"])
+        assert world.pool["commits"] == before, "no half of a save was published"
+
+
+def test_a_lookup_under_way_brings_nothing(behind):
+    world = behind("lookup")
+    with world.worker() as worker:
+        chain = worker.prompt(TOKENS)
+        world.gate.let(1)
+        worker.serve(chain)
+        assert eventually(lambda: world.tier["written_objects"] and world.settled())
+        world.control.purge()
+        asked = world.tier["lookups"]
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(worker.agent.lookup("waits", chain).tokens))
+        thread.start()
+        assert eventually(lambda: world.tier["lookups"] > asked)
+        scheduler = Control(world.server.endpoint, "e2e", context=world.server.context)
+        scheduler.reset()
+        scheduler.close()
+        world.gate.let()
+        thread.join()
+        assert found == [0]
+        assert not world.tier["fetching_jobs"]
+        assert not world.tier["fetched_objects"]
+
+
+def test_another_engines_leases_and_steps_are_left_alone(behind):
+    world = behind("fetch")
+    with world.worker() as worker, world.worker("other") as other:
+        run = fetching(world, other)
+        step = step_of(other.agent.open_step([run.request()]))
+        worker.agent.reset()
+        world.gate.let()
+        assert step.wait_all().ready
+        step.close(False)
+
+
+def test_a_purge_publishes_nothing_of_what_was_on_its_way(behind):
+    world = behind("fetch")
+    with world.worker() as worker:
+        load = fetching(world, worker)
+        save = worker.admit(worker.prompt(TOKENS))
+        step = step_of(worker.agent.open_step([load.request(save=False), save.request()]))
+        worker.compute(save, 0, 0, TOKENS)
+        step.layer_done(0)
+        told = world.control.empty()
+        assert told["revoked"] > 0
+        assert not step.wait_all().ready
+        for layer in range(1, worker.spec.num_layers):
+            worker.compute(save, layer, 0, TOKENS)
+            step.layer_done(layer)
+        step.close()
+        world.gate.let()
+        assert eventually(lambda: world.settled() and not world.pool["half_written"] and not world.pool["pinned"])
+        assert world.pool["objects"] == 0
+        assert worker.serve(load.chain).hit.tokens > 0, "the tier keeps what it had"
+
+
+def test_a_purge_with_the_tier_waits_for_writes_and_removes_them(behind):
+    world = behind("commit")
+    with world.worker() as worker:
+        chain = worker.prompt(TOKENS)
+        worker.serve(chain)
+        assert eventually(lambda: world.pool["objects"] and world.tier["writing_jobs"])
+        told: list[dict[str, Any]] = []
+        thread = threading.Thread(target=lambda: told.append(world.control.empty(tier=True)))
+        thread.start()
+        other = observe(world.server)
+        assert eventually(lambda: not other.status()["pool"]["objects"])
+        world.gate.let()
+        thread.join()
+        other.close()
+        assert told[0]["revoked"] > 0
+        assert told[0]["tier"]["backend"] == NAME
+        assert "cannot list others" in told[0]["tier"]["reason"], "this backend cannot tell what it holds"
+        assert worker.serve(chain).hit.tokens == 0
