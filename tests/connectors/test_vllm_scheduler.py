@@ -486,7 +486,7 @@ class TestReset:
         plan = house.plan(scheduled=86, computed=64)
         assert plan.replaced
         assert not plan.saves, "half of it was computed with the old weights"
-        house.hear(WorkerReport(failed=frozenset({"r"})), frozenset({11}))
+        house.hear(WorkerReport(failed={"r": 1.0}), frozenset({11}))
         assert not house.plan(scheduled=86, computed=64).saves, "nor after a load of it that failed"
         house.side.matched(made, 0)  # preempted, and started anew
         again = house.plan(scheduled=150, computed=0)
