@@ -60,9 +60,9 @@ def heard_by(server: EmbeddedServer) -> list[wire.ToServer]:
     handlers = server.server._handlers
     handle, heard = handlers.handle, []
 
-    def noted(session: Any, message: wire.ToServer) -> None:
+    def noted(session: Any, message: wire.ToServer, nbytes: int = 0) -> None:
         heard.append(message)
-        handle(session, message)
+        handle(session, message, nbytes)
 
     handlers.handle = noted  # type: ignore[method-assign]
     return heard
@@ -216,12 +216,13 @@ def muted(server: EmbeddedServer) -> Callable[[], None]:
     """The server takes lookups and keeps its answers to itself until the returned function is called."""
     handlers, kept = server.server._handlers, []
     lookup = handlers._lookup
-    handlers._lookup = lambda session, message: kept.append((session, message))  # type: ignore[method-assign]
+    handlers._lookup = lambda session, message: kept.append((session, message)) or ()  # type: ignore
 
     def go_on() -> None:
         handlers._lookup = lookup  # type: ignore[method-assign]
         for session, message in kept:
-            lookup(session, message)
+            for _ in lookup(session, message):
+                pass
 
     return lambda: server.call(go_on)  # type: ignore[return-value]
 

@@ -59,4 +59,6 @@ def _hang_up(server: EmbeddedServer) -> None:
     for session in server.server.sessions:
         if session.memory:
             server.server._handlers.lose(session, "test")
-            fd_server.dismiss(session.token)
+            for connection, token in list(fd_server._connections.items()):
+                if token == session.token:
+                    fd_server._forget(connection)
