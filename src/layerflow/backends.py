@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
+from pydantic import BaseModel
+
 GROUP = "layerflow.backends"
 
 
@@ -15,9 +17,11 @@ class Plugin:
     """What layerflow knows of a backend before a host process loads it. Its module imports nothing native.
 
     :param backend: ``module:Class`` of the :class:`layerflow.hosts.backend.Backend`, loaded in the host process only.
+    :param options: its section ``[pool.NAME]``, chosen by ``pool.backend = NAME``; None = the configuration knows it.
     """
 
     backend: str
+    options: type[BaseModel] | None = None
 
 
 @functools.cache
