@@ -15,8 +15,8 @@ $(STAMP): pyproject.toml constraints.txt src/layerflow/ops/_copy.c
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	touch $@
 
-# POOL=disk, mooncake or memcache: the same, with every load from there. memcache runs on the emulated CANN.
-PACKAGED := $(filter mooncake memcache,$(POOL))
+# POOL=disk, mooncake, memcache or redis: the same, with every load from there. memcache runs on the emulated CANN.
+PACKAGED := $(filter mooncake memcache redis,$(POOL))
 demo: $(STAMP)
 	$(if $(PACKAGED),tests/backends/with.sh )$(BIN)/layerflow demo$(DEMO_FLAGS)
 DEMO_FLAGS = $(if $(POOL), --pool $(POOL))$(if $(filter memcache,$(POOL)), --cann-emulator tests/npu/emulator)

@@ -36,7 +36,7 @@ def demo(
         bool, typer.Option("--quick", help="Tiny models: checks tokens and bytes in seconds; times say nothing.")
     ] = False,
     pool: Annotated[
-        Literal["memory", "disk", "mooncake", "memcache"],
+        Literal["memory", "disk", "mooncake", "memcache", "redis"],
         typer.Option(help="What is behind the arena; it is started too, and every load comes from there."),
     ] = "memory",
     cann_emulator: Annotated[

@@ -35,6 +35,12 @@ if ! loads "${libraries[@]}"; then
     fi
 fi
 
+# Redis's tests need a server; without one they are skipped, saying so.
+if ! command -v redis-server >/dev/null && ! command -v valkey-server >/dev/null && [ "$(id -u)" = 0 ] &&
+    command -v apt-get >/dev/null; then
+    { apt-get update && apt-get install -y --no-install-recommends redis-server; } >/dev/null 2>&1 || true
+fi
+
 "$venv/bin/python" -m pip install --disable-pip-version-check -q -r "$here/requirements.txt" ||
     cannot "pip finds no wheels for this Python"
 touch "$stamp"

@@ -7,7 +7,7 @@ import pytest
 from layerflow.config.pool import default_pool_bytes
 from layerflow.config.settings import PoolSettings, Settings, live_changes, reference
 from layerflow.errors import ConfigError
-from layerflow.server.server import Server
+from layerflow.server.server import Server, tier_of
 
 
 def test_flags_environment_file_defaults_in_a_section_inside_a_section(toml, monkeypatch):
@@ -136,7 +136,20 @@ def test_none_of_it_changes_while_running():
 def test_the_reference_lists_sections_one_after_the_other():
     rows = [row.key for row in reference()]
     order = list(dict.fromkeys(key.rpartition(".")[0] for key in rows))
-    assert order == ["server", "pool", "pool.disk", "pool.mooncake", "pool.memcache", "transfer", "log"]
+    assert order == ["server", "pool", "pool.disk", "pool.mooncake", "pool.memcache", "pool.redis", "transfer", "log"]
     assert "pool.disk" not in rows
     (master,) = (row for row in reference() if row.key == "pool.mooncake.master")
     assert (master.env, master.default) == ("LAYERFLOW_POOL__MOONCAKE__MASTER", '"127.0.0.1:50051"')
+
+
+def test_a_backend_of_an_installed_package_has_its_section(monkeypatch, refusal):
+    """Redis is one: nothing in the configuration names it."""
+    monkeypatch.setenv("LAYERFLOW_POOL__REDIS__UNFINISHED_S", "60")
+    settings = Settings.load(None, {"pool.backend": "redis", "pool.redis.url": "rediss://me:secret@store:6379/1"})
+    assert tier_of(settings) == (
+        "redis",
+        {"url": "rediss://me:secret@store:6379/1", "unfinished_s": 60, "timeout_ms": settings.pool.host_timeout_ms},
+    )
+    assert "secret" not in repr(settings)
+    assert "redis" in refusal(None, {"pool.backend": "rediss"})[0]
+    assert "pool.redis.url" in refusal(None, {"pool.redis.url": "http://store"})[0]

@@ -150,7 +150,7 @@ async def test_what_it_said_before_it_died_is_heard(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("floppy", "'floppy' is unknown; choose one of disk, memcache, mooncake"),
+        ("floppy", "'floppy' is not installed; there are disk, memcache, mooncake"),
         ("hosts.no_such_file:Backend", "cannot be loaded: No module named"),
         ("hosts.bench:Thing", "cannot work with its options: TypeError"),
         ("builtins:dict", "is no backend"),

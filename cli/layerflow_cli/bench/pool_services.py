@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from layerflow.errors import ConfigError, LayerflowError
 from layerflow.hosts.environment import environment
 from layerflow.server.server import tier_of
 
-Kind = Literal["memory", "disk", "mooncake", "memcache"]
+Kind = Literal["memory", "disk", "mooncake", "memcache", "redis"]
 KINDS: tuple[Kind, ...] = ("memory", "disk", "mooncake", "memcache")
 READY_S, STOP_S = 60.0, 10.0
 LEAST_BYTES = 64 << 20  # that a pool, or a client of one, holds
@@ -70,6 +71,9 @@ def behind(
             yield found
     elif kind == "mooncake":
         with _mooncake(folder, room, config) as found:
+            yield found
+    elif kind == "redis":
+        with _redis(folder, room, config) as found:
             yield found
     else:
         with _memcache(folder, room, config, cann_emulator) as found:
@@ -122,8 +126,23 @@ def _mooncake(folder: Path, room: int, config: Path | None) -> Iterator[Behind]:
         "preferred_segment": f"127.0.0.1:{one}", "segment_size": max(room * 2, LEAST_BYTES),
     }  # fmt: skip
     other = {"port": two, "preferred_segment": f"127.0.0.1:{two}"}
-    with _service("mooncake_master", command, {}, folder, url):
+    with _service("mooncake_master", command, {}, folder, lambda: _healthy(url)):
         yield _chosen("mooncake", None, given, other, lambda: _count(_MASTER_REQUESTS, url))
+
+
+@contextlib.contextmanager
+def _redis(folder: Path, room: int, config: Path | None) -> Iterator[Behind]:
+    if config is not None:
+        yield _chosen("redis", config, {}, {}, _none)
+        return
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        raise LayerflowError("there is no redis-server and no valkey-server here; install one, or name a running one")
+    path = folder / "redis.sock"
+    command = [program, "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no"]
+    command += ["--maxmemory", str(max(2 * room, LEAST_BYTES)), "--maxmemory-policy", "allkeys-lru"]
+    with _service(Path(program).name, command, {}, folder, lambda: _accepts(path)):
+        yield _chosen("redis", None, {"url": f"unix://{path}"}, {}, _none)
 
 
 @contextlib.contextmanager
@@ -149,7 +168,9 @@ def _memcache(folder: Path, room: int, config: Path | None, cann_emulator: Path 
     }  # fmt: skip
     made = _chosen("memcache", None, given, other, lambda: _count(_META_REQUESTS, url))
     command = [sys.executable, "-c", _META_SERVICE, *urls.values(), str(folder)]
-    with _service("memcache's MetaService", command, environment("memcache", made.options), folder, url):
+    with _service(
+        "memcache's MetaService", command, environment("memcache", made.options), folder, lambda: _healthy(url)
+    ):
         yield made
 
 
@@ -172,14 +193,16 @@ def _count(pattern: re.Pattern[bytes], url: str) -> int:
 
 
 @contextlib.contextmanager
-def _service(name: str, command: list[str], variables: Mapping[str, str], folder: Path, url: str) -> Iterator[None]:
+def _service(
+    name: str, command: list[str], variables: Mapping[str, str], folder: Path, ready: Callable[[], bool]
+) -> Iterator[None]:
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=os.environ | variables, cwd=folder
         )
         try:
             until = time.monotonic() + READY_S
-            while not _healthy(url):
+            while not ready():
                 if process.poll() is not None or time.monotonic() > until:
                     said.seek(0)
                     printed = said.read()[-_SAID_BYTES:].decode(errors="replace").strip()
@@ -201,6 +224,11 @@ def _healthy(url: str) -> bool:
     except (OSError, http.client.HTTPException):
         return False
     return True
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return not probe.connect_ex(str(path))
 
 
 def _get(url: str, path: str) -> bytes:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from layerflow import machine
+from layerflow.backends import installed
 from layerflow.config.fields import Real, Section, Size, Whole, format_size, setting
 
-BACKENDS = ("memory", "mooncake", "memcache")
+OWN_BACKENDS = ("memory", "mooncake", "memcache")
 BACKEND_ALIASES = {"memcache_hybrid": "memcache"}
 # Mooncake's own limit: a smaller segment is refused by its setup.
 MIN_SEGMENT_BYTES = 16 << 20
@@ -148,7 +150,7 @@ def is_loopback(address: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-class PoolSettings(Section):
+class _OwnPoolSettings(Section):
     """The pool of objects: the arena that holds them, and what is behind it."""
 
     backend: str = setting(
@@ -205,8 +207,8 @@ class PoolSettings(Section):
     def _known(cls, value: str) -> str:
         name = value.strip().lower()
         name = BACKEND_ALIASES.get(name, name)
-        if name not in BACKENDS:
-            raise ValueError(f"no such backend; there are {', '.join(BACKENDS)}")
+        if name not in backends():
+            raise ValueError(f"no such backend; there are {', '.join(backends())}")
         return name
 
     def unreachable(self) -> tuple[str, str] | None:
@@ -234,3 +236,21 @@ class PoolSettings(Section):
                 "remove one of them"
             )
         return self
+
+
+def backends() -> tuple[str, ...]:
+    """What ``pool.backend`` may be: ours, and those of installed packages."""
+    return (*OWN_BACKENDS, *_sections())
+
+
+def _sections() -> dict[str, Any]:
+    """A field for the section of each installed backend that brings its own."""
+    found = {name: plugin.options for name, plugin in installed().items() if plugin.options is not None}
+    return {name: (options, Field(default_factory=options)) for name, options in found.items()}
+
+
+if TYPE_CHECKING:
+    PoolSettings = _OwnPoolSettings
+else:
+    PoolSettings = create_model("PoolSettings", __base__=_OwnPoolSettings, **_sections())
+    PoolSettings.__doc__ = _OwnPoolSettings.__doc__

@@ -16,10 +16,12 @@ import abc
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, LAYOUT_VERSION
+
+if TYPE_CHECKING:
+    from layerflow.memfd import SharedMemory  # numpy: the configuration reads this module too
 
 
 class BackendError(Exception):

@@ -1,4 +1,4 @@
-"""Which backends there are. None is imported before it is wanted."""
+"""Makes a backend by its name. None is imported before it is wanted."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from layerflow.backends import installed
 from layerflow.hosts.backend import Backend, Unusable
 from layerflow.hosts.lane import describe
-
-BACKENDS: Mapping[str, str] = {
-    "disk": "layerflow.hosts.disk.backend:Disk",
-    "memcache": "layerflow.hosts.memcache.backend:Memcache",
-    "mooncake": "layerflow.hosts.mooncake.backend:Mooncake",
-}
 
 
 def make(name: str, options: Mapping[str, Any]) -> Backend:
     """A backend that is not attached yet.
 
-    :param name: one of :data:`BACKENDS`, or ``module:Class`` (for tests; the configuration knows names only).
+    :param name: an installed one, or ``module:Class`` (for tests; the configuration knows names only).
     :raises Unusable: there is none of that name, or it refuses its options.
     """
-    module, _, cls = BACKENDS.get(name, name).partition(":")
+    known = installed()
+    module, _, cls = (known[name].backend if name in known else name).partition(":")
     if not cls:
-        raise Unusable(f"backend {name!r} is unknown; choose one of {', '.join(sorted(BACKENDS))}")
+        there = ", ".join(known) or "none: install layerflow again, so that its entry points are known"
+        raise Unusable(f"backend {name!r} is not installed; there are {there}")
     try:
         factory = getattr(importlib.import_module(module), cls)
     except (ImportError, AttributeError) as error:

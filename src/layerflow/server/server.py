@@ -420,6 +420,8 @@ def tier_of(settings: Settings) -> tuple[str, dict[str, Any]] | None:
             return "mooncake", pool.mooncake.model_dump(mode="json") | common
         case "memcache":
             return "memcache", pool.memcache.model_dump(mode="json", exclude={"direct"}) | common
+        case name if name != "memory":
+            return name, getattr(pool, name).model_dump(mode="json") | common
     if pool.disk.path:
         return "disk", pool.disk.model_dump(mode="json") | common
     return None

@@ -1,0 +1,298 @@
+"""Redis, Valkey, or any other server that speaks RESP, behind the arena: an object is one string.
+
+It is written under a name of its own, which expires by itself where its writer dies, and renamed when it is whole: no
+reader sees a part. Redis leases nothing, so an object may be evicted while it is read. Its checksum, in the header,
+tells: it is compared with the last layer.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+from pydantic import field_validator
+
+from layerflow.backends import Plugin
+from layerflow.config.fields import Section, Whole, setting
+from layerflow.hosts.backend import (
+    OK,
+    Backend,
+    BackendInfo,
+    ObjectLocation,
+    ObjectResult,
+    ObjectStatus,
+    Unreachable,
+    Unusable,
+    pool_name,
+)
+from layerflow.objects import HEADER_BYTES, get_checksum, set_checksum
+
+if TYPE_CHECKING:
+    from layerflow.memfd import SharedMemory  # numpy: the configuration reads this module too
+
+MAX_STRING_BYTES = 512 << 20
+"""The largest string that Redis keeps (`proto-max-bulk-len`, by default)."""
+FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
+SCAN_KEYS = 1000
+
+_MISSING = ObjectResult(ObjectStatus.MISSING, "it is not there")
+_OTHER_SIZE = ObjectResult(ObjectStatus.MISSING, "it is there with another size")
+_LEFT = ObjectResult(ObjectStatus.EXPIRED, "it left the store while it was read")
+_OTHER_BYTES = ObjectResult(ObjectStatus.BROKEN, "its bytes are not those that were written: the checksum differs")
+_EXISTS = ObjectResult(ObjectStatus.EXISTS, "it is stored already")
+_BEING_WRITTEN = ObjectResult(ObjectStatus.EXISTS, "it is being written")
+_TOO_LARGE = ObjectResult(ObjectStatus.TOO_LARGE, "it is larger than a string of Redis, or than its maxmemory")
+_FULL = ObjectResult(ObjectStatus.FULL, "Redis is at its maxmemory and evicts nothing")
+_LATE = ObjectResult(ObjectStatus.FAILED, "no time was left for it")
+_NOT_OPEN = ObjectResult(ObjectStatus.FAILED, "it was not opened")
+_OUT_OF_ORDER = ObjectResult(ObjectStatus.FAILED, "its layers came out of order, or not all")
+_LOST = ObjectResult(ObjectStatus.FAILED, "what was written of it has left Redis: it expired or was evicted")
+
+
+class RedisOptions(Section):
+    """A Redis or Valkey server, used with ``backend = "redis"``."""
+
+    url: str = setting(
+        "redis://127.0.0.1:6379/0",
+        "redis://, rediss:// (TLS) or unix:// with user, password and database as redis-py takes them.",
+        secret=True,
+    )
+    unfinished_s: Whole = setting(
+        300, "What a writer that died has left is removed after so long.", unit="s", ge=10, le=86_400
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _scheme(cls, value: str) -> str:
+        if not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError('should begin with "redis://", "rediss://" or "unix://"')
+        return value
+
+
+PLUGIN = Plugin(backend="layerflow.hosts.redis:Redis", options=RedisOptions)
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What has passed of an object, in order."""
+
+    name: str = ""
+    layers: int = 0
+    state: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+
+
+class Redis(Backend):
+    """A client of one server. Its connections are made and repaired by redis-py."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._url, self._timeout_s = str(options["url"]), options["timeout_ms"] / 1e3
+        self._unfinished_ms = int(options["unfinished_s"]) * 1000
+        self._client: Any = None
+        self._errors: Any = None
+        self._arena: SharedMemory | None = None
+        self._most_bytes = MAX_STRING_BYTES
+        self._reading: dict[tuple[bytes, int], _Sum] = {}
+        self._writing: dict[bytes, _Sum] = {}
+        self._figures: dict[str, float] = {}
+
+    def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
+        try:
+            import redis  # noqa: PLC0415 - only where it is used
+        except ImportError as error:
+            raise Unusable(f"{error}; pip install 'layerflow[redis]'") from None
+        self._errors = redis.exceptions
+        if self._client is None:
+            wait = {"socket_timeout": self._timeout_s, "socket_connect_timeout": self._timeout_s}
+            self._client = redis.Redis.from_url(self._url, **wait)
+        self._arena = arena
+        try:
+            server, memory = self._client.info("server"), self._client.info("memory")
+        except (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+            raise Unusable(f"Redis refuses this client: {error}; correct pool.redis.url") from None
+        except redis.exceptions.RedisError as error:
+            raise Unreachable(f"Redis does not answer: {error}") from None
+        self._most_bytes = min(MAX_STRING_BYTES, int(memory.get("maxmemory") or MAX_STRING_BYTES))
+        shown = {"version": server.get("valkey_version") or server.get("redis_version", "?")}
+        return BackendInfo({**shown, "maxmemory_policy": str(memory.get("maxmemory_policy", "?"))})
+
+    def check(self) -> None:
+        try:
+            memory = self._client.info("memory")
+        except self._errors.RedisError as error:
+            raise Unreachable(f"Redis does not answer: {error}") from None
+        names = ("used_memory", "maxmemory")
+        self._figures = {f"{name}_bytes": float(memory.get(name, 0)) for name in names}
+
+    def statistics(self) -> dict[str, float]:
+        return self._figures
+
+    def lookup(self, keys: Sequence[bytes], until: float) -> list[bool]:
+        return [size > 0 for size in self._run(("STRLEN", pool_name(key)) for key in keys)]
+
+    def hide(self, keys: Sequence[bytes]) -> None:
+        self._run(("UNLINK", pool_name(key)) for key in keys)
+
+    def clear(self, keys: Sequence[bytes], until: float) -> int:
+        """Everything of layerflow's in this database, whichever server wrote it."""
+        try:
+            names = list(self._client.scan_iter(match=f"{pool_name(b'')}*", count=SCAN_KEYS))
+        except self._errors.RedisError as error:
+            raise Unreachable(f"Redis does not answer: {error}") from None
+        return sum(self._run(("UNLINK", name) for name in names))
+
+    # Reading --------------------------------------------------------------------------------------
+
+    def open_fetch(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+        if time.monotonic() >= until:
+            return [_LATE] * len(places)
+        sizes = self._run(("STRLEN", pool_name(place.key)) for place in places)
+        results = []
+        for place, size in zip(places, sizes, strict=True):
+            results.append(OK if size == place.nbytes else _OTHER_SIZE if size else _MISSING)
+            if results[-1] is OK:
+                self._reading[place.key, place.offset] = _Sum()
+        return results
+
+    def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
+        if time.monotonic() >= until:
+            return [_LATE] * len(places)
+        start = [place.start(lo) if lo else 0 for place in places]
+        pairs = list(zip(places, start, strict=True))
+        found = self._run(("GETRANGE", pool_name(place.key), at, place.start(hi) - 1) for place, at in pairs)
+        return [self._take(place, at, lo, hi, data) for (place, at), data in zip(pairs, found, strict=True)]
+
+    def close_fetch(self, places: Sequence[ObjectLocation]) -> None:
+        for place in places:
+            self._reading.pop((place.key, place.offset), None)
+
+    def _take(self, place: ObjectLocation, start: int, lo: int, hi: int, data: bytes) -> ObjectResult:
+        done = self._reading.get((place.key, place.offset))
+        if done is None or self._arena is None:
+            return _NOT_OPEN
+        if len(data) != place.start(hi) - start:
+            return _LEFT
+        view = self._arena.view[place.offset : place.offset + place.nbytes]
+        view[start : start + len(data)] = data
+        if done.layers != lo:
+            return OK  # read twice, or by another job's calls: there is no sum of this one
+        done.state.update(memoryview(data)[HEADER_BYTES if not lo else 0 :])
+        done.layers = hi
+        wanted = get_checksum(view[:HEADER_BYTES])
+        return OK if hi < place.layers or wanted in (0, done.state.intdigest()) else _OTHER_BYTES
+
+    # Writing --------------------------------------------------------------------------------------
+
+    def open_write(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+        sizes = self._run(("STRLEN", pool_name(place.key)) for place in places)
+        results = [_EXISTS if size else _LATE for size in sizes]
+        wanted: dict[bytes, int] = {}
+        for at, place in enumerate(places):
+            if place.nbytes > self._most_bytes:
+                results[at] = _TOO_LARGE
+            elif results[at] is _LATE and (place.key in self._writing or wanted.setdefault(place.key, at) != at):
+                results[at] = _BEING_WRITTEN
+        left, pause = list(wanted.values()), FIRST_RETRY_S
+        while left and time.monotonic() < until:
+            for at, result in zip(left, self._reserve([places[at] for at in left]), strict=True):
+                results[at] = result
+            left = [at for at in left if results[at] is _FULL]
+            if left:
+                time.sleep(max(0.0, min(pause, until - time.monotonic())))
+                pause = min(2 * pause, LAST_RETRY_S)
+        return results
+
+    def _reserve(self, places: Sequence[ObjectLocation]) -> list[ObjectResult]:
+        """A string of the object's size for each: a write at its end makes Redis allocate all of it."""
+        names = [f"{pool_name(b'')}unfinished-{secrets.token_hex(8)}-{place.key.hex()}" for place in places]
+        asked = zip(names, places, strict=True)
+        found = self._run((("SETRANGE", name, place.nbytes - 1, b"\0") for name, place in asked), full=True)
+        results = [OK if isinstance(size, int) else _FULL for size in found]
+        made = [at for at, result in enumerate(results) if result is OK]
+        self._run(("PEXPIRE", names[at], self._unfinished_ms) for at in made)
+        self._writing |= {places[at].key: _Sum(names[at]) for at in made}
+        return results
+
+    def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
+        if time.monotonic() >= until:
+            return [_LATE] * len(places)
+        spans = [(place.start(lo), place.start(hi)) for place in places]
+        results = self._put(places, spans, [self._may_write(place, lo) for place in places])
+        for place, (start, stop), result in zip(places, spans, results, strict=True):
+            if result is OK:
+                done = self._writing[place.key]
+                done.layers = hi
+                done.state.update(self._bytes(place, start, stop))
+        return results
+
+    def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+        results = [self._may_write(place, place.layers) for place in places]
+        if time.monotonic() >= until:
+            results = [_LATE] * len(places)
+        for place, result in zip(places, results, strict=True):
+            if result is OK:
+                set_checksum(self._bytes(place, 0, HEADER_BYTES), self._writing[place.key].state.intdigest())
+        results = self._put(places, [(0, HEADER_BYTES)] * len(places), results)
+        whole = [at for at, result in enumerate(results) if result is OK]
+        for at in whole:
+            own, name = self._writing[places[at].key].name, pool_name(places[at].key)
+            # Both or none: renamed only, the object would expire.
+            renamed, _ = self._run([("RENAMENX", own, name), ("PERSIST", name)], atomic=True)
+            results[at] = OK if renamed == 1 else _EXISTS
+            if renamed == 1:
+                del self._writing[places[at].key]
+        self.revoke(places)
+        return results
+
+    def revoke(self, places: Sequence[ObjectLocation]) -> None:
+        ended = [self._writing.pop(place.key) for place in places if place.key in self._writing]
+        try:
+            self._run(("UNLINK", done.name) for done in ended)
+        except Unreachable:
+            return  # they expire
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def _may_write(self, place: ObjectLocation, layers: int) -> ObjectResult:
+        done = self._writing.get(place.key)
+        if done is None:
+            return _NOT_OPEN
+        return OK if done.layers == layers else _OUT_OF_ORDER
+
+    def _put(
+        self, places: Sequence[ObjectLocation], spans: Sequence[tuple[int, int]], results: list[ObjectResult]
+    ) -> list[ObjectResult]:
+        """Write a span of each object that is OK so far, and put its expiry off."""
+        wanted = [at for at, result in enumerate(results) if result is OK]
+        commands: list[tuple[Any, ...]] = []
+        for at in wanted:
+            own, (start, stop) = self._writing[places[at].key].name, spans[at]
+            commands.append(("PEXPIRE", own, self._unfinished_ms))
+            commands.append(("SETRANGE", own, start, self._bytes(places[at], start, stop)))
+        found = self._run(commands, full=True)
+        for at, there, size in zip(wanted, found[::2], found[1::2], strict=True):
+            results[at] = OK if there == 1 and size == places[at].nbytes else _LOST
+        return results
+
+    def _bytes(self, place: ObjectLocation, start: int, stop: int) -> memoryview:
+        assert self._arena is not None
+        return self._arena.view[place.offset + start : place.offset + stop]
+
+    def _run(self, commands: Iterable[tuple[Any, ...]], *, full: bool = False, atomic: bool = False) -> list[Any]:
+        """The answers to these, in one round trip.
+
+        :param full: an answer may be an exception: there is no room.
+        :raises Unreachable: no answer.
+        """
+        try:
+            with self._client.pipeline(transaction=atomic) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                return list(pipe.execute(raise_on_error=not full))
+        except (self._errors.ConnectionError, self._errors.TimeoutError) as error:
+            raise Unreachable(f"Redis does not answer: {error}") from None
