@@ -145,11 +145,11 @@ def test_the_reference_lists_sections_one_after_the_other():
 def test_a_backend_of_an_installed_package_has_its_section(monkeypatch, refusal):
     """Redis is one: nothing in the configuration names it."""
     monkeypatch.setenv("LAYERFLOW_POOL__REDIS__UNFINISHED_S", "60")
-    settings = Settings.load(None, {"pool.backend": "redis", "pool.redis.url": "rediss://me:secret@store:6379/1"})
+    settings = Settings.load(None, {"pool.backend": "redis", "pool.redis.url": "rediss://me:hunter2@store:6379/1"})
     assert tier_of(settings) == (
         "redis",
-        {"url": "rediss://me:secret@store:6379/1", "unfinished_s": 60, "timeout_ms": settings.pool.host_timeout_ms},
+        {"url": "rediss://me:hunter2@store:6379/1", "unfinished_s": 60, "timeout_ms": settings.pool.host_timeout_ms},
     )
-    assert "secret" not in repr(settings)
+    assert "hunter2" not in repr(settings)
     assert "redis" in refusal(None, {"pool.backend": "rediss"})[0]
     assert "pool.redis.url" in refusal(None, {"pool.redis.url": "http://store"})[0]
