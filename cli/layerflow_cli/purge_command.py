@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from layerflow.errors import ConfigError, SessionError
-from layerflow_cli.options import ConfigFile, Endpoint
+from layerflow_cli.options import ConfigFile, Endpoint, JsonFile
 from layerflow_cli.status_command import endpoint_of
 
 
@@ -23,7 +23,7 @@ def purge(
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --tier removes anything.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The answer, as one JSON object.")] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Forget what a running server has stored, is saving and is fetching.
 
@@ -39,10 +39,10 @@ def purge(
     if tier and not yes:
         _confirm(where)
     told = _purge(where, tier)
-    if as_json:
-        from layerflow_cli.output import to_json  # noqa: PLC0415
+    if json_file is not None:
+        from layerflow_cli.output import write_json  # noqa: PLC0415
 
-        typer.echo(to_json(told))
+        write_json(json_file, told)
     else:
         typer.echo(describe(told, tier))
     if tier and told.get("tier", {}).get("reason"):

@@ -184,6 +184,48 @@ def test_status_over_the_control_socket(monkeypatch):
     assert asked == ["ipc:///run/one/control", "ipc:///run/two/control"]
 
 
+@pytest.mark.parametrize(
+    ("options", "reason", "code", "words"),
+    [
+        ([], "", 0, "7 objects forgotten in the arena, 2 on their way given up"),
+        (["--tier", "--yes"], "", 0, "3 removed from disk"),
+        (["--tier", "--yes"], "it did not answer", 2, "3 removed from disk"),
+    ],
+)
+def test_purge(monkeypatch, tmp_path, options, reason, code, words):
+    told = {"purged": 7, "revoked": 2}
+    if options:
+        told["tier"] = {"backend": "disk", "purged": 3, "reason": reason}
+
+    class Control:
+        def __init__(self, endpoint, engine):
+            assert endpoint == "ipc:///run/one/control"
+
+        def empty(self, *, tier):
+            assert tier == bool(options)
+            return told
+
+        def close(self):
+            pass
+
+    control = types.ModuleType("layerflow.agent.connection.control")
+    control.Control = Control
+    monkeypatch.setitem(sys.modules, "layerflow.agent", types.ModuleType("layerflow.agent"))
+    monkeypatch.setitem(sys.modules, "layerflow.agent.connection.control", control)
+    monkeypatch.setenv("LAYERFLOW_SERVER__ENDPOINT", "ipc:///run/one/control")
+    for form in ([], ["--json"], ["--json", str(tmp_path / "told")]):
+        result = invoke("purge", *options, *form)
+        assert result.exit_code == code, result.output
+        assert len(result.stderr.splitlines()) == bool(reason)
+        match len(form):
+            case 0:
+                assert words in result.stdout
+            case 1:
+                assert json.loads(result.stdout) == told
+            case 2:
+                assert json.loads((tmp_path / "told").read_text()) == told
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """Every measurement replaced by one that notes its arguments."""

@@ -76,3 +76,25 @@ def test_the_answer_is_part_of_the_next_hit_only_if_the_operator_wants_it(config
     # 199 positions are computed: three chunks of 64 tokens fill up, or one and the prompt's tail of 36.
     assert result.cached_tokens == (192 if decoded else 100)
     assert result.tokens == Engine(config).generate([follow_up], 6)[0].tokens
+
+
+def test_after_a_reset_nothing_of_the_old_weights_is_loaded(server):
+    prompt = passage(229, 700)
+    engine, connection = served(server, TINY_GQA, "trained")
+    engine.submit(prompt, 4)
+    with pytest.raises(RuntimeError, match="unfinished"):
+        engine.reset()
+    engine.run()
+    engine.drain()
+    engine.reset()
+    weights = next(iter(engine.model.weights.values()))
+    weights.copy_(weights.roll(1, 0))
+    alone = Engine(TINY_GQA)
+    theirs = next(iter(alone.model.weights.values()))
+    theirs.copy_(theirs.roll(1, 0))
+    expected = alone.generate([prompt], 8)[0].tokens
+    for hit in (0, 228):
+        [result] = engine.generate([prompt], 8)
+        engine.drain()
+        assert (result.cached_tokens, result.tokens) == (hit, expected)
+    connection.close()

@@ -13,6 +13,7 @@ from layerflow.flow.events import (
     RequestAborted,
     SessionLost,
     StepClosed,
+    StepsRevoked,
     Tick,
 )
 
@@ -167,6 +168,32 @@ def test_a_failed_forward_pass_fails_unfinished_loads():
     world, _, _ = two_requests()
     out = world.send(StepClosed(0, 1, False))
     assert failed(out) == [("a", 0, 0, 3), ("b", 0, 3, 7)]
+    world.drain()
+
+
+def test_revoked_steps_fail_their_loads_and_publish_nothing_that_was_not():
+    world, loads, saves = two_requests()
+    world.open_session(1, [(0, 10)])
+    world.open(1, 5, [Part("x", 0, 7)], [Part("x", 0, 7)])
+    world.send(LayersComputed(0, 1, 2))
+    world.done(saves[0])
+    out = world.send(StepsRevoked(0, True, "replaced"))
+    assert failed(out) == [("a", 0, 0, 3), ("b", 0, 3, 7)]
+    assert {c.direction for c in of(out, Cancel)} == {LOAD, SAVE}
+    assert {getattr(c, "session", 0) for c in out} == {0}, "another session goes on"
+    assert world.send(StepsRevoked(0, True, "replaced")) == []
+    for batch in [*loads, *saves[1:]]:
+        world.done(batch)
+    assert world.steps[0, 1].sides[SAVE].revoked == {0, 1}
+    world.drain()
+
+
+def test_revoked_saves_leave_loads_alone():
+    world, loads, _ = two_requests()
+    out = world.send(StepsRevoked(0, False, "purged"))
+    assert {c.direction for c in of(out, Cancel)} == {SAVE} and not failed(out)
+    world.done(loads[0])
+    assert of(world.done(loads[1]), LoadsDone)
     world.drain()
 
 

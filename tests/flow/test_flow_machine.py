@@ -26,6 +26,7 @@ from layerflow.flow.events import (
     SessionLost,
     StepClosed,
     StepOpened,
+    StepsRevoked,
     Tick,
 )
 
@@ -158,6 +159,11 @@ class FlowMachine(RuleBasedStateMachine):
     def request_aborted(self, data, request):
         session = data.draw(st.sampled_from(sorted(self.world.layers)))
         self.world.send(RequestAborted(session, request))
+
+    @rule(data=st.data(), loads=st.booleans())
+    @precondition(lambda self: self.world.layers)
+    def steps_revoked(self, data, loads):
+        self.world.send(StepsRevoked(data.draw(st.sampled_from(sorted(self.world.layers))), loads, "replaced"))
 
     @rule(data=st.data(), sure=st.sampled_from([False, False, True]))
     @precondition(lambda self: self.world.layers)

@@ -60,6 +60,14 @@ class World:
     def worker(self, engine: str = "e2e") -> KnownWorker:
         return worker_on(self.server, engine=engine, lookup_timeout_s=5.0)
 
+    def reset(self, engine: str) -> dict[str, Any]:
+        """As the engine's scheduler says it."""
+        scheduler = Control(self.server.endpoint, engine, context=self.server.context)
+        try:
+            return scheduler.reset()
+        finally:
+            scheduler.close()
+
     def settled(self) -> bool:
         return not (self.tier["writing_jobs"] or self.tier["fetching_jobs"])
 
@@ -146,25 +154,37 @@ def test_the_server_alone_revokes_what_the_engine_has_under_way(behind):
     with world.worker() as worker:
         load = fetching(world, worker)
         save = worker.admit(worker.prompt(TOKENS))
-        step = step_of(worker.agent.open_step([load.request(save=False), save.request()]))
+        loading = step_of(worker.agent.open_step([load.request(save=False)]))
+        saving = step_of(worker.agent.open_step([save.request()]))
         for layer in range(2):
             worker.compute(save, layer, 0, TOKENS)
-            step.layer_done(layer)
+            saving.layer_done(layer)
         before = world.pool["commits"]
-        scheduler = Control(world.server.endpoint, "e2e", context=world.server.context)
-        told = scheduler.reset()
-        scheduler.close()
-        assert told["steps"] == 1
+        assert world.reset("e2e")["steps"] == 2
+        assert {failed.reason for failed in loading.wait_all().failed} == {REPLACED}
+        loading.close()
         for layer in range(2, worker.spec.num_layers):
             worker.compute(save, layer, 0, TOKENS)
-            step.layer_done(layer)
-        outcome = step.wait_all()
-        assert {failed.request for failed in outcome.failed} == {load.name}
-        step.close()
+            saving.layer_done(layer)
+        saving.close()
         assert worker.agent.wait_idle(save.name, 10)
         world.gate.let()
         assert eventually(lambda: world.settled() and not world.pool["half_written"] and not world.pool["pinned"])
-        assert world.pool["commits"] == before, "no half of a save was published"
+        assert world.pool["commits"] == before, "nothing of the save was published, and nothing of the fetch"
+
+
+def test_leases_are_dropped_and_what_they_held_is_called_back(behind):
+    world = behind("fetch")
+    with world.worker() as worker:
+        fetching(world, worker)
+        resident = worker.serve(worker.prompt(TOKENS)).chain
+        assert worker.agent.lookup("resident", resident).tokens
+        assert world.pool["pinned"]
+        assert world.reset("e2e")["leases"] == 2
+        assert not world.pool["pinned"]
+        world.gate.let(1)
+        assert eventually(world.settled)
+        assert not world.tier["fetched_objects"], "the fetch was called back"
 
 
 def test_a_lookup_under_way_brings_nothing(behind):
@@ -180,9 +200,7 @@ def test_a_lookup_under_way_brings_nothing(behind):
         thread = threading.Thread(target=lambda: found.append(worker.agent.lookup("waits", chain).tokens))
         thread.start()
         assert eventually(lambda: world.tier["lookups"] > asked)
-        scheduler = Control(world.server.endpoint, "e2e", context=world.server.context)
-        scheduler.reset()
-        scheduler.close()
+        world.reset("e2e")
         world.gate.let()
         thread.join()
         assert found == [0]

@@ -143,6 +143,26 @@ class Engine:
         """Every load of a running step fails before its first layer, or no more."""
         self._ask("break_loads", broken)
 
+    def reset_now(self) -> None:
+        """As :meth:`reset` with the pool, whatever is under way.
+
+        :raises EngineFailed: vLLM's own cache could not be cleared.
+        """
+        if not self._ask("reset", True):
+            raise EngineFailed("vLLM's prefix cache is still in use")
+
+    def replace_weights(self) -> None:
+        """Other weights in place, the same ones each time."""
+        self._ask("replace_weights")
+
+    def one_with_reset(self, prompt: Prompt, max_tokens: int, steps: int) -> Answer:
+        """Serve a prompt; after `steps` steps of it a reset without a pause, and new weights."""
+        return self._ask("generate_over", prompt, max_tokens, steps, False)
+
+    def one_over_a_pause(self, prompt: Prompt, max_tokens: int, steps: int) -> Answer:
+        """Serve a prompt; after `steps` steps of it the engine is paused, gets new weights, and goes on."""
+        return self._ask("generate_over", prompt, max_tokens, steps, True)
+
     def assert_no_block_lost(self) -> None:
         """Every block of vLLM's cache is free again."""
         free, total = self._ask("free_blocks")

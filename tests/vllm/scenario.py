@@ -93,6 +93,36 @@ class Scenario:
         """Forget vLLM's own prefix cache, so that later hits are layerflow's; and layerflow's pool if `pool`."""
         return bool(self._llm.reset_prefix_cache(reset_connector=pool))
 
+    def replace_weights(self) -> None:
+        """Other weights in place, the same ones each time: every token gets the embedding of another."""
+        self._core.model_executor.collective_rpc("apply_model", args=(_replace,))
+
+    def generate_over(self, asked: Prompt, max_tokens: int, steps: int, paused: bool) -> Answer:
+        """Serve a prompt whose weights are replaced after some steps; with `paused`, as a trainer does it."""
+        from vllm import SamplingParams
+
+        name = str(next(self._names))
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
+        self._engine.add_request(name, {"prompt_token_ids": list(asked)}, sampling)
+        for _ in range(steps):
+            self._engine.step()
+        if paused:
+            self._core.pause_scheduler(mode="keep", clear_cache=True)
+        else:
+            self._llm.reset_prefix_cache(reset_connector=True)
+        self.replace_weights()
+        if paused:
+            self._core.resume_scheduler()
+        while True:
+            for output in self._engine.step():
+                if output.finished:
+                    made = output.outputs[0]
+                    return Answer(tuple(made.token_ids), output.num_cached_tokens or 0, str(made.finish_reason))
+
+    @property
+    def _core(self) -> Any:
+        return self._engine.engine_core.engine_core
+
     def free_blocks(self) -> tuple[int, int]:
         """Blocks that are free, and all that can be. Blocks whose freeing was delayed get some steps to come back."""
         pool = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
@@ -143,6 +173,12 @@ def schedule_ahead() -> None:
         return initialize(core, vllm_config)
 
     EngineCore._initialize_kv_caches = between_workers_and_scheduler
+
+
+def _replace(model: Any) -> None:
+    for name, weights in model.named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            weights.data.copy_(weights.data.roll(7, 0))
 
 
 def serve(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import structlog
 
-from layerflow.agent import Agent, LoadResult, NoStep, Step
+from layerflow.agent import Agent, FailedBlocks, LoadResult, NoStep, Step
 from layerflow.agent.agent import REPLACED
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.lanes.save import FAST_LAYER_S
@@ -66,6 +66,7 @@ class WorkerSide:
         self._step: Step | NoStep | None = None
         self._tails: Step | NoStep | None = None
         self._background: dict[str, Step | NoStep] = {}
+        self._outdated: set[str] = set()
         self._leaving: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -183,9 +184,11 @@ class WorkerSide:
             next(iter(self._background.values())).wait_loaded(IDLE_WAIT_S)
         for request, step in list(self._background.items()):
             if step.wait_loaded(0.0):
-                self._check(step, step.wait_all())
+                outcome = step.wait_all()
+                self._check(step, _all_failed(step) if request in self._outdated else outcome)
                 step.close()
                 del self._background[request]
+                self._outdated.discard(request)
                 arrived.add(request)
         sent = {request for request in self._leaving if not self._saving_for(request)}
         self._leaving -= sent
@@ -263,6 +266,7 @@ class WorkerSide:
             del self._owed[self._put_off.number]
             self._put_off = None
         self._deferred.flush()  # opened, and cut off with the rest
+        self._outdated = set(self._background)  # what has come of these is of the old weights too
         self._tally.add("revoked_saves", self._agent.revoke(REPLACED))
 
     def _hand_over(self, plan: StepPlan) -> None:
@@ -366,6 +370,13 @@ class WorkerSide:
             for request in self._loads_of.pop(step, ()):
                 hidden, whole = self._overlaps.get(request, (0.0, 0.0))
                 self._overlaps[request] = (hidden + load.hidden_ms / 1e3, whole + load.transfer_ms / 1e3)
+
+
+def _all_failed(step: Step | NoStep) -> LoadResult:
+    """Nothing that the step loads is of use."""
+    parts = step.loads if isinstance(step, Step) else []
+    blocks = {(part.request, part.group): [b for piece in part.pieces for b in piece.blocks] for part in parts}
+    return LoadResult(tuple(FailedBlocks(*of, tuple(lost), REPLACED) for of, lost in blocks.items()))
 
 
 def _requests(parts: list[PartDescriptor]) -> tuple[str, ...]:
