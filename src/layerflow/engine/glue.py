@@ -1,7 +1,6 @@
 """The engine's whole connection to layerflow, and the example for authors of other engines.
 
 An engine owes the agent five things:
-
 1. a :class:`~layerflow.spec.ModelSpec` that names whatever changes cached bytes (:func:`model_spec`);
 2. a lookup before it allocates, and block tables that hold the hit's blocks (:meth:`LayerflowConnection.lookup`);
 3. one open step per forward pass: what to load, what is being computed (:meth:`LayerflowConnection.open_step`);
@@ -30,9 +29,7 @@ from layerflow.keys import Chain
 from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane
 
 ModeSetting = Literal["auto", "layerwise", "bulk"]
-# Settings that change neither the weights' meaning nor the cached bytes.
-_BESIDE_THE_CONTENT = ("name", "num_blocks", "max_positions", "step_tokens")
-
+_BESIDE_THE_CONTENT = ("name", "num_blocks", "max_positions", "step_tokens")  # they change no cached bytes
 log = structlog.get_logger("layerflow.engine")
 
 
@@ -42,15 +39,13 @@ def model_spec(
     """What this engine caches, so that any engine with the same bytes computes the same keys."""
     facts = {name: value for name, value in dataclasses.asdict(config).items() if name not in _BESIDE_THE_CONTENT}
     groups = tuple(
-        GroupSpec(
-            group.kind, config.block_size, group.layers, tuple(Plane(*plane) for plane in group.planes), group.window
-        )
-        for group in config.groups
+        GroupSpec(each.kind, config.block_size, each.layers, tuple(Plane(*plane) for plane in each.planes), each.window)
+        for each in config.groups
     )
     return ModelSpec(
-        name=config.name,
-        content=content_of_tensors(facts, weights),
-        groups=groups,
+        config.name,
+        content_of_tensors(facts, weights),
+        groups,
         attention="layerflow-reference/1",
         chunk_tokens=chunk_tokens,
     )
@@ -159,7 +154,7 @@ class LayerflowConnection:
         self._live.pop(request.id, None)
 
     def reset(self, model_content: str = "") -> None:
-        """The engine's weights are being replaced; see :meth:`layerflow.agent.Agent.reset`."""
+        """The engine's weights are being replaced."""
         self.agent.reset(model_content)
         self._live.clear()
 
