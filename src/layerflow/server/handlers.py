@@ -377,8 +377,8 @@ class Handlers:
             before = self._departures()
             hit = yield from search()
             yield from self._lease(session, message, digests, hit)
-            # With a store behind the arena, what leaves the arena now (bringing the hit may push it out) is brought back
-            # by the step that loads it.
+            # With a store behind the arena, what leaves the arena now is brought back by the step that loads it; bringing
+            # the hit may itself push it out.
             if self._context.tier is not None or self._departures() == before:
                 break
         self._found(session, message, hit, heard)
