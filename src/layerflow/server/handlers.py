@@ -377,8 +377,7 @@ class Handlers:
             before = self._departures()
             hit = yield from search()
             yield from self._lease(session, message, digests, hit)
-            # With a store behind the arena, what leaves the arena now is brought back by the step that loads it; bringing
-            # the hit may itself push it out.
+            # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or self._departures() == before:
                 break
         self._found(session, message, hit, heard)
