@@ -25,11 +25,13 @@ from layerflow.hosts.messages import (
     Advance,
     Ask,
     Down,
+    EndFetch,
     Fetch,
     Fetched,
     Finish,
     Found,
     Held,
+    Pull,
     Up,
     Write,
     Written,
@@ -55,8 +57,9 @@ async def test_a_save_and_a_load() -> None:
         TWO.wipe(it.arena)
         it.host.send(Ask(1, b"".join([*TWO.keys, key_of(9)]), 10_000))
         assert await it.hear() == Found(1, b"\1\1\0")
-        it.host.send(Fetch(2, TWO.said(), 10_000))
-        assert [await it.hear(), await it.hear()] == [Fetched(2, 1, False), Fetched(2, 3, True)]
+        for message in (Fetch(2, TWO.said()), Pull(2, 1, 0, 2, 0, 1), Pull(2, 2, 0, 2, 1, 3), EndFetch(2)):
+            it.host.send(message)
+        assert [await it.hear(), await it.hear()] == [Fetched(2, 1), Fetched(2, 2)]
         assert TWO.intact(it.arena) == [True, True]
         while it.host.statistics.get("calls", 0) < 9:  # attach, 3 to write, 4 to fetch, a lookup; checks
             await it.answer()
@@ -71,10 +74,10 @@ async def test_broken_bytes_are_hidden_by_the_host_itself() -> None:
         it.host.send(Write(1, TWO.said(), 3, 10_000))
         it.host.send(Finish(1))
         assert await it.hear() == Written(1)
-        it.host.send(Fetch(2, TWO.said(), 10_000))
+        it.host.send(Fetch(2, TWO.said()))
+        it.host.send(Pull(2, 1, 0, 2, 0, 3))
         first = await it.hear(Fetched)
         assert [(failure.position, failure.outcome) for failure in first.failed] == [(1, Outcome.BROKEN)]
-        await it.hear(Fetched)
         it.host.send(Ask(3, b"".join(TWO.keys), 10_000))
         assert (await it.hear(Found)).present == b"\1\0"
 
@@ -118,7 +121,8 @@ async def test_away_at_first_and_again_later(tmp_path: Path) -> None:
 async def refused(it: Served) -> None:
     it.host.send(Ask(7, key_of(1), 10_000))
     assert await it.hear() == Found(7, b"\0", "unreachable: it is away")
-    it.host.send(Fetch(8, TWO.said(), 10_000))
+    it.host.send(Fetch(8, TWO.said()))
+    it.host.send(Pull(8, 1, 0, 2, 0, 3))
     it.host.send(Write(9, TWO.said(), 3, 10_000))
     it.host.send(Finish(9))
     for ended in (await it.hear(Fetched), await it.hear(Written)):

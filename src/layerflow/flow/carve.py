@@ -2,7 +2,7 @@
 
 A *cohort* is a set of blocks of one strand that advance through the layers together: its spans and
 one cursor (layer, block, byte within a block that is split). A strand starts as one cohort, and one
-more for each arrival that brings objects into the arena layer by layer: that one is carved as far as
+more for each fetch that brings objects into the arena layer by layer: that one is carved as far as
 they are there, and waits. Cohorts that have all their layers and meet become one again. That is all
 the core holds of what is still to be moved, whatever the number of layers.
 """
@@ -33,7 +33,7 @@ class Cohort:
     """Blocks of a strand that have reached the same layer.
 
     :param index: position of the cursor's layer within the strand's layers; their number when all is carved.
-    :param fetch: number of the arrival that has layers to bring yet; 0 = every layer is in the arena.
+    :param fetch: number of the fetch that has layers to bring yet; 0 = every layer is in the arena.
     :param limit: so many layers may be carved.
     :param at: next block of that layer.
     :param byte_at: bytes of block `at` that are carved already.

@@ -1,4 +1,4 @@
-"""The earliest deadline of all steps, without a timer: a heap with lazy deletion."""
+"""The earliest deadline of all steps and transfers, without a timer: a heap with lazy deletion."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import heapq
 import math
 
 from layerflow.flow.steps import Step
+from layerflow.flow.transfers import Transfer
+
+Timed = Step | Transfer
 
 _SLACK = 16
 
 
 class Deadlines:
-    """When which step next wants to be looked at. A step has at most one valid entry: its `alarm`."""
+    """When which step or transfer next wants to be looked at. Each has at most one valid entry: its `alarm`."""
 
     __slots__ = ("_armed", "_heap", "_number")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Step]] = []
+        self._heap: list[tuple[float, int, Timed]] = []
         self._number = 0
         self._armed = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def set(self, step: Step, when: float) -> None:
+    def set(self, step: Timed, when: float) -> None:
         """Look at `step` at `when`; ``inf`` = no more."""
         if step.alarm == when:
             return
@@ -38,8 +41,8 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if entry[2].alarm == entry[0]]
             heapq.heapify(self._heap)
 
-    def due(self, now: float) -> Step | None:
-        """A step whose alarm has passed, its alarm cleared; None when there is none."""
+    def due(self, now: float) -> Timed | None:
+        """What has an alarm that has passed, the alarm cleared; None when there is none."""
         while self._heap and self._heap[0][0] <= now:
             when, _, step = heapq.heappop(self._heap)
             if step.alarm == when:

@@ -20,17 +20,19 @@ from typing import Any
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow import deaths
-from layerflow.flow.arrivals import fetch_failed, layers_fetched
 from layerflow.flow.commands import Command, WakeAt
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
+    CallDone,
     Direction,
     Event,
-    FetchFailed,
+    FetchLeased,
+    FetchOpened,
     FrontierReached,
+    Hop,
+    HostLost,
     LayersComputed,
-    LayersFetched,
     Limits,
     LimitsChanged,
     LoadsFenced,
@@ -41,7 +43,16 @@ from layerflow.flow.events import (
     StepOpened,
     Tick,
 )
+from layerflow.flow.fetches import (
+    call_done,
+    expire_fetch,
+    host_lost,
+    lease_fetch,
+    open_fetch,
+    release_edges,
+)
 from layerflow.flow.grant import grant
+from layerflow.flow.hosts import grant_calls
 from layerflow.flow.landing import batch_done, batch_failed, lose_session
 from layerflow.flow.opening import open_step
 from layerflow.flow.sessions import open_session
@@ -59,16 +70,19 @@ class Flow:
     :raises ConfigError: for limits that no transfer could meet.
     """
 
-    __slots__ = ("_handlers", "_state")
+    __slots__ = ("_handlers", "_now", "_state")
 
     def __init__(self, limits: Limits) -> None:
         self._state = State(limits)
+        self._now = 0.0
         self._handlers: dict[type, Callable[[Any, list[Command]], None]] = {
             SessionOpened: self._session_opened,
             SessionLost: self._session_lost,
             StepOpened: self._step_opened,
-            LayersFetched: self._layers_fetched,
-            FetchFailed: self._fetch_failed,
+            FetchOpened: self._fetch_opened,
+            FetchLeased: self._fetch_leased,
+            CallDone: self._call_done,
+            HostLost: self._host_lost,
             FrontierReached: self._frontier_reached,
             LayersComputed: self._layers_computed,
             BatchDone: self._batch_done,
@@ -95,17 +109,28 @@ class Flow:
         :raises ConfigError: for impossible limits; the old ones stay.
         """
         state = self._state
+        self._now = now
         out: list[Command] = []
         self._handlers[type(event)](event, out)
-        while (step := state.deadlines.due(now)) is not None:
-            self._expire(step, now, out)
+        while (due := state.deadlines.due(now)) is not None:
+            if isinstance(due, Step):
+                self._expire(due, now, out)
+            else:
+                expire_fetch(state, due, out)
         if state.telling:
             tell_stored(state, out)
         if state.unsettled:
             for step in state.unsettled:
                 settle(state, step, out)
             state.unsettled.clear()
+        if state.loosened:
+            for leg in state.loosened:
+                release_edges(state, leg, out)
+            state.loosened.clear()
         grant(state, now, out, most)
+        for lane in state.lanes:
+            if lane.ring.queue:
+                grant_calls(lane, state.budget, now, out)
         earliest = state.deadlines.earliest()
         if earliest not in (state.wake, math.inf):
             state.wake = earliest
@@ -131,6 +156,8 @@ class Flow:
             load_inflight_batches=batches[Direction.LOAD],
             save_inflight_batches=batches[Direction.SAVE],
             unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
+            fetches=len(state.lanes[Hop.FETCH].transfers),
+            fetch_inflight_bytes=state.lanes[Hop.FETCH].inflight,
             **asdict(state.counters),
         )
 
@@ -150,15 +177,17 @@ class Flow:
         if session is not None:
             open_step(self._state, session, event, out)
 
-    def _layers_fetched(self, event: LayersFetched, _: list[Command]) -> None:
-        step = self._state.step(event, event.session, event.step)
-        if step is not None:
-            layers_fetched(self._state, step, event)
+    def _fetch_opened(self, event: FetchOpened, _: list[Command]) -> None:
+        open_fetch(self._state, event, self._now)
 
-    def _fetch_failed(self, event: FetchFailed, out: list[Command]) -> None:
-        step = self._state.step(event, event.session, event.step)
-        if step is not None:
-            fetch_failed(self._state, step, event, out)
+    def _fetch_leased(self, event: FetchLeased, out: list[Command]) -> None:
+        lease_fetch(self._state, event, out)
+
+    def _call_done(self, event: CallDone, out: list[Command]) -> None:
+        call_done(self._state, event, self._now, out)
+
+    def _host_lost(self, event: HostLost, out: list[Command]) -> None:
+        host_lost(self._state, event, out)
 
     def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)

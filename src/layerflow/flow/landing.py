@@ -106,6 +106,8 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
             state.counters.revoked_parts += len(unfinished)
             out.append(Revoke(session.number, step.number, tuple(sorted(unfinished)), "the session was lost"))
         if step.loads is not None and not step.loads.done:
+            step.loads.done = True
+            state.loosened.append(step.loads)
             out.append(LoadsDone(session.number, step.number))
         forget(state, step, out)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.arrivals import lay_out
 from layerflow.flow.commands import Command, Revoke
 from layerflow.flow.events import Direction, Part, StepOpened
+from layerflow.flow.fetches import check_needs, lay_out
 from layerflow.flow.sessions import Session
 from layerflow.flow.state import State
 from layerflow.flow.steps import Leg, Step, Strand
@@ -27,16 +27,17 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     if event.deadline != event.deadline or event.save_deadline != event.save_deadline:
         raise InvalidTransition(f"session {session.number} step {event.step}: a deadline is not a number")
     _check(session, event, event.loads, "load")
+    _check_needs(state, session, event)
     _check(session, event, event.saves, "save")
 
     step = Step(session, event.step, event.deadline, event.save_deadline)
     step.story.append(event)
     session.steps[event.step] = step
     if event.loads:
-        step.loads = _leg(step, Direction.LOAD, event.loads)
+        step.loads = _leg(state, step, Direction.LOAD, event.loads)
         state.carve_later(step.loads)
     if event.saves:
-        saves = _leg(step, Direction.SAVE, event.saves)
+        saves = _leg(state, step, Direction.SAVE, event.saves)
         nbytes = sum(strand.starts[-1] * strand.shape.tail_bytes[0] for strand in saves.strands.values())
         if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
             state.counters.shed_parts += len(event.saves)
@@ -64,10 +65,16 @@ def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str
             )
 
 
-def _leg(step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
+def _check_needs(state: State, session: Session, event: StepOpened) -> None:
+    for position, part in enumerate(event.loads):
+        if part.needs and (wrong := check_needs(state, part, session.groups[part.group].layers)):
+            raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
+
+
+def _leg(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
     leg = Leg(step, direction, parts)
     groups = {part.group for part in parts}
-    arrives = direction is Direction.LOAD and any([part.fetch for part in parts])
+    arrives = direction is Direction.LOAD and any([part.needs for part in parts])
     for group in sorted(groups):
         members: Sequence[int] = range(len(parts))
         if len(groups) > 1:
@@ -76,7 +83,7 @@ def _leg(step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
         strand = Strand(leg, step.session.groups[group], members, starts)
         leg.strands[group] = strand
         if arrives:
-            lay_out(strand)
+            lay_out(state, strand)
         else:
             strand.add_cohort([(0, starts[-1])])
     return leg

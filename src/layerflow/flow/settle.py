@@ -22,6 +22,7 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
     loads, saves = step.loads, step.saves
     if loads is not None and not loads.done and loads.idle:
         loads.done = True
+        state.loosened.append(loads)
         out.append(LoadsDone(step.session.number, step.number))
         release_held(state, step)
     if saves is not None and saves.open and (loads is None or loads.done):

@@ -8,21 +8,24 @@ from collections.abc import Iterable
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
 from layerflow.flow.deadlines import Deadlines
-from layerflow.flow.events import Direction, Event, Limits
+from layerflow.flow.events import Direction, Event, Hop, Limits
 from layerflow.flow.fairness import Ring
+from layerflow.flow.hosts import HostLane
 from layerflow.flow.sessions import Session
 from layerflow.flow.statistics import Counters
 from layerflow.flow.steps import Flight, Leg, Step, Strand
 
 
 class State:
-    """The core's memory: O(steps' parts + batches in flight)."""
+    """The core's memory: O(steps' parts + objects on their way + batches in flight)."""
 
     __slots__ = (
         "budget",
         "counters",
         "deadlines",
         "flights",
+        "lanes",
+        "loosened",
         "newest_session",
         "next_batch",
         "paused",
@@ -35,13 +38,15 @@ class State:
 
     def __init__(self, limits: Limits) -> None:
         self.budget = Budget(limits)
-        self.rings = (Ring(Direction.LOAD), Ring(Direction.SAVE))
+        self.rings: tuple[Ring[Session], Ring[Session]] = (Ring(Direction.LOAD), Ring(Direction.SAVE))
+        self.lanes = (HostLane(Hop.FETCH), HostLane(Hop.WRITE))
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.sessions: dict[int, Session] = {}
         self.flights: dict[int, Flight] = {}
         self.telling: list[Strand] = []
         self.unsettled: list[Step] = []
+        self.loosened: list[Leg] = []
         self.next_batch = 1
         self.paused = False
         self.newest_session = -1

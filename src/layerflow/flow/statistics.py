@@ -22,6 +22,9 @@ class Counters:
     steps_done: int = 0
     sessions_lost: int = 0
     late_reports: int = 0
+    fetched_objects: int = 0
+    fetched_bytes: int = 0
+    expired_fetches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class FlowStatistics:
     :param failed_parts: load parts of which a block was reported as failed.
     :param revoked_parts: save parts given back, shed ones included.
     :param expired_legs: loads or saves of a step cut at their deadline.
+    :param expired_fetches: fetches given up because nothing came of them.
     :param late_reports: events about steps, batches or sessions that are gone; harmless.
     """
 
@@ -41,6 +45,8 @@ class FlowStatistics:
     load_inflight_batches: int
     save_inflight_batches: int
     unsaved_bytes: int
+    fetches: int
+    fetch_inflight_bytes: int
     batches: int
     batches_failed: int
     loaded_bytes: int
@@ -54,3 +60,6 @@ class FlowStatistics:
     steps_done: int
     sessions_lost: int
     late_reports: int
+    fetched_objects: int
+    fetched_bytes: int
+    expired_fetches: int

@@ -1,44 +1,37 @@
-"""The fetch thread: jobs in slices of layers, in turn, so that all sessions' first layers come early."""
+"""The fetch thread: executes the calls that the server hands out, in order, one call of the backend each."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from layerflow.errors import LayerflowError, PoolError
 from layerflow.hosts.backend import OK, Backend, Outcome, Place, Verdict
-from layerflow.hosts.lane import Job, Judge, Lane, Tell
-from layerflow.hosts.messages import Failure, Fetch, Fetched, Unfetch
-from layerflow.hosts.places import count_of, places_of
+from layerflow.hosts.lane import REASON_CHARS, Judge, Lane, Patience, Tell
+from layerflow.hosts.messages import EndFetch, Failure, Fetch, Fetched, Pull
+from layerflow.hosts.places import places_of
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, check_header
 
-FIRST_SLICE_BYTES, LAST_SLICE_BYTES = 1 << 20, 8 << 20
-CALL_S = 3e-3
-"""A call moves at least so much, doubling from the first while calls take less than this: an engine that starts needs
-its next layers soon, and is ahead of them later; a call and its report cost some 0.3 ms each, and the other jobs wait
-for a call to end. Mooncake, for one, moves 4 MiB some 1.4 times as fast in one call as in two."""
-
 
 @dataclass(slots=True, eq=False)
-class FetchJob(Job):
-    """:param at: so many leading layers have come. :param opened: to be closed when the job ends.
+class FetchJob:
+    """:param places: objects that have not failed, by position. :param opened: to be closed when the job ends.
 
-    :param slice_bytes: what the next call after the first layer's moves, at least.
+    :param refused: why none of it can be fetched.
     """
 
-    at: int = 0
-    slice_bytes: int = FIRST_SLICE_BYTES
-    opened: list[Place] = field(default_factory=list)
-    wanted: bool = True
+    places: dict[int, Place]
+    opened: dict[int, Place] = field(default_factory=dict)
+    refused: str = ""
 
 
-class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
-    """Items are messages with the moment they came.
+class FetchLane(Lane[Fetch | Pull | EndFetch]):
+    """Items are messages.
 
     :param hide: told keys whose bytes are not those of the object.
+    :param patience: how long a call may take.
     """
 
     def __init__(
@@ -48,79 +41,84 @@ class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
         tell: Tell,
         judge: Judge,
         hide: Callable[[Sequence[bytes]], None],
+        patience: Patience | None = None,
     ) -> None:
-        super().__init__("fetch")
+        super().__init__("fetch", patience)
         self._backend, self._arena, self._tell, self._judge, self._hide = backend, arena, tell, judge, hide
         self._jobs: dict[int, FetchJob] = {}
-        self._new: deque[FetchJob] = deque()
-        self._begun: deque[FetchJob] = deque()
+        self._waiting: deque[Fetch | Pull | EndFetch] = deque()
 
-    def _accept(self, item: tuple[Fetch | Unfetch, float]) -> None:
-        message, came = item
-        if isinstance(message, Unfetch):
-            if message.id in self._jobs:
-                self._jobs[message.id].wanted = False
-            return
-        try:
-            places = dict(enumerate(places_of(message.objects, self._arena)))
-        except LayerflowError as error:
-            reason = str(error)
-            failed = tuple(Failure(at, int(Outcome.FAILED), reason) for at in range(count_of(message.objects)))
-            self._tell(Fetched(message.id, 0, True, failed))
-            raise
-        job = FetchJob(message.id, places, message.objects.layers, came + message.timeout_ms / 1e3)
-        self._jobs[job.id] = job
-        self._new.append(job)
+    def _accept(self, item: Fetch | Pull | EndFetch) -> None:
+        self._waiting.append(item)
 
     def _patience(self) -> float | None:
-        return 0 if self._jobs else None
+        return 0 if self._waiting else None
 
     def _turn(self) -> None:
-        """One slice of one job: a new one's first layer, for its engine waits; else the next of those under way."""
-        if not self._jobs:
+        if not self._waiting:
             return
-        job = (self._new or self._begun).popleft()
+        match self._waiting.popleft():
+            case Fetch() as message:
+                self._begin(message)
+            case Pull() as message:
+                self._pull(message)
+            case EndFetch() as message:
+                self._end(message.id)
+
+    def _begin(self, message: Fetch) -> None:
         try:
-            self._slice(job)
+            self._jobs[message.id] = FetchJob(dict(enumerate(places_of(message.objects, self._arena))))
+        except LayerflowError as error:
+            self._jobs[message.id] = FetchJob({}, refused=str(error))
+            raise
+
+    def _pull(self, message: Pull) -> None:
+        """One call. Whatever happens, it is reported."""
+        failed: list[Failure] = []
+        try:
+            job = self._jobs.get(message.id, FetchJob({}, refused="the host does not know of this fetch"))
+            if job.refused:
+                failed = refuse(message, job.refused)
+            else:
+                self._move(job, message, failed)
         except BaseException:
-            job.fail("the host failed; see its log")
+            failed = refuse(message, "the host failed; see its log")
             raise
         finally:
-            if job.places and job.at < job.layers:
-                self._begun.append(job)
-            else:
-                self._end(job)
+            self._tell(Fetched(message.id, message.call, tuple(failed)))
 
-    def _slice(self, job: FetchJob) -> None:
-        if not job.wanted:
-            job.fail("nobody wants it any more")
-        elif time.monotonic() >= job.until:
-            job.fail("its time ran out")
-        elif not job.at and job.places:
-            self._open(job)
-        if not job.places:
+    def _move(self, job: FetchJob, message: Pull, failed: list[Failure]) -> None:
+        lo, hi = message.layer_lo, message.layer_hi
+        mine = [at for at in range(message.lo, message.hi) if at in job.places]
+        if fresh := [at for at in mine if at not in job.opened]:
+            places = [job.places[at] for at in fresh]
+            with self.under_way(0) as until:
+                verdicts = self._judge.verdicts(
+                    "open_fetch", len(places), lambda: self._backend.open_fetch(places, until)
+                )
+            job.opened |= {
+                at: job.places[at] for at, each in zip(fresh, verdicts, strict=True) if each[0] is Outcome.OK
+            }
+            self._settle(job, fresh, verdicts, failed)
+            mine = [at for at in mine if at in job.places]
+        if not mine:
             return
-        lo, positions, places = job.at, list(job.places), list(job.places.values())
-        hi = min(job.layers, lo + -(-job.slice_bytes // job.layer_bytes)) if lo else 1
-        began = time.monotonic()
-        verdicts = self._judge.verdicts("fetch", len(places), lambda: self._backend.fetch(places, lo, hi, job.until))
-        if lo and time.monotonic() - began < CALL_S:
-            job.slice_bytes = min(2 * job.slice_bytes, LAST_SLICE_BYTES)
+        wanted = [job.places[at] for at in mine]
+        nbytes = (hi - lo) * sum(place.layer_bytes for place in wanted)
+        with self.under_way(nbytes) as until:
+            verdicts = self._judge.verdicts("fetch", len(wanted), lambda: self._backend.fetch(wanted, lo, hi, until))
         if not lo:
-            verdicts = [self._compare(*pair) for pair in zip(places, verdicts, strict=True)]
-        broken = [place.key for place, verdict in zip(places, verdicts, strict=True) if verdict[0] is Outcome.BROKEN]
-        job.settle(positions, verdicts)
+            verdicts = [self._compare(*pair) for pair in zip(wanted, verdicts, strict=True)]
+        broken = [place.key for place, verdict in zip(wanted, verdicts, strict=True) if verdict[0] is Outcome.BROKEN]
+        self._settle(job, mine, verdicts, failed)
         if broken:
             self._hide(broken)
-        job.at = hi
-        if job.places and hi < job.layers:
-            self._tell(Fetched(job.id, hi, False, job.take_failures()))
 
-    def _open(self, job: FetchJob) -> None:
-        places = list(job.places.values())
-        verdicts = self._judge.verdicts("open_fetch", len(places), lambda: self._backend.open_fetch(places, job.until))
-        job.opened = [place for place, verdict in zip(places, verdicts, strict=True) if verdict[0] is Outcome.OK]
-        job.settle(list(job.places), verdicts)
+    def _settle(self, job: FetchJob, positions: list[int], verdicts: list[Verdict], failed: list[Failure]) -> None:
+        for position, (outcome, reason) in zip(positions, verdicts, strict=True):
+            if outcome is not Outcome.OK:
+                del job.places[position]
+                failed.append(Failure(position, int(outcome), reason[:REASON_CHARS]))
 
     def _compare(self, place: Place, verdict: Verdict) -> Verdict:
         """The header has come with the first layer: is it that of the object?"""
@@ -133,13 +131,21 @@ class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
             return Verdict(Outcome.BROKEN, str(error))
         return OK
 
-    def _end(self, job: FetchJob) -> None:
-        del self._jobs[job.id]
-        if job.opened:
-            self._judge.quietly("close_fetch", lambda: self._backend.close_fetch(job.opened))
-        self._tell(Fetched(job.id, job.at, True, job.take_failures()))
+    def _end(self, number: int) -> None:
+        job = self._jobs.pop(number, None)
+        if job is not None and job.opened:
+            places = list(job.opened.values())
+            with self.under_way(0):
+                self._judge.quietly("close_fetch", lambda: self._backend.close_fetch(places))
 
     def _leave(self) -> None:
-        for job in list(self._jobs.values()):
-            job.fail("the host stops")
-            self._end(job)
+        for message in self._waiting:
+            if isinstance(message, Pull):
+                self._tell(Fetched(message.id, message.call, tuple(refuse(message, "the host stops"))))
+        for number in list(self._jobs):
+            self._end(number)
+
+
+def refuse(message: Pull, reason: str) -> list[Failure]:
+    """All that a call carries has failed."""
+    return [Failure(at, int(Outcome.FAILED), reason) for at in range(message.lo, message.hi)]

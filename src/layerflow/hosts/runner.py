@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
+from typing import Any
 
 import structlog
 
@@ -15,15 +16,16 @@ from layerflow.errors import ProtocolError
 from layerflow.hosts.asking import AskLane, Hide, unknown
 from layerflow.hosts.backend import Attached, Backend, Outcome, Unreachable, Unusable
 from layerflow.hosts.checking import Check
-from layerflow.hosts.fetching import FetchLane
+from layerflow.hosts.fetching import FetchLane, refuse
 from layerflow.hosts.holding import Holding
-from layerflow.hosts.lane import Judge, describe
+from layerflow.hosts.lane import Judge, Lane, Patience, describe
 from layerflow.hosts.messages import (
     STOP_S,
     Advance,
     Ask,
     Down,
     Drop,
+    EndFetch,
     Failure,
     Fetch,
     Fetched,
@@ -32,11 +34,11 @@ from layerflow.hosts.messages import (
     Objects,
     Ping,
     Pong,
+    Pull,
     Start,
     Stop,
     ToHost,
     ToServer,
-    Unfetch,
     Write,
     Written,
     decode_to_host,
@@ -55,8 +57,8 @@ ENDED, HUNG, FATAL = 0, 1, 3
 CALL_MS = 5000
 """What a native call may take where the backend's options do not say it (`timeout_ms`)."""
 HUNG_CALLS = 3
-"""A lookup or check may be a few native calls; past so many times that it counts as hung. What hangs under a load or
-save shows at the server: the job does not end in time."""
+"""A lookup or check may be a few native calls; past so many times that it counts as hung. A call that moves bytes
+has the time of a native call, what its bytes need at a crawl, and the time of a native call once more."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 2.0
 ALONE_S = 0.5
@@ -88,7 +90,8 @@ class Runner:
         self._holding = Holding(self._tell)
         self._check: Check | None = None
         self._ask: AskLane | None = None
-        self._hung_s = 0.0
+        self._movers: tuple[Lane[Any], ...] = ()
+        self._patience = Patience()
 
     def run(self) -> int:
         """Until the server says Stop or is gone, or the backend is unusable; the exit code.
@@ -100,7 +103,7 @@ class Runner:
             if not isinstance(start, Start):
                 log.error("host_misled", error=f"{type(start).__name__} before Start")
                 return FATAL
-            self._hung_s = HUNG_CALLS * start.options.get("timeout_ms", CALL_MS) / 1e3
+            self._patience = Patience(start.options.get("timeout_ms", CALL_MS) / 1e3)
             backend = make(start.backend, start.options)
             attached = self._attach(backend)
         except Unusable as error:
@@ -141,8 +144,8 @@ class Runner:
                 self._pong(message)
             case Ask():
                 self._tell(unknown(message, f"unreachable: {reason}"))
-            case Fetch():
-                self._tell(Fetched(message.id, 0, True, _all_failed(message.objects, reason)))
+            case Pull():
+                self._tell(Fetched(message.id, message.call, tuple(refuse(message, f"unreachable: {reason}"))))
             case Write():
                 self._tell(Written(message.id, _all_failed(message.objects, reason)))
             case Stop():
@@ -154,9 +157,9 @@ class Runner:
         check = Check(backend, lambda reason: self._tell(Down(reason)), self._holding.again, self._over)
         judge = Judge(check.suspect)
         ask = AskLane(backend, self._tell, judge)
-        fetch = FetchLane(backend, self._arena, self._tell, judge, lambda keys: ask.put(Hide(keys)))
-        write = WriteLane(backend, self._arena, self._tell, judge, self._holding.published)
-        self._check, self._ask = check, ask
+        fetch = FetchLane(backend, self._arena, self._tell, judge, lambda keys: ask.put(Hide(keys)), self._patience)
+        write = WriteLane(backend, self._arena, self._tell, judge, self._holding.published, self._patience)
+        self._check, self._ask, self._movers = check, ask, (fetch, write)
         self._holding.attach(attached)
         parts = (ask, fetch, write, check)
         for part in parts:
@@ -165,7 +168,7 @@ class Runner:
             while True:
                 message = self._hear(None)
                 assert message is not None
-                if check.reason and isinstance(message, Ask | Fetch | Write):
+                if check.reason and isinstance(message, Ask | Pull | Write):
                     self._refuse(message, check.reason)
                     continue
                 match message:
@@ -173,8 +176,8 @@ class Runner:
                         self._pong(message)
                     case Ask():
                         ask.put((message, time.monotonic()))
-                    case Fetch() | Unfetch():
-                        fetch.put((message, time.monotonic()))
+                    case Fetch() | Pull() | EndFetch():
+                        fetch.put(message)
                     case Write() | Advance() | Finish() | Drop():
                         write.put((message, time.monotonic()))
                     case Stop():
@@ -201,10 +204,17 @@ class Runner:
             self._tell(Pong(message.id, {}))
             return
         for name, part in (("a check", self._check), ("a lookup", self._ask)):
-            if time.monotonic() - part.began > self._hung_s:
-                self._tell(Down(f"{name} hangs in the backend"))
-                os._exit(HUNG)
+            if time.monotonic() - part.began > HUNG_CALLS * self._patience.call_s:
+                self._hang(name)
+        for name, lane in zip(("a fetch", "a write"), self._movers, strict=False):
+            if time.monotonic() > lane.hung_at:
+                self._hang(name)
         self._tell(Pong(message.id, self._check.statistics))
+
+    def _hang(self, name: str) -> None:
+        """A call has outlived its time: the end of the process is all that ends it."""
+        self._tell(Down(f"{name} hangs in the backend"))
+        os._exit(HUNG)
 
     # The socket ----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import Backend, Outcome, Place
-from layerflow.hosts.lane import Job, Judge, Lane, Tell
+from layerflow.hosts.lane import Job, Judge, Lane, Patience, Tell
 from layerflow.hosts.messages import Advance, Drop, Failure, Finish, Write, Written, unpack_u32
 from layerflow.hosts.places import count_of, places_of
 from layerflow.memfd import SharedMemory
@@ -55,8 +55,9 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
         tell: Tell,
         judge: Judge,
         published: Callable[[Sequence[Place], Written], None],
+        patience: Patience | None = None,
     ) -> None:
-        super().__init__("write")
+        super().__init__("write", patience)
         self._backend, self._arena, self._tell, self._judge = backend, arena, tell, judge
         self._published = published
         self._jobs: dict[int, WriteJob] = {}
@@ -140,20 +141,23 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
 
     def _open(self, job: WriteJob, now: float) -> None:
         places, until = list(job.places.values()), min(job.until, now + OPEN_PATIENCE_S)
-        verdicts = self._judge.verdicts("open_write", len(places), lambda: self._backend.open_write(places, until))
+        with self.under_way(0):
+            verdicts = self._judge.verdicts("open_write", len(places), lambda: self._backend.open_write(places, until))
         job.opened = True
         job.settle(list(job.places), verdicts)
 
     def _write(self, job: WriteJob) -> None:
         places, lo = list(job.places.values()), job.written
         hi = min(job.available, lo + max(1, CALL_BYTES // job.layer_bytes))
-        verdicts = self._judge.verdicts("write", len(places), lambda: self._backend.write(places, lo, hi, job.until))
+        with self.under_way((hi - lo) * job.layer_bytes) as until:
+            verdicts = self._judge.verdicts("write", len(places), lambda: self._backend.write(places, lo, hi, until))
         job.written = hi
         self._revoke(job, job.settle(list(job.places), verdicts))
 
     def _commit(self, job: WriteJob) -> None:
         places = list(job.places.values())
-        verdicts = self._judge.verdicts("commit", len(places), lambda: self._backend.commit(places, job.until))
+        with self.under_way(0) as until:
+            verdicts = self._judge.verdicts("commit", len(places), lambda: self._backend.commit(places, until))
         job.settle(list(job.places), verdicts)
         self._end(job)
 
@@ -163,7 +167,8 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
 
     def _revoke(self, job: WriteJob, places: list[Place]) -> None:
         if places and job.opened:
-            self._judge.quietly("revoke", lambda: self._backend.revoke(places))
+            with self.under_way(0):
+                self._judge.quietly("revoke", lambda: self._backend.revoke(places))
 
     def _end(self, job: WriteJob) -> None:
         if self._jobs.pop(job.id, None) is not None:

@@ -110,7 +110,8 @@ class Handlers:
         house.sessions.close(session)
         if session.memory:
             house.driver.handle(SessionLost(session.number))
-        house.pool.drop_owner(("session", session.number))
+        if house.tier is not None and not any(other.engine == session.engine for other in house.sessions):
+            house.tier.drop_leases(session.engine)
         house.metrics.sessions(house.sessions.workers())
 
     def _refuse(self, session: Session, message: ToServer, code: str, error: LayerflowError) -> None:
@@ -245,7 +246,7 @@ class Handlers:
         through = {worker.spec.shard for worker in workers if worker.spec is not None and not worker.direct}
         shards = [*through] if workers else spec.shard.peers()
         prompt = message.root, digests, message.tokens, message.tail
-        hit = find_and_bring(pool, tier, spec, shards, prompt, found, direct=direct)
+        hit = find_and_bring(pool, tier, spec, shards, prompt, found, session.engine, direct=direct)
         self._found(session, message, digests, hit)
 
     def _found(self, session: Session, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> None:
@@ -283,8 +284,6 @@ class Handlers:
         except InvalidTransition:
             house.driver.discard(key)
             raise
-        if house.tier is not None:
-            house.tier.watch(opening.arrivals)
         for request, keys in opening.loaded:
             # Only what this worker has pinned itself now: the other ranks' objects are still leased for them.
             owner = _lease_owner(session.engine, request)

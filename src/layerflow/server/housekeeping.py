@@ -23,8 +23,6 @@ async def housekeep(server: Server) -> None:
         server.metrics.loop_lag(lag)
         due = now + PERIOD_S
         server.pool.expire(now)
-        if server.tier is not None:
-            server.tier.watchdog(now)
         # A server that was stopped for a while has not listened: it judges nobody by that time.
         limit = server.settings.server.liveness_ms / 1e3 + lag
         for session in server.sessions:

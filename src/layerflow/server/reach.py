@@ -49,6 +49,7 @@ def find_and_bring(
     shards: Sequence[Shard],
     prompt: tuple[bytes, list[bytes], int, bytes],
     found: frozenset[bytes],
+    engine: str,
     *,
     direct: bool = False,
 ) -> HitLength:
@@ -59,6 +60,7 @@ def find_and_bring(
     :param shards: whose objects this machine's workers load; of the others it suffices that they exist.
     :param prompt: root digest, digests of the full chunks, tokens, and the digest of its last, partial chunk.
     :param found: keys that the tier was asked for and has.
+    :param engine: for whom.
     :param direct: some workers read the tier themselves: what only the arena has is no hit.
     """
     root, digests, tokens, own = prompt
@@ -66,14 +68,14 @@ def find_and_bring(
     while True:
         there = Behind(tier, found, barred) if direct else Both(pool, tier, found, barred)
         hit = find_hit(there, spec, root, digests, tokens, own)
-        stuck = _bring(pool, tier, spec, shards, digests, hit.tokens)
+        stuck = _bring(pool, tier, spec, shards, digests, hit.tokens, engine)
         if not stuck:
             return hit
         barred |= stuck  # no room in the arena, or it left the tier since: a shorter hit
 
 
 def _bring(
-    pool: Pool, tier: Tier, spec: ModelSpec, shards: Sequence[Shard], digests: list[bytes], hit: int
+    pool: Pool, tier: Tier, spec: ModelSpec, shards: Sequence[Shard], digests: list[bytes], hit: int, engine: str
 ) -> frozenset[bytes]:
     """Start fetching the full chunks that a hit needs; those that cannot be fetched."""
     stuck: set[bytes] = set()
@@ -83,6 +85,6 @@ def _bring(
         keys = [object_key(digest, number, shard) for digest in chunks for shard in shards]
         missing = [key for key, there in zip(keys, pool.lookup(keys), strict=True) if not there]
         if missing:
-            tier.bring([stored_object(spec, number, key) for key in missing], len(group.layers))
+            tier.bring([stored_object(spec, number, key) for key in missing], group.layers, engine)
             stuck.update(key for key in missing if tier.coming(key) is None)
     return frozenset(stuck)

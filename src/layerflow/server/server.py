@@ -383,4 +383,5 @@ def limits_of(settings: Settings) -> Limits:
         max_inflight_bytes=transfer.max_inflight_bytes,
         save_backlog_bytes=transfer.save_backlog_bytes,
         stagger_us=transfer.h2d_stagger_us,
+        fetch_timeout_s=settings.pool.fetch_timeout_ms / 1e3,
     )

@@ -27,7 +27,7 @@ class Job:
 
     :param placed: objects and where their headers are in the arena; by position, as the host knows them.
     :param positions: of the keys that are not dropped.
-    :param due: when the host must have ended it.
+    :param due: when the host gives it up.
     :param sent: the host knows of it.
     :param finished: the step has committed; what happens now is the host's.
     """
@@ -69,7 +69,7 @@ class Writes:
         failed: Callable[[bytes, int, str], None],
     ) -> None:
         self._pool = pool
-        self._room = room
+        self.room = room
         self._send = send
         self._written = written
         self._failed = failed
@@ -173,10 +173,6 @@ class Writes:
                     self._failed(key, Outcome.FAILED, f"the host process is gone: {why}")
                 self._end(job)
 
-    def overdue(self, now: float) -> Job | None:
-        """A job that the host should have ended by now."""
-        return next((job for job in self._jobs.values() if job.sent and now > job.due), None)
-
     async def idle(self) -> None:
         """Until the host has written everything it was given."""
         while len(self):
@@ -184,7 +180,7 @@ class Writes:
             await self._ended.wait()
 
     def _fits(self, job: Job) -> bool:
-        return self.backlog_bytes + job.nbytes <= self._room
+        return self.backlog_bytes + job.nbytes <= self.room
 
     def _begin(self, job: Job, now: float) -> None:
         """The host is told of what is left of it."""
