@@ -194,6 +194,24 @@ async def test_a_call_that_hangs_ends_the_host(tmp_path: Path, method: str) -> N
         await it.hear(Up)
 
 
+@pytest.mark.parametrize(("method", "name"), [("fetch", "fetch"), ("open_fetch", "fetch"), ("write", "write")])
+async def test_one_call_that_outlives_its_time_ends_the_host(tmp_path: Path, method: str, name: str) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with Served(gates={method: str(gate)}, timeout_ms=100) as it:
+        await it.hear(Up)
+        TWO.fill(it.arena)
+        it.host.send(Write(1, TWO.said(), 3, 60_000))
+        it.host.send(Finish(1))
+        if name == "fetch":
+            assert await it.hear() == Written(1)
+            it.host.send(Fetch(2, TWO.said()))
+            it.host.send(Pull(2, 1, 0, 2, 0, 3))
+        assert (await it.hear(Down)).reason == f"a {name} hangs in the backend"
+        assert await it.lose() == "it exited with code 1"
+        await it.hear(Up)
+
+
 async def test_a_machine_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(pid: int) -> int:
         raise OSError(errno.ENOSYS, "no such call")

@@ -90,12 +90,17 @@ class EndFetch(msgspec.Struct, tag="endfetch", frozen=True):
 
 
 class Write(msgspec.Struct, tag="write", frozen=True):
-    """These will be written. Their first `layers` layers are in the arena already (0 = none yet)."""
+    """These will be written. Their first `layers` layers are in the arena already (0 = none yet).
+
+    :param most_blocks: of one call, which writes at least one layer of one object. :param most_bytes: of one call.
+    """
 
     id: int
     objects: Objects
     layers: int
     timeout_ms: int
+    most_blocks: int = 4096
+    most_bytes: int = 64 << 20
 
 
 class Advance(msgspec.Struct, tag="advance", frozen=True):

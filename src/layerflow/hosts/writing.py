@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from layerflow.errors import LayerflowError
+from layerflow.flow.pace import Pace
 from layerflow.hosts.backend import Backend, Outcome, Place
 from layerflow.hosts.lane import Job, Judge, Lane, Patience, Tell
 from layerflow.hosts.messages import Advance, Drop, Failure, Finish, Write, Written, unpack_u32
 from layerflow.hosts.places import count_of, places_of
 from layerflow.memfd import SharedMemory
-
-CALL_BYTES = 8 << 20
-"""A call writes at most so much (but at least one layer): a few ms, which the other jobs wait."""
 
 OPEN_PATIENCE_S = 0.5
 """How long a full pool may be tried for one job: it holds up the layers of all the others."""
@@ -25,15 +23,36 @@ OPEN_PATIENCE_S = 0.5
 class WriteJob(Job):
     """:param available: so many leading layers are in the arena. :param written: so many are in the pool.
 
+    :param at: first object of the next layer that is not written, by position.
+    :param most_blocks: of one call. :param most_bytes: of one call.
     :param finishing: the headers are in the arena too: publish once all is written.
     :param dropped: positions that will not be finished.
     """
 
     available: int = 0
     written: int = 0
+    at: int = 0
+    most_blocks: int = 4096
+    most_bytes: int = 64 << 20
     opened: bool = False
     finishing: bool = False
     dropped: set[int] = field(default_factory=set)
+
+    def next_cut(self, most_bytes: int) -> tuple[list[int], int]:
+        """Positions of the next call, and the layer where it ends: layers of all objects, or objects of one layer."""
+        most_bytes = min(most_bytes, self.most_bytes)
+        positions = [at for at in self.places if at >= self.at]
+        blocks = sum(place.blocks for place in self.places.values())
+        if len(positions) == len(self.places) and self.layer_bytes <= most_bytes and blocks <= self.most_blocks:
+            layers = min(most_bytes // self.layer_bytes, self.most_blocks // blocks, self.available - self.written)
+            return positions, self.written + layers
+        nbytes = blocks = 0
+        for count, at in enumerate(positions):
+            nbytes += self.places[at].layer_bytes
+            blocks += self.places[at].blocks
+            if count and (nbytes > most_bytes or blocks > self.most_blocks):
+                return positions[:count], self.written + 1
+        return positions, self.written + 1
 
     @property
     def ready(self) -> bool:
@@ -60,6 +79,7 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
         super().__init__("write", patience)
         self._backend, self._arena, self._tell, self._judge = backend, arena, tell, judge
         self._published = published
+        self._pace = Pace()
         self._jobs: dict[int, WriteJob] = {}
         self._turns: deque[WriteJob] = deque()
 
@@ -90,7 +110,13 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
             raise
         layers = message.objects.layers
         job = WriteJob(
-            message.id, places, layers, came + message.timeout_ms / 1e3, available=min(message.layers, layers)
+            message.id,
+            places,
+            layers,
+            came + message.timeout_ms / 1e3,
+            available=min(message.layers, layers),
+            most_blocks=message.most_blocks,
+            most_bytes=message.most_bytes,
         )
         self._jobs[job.id] = job
         self._turns.append(job)
@@ -147,12 +173,21 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
         job.settle(list(job.places), verdicts)
 
     def _write(self, job: WriteJob) -> None:
-        places, lo = list(job.places.values()), job.written
-        hi = min(job.available, lo + max(1, CALL_BYTES // job.layer_bytes))
-        with self.under_way((hi - lo) * job.layer_bytes) as until:
+        positions, hi = job.next_cut(self._pace.nbytes)
+        places, lo = [job.places[at] for at in positions], job.written
+        if not places:  # what was left of the layer was dropped
+            job.written, job.at = lo + 1, 0
+            return
+        nbytes = (hi - lo) * sum(place.layer_bytes for place in places)
+        began = time.monotonic()
+        with self.under_way(nbytes) as until:
             verdicts = self._judge.verdicts("write", len(places), lambda: self._backend.write(places, lo, hi, until))
-        job.written = hi
-        self._revoke(job, job.settle(list(job.places), verdicts))
+        self._pace.ended(nbytes, time.monotonic() - began)
+        if positions[-1] == max(job.places):
+            job.written, job.at = hi, 0
+        else:
+            job.at = positions[-1] + 1
+        self._revoke(job, job.settle(positions, verdicts))
 
     def _commit(self, job: WriteJob) -> None:
         places = list(job.places.values())

@@ -66,7 +66,7 @@ class Server:
             from layerflow.server.tier import Tier  # noqa: PLC0415 - most servers have none
 
             arena = self._arena.fd, self._arena.nbytes
-            self.tier = Tier(*behind, settings.pool, self.pool, arena, self._tier_news)
+            self.tier = Tier(*behind, settings.pool, self.pool, arena, self._tier_news, self._caps)
             self.driver.tier = self.tier
         self._house = House(
             pool=self.pool,
@@ -133,6 +133,10 @@ class Server:
     def _tier_news(self, events: Sequence[Event]) -> None:
         if events:
             self.driver.handle(*events)
+
+    def _caps(self) -> tuple[int, int]:
+        limits = limits_of(self.settings)
+        return limits.max_transfer_blocks, min(limits.max_transfer_bytes, limits.max_inflight_bytes)
 
     def apply(self, settings: Settings) -> None:
         """Take new values of the live keys; steps in flight go on under the new limits.

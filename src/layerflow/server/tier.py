@@ -91,6 +91,7 @@ class Tier:
     :param name: ``"mooncake"``, ``"memcache"`` or ``"disk"``.
     :param options: the backend's section of the configuration.
     :param emit: gives events to the core.
+    :param caps: blocks and bytes that one call may write.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Tier:
         pool: Pool,
         arena: tuple[int, int],
         emit: Callable[[Sequence[Event]], None],
+        caps: Callable[[], tuple[int, int]],
     ) -> None:
         self.name = name
         self.settings = settings
@@ -119,7 +121,7 @@ class Tier:
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
         room = min(settings.write_backlog, arena[1] // 2)
         self._emit = emit
-        self._writes = Writes(pool, room, self._host.send, self._written, self._write_failed)
+        self._writes = Writes(pool, room, self._host.send, self._written, self._write_failed, caps)
 
     def start(self) -> None:
         """Start the host; the server serves from the arena until it is up."""

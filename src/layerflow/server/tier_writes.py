@@ -58,6 +58,7 @@ class Writes:
     :param send: to the host; False = there is none.
     :param written: told of every object that is in the tier now.
     :param failed: told of every other one: its key, the outcome's number and what happened.
+    :param caps: blocks and bytes that one call may write.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Writes:
         send: Callable[[ToHost], bool],
         written: Callable[[NewObject], None],
         failed: Callable[[bytes, int, str], None],
+        caps: Callable[[], tuple[int, int]] = lambda: (4096, 64 << 20),
     ) -> None:
+        self._caps = caps
         self._pool = pool
         self.room = room
         self._send = send
@@ -187,7 +190,7 @@ class Writes:
         job.placed = [job.placed[position] for position in sorted(job.positions.values())]
         job.positions = {new.key: position for position, (new, _) in enumerate(job.placed)}
         timeout_ms = max(1, round((job.due - now) * 1e3))
-        if not self._send(Write(job.number, describe(job.placed, job.layers), job.stored, timeout_ms)):
+        if not self._send(Write(job.number, describe(job.placed, job.layers), job.stored, timeout_ms, *self._caps())):
             self._shed(job)
             return
         job.sent = True
