@@ -63,7 +63,7 @@ def opened():
         (FetchOpened(6, "e", (0,), (Item(0, 1),)), "without bytes"),
         (FetchLeased(6, True), "never opened"),
         (CallDone(3), "never given"),
-        (CallDone(1, ((1, "gone"),)), "does not carry"),
+        (CallDone(1, ((1, "gone"),)), "does not have"),
         (FrontierReached(0, 1, 2), "layer 2"),
         (FrontierReached(0, 1, -1), "layer -1"),
         (LayersComputed(0, 1, 3), "3 layers"),

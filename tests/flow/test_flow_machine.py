@@ -132,7 +132,8 @@ class FlowMachine(RuleBasedStateMachine):
         for _ in range(times):
             if self.world.fetches.calls:
                 call = data.draw(st.sampled_from(list(self.world.fetches.calls.values())))
-                failed = data.draw(st.sets(st.integers(call.lo, call.hi - 1))) if fails else ()
+                everything = len(self.world.fetches.all[call.transfer].event.objects)
+                failed = data.draw(st.sets(st.integers(0, everything - 1))) if fails else ()
                 self.world.end_call(call, *sorted(failed))
 
     @rule(sure=st.sampled_from([False, False, True]))

@@ -33,6 +33,7 @@ class FakeBackend(Backend):
     * ``holds``: number of objects in its index; with it, it has one.
     * ``full``, ``existing``: hex keys that cannot be opened for writing.
     * ``bytes_per_s``: by method, how fast it moves.
+    * ``call_s``: what each call that moves bytes takes beside that.
     * ``spoilt``: hex keys that come with a wrong header.
     """
 
@@ -142,6 +143,7 @@ class FakeBackend(Backend):
     def _move(self, method: str, places: Sequence[Place], lo: int, hi: int) -> None:
         nbytes = (hi - lo) * sum(place.layer_bytes for place in places)
         self._largest[method] = max(self._largest[method], nbytes)
+        time.sleep(self._options.get("call_s", 0))
         if rate := self._options.get("bytes_per_s", {}).get(method):
             time.sleep(nbytes / rate)
 

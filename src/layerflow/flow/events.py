@@ -162,7 +162,7 @@ class FetchLeased:
 class CallDone:
     """The host has ended a call: its layers have moved, but for the objects that failed.
 
-    :param failed: positions in the transfer, with what happened.
+    :param failed: positions in the transfer, of this call or not, with what happened.
     """
 
     call: int

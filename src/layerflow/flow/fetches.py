@@ -102,7 +102,7 @@ def lay_out(state: State, strand: Strand) -> None:
 def call_done(state: State, event: CallDone, now: float, out: list[Command]) -> None:
     """The host has ended a call.
 
-    :raises InvalidTransition: for a call that was never handed out, or objects that it did not carry.
+    :raises InvalidTransition: for a call that was never handed out, or objects that the fetch does not have.
     """
     lane = state.lanes[Hop.FETCH]
     fetch = lane.calls.get(event.call)
@@ -112,8 +112,8 @@ def call_done(state: State, event: CallDone, now: float, out: list[Command]) -> 
         state.counters.late_reports += 1
         return
     call = fetch.calls[event.call]
-    if any(not call.lo <= index < call.hi for index, _ in event.failed):
-        raise InvalidTransition(f"the host failed objects that call {event.call} does not carry: {event.failed[:3]}")
+    if any(not 0 <= index < len(fetch.objects) for index, _ in event.failed):
+        raise InvalidTransition(f"the host failed objects that fetch {fetch.number} does not have: {event.failed[:3]}")
     del fetch.calls[event.call]
     lane.ended(call, now)
     reasons: dict[str, list[int]] = {}

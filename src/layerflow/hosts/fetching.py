@@ -19,11 +19,12 @@ from layerflow.objects import HEADER_BYTES, check_header
 class FetchJob:
     """:param places: objects that have not failed, by position. :param opened: to be closed when the job ends.
 
-    :param refused: why none of it can be fetched.
+    :param begun: its first call has come. :param refused: why none of it can be fetched.
     """
 
     places: dict[int, Place]
-    opened: dict[int, Place] = field(default_factory=dict)
+    opened: list[Place] = field(default_factory=list)
+    begun: bool = False
     refused: str = ""
 
 
@@ -89,18 +90,9 @@ class FetchLane(Lane[Fetch | Pull | EndFetch]):
 
     def _move(self, job: FetchJob, message: Pull, failed: list[Failure]) -> None:
         lo, hi = message.layer_lo, message.layer_hi
+        if not job.begun:
+            self._open(job, failed)
         mine = [at for at in range(message.lo, message.hi) if at in job.places]
-        if fresh := [at for at in mine if at not in job.opened]:
-            places = [job.places[at] for at in fresh]
-            with self.under_way(0) as until:
-                verdicts = self._judge.verdicts(
-                    "open_fetch", len(places), lambda: self._backend.open_fetch(places, until)
-                )
-            job.opened |= {
-                at: job.places[at] for at, each in zip(fresh, verdicts, strict=True) if each[0] is Outcome.OK
-            }
-            self._settle(job, fresh, verdicts, failed)
-            mine = [at for at in mine if at in job.places]
         if not mine:
             return
         wanted = [job.places[at] for at in mine]
@@ -113,6 +105,15 @@ class FetchLane(Lane[Fetch | Pull | EndFetch]):
         self._settle(job, mine, verdicts, failed)
         if broken:
             self._hide(broken)
+
+    def _open(self, job: FetchJob, failed: list[Failure]) -> None:
+        """All objects at once: what that asks of the pool does not grow with the calls."""
+        job.begun = True
+        positions, places = list(job.places), list(job.places.values())
+        with self.under_way(0) as until:
+            verdicts = self._judge.verdicts("open_fetch", len(places), lambda: self._backend.open_fetch(places, until))
+        self._settle(job, positions, verdicts, failed)
+        job.opened = list(job.places.values())
 
     def _settle(self, job: FetchJob, positions: list[int], verdicts: list[Verdict], failed: list[Failure]) -> None:
         for position, (outcome, reason) in zip(positions, verdicts, strict=True):
@@ -134,9 +135,8 @@ class FetchLane(Lane[Fetch | Pull | EndFetch]):
     def _end(self, number: int) -> None:
         job = self._jobs.pop(number, None)
         if job is not None and job.opened:
-            places = list(job.opened.values())
             with self.under_way(0):
-                self._judge.quietly("close_fetch", lambda: self._backend.close_fetch(places))
+                self._judge.quietly("close_fetch", lambda: self._backend.close_fetch(job.opened))
 
     def _leave(self) -> None:
         for message in self._waiting:

@@ -187,7 +187,10 @@ class Found(msgspec.Struct, tag="found", frozen=True):
 
 
 class Fetched(msgspec.Struct, tag="fetched", frozen=True):
-    """Call `call` of fetch `id` has ended: its layers are in the arena, but for objects that failed."""
+    """Call `call` of fetch `id` has ended: its layers are in the arena, but for objects that failed.
+
+    :param failed: of the whole fetch, since the call before.
+    """
 
     id: int
     call: int
