@@ -16,6 +16,7 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.events import (
     BatchDone,
     CallDone,
+    FetchesRevoked,
     FetchLeased,
     FetchOpened,
     FrontierReached,
@@ -135,6 +136,13 @@ class FlowMachine(RuleBasedStateMachine):
                 everything = len(self.world.fetches.all[call.transfer].event.objects)
                 failed = data.draw(st.sets(st.integers(0, everything - 1))) if fails else ()
                 self.world.end_call(call, *sorted(failed))
+
+    @rule(sure=st.sampled_from([False, False, True]))
+    @precondition(lambda self: any(one.coming for one in self._fetches()))
+    def fetches_revoked(self, sure):
+        if sure:
+            self.world.send(FetchesRevoked("new weights"))
+            assert not any(one.coming for one in self._fetches())
 
     @rule(sure=st.sampled_from([False, False, True]))
     @precondition(lambda self: any(one.coming for one in self._fetches()))

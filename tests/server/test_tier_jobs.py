@@ -228,6 +228,22 @@ def test_what_nobody_wants_any_more_is_let_go(world, how):
     assert world.said(EndFetch) and len(world.fetches) == 0 and world.flow.statistics().fetches == 0
 
 
+def test_what_is_revoked_is_never_published_and_can_be_fetched_again(world):
+    world.begin(1, 2)
+    world.step(1)
+    world.fetches.lease([key(1), key(2)], "request", 5.0)
+    assert world.fetches.lease_owners() == {"request"}
+    assert world.fetches.revoke("new weights") == 2
+    [lost] = [command for command in world.commands if isinstance(command, LoadFailed)]
+    assert lost.reason == "not fetched: new weights" and key(1) not in world.fetches
+    assert world.pool.statistics().half_written == 2, "the host is still at it"
+    world.heard()
+    assert world.pool.lookup([key(1), key(2)]) == [False, False] and world.pool.statistics().half_written == 0
+    world.begin(1)
+    world.heard()
+    assert world.pool.lookup([key(1)]) == [True] and world.failed == []
+
+
 def test_what_finds_no_room_stays_where_it_is():
     world = World(room=2)
     world.pool.reserve([new(90)], "somebody")

@@ -170,6 +170,13 @@ class CallDone:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchesRevoked:
+    """Nothing that is on its way from the backend now may be published, whenever the host ends it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class HostLost:
     """The host process is dead: nothing of it touches the arena, and nothing that it carried will end."""
 
@@ -263,6 +270,7 @@ Event = (
     | FetchOpened
     | FetchLeased
     | CallDone
+    | FetchesRevoked
     | HostLost
     | FrontierReached
     | LayersComputed

@@ -146,6 +146,13 @@ def host_lost(state: State, event: HostLost, out: list[Command]) -> None:
     lane.lost()
 
 
+def revoke_fetches(state: State, reason: str, out: list[Command]) -> None:
+    """What has not come is given up. It can be fetched again once the host has ended its calls."""
+    for fetch in list(state.lanes[Hop.FETCH].transfers.values()):
+        _lose(state, fetch, fetch.unfinished(), reason, out)
+        settle_fetch(state, fetch, out)
+
+
 def expire_fetch(state: State, fetch: Transfer, out: list[Command]) -> None:
     """Nothing has come of it for too long."""
     state.counters.expired_fetches += 1

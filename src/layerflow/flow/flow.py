@@ -27,6 +27,7 @@ from layerflow.flow.events import (
     CallDone,
     Direction,
     Event,
+    FetchesRevoked,
     FetchLeased,
     FetchOpened,
     FrontierReached,
@@ -50,6 +51,7 @@ from layerflow.flow.fetches import (
     lease_fetch,
     open_fetch,
     release_edges,
+    revoke_fetches,
 )
 from layerflow.flow.grant import grant
 from layerflow.flow.hosts import grant_calls
@@ -82,6 +84,7 @@ class Flow:
             FetchOpened: self._fetch_opened,
             FetchLeased: self._fetch_leased,
             CallDone: self._call_done,
+            FetchesRevoked: self._fetches_revoked,
             HostLost: self._host_lost,
             FrontierReached: self._frontier_reached,
             LayersComputed: self._layers_computed,
@@ -185,6 +188,9 @@ class Flow:
 
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
         call_done(self._state, event, self._now, out)
+
+    def _fetches_revoked(self, event: FetchesRevoked, out: list[Command]) -> None:
+        revoke_fetches(self._state, event.reason, out)
 
     def _host_lost(self, event: HostLost, out: list[Command]) -> None:
         host_lost(self._state, event, out)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from layerflow.flow.commands import Arrived, Call, FetchLost, TransferDone, Vacate
-from layerflow.flow.events import CallDone, Event, FetchLeased, FetchOpened, Item
+from layerflow.flow.events import CallDone, Event, FetchesRevoked, FetchLeased, FetchOpened, Item
 from layerflow.hosts.messages import EndFetch, Fetch, Fetched, Objects, Pull, ToHost, pack_u32, pack_u64
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Outcome, Owner, Pool
@@ -137,6 +137,16 @@ class Fetches:
     def drop_leases(self, belongs: Callable[[Owner], bool]) -> None:
         """These owners are gone: they want nothing any more."""
         self._unlease(lambda lease: _without(lease, None) if belongs(lease[0]) else lease)
+
+    def lease_owners(self) -> set[Owner]:
+        """Who has leased something that is on its way."""
+        return {owner for job in self._jobs.values() for owner, _, _ in job.leases}
+
+    def revoke(self, reason: str) -> int:
+        """Nothing that is on its way now is published, whenever the host ends it; how many objects."""
+        revoked = len(self._coming)
+        self._emit([FetchesRevoked(reason)])
+        return revoked
 
     def heard(self, message: Fetched) -> None:
         """The host has ended a call."""
