@@ -264,7 +264,7 @@ class World:
                 self._load_failed(command)
             case Cancel(session=session, step=step, direction=direction, reason=reason):
                 self.live[session, step].sides[direction].cut = True
-                if direction is LOAD or reason == "deadline":
+                if direction is LOAD or reason in ("deadline", "replaced"):
                     self._call_back(session, step, direction)
             case LayersStored(session=session, step=step):
                 self._layers_stored(self.live[session, step], command)
