@@ -18,11 +18,10 @@ def covered(ranges: list[tuple[int, int]], lo: int, hi: int) -> bool:
 
 @dataclass
 class Side:
-    """One direction of a step, as the model sees it; `arrived` and `told`: layers by arrival and group."""
+    """One direction of a step, as the model sees it; `told`: layers by group."""
 
     parts: list
     ranges: list[tuple[int, int]]
-    arrived: dict[tuple[int, int], int]
     submitted: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     done: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     sealed: list[int] = field(default_factory=list)
@@ -54,4 +53,4 @@ def side_of(parts) -> Side:
         lo = ends.get(part.group, 0)
         ends[part.group] = lo + part.blocks
         ranges.append((lo, lo + part.blocks))
-    return Side(list(parts), ranges, {(part.fetch, part.group): 0 for part in parts if part.fetch})
+    return Side(list(parts), ranges)

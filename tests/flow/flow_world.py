@@ -8,12 +8,16 @@ from __future__ import annotations
 import sys
 
 from flow_books import Pass, Side, covered, side_of
+from flow_fetches import Fetches
 
 from layerflow.flow import Flow
 from layerflow.flow.commands import (
+    Arrived,
+    Call,
     Cancel,
     Command,
     Commit,
+    FetchLost,
     LayersStored,
     LoadFailed,
     LoadsDone,
@@ -22,21 +26,28 @@ from layerflow.flow.commands import (
     Seal,
     StepDone,
     Submit,
+    TransferDone,
+    Vacate,
     WakeAt,
 )
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
+    CallDone,
     Direction,
     Event,
-    FetchFailed,
+    FetchLeased,
+    FetchOpened,
     FrontierReached,
+    HostLost,
+    Item,
     LayersComputed,
-    LayersFetched,
     LayerShape,
     Limits,
     LimitsChanged,
     LoadsFenced,
+    Need,
+    Part,
     RequestAborted,
     SessionLost,
     SessionOpened,
@@ -66,6 +77,7 @@ class World:
         self.released: list[tuple[int, str]] = []
         self.wake: float | None = None
         self.sharing = 0
+        self.fetches = Fetches()
 
     # -- events
 
@@ -76,8 +88,21 @@ class World:
     def open(self, session, step, loads=(), saves=(), deadline=1e6, save_deadline=1e6, tell=False) -> list[Command]:
         return self.send(StepOpened(session, step, deadline, save_deadline, tuple(loads), tuple(saves), tell))
 
-    def fetched(self, session, step, fetch, layers, group=0) -> list[Command]:
-        return self.send(LayersFetched(session, step, fetch, group, layers))
+    def bring(self, fetch, layers, items=1, source="e", size=1) -> list[Command]:
+        numbers = layers if isinstance(layers, tuple) else tuple(range(layers))
+        return self.send(FetchOpened(fetch, source, numbers, (Item(size, 1),) * items))
+
+    def fetched(self, fetch, layers) -> list[Command]:
+        """End calls of a fetch, oldest first, until so many layers of all that is left of it have come."""
+        said = []
+        one = self.fetches.all[fetch]
+        while any(len(one.come[index]) < layers for index in one.coming):
+            calls = sorted(self.fetches.calls.values(), key=lambda call: call.transfer != fetch)
+            said += self.end_call(calls[0])
+        return said
+
+    def end_call(self, call: Call, *failed: int, reason: str = "gone") -> list[Command]:
+        return self.send(CallDone(call.call, tuple((index, reason) for index in failed)))
 
     def done(self, batch: Submit) -> list[Command]:
         return self.send(BatchDone(batch.session, batch.batch))
@@ -108,8 +133,6 @@ class World:
         if lost is not None:
             assert not [key for key in self.live if key[0] == lost]
             del self.layers[lost]
-        if isinstance(event, FetchFailed):
-            self._fetch_failed(event)
         self._ready()
         if self.validate:
             self.flow.validate()
@@ -148,11 +171,14 @@ class World:
             case LoadsFenced(session=session, step=number) if (session, number) in self.live:
                 self.live[session, number].sides[LOAD].cut = True
                 self._call_back(session, number, LOAD)
-            case LayersFetched(session=session, step=number) if (session, number) in self.live:
-                arrived = self.live[session, number].sides[LOAD].arrived
-                arrived[event.fetch, event.group] = max(arrived[event.fetch, event.group], event.layers)
-            case FetchFailed(session=session, step=number, parts=parts) if (session, number) in self.live:
-                self.live[session, number].sides[LOAD].dead |= set(parts)
+            case FetchOpened():
+                self.fetches.open(event)
+            case FetchLeased(fetch=fetch, leased=leased) if fetch in self.fetches.all:
+                self.fetches.all[fetch].leased = leased
+            case CallDone(call=call, failed=failed) if call in self.fetches.calls:
+                self.fetches.ended(call, {index for index, _ in failed})
+            case HostLost():
+                self.fetches.calls.clear()
             case RequestAborted(session=session, request=request):
                 watch = set()
                 for (owner, _), one in self.live.items():
@@ -199,13 +225,15 @@ class World:
         assert all(hi <= start or end <= lo for start, end in ranges), f"{submit} moves bytes a second time"
         ranges.append((lo, hi))
 
-    def arriving(self, session: int, step: int) -> list[tuple[int, int, int, int]]:
-        """What arrivals of living parts have still to bring: (number, group, layers that are there, layers in all)."""
-        groups = [shape.group for shape in self.layers[session]]
-        side = self.steps[session, step].sides[LOAD]
-        alive = {(part.fetch, part.group) for i, part in enumerate(side.parts) if i not in side.dead}
-        counts = [(*key, there, groups.count(key[1])) for key, there in side.arrived.items() if key in alive]
-        return [count for count in counts if count[2] < count[3]]
+    def _needed(self, session: int, step: int) -> set[tuple[int, int]]:
+        parts = self.live[session, step].sides[LOAD].parts
+        return {(need.fetch, need.item) for part in parts for need in part.needs}
+
+    def wanted(self) -> set[int]:
+        """Fetches that are leased, or that a step needs whose loads were not called back."""
+        loads = [one.sides[LOAD] for one in self.live.values() if not one.loads_done and not one.sides[LOAD].cut]
+        needed = {need.fetch for side in loads for part in side.parts for need in part.needs}
+        return needed | {number for number, one in self.fetches.all.items() if one.leased}
 
     def inflight(self, direction: Direction) -> int:
         return sum(submit.nbytes for submit in self.flying.values() if submit.direction is direction)
@@ -288,6 +316,20 @@ class World:
             case StepDone(session=session, step=step):
                 one = self.live.pop((session, step))
                 self._step_done(one, command, lost == session)
+            case Call():
+                self.fetches.call(command, self.limits)
+            case Arrived():
+                self.fetches.arrived(command)
+                for session, step, objects in command.readers:
+                    assert not self.live[session, step].loads_done, "pins for loads that are over"
+                    assert {(command.fetch, index) for index in objects} <= self._needed(session, step)
+            case FetchLost():
+                self.fetches.lose(command)
+            case Vacate():
+                keys = [key for key, one in self.live.items() if not one.loads_done]
+                self.fetches.vacate(command, {need for key in keys for need in self._needed(*key)})
+            case TransferDone():
+                self.fetches.done(command)
             case WakeAt(when=when):
                 assert when != self.wake
                 self.wake = when
@@ -313,10 +355,11 @@ class World:
             hi for i, (_, hi) in enumerate(side.ranges) if side.parts[i].group == shape.group
         )
         place = sum(other.group == shape.group for other in self.layers[submit.session][: submit.layer])
-        for part in (side.parts[i] for i in hit):
-            assert submit.direction is SAVE or place < side.arrived.get((part.fetch, part.group), place + 1), (
-                "not there"
-            )
+        for index in hit:
+            base = side.ranges[index][0]
+            for need in side.parts[index].needs:
+                touched = base + need.lo < submit.hi and submit.lo < base + need.hi
+                assert not touched or self.fetches.there(need, place), "not there"
         assert not hit & side.dead, "carved a dead part"
         assert not hit & (side.committed | side.revoked)
         assert submit.layer not in side.sealed, "carved after the seal"
@@ -351,12 +394,6 @@ class World:
                 if step >= command.step:
                     assert not spoiled & saves.committed, "published what a failed load had spoiled"
                 saves.dead |= spoiled - saves.committed
-
-    def _fetch_failed(self, event: FetchFailed) -> None:
-        side = self.steps[event.session, event.step].sides[LOAD]
-        for part, (lo, hi) in ((side.parts[i], side.ranges[i]) for i in event.parts):
-            failed = [(start, end) for group, start, end in side.failed if group == part.group]
-            assert (event.session, part.request) in self.aborted or covered(failed, lo, hi), "not failed whole"
 
     def _commit(self, session: int, one: Pass, parts: tuple[int, ...]) -> None:
         side = one.sides[SAVE]
@@ -442,9 +479,11 @@ class World:
 
     def drain(self) -> None:
         """Let everything end well from here, and check that the core has forgotten all of it."""
+        while self.fetches.calls:
+            self.end_call(next(iter(self.fetches.calls.values())))
+        for number, fetch in self.fetches.all.items():
+            assert not fetch.coming, f"objects {fetch.coming} of fetch {number} never end"
         for session, step in list(self.live):
-            for fetch, group, _, layers in self.arriving(session, step):
-                self.fetched(session, step, fetch, layers, group)
             self.send(LayersComputed(session, step, len(self.layers[session])))
             self.send(StepClosed(session, step, True))
         while self.flying:
@@ -455,9 +494,18 @@ class World:
         assert statistics.load_inflight_batches == statistics.save_inflight_batches == statistics.unsaved_bytes == 0
         assert set(self.released) >= {key for key in self.aborted if key[0] in self.layers}
         state = self.flow._state
-        assert not state.flights and not state.unsettled and not len(state.deadlines)
+        assert not state.flights and not state.unsettled and not state.loosened and not len(state.deadlines)
         assert not any(ring.queue for ring in state.rings)
+        for lane in state.lanes:
+            assert not (lane.transfers or lane.calls or lane.sources or lane.ring.queue or lane.inflight)
+        for number, fetch in self.fetches.all.items():
+            assert fetch.done and fetch.vacated == fetch.lost, f"fetch {number} keeps room"
         assert not any(s.steps or s.aborting or any(s.carving) for s in state.sessions.values())
+
+
+def coming(request, group, blocks, fetch, item=0) -> Part:
+    """A load part that waits for one object."""
+    return Part(request, group, blocks, (Need(fetch, item, 0, blocks),))
 
 
 def submits(commands: list[Command], direction: Direction | None = None) -> list[Submit]:

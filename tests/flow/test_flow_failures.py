@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flow_world import LOAD, SAVE, World, of, submits
+from flow_world import LOAD, SAVE, World, coming, of, submits
 
 from layerflow.flow.commands import Cancel, Commit, LoadFailed, LoadsDone, Release, Revoke, Seal, StepDone
 from layerflow.flow.events import (
@@ -101,7 +101,8 @@ def test_one_commit_with_all_parts_after_the_last_layer():
 def test_a_fence_fails_what_is_not_done_and_awaits_what_is_in_flight():
     world = World(Limits(max_transfer_blocks=3, max_inflight_bytes=60))
     world.open_session(0, [(0, 10)])
-    first, second = submits(world.open(0, 1, [Part("a", 0, 3), Part("b", 0, 3), Part("c", 0, 3, fetch=1)]))
+    world.bring(1, 1)
+    first, second = submits(world.open(0, 1, [Part("a", 0, 3), Part("b", 0, 3), coming("c", 0, 3, 1)]))
     world.done(first)
     out = world.send(LoadsFenced(0, 1, "cut"))
     assert failed(out) == [("b", 0, 3, 6), ("c", 0, 6, 9)]
@@ -228,7 +229,8 @@ def test_abort_said_twice_releases_once():
 def test_abort_ends_the_wait_for_a_fetch_that_never_comes():
     world = World()
     world.open_session(0, [(0, 10)] * 2)
-    world.open(0, 1, [Part("a", 0, 1, fetch=1)])
+    world.bring(1, 2)
+    world.open(0, 1, [coming("a", 0, 1, 1)])
     out = world.send(RequestAborted(0, "a"))
     assert [c.layer for c in of(out, Seal)] == [0, 1] and of(out, LoadsDone) and of(out, Release)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from flow_world import World, submits
+from flow_world import World, coming, submits
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import (
     BatchDone,
-    FetchFailed,
+    CallDone,
+    FetchLeased,
+    FetchOpened,
     FrontierReached,
+    Item,
     LayersComputed,
-    LayersFetched,
     LayerShape,
     Limits,
+    Need,
     Part,
     RequestAborted,
     SessionOpened,
@@ -30,8 +33,10 @@ def opened():
     world = World(Limits(prefetch_layers=1))
     world.open_session(0, [(0, 10), (1, 10)])
     world.open_session(1, [(0, 10)])
-    world.open(0, 1, [Part("a", 0, 1), Part("b", 1, 1, 4), Part("c", 1, 1, 5)])
-    world.fetched(0, 1, 5, 1, group=1)
+    world.bring(4, (1,))
+    world.bring(5, (1,))
+    world.open(0, 1, [Part("a", 0, 1), coming("b", 1, 1, 4), coming("c", 1, 1, 5)])
+    world.fetched(5, 1)
     return world
 
 
@@ -47,14 +52,17 @@ def opened():
         (StepOpened(0, 2, float("nan"), 1e6), "not a number"),
         (StepOpened(0, 2, 1e6, 1e6, (Part("a", 0, 1), Part("a", 0, 0))), "load part 1"),
         (StepOpened(0, 2, 1e6, 1e6, (), (Part("a", 7, 1),)), "save part 0"),
-        (LayersFetched(0, 1, 9, 1, 1), "arrival 9"),
-        (LayersFetched(0, 1, 4, 0, 1), "arrival 4, group 0"),
-        (LayersFetched(0, 1, 0, 0, 1), "arrival 0"),
-        (LayersFetched(0, 1, 4, 1, 2), "2 layers of group 1, which has 1"),
-        (LayersFetched(0, 1, 4, 1, -1), "-1 layers"),
-        (FetchFailed(0, 1, (1, 3), "gone"), "load part 3"),
-        (FetchFailed(0, 1, (1, 0), "gone"), "load part 0 after"),
-        (FetchFailed(0, 1, (1, 2), "gone"), "load part 2 after"),
+        (StepOpened(0, 2, 1e6, 1e6, (coming("a", 1, 1, 9),)), "object 0 of fetch 9, which is not on its way"),
+        (StepOpened(0, 2, 1e6, 1e6, (coming("a", 1, 1, 5),)), "fetch 5, which is not on its way"),
+        (StepOpened(0, 2, 1e6, 1e6, (coming("a", 0, 1, 4),)), "other layers"),
+        (StepOpened(0, 2, 1e6, 1e6, (coming("a", 1, 1, 4, item=1),)), "object 1 of fetch 4"),
+        (StepOpened(0, 2, 1e6, 1e6, (Part("a", 1, 1, (Need(4, 0, 0, 2),)),)), "blocks 0 to 2 of 1"),
+        (FetchOpened(5, "e", (0,), (Item(1, 1),)), "numbers ascend"),
+        (FetchOpened(6, "e", (), (Item(1, 1),)), "no layers"),
+        (FetchOpened(6, "e", (0,), (Item(0, 1),)), "without bytes"),
+        (FetchLeased(6, True), "never opened"),
+        (CallDone(3), "never given"),
+        (CallDone(1, ((1, "gone"),)), "does not have"),
         (FrontierReached(0, 1, 2), "layer 2"),
         (FrontierReached(0, 1, -1), "layer -1"),
         (LayersComputed(0, 1, 3), "3 layers"),

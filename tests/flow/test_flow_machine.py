@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from flow_world import LOAD, World
+from flow_world import World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -14,13 +15,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import (
     BatchDone,
-    FetchFailed,
+    CallDone,
+    FetchesRevoked,
+    FetchLeased,
+    FetchOpened,
     FrontierReached,
+    HostLost,
+    Item,
     LayersComputed,
-    LayersFetched,
     Limits,
     LimitsChanged,
     LoadsFenced,
+    Need,
     Part,
     RequestAborted,
     SessionLost,
@@ -43,6 +49,7 @@ limits = st.builds(
     max_transfer_bytes=st.sampled_from([6, 16, 1000]),
     max_inflight_bytes=st.sampled_from([2, 20, 60, 10_000]),
     save_backlog_bytes=st.sampled_from([150, 100_000, 100_000]),
+    fetch_timeout_s=st.sampled_from([1.0, 8.0, 1000.0]),
 )
 REQUESTS = st.sampled_from("abcde")
 
@@ -71,44 +78,81 @@ class FlowMachine(RuleBasedStateMachine):
     def step_opened(self, data):
         session = data.draw(st.sampled_from(sorted(self.world.layers)))
         groups = sorted({shape.group for shape in self.world.layers[session]})
-        part = st.builds(Part, REQUESTS, st.sampled_from(groups), st.integers(1, 6), st.sampled_from([0, 0, 1, 1, 2]))
-        loads = data.draw(st.lists(part, max_size=5))
-        saves = [replace(one, fetch=0) for one in data.draw(st.lists(part, max_size=4))]
+        part = st.builds(Part, REQUESTS, st.sampled_from(groups), st.integers(1, 6))
+        loads = [self._needing(data, session, one) for one in data.draw(st.lists(part, max_size=5))]
+        saves = data.draw(st.lists(part, max_size=4))
         deadline = self.world.now + data.draw(st.sampled_from([1.0, 8.0, 50.0]))
         save_deadline = self.world.now + data.draw(st.sampled_from([1.0, 8.0, 50.0]))
         self.numbers += 1
         self.world.open(session, self.numbers, loads, saves, deadline, save_deadline, data.draw(st.booleans()))
 
-    def _arriving(self):
-        return sorted((*key, *arriving) for key in self.world.live for arriving in self.world.arriving(*key))
+    def _needing(self, data, session, part):
+        """The part, some of its blocks being on their way."""
+        layers = self._layers_of(session, part.group)
+        objects = [
+            (number, item)
+            for number, fetch in self.world.fetches.all.items()
+            if fetch.event.layers == layers
+            for item in fetch.coming
+        ]
+        if not objects or data.draw(st.booleans()):
+            return part
+        cuts = sorted(data.draw(st.sets(st.integers(0, part.blocks), min_size=2, max_size=4)))
+        needs = []
+        for lo, hi in pairwise(cuts):
+            if data.draw(st.sampled_from([True, True, False])):
+                needs.append(Need(*data.draw(st.sampled_from(objects)), lo, hi))
+        return replace(part, needs=tuple(needs))
 
-    @rule(data=st.data(), more=st.integers(1, 4), times=st.integers(1, 3))
-    @precondition(lambda self: self._arriving())
-    def layers_fetched(self, data, more, times):
+    def _layers_of(self, session, group):
+        return tuple(number for number, shape in enumerate(self.world.layers[session]) if shape.group == group)
+
+    @rule(
+        data=st.data(),
+        source=st.sampled_from("xy"),
+        items=st.lists(st.builds(Item, st.sampled_from([1, 5, 9]), st.integers(1, 3)), min_size=1, max_size=5),
+    )
+    @precondition(lambda self: self.world.layers and sum(not one.done for one in self._fetches()) < 4)
+    def fetch_opened(self, data, source, items):
+        session = data.draw(st.sampled_from(sorted(self.world.layers)))
+        group = data.draw(st.sampled_from(sorted({shape.group for shape in self.world.layers[session]})))
+        self.numbers += 1
+        self.world.send(FetchOpened(self.numbers, source, self._layers_of(session, group), tuple(items)))
+
+    def _fetches(self):
+        return list(self.world.fetches.all.values())
+
+    @rule(data=st.data(), leased=st.booleans())
+    @precondition(lambda self: self.world.fetches.all)
+    def fetch_leased(self, data, leased):
+        self.world.send(FetchLeased(data.draw(st.sampled_from(sorted(self.world.fetches.all))), leased))
+
+    @rule(data=st.data(), fails=st.sampled_from([False, False, True]), times=st.integers(1, 4))
+    @precondition(lambda self: self.world.fetches.calls)
+    def call_done(self, data, fails, times):
         for _ in range(times):
-            arriving = self._arriving()
-            if arriving:
-                session, step, fetch, group, there, layers = data.draw(st.sampled_from(arriving))
-                self.world.fetched(session, step, fetch, min(there + more, layers), group)
+            if self.world.fetches.calls:
+                call = data.draw(st.sampled_from(list(self.world.fetches.calls.values())))
+                everything = len(self.world.fetches.all[call.transfer].event.objects)
+                failed = data.draw(st.sets(st.integers(0, everything - 1))) if fails else ()
+                self.world.end_call(call, *sorted(failed))
 
-    @rule(data=st.data(), fewer=st.integers(0, 2))
-    @precondition(lambda self: any(one.sides[LOAD].arrived for one in self.world.live.values()))
-    def layers_fetched_late(self, data, fewer):
-        known = [(key, *arrival) for key, one in self.world.live.items() for arrival in one.sides[LOAD].arrived.items()]
-        (session, step), (fetch, group), there = data.draw(st.sampled_from(sorted(known)))
-        before = self.world.flow.statistics().late_reports
-        assert not self.world.fetched(session, step, fetch, max(0, there - fewer), group)
-        assert self.world.flow.statistics().late_reports == before + 1
+    @rule(sure=st.sampled_from([False, False, True]), unwanted=st.booleans())
+    @precondition(lambda self: any(one.coming for one in self._fetches()))
+    def fetches_revoked(self, sure, unwanted):
+        if sure:
+            wanted = self.world.wanted() if unwanted else set()
+            before = {number: one.coming for number, one in self.world.fetches.all.items()}
+            self.world.send(FetchesRevoked("new weights", unwanted))
+            after = {number: one.coming for number, one in self.world.fetches.all.items()}
+            assert after == {number: coming if number in wanted else [] for number, coming in before.items()}
 
-    @rule(data=st.data())
-    @precondition(lambda self: self._arriving())
-    def fetch_failed(self, data):
-        session, step, fetch, *_ = data.draw(st.sampled_from(self._arriving()))
-        coming = {(number, group) for number, group, *_ in self.world.arriving(session, step)}
-        parts = self.world.live[session, step].sides[LOAD].parts
-        hit = [i for i, part in enumerate(parts) if part.fetch == fetch and (fetch, part.group) in coming]
-        lost = data.draw(st.lists(st.sampled_from(hit), min_size=1))
-        self.world.send(FetchFailed(session, step, tuple(lost), "no longer there"))
+    @rule(sure=st.sampled_from([False, False, True]))
+    @precondition(lambda self: any(one.coming for one in self._fetches()))
+    def host_lost(self, sure):
+        if sure:
+            self.world.send(HostLost("signal 9"))
+            assert not any(one.coming for one in self._fetches()), "waits for a dead host"
 
     @rule(data=st.data(), count=st.integers(1, 8))
     @precondition(lambda self: self._landable())
@@ -196,9 +240,10 @@ class FlowMachine(RuleBasedStateMachine):
                 [
                     StepOpened(session, step, 1.0, 1.0),
                     StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 9, 1),)),
-                    LayersFetched(session, step, 99, 0, 1),
-                    LayersFetched(session, step, 1, 0, 99),
-                    FetchFailed(session, step, (99,), "gone"),
+                    StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 0, 2, (Need(10**9, 0, 0, 2),)),)),
+                    FetchOpened(0, "x", (0,), (Item(1, 1),)),
+                    FetchLeased(10**9, True),
+                    CallDone(10**9),
                     FrontierReached(session, step, 99),
                     LayersComputed(session, step, 99),
                     BatchDone(session, 10**9),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flow_world import LOAD, SAVE, World, of, submits
+from flow_world import LOAD, SAVE, World, coming, of, submits
 
 from layerflow.errors import ConfigError
 from layerflow.flow import Flow
@@ -71,8 +71,9 @@ def test_a_gate_that_opens_lets_another_session_be_granted_more():
 def test_the_frontier_opens_gates_whatever_the_order_of_their_grants():
     world = World(Limits(prefetch_layers=1))
     world.open_session(0, [(0, 10)] * 4)
-    world.open(0, 1, [Part("a", 0, 1), Part("b", 0, 1, fetch=1)])
-    world.fetched(0, 1, 1, 4)
+    world.bring(1, 4)
+    world.open(0, 1, [Part("a", 0, 1), coming("b", 0, 1, 1)])
+    world.fetched(1, 4)
     for layer in range(4):
         world.send(FrontierReached(0, 1, layer))
     assert world.flow._state.budget.gated == [0, 0]

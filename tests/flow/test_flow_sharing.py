@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flow_world import LOAD, SAVE, World, of, submits
+from flow_world import LOAD, SAVE, World, coming, of, submits
 
 from layerflow.flow.commands import Commit, LoadsDone, Revoke
 from layerflow.flow.events import LayersComputed, Limits, LoadsFenced, Part, RequestAborted, StepClosed, Tick
@@ -155,7 +155,8 @@ def test_a_commit_waits_neither_for_other_requests_nor_for_later_steps():
 def test_a_held_commit_goes_on_once_the_loads_are_decided(event):
     world = World()
     world.open_session(0, [(0, 10)])
-    world.open(0, 1, [Part("r", 0, 1), Part("x", 0, 1, fetch=1)])
+    world.bring(1, 1)
+    world.open(0, 1, [Part("r", 0, 1), coming("x", 0, 1, 1)])
     (save,) = submits(world.open(0, 2, (), [Part("r", 0, 1)]))
     world.send(LayersComputed(0, 2, 1))
     (load,) = [batch for batch in world.flying.values() if batch.direction is LOAD]

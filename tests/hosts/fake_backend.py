@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class FakeBackend(Backend):
     * ``says``: lines that attaching prints.
     * ``holds``: number of objects in its index; with it, it has one.
     * ``full``, ``existing``: hex keys that cannot be opened for writing.
+    * ``bytes_per_s``: by method, how fast it moves.
+    * ``call_s``: what each call that moves bytes takes beside that.
     * ``spoilt``: hex keys that come with a wrong header.
     """
 
@@ -50,6 +53,7 @@ class FakeBackend(Backend):
         self._objects: dict[bytes, bytes] = {}
         self._writing: dict[bytes, bytearray] = {}
         self._calls = 0
+        self._largest = {"fetch": 0, "write": 0}
         self._lock = threading.Lock()
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
@@ -72,7 +76,7 @@ class FakeBackend(Backend):
         self._enter("check")
 
     def statistics(self) -> dict[str, float]:
-        return {"calls": float(self._calls)}
+        return {"calls": float(self._calls), **{f"largest_{name}_bytes": size for name, size in self._largest.items()}}
 
     def lookup(self, keys: Sequence[bytes], until: float) -> list[bool]:
         self._enter("lookup", len(keys))
@@ -90,6 +94,7 @@ class FakeBackend(Backend):
 
     def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         self._enter("fetch", len(places), f"{lo}:{hi}")
+        self._move("fetch", places, lo, hi)
         spoilt = self._options.get("spoilt", ())
         for place in places:
             start, stop = place.start(lo) if lo else 0, place.start(hi)
@@ -107,6 +112,7 @@ class FakeBackend(Backend):
 
     def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         self._enter("write", len(places), f"{lo}:{hi}")
+        self._move("write", places, lo, hi)
         for place in places:
             start, stop = place.start(lo), place.start(hi)
             self._writing[place.key][start:stop] = self._view[place.offset + start : place.offset + stop]
@@ -145,6 +151,13 @@ class FakeBackend(Backend):
     def _reach(self) -> None:
         if Path(self._options.get("away", "/nowhere")).exists():
             raise Unreachable("it is away")
+
+    def _move(self, method: str, places: Sequence[ObjectLocation], lo: int, hi: int) -> None:
+        nbytes = (hi - lo) * sum(place.layer_bytes for place in places)
+        self._largest[method] = max(self._largest[method], nbytes)
+        time.sleep(self._options.get("call_s", 0))
+        if rate := self._options.get("bytes_per_s", {}).get(method):
+            time.sleep(nbytes / rate)
 
     def _enter(self, method: str, *what: object) -> None:
         """A call begins.

@@ -17,7 +17,7 @@ from hosts.served import Served
 from layerflow.hosts.disk import backend as disk
 from layerflow.hosts.disk.backend import Disk
 from layerflow.hosts.disk.folder import Folder
-from layerflow.wire.host_messages import Fetch, Fetched, Finish, Indexed, Up, Write, Written
+from layerflow.wire.host_messages import Fetch, Fetched, Finish, Indexed, Pull, Up, Write, Written
 
 
 class Gate:
@@ -201,9 +201,9 @@ async def test_the_host_answers_and_writes_while_the_folder_is_read(tmp_path: Pa
         assert {held.keys[:24], held.keys[24:]} == set(old.keys)
         for number, thing in enumerate((old, new), 2):
             thing.wipe(it.arena)
-            it.host.send(Fetch(number, thing.said(), 10_000))
-            while not (await it.hear(Fetched)).ended:
-                pass
+            for message in (Fetch(number, thing.said()), Pull(number, number, 0, thing.count, 0, thing.layers)):
+                it.host.send(message)
+            assert await it.hear(Fetched) == Fetched(number, number)
             assert thing.intact(it.arena) == [True, True]
 
 

@@ -1,21 +1,20 @@
-"""The fetch thread: slices of layers, in turn; what fails leaves its job."""
+"""The fetch thread: each call of the server is one call of the backend, in order; what fails leaves its job."""
 
 import math
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from hosts.bench import Bench, MakeBench, Thing
-from layerflow.hosts import fetch as fetching
 from layerflow.hosts.backend import ObjectStatus
-from layerflow.hosts.fetch import FIRST_SLICE_BYTES, LAST_SLICE_BYTES, FetchLane
-from layerflow.wire.host_messages import Fetch, Fetched, Unfetch, pack_u64
+from layerflow.hosts.fetch import FetchLane
+from layerflow.hosts.lane import HUNG_CALLS, SLOWEST_BYTES_PER_S, Patience
+from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Pull, pack_u64
 
 
-def start(bench: Bench, *messages: Any, ago_s: float = 0.0) -> list[bytes]:
+def start(bench: Bench, *messages: Any) -> list[bytes]:
     """A lane that is given these before it starts; the list of what it hides."""
     hidden: list[bytes] = []
 
@@ -24,7 +23,7 @@ def start(bench: Bench, *messages: Any, ago_s: float = 0.0) -> list[bytes]:
 
     bench.lane = FetchLane(bench.backend, bench.arena, bench.told.put, bench.backend_calls, hide)
     for message in messages:
-        bench.lane.put((message, time.monotonic() - ago_s))
+        bench.lane.put(message)
     bench.lane.start()
     return hidden
 
@@ -33,48 +32,28 @@ def outcomes(message: Fetched) -> list[tuple[int, ObjectStatus]]:
     return [(failure.position, ObjectStatus(failure.outcome)) for failure in message.failed]
 
 
-@pytest.mark.parametrize(
-    ("call_s", "ends"),
-    [(math.inf, [1, 5, 13, 29, 61, 70]), (0.0, [1, *range(5, 70, 4), 70])],
-    ids=["quick calls", "slow calls"],
-)
-def test_the_first_slice_is_one_layer_and_the_others_grow_while_calls_are_quick(
-    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, call_s: float, ends: list[int]
-) -> None:
-    monkeypatch.setattr(fetching, "CALL_S", call_s)
-    it, thing = bench(32 << 20), Thing(1, 2, 70, FIRST_SLICE_BYTES // 8)
-    assert LAST_SLICE_BYTES == 8 * FIRST_SLICE_BYTES
+def test_each_call_is_one_call_of_the_backend_and_all_objects_are_opened_with_the_first(bench: MakeBench) -> None:
+    it, thing = bench(8 << 20), Thing(1, 4, 6, 4096)
     it.store(thing)
-    start(it, Fetch(5, thing.said(), 10_000))
-    assert [it.hear() for _ in ends] == [Fetched(5, layers, layers == 70) for layers in ends]
-    assert thing.intact(it.arena) == [True, True]
-    slices = [f"fetch 2 {lo}:{hi}" for lo, hi in pairwise([0, *ends])]
-    assert it.calls(len(slices) + 2) == ["open_fetch 2", *slices, "close_fetch 2"]
-
-
-def test_jobs_take_turns_and_a_new_one_comes_first(bench: MakeBench) -> None:
-    it = bench(16 << 20)
-    things = [Thing(number, 1, 3, FIRST_SLICE_BYTES, at=number * (4 << 20)) for number in range(3)]
-    for thing in things:
-        it.store(thing)
-    start(it, *(Fetch(number, thing.said(), 10_000) for number, thing in enumerate(things)))
-    heard = [it.hear() for _ in range(9)]
-    assert [(message.id, message.layers) for message in heard] == [
-        *((0, 1), (1, 1), (2, 1)),
-        *((0, 2), (1, 2), (2, 2)),
-        *((0, 3), (1, 3), (2, 3)),
-    ]
-    assert [message.ended for message in heard] == [False] * 6 + [True] * 3
+    start(
+        it,
+        Fetch(5, thing.said()),
+        *(Pull(5, 1, 0, 2, 0, 1), Pull(5, 2, 2, 4, 0, 1), Pull(5, 3, 0, 4, 1, 6)),
+        EndFetch(5),
+    )
+    assert [it.hear() for _ in range(3)] == [Fetched(5, 1), Fetched(5, 2), Fetched(5, 3)]
+    assert thing.intact(it.arena) == [True] * 4
+    assert it.calls(5) == ["open_fetch 4", "fetch 2 0:1", "fetch 2 0:1", "fetch 4 1:6", "close_fetch 4"]
 
 
 def test_what_is_missing_leaves_the_job(bench: MakeBench) -> None:
     it = bench()
     it.store(Thing(2, 2, 3, 4096))
     thing = Thing(1, 3, 3, 4096)
-    start(it, Fetch(1, thing.said(), 10_000))
+    start(it, Fetch(1, thing.said()), Pull(1, 1, 0, 3, 0, 1), Pull(1, 2, 0, 3, 1, 3), EndFetch(1))
     first, last = it.hear(), it.hear()
     assert outcomes(first) == [(0, ObjectStatus.MISSING)]
-    assert last == Fetched(1, 3, True)
+    assert last == Fetched(1, 2)
     assert thing.intact(it.arena) == [False, True, True]
     assert it.calls(4)[-1] == "close_fetch 2"
 
@@ -83,47 +62,40 @@ def test_a_wrong_header_is_broken_and_hidden(bench: MakeBench) -> None:
     thing = Thing(1, 2, 3, 4096)
     it = bench(spoilt=[thing.keys[1].hex()])
     it.store(thing)
-    hidden = start(it, Fetch(1, thing.said(), 10_000))
+    hidden = start(it, Fetch(1, thing.said()), Pull(1, 1, 0, 2, 0, 1), Pull(1, 2, 0, 2, 1, 3))
     assert outcomes(it.hear()) == [(1, ObjectStatus.BROKEN)]
-    assert it.hear() == Fetched(1, 3, True)
+    assert it.hear() == Fetched(1, 2)
     assert hidden == [thing.keys[1]]
     assert thing.intact(it.arena)[0]
 
 
-def test_nothing_is_opened_once_the_time_has_run_out(bench: MakeBench) -> None:
-    it, thing = bench(), Thing(1, 2, 3, 4096)
-    start(it, Fetch(1, thing.said(), 1000), ago_s=2.0)
-    ended = it.hear()
-    assert ended.ended and outcomes(ended) == [(0, ObjectStatus.FAILED), (1, ObjectStatus.FAILED)]
-    assert "time" in ended.failed[0].reason
-    assert it.backend.calls.empty()
-
-
-def test_an_unwanted_fetch_stops_at_the_next_slice(bench: MakeBench) -> None:
-    it, thing = bench(8 << 20, gated=("fetch",)), Thing(1, 1, 4, FIRST_SLICE_BYTES)
+def test_a_call_has_the_time_that_its_bytes_need_and_hangs_past_it(bench: MakeBench) -> None:
+    it, thing = bench(32 << 20, gated=("fetch",)), Thing(1, 2, 4, 1 << 20)
     it.store(thing)
-    start(it, Fetch(1, thing.said(), 10_000))
-    assert it.calls(2) == ["open_fetch 1", "fetch 1 0:1"]
-    it.lane.put((Unfetch(1), 0.0))
-    it.lane.put((Unfetch(7), 0.0))
-    it.backend.gates["fetch"].release(9)
-    assert it.hear() == Fetched(1, 1, False)
-    ended = it.hear()
-    assert (ended.layers, ended.ended, outcomes(ended)) == (1, True, [(0, ObjectStatus.FAILED)])
-    assert it.call() == "close_fetch 1"
+    began = time.monotonic()
+    start(it, Fetch(1, thing.said()), Pull(1, 1, 0, 2, 0, 4))
+    it.calls(2)
+    lane = it.lane
+    assert lane is not None
+    longest = Patience().call_s * (1 + HUNG_CALLS) + (8 << 20) / SLOWEST_BYTES_PER_S
+    assert began + longest <= lane.hung_at <= time.monotonic() + longest
+    it.backend.gates["fetch"].release()
+    assert it.hear() == Fetched(1, 1)
+    assert lane.stop(20) and lane.hung_at == math.inf, "a lane that waits for work does not hang"
 
 
 @pytest.mark.parametrize("method", ["open_fetch", "fetch"])
 def test_an_exception_costs_its_objects_only(bench: MakeBench, method: str) -> None:
     it, thing = bench(raises={method: "the library is upset"}), Thing(1, 2, 3, 4096)
     it.store(thing)
-    start(it, Fetch(1, thing.said(), 10_000))
+    start(it, Fetch(1, thing.said()), Pull(1, 1, 0, 2, 0, 1))
     ended = it.hear()
-    assert ended.ended and outcomes(ended) == [(0, ObjectStatus.FAILED), (1, ObjectStatus.FAILED)]
+    assert outcomes(ended) == [(0, ObjectStatus.FAILED), (1, ObjectStatus.FAILED)]
     assert ended.failed[0].reason == f"{method}: RuntimeError: the library is upset"
     it.backend._options["raises"].clear()
-    it.lane.put((Fetch(2, thing.said(), 10_000), time.monotonic()))
-    assert (it.hear(), it.hear()) == (Fetched(2, 1, False), Fetched(2, 3, True))
+    for message in (Fetch(2, thing.said()), Pull(2, 2, 0, 2, 0, 3)):
+        it.lane.put(message)
+    assert it.hear() == Fetched(2, 2)
 
 
 @pytest.mark.parametrize(
@@ -133,21 +105,29 @@ def test_an_exception_costs_its_objects_only(bench: MakeBench, method: str) -> N
 def test_a_job_that_cannot_be_is_refused_whole(bench: MakeBench, changes: dict[str, Any], reason: str) -> None:
     it, thing = bench(), Thing(1, 2, 3, 4096)
     it.store(thing)
-    start(it, Fetch(1, thing.said(**changes), 10_000), Fetch(2, thing.said(), 10_000))
+    start(it, Fetch(1, thing.said(**changes)), Pull(1, 1, 0, 2, 0, 3), EndFetch(1))
     ended = it.hear()
-    assert ended.ended and outcomes(ended) == [(0, ObjectStatus.FAILED), (1, ObjectStatus.FAILED)]
+    assert outcomes(ended) == [(0, ObjectStatus.FAILED), (1, ObjectStatus.FAILED)]
     assert reason in ended.failed[0].reason
-    assert (it.hear(), it.hear()) == (Fetched(2, 1, False), Fetched(2, 3, True))
+    for message in (Fetch(2, thing.said()), Pull(2, 2, 0, 2, 0, 3)):
+        it.lane.put(message)
+    assert it.hear() == Fetched(2, 2)
 
 
-def test_a_host_that_stops_closes_what_is_open(bench: MakeBench) -> None:
-    it, thing = bench(8 << 20, gated=("fetch",)), Thing(1, 1, 4, FIRST_SLICE_BYTES)
+def test_a_call_of_a_fetch_that_it_does_not_know_fails(bench: MakeBench) -> None:
+    it = bench()
+    start(it, Pull(9, 1, 0, 2, 0, 3), EndFetch(9))
+    assert outcomes(it.hear()) == [(0, ObjectStatus.FAILED), (1, ObjectStatus.FAILED)]
+
+
+def test_a_host_that_stops_closes_what_is_open_and_fails_what_waits(bench: MakeBench) -> None:
+    it, thing = bench(8 << 20, gated=("fetch",)), Thing(1, 1, 4, 4096)
     it.store(thing)
-    start(it, Fetch(1, thing.said(), 10_000))
+    start(it, Fetch(1, thing.said()), Pull(1, 1, 0, 1, 0, 1), Pull(1, 2, 0, 1, 1, 2))
     it.calls(2)
     assert not it.lane.stop(0)
     it.backend.gates["fetch"].release(9)
-    assert it.hear() == Fetched(1, 1, False)
+    assert it.hear() == Fetched(1, 1)
     ended = it.hear()
-    assert ended.ended and "stops" in ended.failed[0].reason
+    assert "stops" in ended.failed[0].reason
     assert it.call() == "close_fetch 1"

@@ -28,11 +28,13 @@ from layerflow.wire.host_messages import (
     Advance,
     Ask,
     Down,
+    EndFetch,
     Fetch,
     Fetched,
     Finish,
     Indexed,
     Present,
+    Pull,
     Up,
     Write,
     Written,
@@ -57,8 +59,9 @@ async def test_a_save_and_a_load() -> None:
         TWO.wipe(it.arena)
         it.host.send(Ask(1, b"".join([*TWO.keys, key_of(9)]), 10_000))
         assert await it.hear() == Present(1, b"\1\1\0")
-        it.host.send(Fetch(2, TWO.said(), 10_000))
-        assert [await it.hear(), await it.hear()] == [Fetched(2, 1, False), Fetched(2, 3, True)]
+        for message in (Fetch(2, TWO.said()), Pull(2, 1, 0, 2, 0, 1), Pull(2, 2, 0, 2, 1, 3), EndFetch(2)):
+            it.host.send(message)
+        assert [await it.hear(), await it.hear()] == [Fetched(2, 1), Fetched(2, 2)]
         assert TWO.intact(it.arena) == [True, True]
         while it.host.statistics.get("calls", 0) < 9:  # attach, 3 to write, 4 to fetch, a lookup; checks
             await it.answer()
@@ -73,10 +76,10 @@ async def test_broken_bytes_are_hidden_by_the_host_itself() -> None:
         it.host.send(Write(1, TWO.said(), 3, 10_000))
         it.host.send(Finish(1))
         assert await it.hear() == Written(1)
-        it.host.send(Fetch(2, TWO.said(), 10_000))
+        it.host.send(Fetch(2, TWO.said()))
+        it.host.send(Pull(2, 1, 0, 2, 0, 3))
         first = await it.hear(Fetched)
         assert [(failure.position, failure.outcome) for failure in first.failed] == [(1, ObjectStatus.BROKEN)]
-        await it.hear(Fetched)
         it.host.send(Ask(3, b"".join(TWO.keys), 10_000))
         assert (await it.hear(Present)).present == b"\1\0"
 
@@ -120,7 +123,8 @@ async def test_away_at_first_and_again_later(tmp_path: Path) -> None:
 async def refused(it: Served) -> None:
     it.host.send(Ask(7, key_of(1), 10_000))
     assert await it.hear() == Present(7, b"\0", "unreachable: it is away")
-    it.host.send(Fetch(8, TWO.said(), 10_000))
+    it.host.send(Fetch(8, TWO.said()))
+    it.host.send(Pull(8, 1, 0, 2, 0, 3))
     it.host.send(Write(9, TWO.said(), 3, 10_000))
     it.host.send(Finish(9))
     for ended in (await it.hear(Fetched), await it.hear(Written)):
@@ -211,6 +215,24 @@ async def test_a_lookup_that_hangs_costs_lookups_and_not_the_host(tmp_path: Path
         assert await it.hear() == Present(1, b"\0")
         os.close(opened)
         assert it.host.state.pid == pid and it.lost.empty()
+
+
+@pytest.mark.parametrize(("method", "name"), [("fetch", "fetch"), ("open_fetch", "fetch"), ("write", "write")])
+async def test_one_call_that_outlives_its_time_ends_the_host(tmp_path: Path, method: str, name: str) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with Served(gates={method: str(gate)}, timeout_ms=100) as it:
+        await it.hear(Up)
+        TWO.fill(it.arena)
+        it.host.send(Write(1, TWO.said(), 3, 60_000))
+        it.host.send(Finish(1))
+        if name == "fetch":
+            assert await it.hear() == Written(1)
+            it.host.send(Fetch(2, TWO.said()))
+            it.host.send(Pull(2, 1, 0, 2, 0, 3))
+        assert (await it.hear(Down)).reason == f"a {name} hangs in the backend"
+        assert await it.lose() == "it exited with code 1"
+        await it.hear(Up)
 
 
 async def test_a_machine_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:

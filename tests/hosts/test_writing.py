@@ -7,7 +7,7 @@ import pytest
 
 from hosts.bench import Bench, MakeBench, Thing
 from layerflow.hosts.backend import ObjectStatus
-from layerflow.hosts.write import CALL_BYTES, WriteLane
+from layerflow.hosts.write import WriteLane
 from layerflow.wire.host_messages import Advance, Drop, Finish, Write, Written, pack_u32
 
 
@@ -56,19 +56,24 @@ def test_what_landed_meanwhile_is_one_call(bench: MakeBench) -> None:
     assert stored(it, thing) == [True, True]
 
 
-def test_a_call_is_bounded_so_that_jobs_take_turns(bench: MakeBench) -> None:
-    it = bench(64 << 20)
-    first, second = (Thing(number, 1, 4, CALL_BYTES // 2, at=number * (24 << 20)) for number in range(2))
-    start(it, Write(1, first.said(), 4, 10_000), Write(2, second.said(), 4, 10_000), Finish(1), Finish(2))
-    calls = it.calls(8)
-    assert calls == [*("open_write 1", "write 1 0:2") * 2, *("write 1 2:4", "commit 1") * 2]
+def test_a_call_keeps_the_caps_and_jobs_take_turns(bench: MakeBench) -> None:
+    it = bench(1 << 20)
+    first, second = (Thing(number, 3, 2, 4096, at=number * (1 << 17)) for number in (1, 5))
+    first.fill(it.arena)
+    start(it, Write(1, first.said(), 2, 10_000, 4, 4096 * 3), Write(2, second.said(), 2, 10_000, 99, 4096 * 3))
+    assert it.calls(2) == ["open_write 3", "write 2 0:1"], "4 blocks: two objects of 2"
+    assert it.calls(2) == ["open_write 3", "write 3 0:1"], "3 objects' bytes"
+    assert it.calls(3) == ["write 1 0:1", "write 3 1:2", "write 2 1:2"]
+    assert it.call() == "write 1 1:2"
+    put(it.lane, Finish(1), Drop(2, pack_u32([0, 1, 2])))
     assert {it.hear().id, it.hear().id} == {1, 2}
+    assert stored(it, first) == [True] * 3
 
 
-def test_a_layer_larger_than_a_call_is_still_written(bench: MakeBench) -> None:
-    it, thing = bench(32 << 20), Thing(1, 1, 2, CALL_BYTES + 1)
+def test_a_layer_of_an_object_larger_than_the_cap_is_still_written(bench: MakeBench) -> None:
+    it, thing = bench(1 << 20), Thing(1, 1, 2, 8192)
     thing.fill(it.arena)
-    start(it, Write(1, thing.said(), 2, 10_000), Finish(1))
+    start(it, Write(1, thing.said(), 2, 10_000, 1, 100), Finish(1))
     assert it.hear() == Written(1)
     assert it.calls(4) == ["open_write 1", "write 1 0:1", "write 1 1:2", "commit 1"]
     assert stored(it, thing) == [True]

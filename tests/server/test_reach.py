@@ -172,7 +172,10 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]
     """A tier whose host only listens."""
     sent: list[Ask] = []
     with contextlib.closing(PoolArena(1 << 20)) as arena:
-        tier = real.Tier("disk", {}, PoolSettings(), MemoryPool(arena), (arena.fd, arena.nbytes), lambda events: None)
+        pool, settings = MemoryPool(arena), PoolSettings()
+        tier = real.Tier(
+            "disk", {}, settings, pool, (arena.fd, arena.nbytes), lambda events: None, lambda: (4096, 1 << 20)
+        )
         monkeypatch.setattr(tier._host, "send", lambda ask: sent.append(ask) or True)
         tier.up = True
         yield tier, sent

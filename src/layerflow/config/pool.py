@@ -189,7 +189,11 @@ class _OwnPoolSettings(Section):
         le=_DAY_MS,
     )
     fetch_timeout_ms: Whole = setting(
-        10_000, "How long bringing objects into the arena may take.", unit="ms", ge=1, le=_DAY_MS
+        10_000,
+        "A fetch of which nothing has come for so long is given up; whole objects are used.",
+        unit="ms",
+        ge=1,
+        le=_DAY_MS,
     )
     host_timeout_ms: Whole = setting(
         5000,

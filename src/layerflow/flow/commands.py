@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from layerflow.flow.events import Direction
+from layerflow.flow.events import Direction, Hop
 
 
 @dataclass(slots=True)  # not frozen: that triples what making one costs, and there is one per batch
@@ -133,10 +133,81 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """The host moves layers `layer_lo` to `layer_hi` (counted within the group) of objects `lo` to `hi`, in one call.
+
+    Objects that have failed are left out. The host ends its calls of one hop in order.
+    """
+
+    hop: Hop
+    transfer: int
+    call: int
+    lo: int
+    hi: int
+    layer_lo: int
+    layer_hi: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """These objects of a fetch are whole in the arena: publish them.
+
+    :param readers: (session, step, objects) of every step that still loads them: pin them until its LoadsDone.
+    """
+
+    fetch: int
+    objects: tuple[int, ...]
+    readers: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLost:
+    """These objects of a fetch will not come. Their room is taken until Vacate."""
+
+    fetch: int
+    objects: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Vacate:
+    """Neither the host nor a step touches the room of these lost objects any more."""
+
+    fetch: int
+    objects: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    """The host is not asked for anything of this transfer any more."""
+
+    hop: Hop
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
 class WakeAt:
     """Send a Tick at this time (replaces the last one asked for)."""
 
     when: float
 
 
-Command = Submit | Seal | LoadFailed | Cancel | LayersStored | Commit | Revoke | LoadsDone | Release | StepDone | WakeAt
+Command = (
+    Submit
+    | Seal
+    | LoadFailed
+    | Cancel
+    | LayersStored
+    | Commit
+    | Revoke
+    | LoadsDone
+    | Release
+    | StepDone
+    | Call
+    | Arrived
+    | FetchLost
+    | Vacate
+    | TransferDone
+    | WakeAt
+)

@@ -34,6 +34,7 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
     loads, saves = step.loads, step.saves
     if loads is not None and not loads.done and loads.idle:
         loads.done = True
+        state.loosened.append(loads)
         out.append(LoadsDone(step.session.number, step.number))
         release_held(state, step)
     if saves is not None and saves.open and (loads is None or loads.done):
@@ -235,6 +236,24 @@ def fail_load_range(state: State, strand: Strand, span: Span, reason: str, out: 
         _report(state, leg, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
     spoil_saves(state, leg.step, hurt, reason, out)
     fail_loads(state, leg, dying, reason, out)
+
+
+def fail_blocks(state: State, strand: Strand, spans: list[Span], reason: str, out: list[Command]) -> None:
+    """The objects of these blocks will not come: exactly they fail, and are carved no further."""
+    leg = strand.leg
+    hurt: list[int] = []
+    for span in spans:
+        for position in strand.overlapping(*span):
+            if position not in leg.dead:
+                lo, hi = strand.span(position)
+                _report(state, leg, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
+                hurt.append(position)
+    _uncarve(leg, strand, spans)
+    if not leg.cohorts:
+        state.carved_out(leg)
+    spoil_saves(state, leg.step, hurt, reason, out)
+    seal_rest(leg, out)
+    state.unsettled.append(leg.step)
 
 
 def fence_loads(state: State, leg: Leg, reason: str, out: list[Command], *, cancel: bool) -> None:

@@ -78,7 +78,7 @@ class Cohort:
     """Blocks of a strand that have reached the same layer.
 
     :param index: position of the cursor's layer within the strand's layers; their number when all is carved.
-    :param fetch: number of the arrival that has layers to bring yet; 0 = every layer is in the arena.
+    :param fetch: number of the fetch that has layers to bring yet; 0 = every layer is in the arena.
     :param limit: so many layers may be carved.
     :param at: next block of that layer.
     :param byte_at: bytes of block `at` that are carved already.

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Direction(enum.IntEnum):
-    """Which way bytes move."""
+    """Which way bytes move between engine memory and arena."""
 
     LOAD = 0
     SAVE = 1
+
+
+class Hop(enum.IntEnum):
+    """Which way a host moves objects between the arena and its backend."""
+
+    FETCH = 0
+    WRITE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +34,33 @@ class LayerShape:
     block_bytes: int
 
 
+class Need(NamedTuple):
+    """Blocks `lo` to `hi` of a load part come with object number `item` of fetch `fetch`."""
+
+    fetch: int
+    item: int
+    lo: int
+    hi: int
+
+
+class Item(NamedTuple):
+    """One object of a transfer between arena and backend: the bytes and blocks of each of its layers."""
+
+    layer_bytes: int
+    blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One request's blocks of one group within a step, in one direction.
 
-    :param fetch: loads: 0 = the objects are in the arena; otherwise the caller's number of the arrival that
-        brings them, layer by layer. Several parts of several groups may share a number; it means
-        something within its step only.
+    :param needs: loads: the blocks whose objects are still being fetched, ascending; all others are in the arena.
     """
 
     request: str
     group: int
     blocks: int
-    fetch: int = 0
+    needs: tuple[Need, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +78,10 @@ class Limits:
     :param save_backlog_bytes: a step whose saves would take a session's unsaved bytes past this has
         them shed.
     :param stagger_us: distance of neighbouring stagger slots, which lanes keep; 0 = off.
+    :param fetch_timeout_s: a fetch of which nothing has come for so long is given up.
+
+    The caps of batches and of what is in flight hold for each hop: between engines and arena, from the
+    backend, and to it. There the smallest batch is one layer of one object, whatever the caps.
     """
 
     prefetch_layers: int = 0
@@ -64,6 +90,7 @@ class Limits:
     max_inflight_bytes: int = 256 << 20
     save_backlog_bytes: int = 4 << 30
     stagger_us: int = 0
+    fetch_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +130,56 @@ class StepOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class LayersFetched:
-    """The first layers of a group are in the arena, for all load parts that share an arrival.
+class FetchOpened:
+    """Objects of one group are to be brought into the arena, where they have room.
 
-    :param fetch: the arrival's number, as in ``Part.fetch``.
-    :param layers: how many, counted within the layers of `group`; it only rises.
+    It runs until all of it has come, unless it was wanted (leased, or needed by a step's loads) and no longer is.
+
+    :param fetch: numbers ascend and are never reused.
+    :param source: who it is for; sources share the host evenly.
+    :param layers: the model's layer numbers of the group, ascending.
     """
 
-    session: int
-    step: int
     fetch: int
-    group: int
-    layers: int
+    source: str
+    layers: tuple[int, ...]
+    objects: tuple[Item, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class FetchFailed:
-    """The objects of these load parts (positions in ``StepOpened.loads``) will never all be in the arena."""
+class FetchLeased:
+    """Lookups lease objects of a fetch, or none does any more. News of a fetch that has ended is late."""
 
-    session: int
-    step: int
-    parts: tuple[int, ...]
+    fetch: int
+    leased: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallDone:
+    """The host has ended a call: its layers have moved, but for the objects that failed.
+
+    :param failed: positions in the transfer, of this call or not, with what happened.
+    """
+
+    call: int
+    failed: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FetchesRevoked:
+    """Nothing that is on its way from the backend now may be published, whenever the host ends it.
+
+    :param unwanted: only what no lease and no living load wants.
+    """
+
+    reason: str
+    unwanted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostLost:
+    """The host process is dead: nothing of it touches the arena, and nothing that it carried will end."""
+
     reason: str
 
 
@@ -220,8 +276,11 @@ Event = (
     SessionOpened
     | SessionLost
     | StepOpened
-    | LayersFetched
-    | FetchFailed
+    | FetchOpened
+    | FetchLeased
+    | CallDone
+    | FetchesRevoked
+    | HostLost
     | FrontierReached
     | LayersComputed
     | BatchDone

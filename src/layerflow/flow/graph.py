@@ -16,6 +16,7 @@ from layerflow.flow.events import Direction, Event, Part, StepOpened
 
 if TYPE_CHECKING:
     from layerflow.flow.sessions import GroupShape, Session
+    from layerflow.flow.transfers import Edge
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +78,7 @@ class Strand:
 
     :param members: positions in the leg's parts, ascending.
     :param starts: first block of each member, and the number of blocks at the end.
-    :param arrivals: loads: by number of each arrival, so many layers of its parts are in the arena.
+    :param arrivals: loads: by number of each fetch, so many layers of what it still brings are in the arena.
     :param carving: cohorts of this strand, waiting ones among them.
     :param sealed: so many of the group's layers are sealed.
     :param committed: saves: every layer is stored, and said so.
@@ -127,14 +128,14 @@ class Strand:
         return self.members[bisect_right(self.starts, lo) - 1 : bisect_left(self.starts, hi)]
 
     def add_cohort(self, spans: list[Span], fetch: int = 0) -> None:
-        """Blocks that may be carved from the first layer on, once arrival `fetch` has brought it."""
+        """Blocks that may be carved from the first layer on, once fetch `fetch` has brought it."""
         self.leg.cohorts.append(Cohort(self, spans, fetch=fetch))
         self.carving += 1
         if fetch:
             self.arrivals[fetch] = 0
 
     def arriving(self, fetch: int) -> Cohort | None:
-        """What waits for this arrival; None when all of it is there, or dead."""
+        """What waits for this fetch; None when all of it is there, or dead."""
         return next((c for c in self.leg.cohorts if c.strand is self and c.fetch == fetch), None)
 
     def merge(self, cohort: Cohort) -> None:
@@ -169,6 +170,7 @@ class Leg:
     :param done: loads: nothing left to do, and said so.
     :param open: saves: parts neither committed nor revoked.
     :param revoked: saves: positions given back.
+    :param edges: loads: what they need of fetches, until they are done.
     :param tell: saves: say how many layers are stored.
     :param held: saves: a commit waits for the loads of an earlier step.
     """
@@ -187,6 +189,7 @@ class Leg:
     open: int = 0
     cancelled: bool = False
     done: bool = False
+    edges: list[Edge] = field(default_factory=list)
     tell: bool = False
     held: bool = False
     by_request: dict[str, list[int]] | None = None

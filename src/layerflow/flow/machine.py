@@ -16,12 +16,16 @@ from layerflow.flow.completion import quieted, settle, tell_stored
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
+    CallDone,
     Direction,
     Event,
-    FetchFailed,
+    FetchesRevoked,
+    FetchLeased,
+    FetchOpened,
     FrontierReached,
+    Hop,
+    HostLost,
     LayersComputed,
-    LayersFetched,
     Limits,
     LimitsChanged,
     LoadsFenced,
@@ -34,8 +38,20 @@ from layerflow.flow.events import (
     StepsRevoked,
     Tick,
 )
+from layerflow.flow.fetches import (
+    call_done,
+    check_needs,
+    expire_fetch,
+    host_lost,
+    lay_out,
+    lease_fetch,
+    open_fetch,
+    release_edges,
+    revoke_fetches,
+)
 from layerflow.flow.graph import Leg, Step, Strand
-from layerflow.flow.reports import batch_done, batch_failed, fetch_failed, lay_out, layers_fetched, lose_session
+from layerflow.flow.hosts import grant_calls
+from layerflow.flow.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.scheduler import grant
 from layerflow.flow.sessions import Session, open_session
 from layerflow.flow.state import FlowStatistics, State
@@ -55,16 +71,17 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     if event.deadline != event.deadline or event.save_deadline != event.save_deadline:
         raise InvalidTransition(f"session {session.number} step {event.step}: a deadline is not a number")
     _check(session, event, event.loads, "load")
+    _check_needs(state, session, event)
     _check(session, event, event.saves, "save")
 
     step = Step(session, event.step, event.deadline, event.save_deadline)
     step.story.append(event)
     session.steps[event.step] = step
     if event.loads:
-        step.loads = _leg(step, Direction.LOAD, event.loads)
+        step.loads = _leg(state, step, Direction.LOAD, event.loads)
         state.carve_later(step.loads)
     if event.saves:
-        saves = _leg(step, Direction.SAVE, event.saves)
+        saves = _leg(state, step, Direction.SAVE, event.saves)
         nbytes = sum(strand.starts[-1] * strand.shape.tail_bytes[0] for strand in saves.strands.values())
         if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
             state.counters.shed_parts += len(event.saves)
@@ -92,10 +109,16 @@ def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str
             )
 
 
-def _leg(step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
+def _check_needs(state: State, session: Session, event: StepOpened) -> None:
+    for position, part in enumerate(event.loads):
+        if part.needs and (wrong := check_needs(state, part, session.groups[part.group].layers)):
+            raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
+
+
+def _leg(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
     leg = Leg(step, direction, parts)
     groups = {part.group for part in parts}
-    arrives = direction is Direction.LOAD and any([part.fetch for part in parts])
+    arrives = direction is Direction.LOAD and any([part.needs for part in parts])
     for group in sorted(groups):
         members: Sequence[int] = range(len(parts))
         if len(groups) > 1:
@@ -104,7 +127,7 @@ def _leg(step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
         strand = Strand(leg, step.session.groups[group], members, starts)
         leg.strands[group] = strand
         if arrives:
-            lay_out(strand)
+            lay_out(state, strand)
         else:
             strand.add_cohort([(0, starts[-1])])
     return leg
@@ -117,16 +140,20 @@ class Flow:
     :raises ConfigError: for limits that no transfer could meet.
     """
 
-    __slots__ = ("_handlers", "_state")
+    __slots__ = ("_handlers", "_now", "_state")
 
     def __init__(self, limits: Limits) -> None:
         self._state = State(limits)
+        self._now = 0.0
         self._handlers: dict[type, Callable[[Any, list[Command]], None]] = {
             SessionOpened: self._session_opened,
             SessionLost: self._session_lost,
             StepOpened: self._step_opened,
-            LayersFetched: self._layers_fetched,
-            FetchFailed: self._fetch_failed,
+            FetchOpened: self._fetch_opened,
+            FetchLeased: self._fetch_leased,
+            CallDone: self._call_done,
+            FetchesRevoked: self._fetches_revoked,
+            HostLost: self._host_lost,
             FrontierReached: self._frontier_reached,
             LayersComputed: self._layers_computed,
             BatchDone: self._batch_done,
@@ -154,17 +181,28 @@ class Flow:
         :raises ConfigError: for impossible limits; the old ones stay.
         """
         state = self._state
+        self._now = now
         out: list[Command] = []
         self._handlers[type(event)](event, out)
-        while (step := state.deadlines.due(now)) is not None:
-            self._expire(step, now, out)
+        while (due := state.deadlines.due(now)) is not None:
+            if isinstance(due, Step):
+                self._expire(due, now, out)
+            else:
+                expire_fetch(state, due, out)
         if state.telling:
             tell_stored(state, out)
         if state.unsettled:
             for step in state.unsettled:
                 settle(state, step, out)
             state.unsettled.clear()
+        if state.loosened:
+            for leg in state.loosened:
+                release_edges(state, leg, out)
+            state.loosened.clear()
         grant(state, out, most)
+        for lane in state.lanes:
+            if lane.ring.queue:
+                grant_calls(lane, state.budget, now, out)
         earliest = state.deadlines.earliest()
         if earliest not in (state.wake, math.inf):
             state.wake = earliest
@@ -190,6 +228,8 @@ class Flow:
             load_inflight_batches=batches[Direction.LOAD],
             save_inflight_batches=batches[Direction.SAVE],
             unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
+            fetches=len(state.lanes[Hop.FETCH].transfers),
+            fetch_inflight_bytes=state.lanes[Hop.FETCH].inflight,
             **asdict(state.counters),
         )
 
@@ -210,15 +250,20 @@ class Flow:
         if session is not None:
             open_step(self._state, session, event, out)
 
-    def _layers_fetched(self, event: LayersFetched, _: list[Command]) -> None:
-        step = self._state.step(event, event.session, event.step)
-        if step is not None:
-            layers_fetched(self._state, step, event)
+    def _fetch_opened(self, event: FetchOpened, _: list[Command]) -> None:
+        open_fetch(self._state, event, self._now)
 
-    def _fetch_failed(self, event: FetchFailed, out: list[Command]) -> None:
-        step = self._state.step(event, event.session, event.step)
-        if step is not None:
-            fetch_failed(self._state, step, event, out)
+    def _fetch_leased(self, event: FetchLeased, out: list[Command]) -> None:
+        lease_fetch(self._state, event, out)
+
+    def _call_done(self, event: CallDone, out: list[Command]) -> None:
+        call_done(self._state, event, self._now, out)
+
+    def _fetches_revoked(self, event: FetchesRevoked, out: list[Command]) -> None:
+        revoke_fetches(self._state, event, out)
+
+    def _host_lost(self, event: HostLost, out: list[Command]) -> None:
+        host_lost(self._state, event, out)
 
     def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget, Charge
-from layerflow.flow.events import Direction, Event, Limits
+from layerflow.flow.events import Direction, Event, Hop, Limits
 from layerflow.flow.graph import Flight, Leg, Step, Strand
+from layerflow.flow.hosts import HostLane
+from layerflow.flow.ring import SessionRing
 from layerflow.flow.sessions import Session
+from layerflow.flow.transfers import Transfer
 
 
 @dataclass(slots=True)
@@ -32,6 +34,9 @@ class Counters:
     steps_done: int = 0
     sessions_lost: int = 0
     late_reports: int = 0
+    fetched_objects: int = 0
+    fetched_bytes: int = 0
+    expired_fetches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class FlowStatistics:
     :param failed_parts: load parts of which a block was reported as failed.
     :param revoked_parts: save parts given back, shed ones included.
     :param expired_legs: loads or saves of a step cut at their deadline.
+    :param expired_fetches: fetches given up because nothing came of them.
     :param late_reports: events about steps, batches or sessions that are gone; harmless.
     """
 
@@ -51,6 +57,8 @@ class FlowStatistics:
     load_inflight_batches: int
     save_inflight_batches: int
     unsaved_bytes: int
+    fetches: int
+    fetch_inflight_bytes: int
     batches: int
     batches_failed: int
     loaded_bytes: int
@@ -64,25 +72,30 @@ class FlowStatistics:
     steps_done: int
     sessions_lost: int
     late_reports: int
+    fetched_objects: int
+    fetched_bytes: int
+    expired_fetches: int
 
+
+Timed = Step | Transfer
 
 _SLACK = 16
 
 
 class Deadlines:
-    """When which step next wants to be looked at. A step has at most one valid entry: its `alarm`."""
+    """When which step or transfer next wants to be looked at. Each has at most one valid entry: its `alarm`."""
 
     __slots__ = ("_armed", "_heap", "_number")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Step]] = []
+        self._heap: list[tuple[float, int, Timed]] = []
         self._number = 0
         self._armed = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def set(self, step: Step, when: float) -> None:
+    def set(self, step: Timed, when: float) -> None:
         """Look at `step` at `when`; ``inf`` = no more."""
         if step.alarm == when:
             return
@@ -97,8 +110,8 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if entry[2].alarm == entry[0]]
             heapq.heapify(self._heap)
 
-    def due(self, now: float) -> Step | None:
-        """A step whose alarm has passed, its alarm cleared; None when there is none."""
+    def due(self, now: float) -> Timed | None:
+        """What has an alarm that has passed, the alarm cleared; None when there is none."""
         while self._heap and self._heap[0][0] <= now:
             when, _, step = heapq.heappop(self._heap)
             if step.alarm == when:
@@ -114,64 +127,16 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
 
-class Ring:
-    """The sessions that may have permitted work in one direction; whose turn it is comes first in `queue`."""
-
-    __slots__ = ("_direction", "_parked", "queue")
-
-    def __init__(self, direction: Direction) -> None:
-        self._direction = direction
-        self.queue: deque[Session] = deque()
-        self._parked: dict[Session, None] = {}
-
-    def join(self, session: Session) -> None:
-        """The session may have permitted work; it queues behind the others, once."""
-        if not session.queued[self._direction]:
-            session.queued[self._direction] = True
-            session.credit[self._direction] = 0
-            self.queue.append(session)
-
-    def leave(self, session: Session) -> None:
-        """The session has no permitted work; unused credit is lost."""
-        self._parked.pop(session, None)
-        if session.queued[self._direction]:
-            session.queued[self._direction] = False
-            self.queue.remove(session)
-
-    def park(self, session: Session) -> None:
-        """The session leaves, and comes back when there is room for batches that cannot move yet."""
-        self.leave(session)
-        self._parked[session] = None
-
-    def join_parked(self) -> None:
-        """There is such room now."""
-        for session in self._parked:
-            if session.carving[self._direction]:
-                self.join(session)
-        self._parked.clear()
-
-    def turn(self, session: Session, nbytes: int, quantum: int) -> bool:
-        """Whether the first session's credit covers `nbytes` (at most `quantum`); if not, its turn is over."""
-        if len(self.queue) == 1 or session.credit[self._direction] >= nbytes:
-            return True
-        session.credit[self._direction] += quantum
-        self.queue.rotate(-1)
-        return False
-
-    def charge(self, session: Session, nbytes: int) -> None:
-        """The session took `nbytes`; alone in the ring it takes them for nothing."""
-        if len(self.queue) > 1:
-            session.credit[self._direction] -= nbytes
-
-
 class State:
-    """The core's memory: O(steps' parts + batches in flight)."""
+    """The core's memory: O(steps' parts + objects on their way + batches in flight)."""
 
     __slots__ = (
         "budget",
         "counters",
         "deadlines",
         "flights",
+        "lanes",
+        "loosened",
         "newest_session",
         "next_batch",
         "paused",
@@ -184,13 +149,15 @@ class State:
 
     def __init__(self, limits: Limits) -> None:
         self.budget = Budget(limits)
-        self.rings = (Ring(Direction.LOAD), Ring(Direction.SAVE))
+        self.rings = (SessionRing(Direction.LOAD), SessionRing(Direction.SAVE))
+        self.lanes = (HostLane(Hop.FETCH), HostLane(Hop.WRITE))
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.sessions: dict[int, Session] = {}
         self.flights: dict[int, Flight] = {}
         self.telling: list[Strand] = []
         self.unsettled: list[Step] = []
+        self.loosened: list[Leg] = []
         self.next_batch = 1
         self.paused = False
         self.newest_session = -1

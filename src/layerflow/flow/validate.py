@@ -7,11 +7,12 @@ import itertools
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Charge
 from layerflow.flow.completion import builds_on_loads
-from layerflow.flow.cursor import Cohort, joined, touches
+from layerflow.flow.cursor import Cohort, joined, touches, without
 from layerflow.flow.events import Direction
 from layerflow.flow.graph import Flight, Leg, Step, Strand
 from layerflow.flow.sessions import Session
 from layerflow.flow.state import State
+from layerflow.flow.validate_hosts import validate_lane
 
 
 def validate(state: State) -> None:
@@ -26,7 +27,9 @@ def validate(state: State) -> None:
     for session in state.sessions.values():
         _session(state, session)
     _conserving(state)
-    if state.unsettled or state.telling:
+    for lane in state.lanes:
+        validate_lane(state, lane)
+    if state.unsettled or state.telling or state.loosened:
         raise InvalidTransition(f"{len(state.unsettled)} steps are left unsettled, {len(state.telling)} strands untold")
 
 
@@ -101,29 +104,30 @@ def _strand(state: State, strand: Strand) -> None:
 
 def _arrivals(strand: Strand, cohorts: list[Cohort]) -> None:
     leg, layers = strand.leg, len(strand.shape.layers)
-    numbers = {leg.parts[position].fetch for position in strand.members} - {0}
-    if leg.direction is Direction.SAVE:
-        numbers = set()
-    _require(strand.arrivals.keys() == numbers, leg.step, f"knows arrivals {strand.arrivals} of {numbers}")
+    needs = {need.fetch for position in strand.members for need in leg.parts[position].needs}
+    _require(strand.arrivals.keys() == needs, leg.step, f"knows fetches {strand.arrivals} of {needs}")
     waiting = {cohort.fetch: cohort for cohort in cohorts if cohort.fetch}
-    _require(len(waiting) == sum(bool(c.fetch) for c in cohorts), leg.step, "has two cohorts of one arrival")
-    for number, there in strand.arrivals.items():
-        live = [p for p in strand.members if leg.parts[p].fetch == number and p not in leg.dead]
-        cohort = waiting.pop(number, None)
-        known = live if there < layers else []
-        _require((cohort.spans if cohort else []) == joined(map(strand.span, known)), leg.step, "waits for other parts")
-        _require(cohort is None or cohort.limit == there, leg.step, f"arrival {number} has {there} layers")
+    _require(len(waiting) == sum(bool(c.fetch) for c in cohorts), leg.step, "has two cohorts of one fetch")
+    for edge in leg.edges:
+        if edge.strand is not strand:
+            continue
+        number = edge.fetch.number
+        there, cohort = strand.arrivals[number], waiting.pop(number, None)
+        _require(cohort is None or cohort.limit == there, leg.step, f"fetch {number} has brought {there} layers")
+        if edge.waiting:
+            _require(there == edge.fetch.reached(edge.waiting), leg.step, f"is behind fetch {number} at {there} layers")
+        blocks = joined(span for index in edge.waiting for span in edge.spans[index])
+        _require(cohort is None or not without(cohort.spans, blocks), leg.step, "waits for what does not come")
         for flight in strand.flights.values():
-            early = strand.shape.layers.index(flight.layer) >= there
-            blocks = [strand.span(p) for p in live]
+            early = there < layers and strand.shape.layers.index(flight.layer) >= there
             _require(not (early and touches(blocks, flight.lo, flight.hi)), leg.step, "carved what was not fetched")
-    _require(not waiting, leg.step, f"waits for arrivals {sorted(waiting)}, which it does not have")
+    _require(not waiting, leg.step, f"waits for fetches {sorted(waiting)}, which it does not have")
 
 
 def _cohort(strand: Strand, cohort: Cohort) -> None:
     step, at = strand.leg.step, cohort.at
     whole = cohort.limit == len(strand.shape.layers)
-    _require((cohort.fetch == 0) == whole, step, f"waits for arrival {cohort.fetch} at {cohort.limit} layers")
+    _require((cohort.fetch == 0) == whole, step, f"waits for fetch {cohort.fetch} at {cohort.limit} layers")
     past = cohort.index > cohort.limit or (cohort.waiting and not cohort.fresh)
     _require(not past, step, f"carved layer {cohort.layer}, which is not in the arena")
     _require(not cohort.exhausted and bool(cohort.spans), step, "keeps a cohort that has ended")

@@ -1,44 +1,38 @@
-"""The fetch thread: jobs in slices of layers, in turn, so that all sessions' first layers come early."""
+"""The fetch thread: executes the calls that the server hands out, in order, one call of the backend each."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from layerflow.errors import LayerflowError, PoolError
 from layerflow.hosts.backend import OK, Backend, ObjectLocation, ObjectResult, ObjectStatus
-from layerflow.hosts.lane import BackendCalls, HostJob, Lane, Tell
-from layerflow.hosts.objects import count_of, places_of
+from layerflow.hosts.lane import REASON_CHARS, BackendCalls, Lane, Patience, Tell
+from layerflow.hosts.objects import places_of
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, check_header
-from layerflow.wire.host_messages import Fetch, Fetched, ObjectFailure, Unfetch
-
-FIRST_SLICE_BYTES, LAST_SLICE_BYTES = 1 << 20, 8 << 20
-CALL_S = 3e-3
-"""A call moves at least so much, doubling from the first while calls take less than this: an engine that starts needs
-its next layers soon, and is ahead of them later; a call and its report cost some 0.3 ms each, and the other jobs wait
-for a call to end. Mooncake, for one, moves 4 MiB some 1.4 times as fast in one call as in two."""
+from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, ObjectFailure, Pull
 
 
 @dataclass(slots=True, eq=False)
-class FetchJob(HostJob):
-    """:param at: so many leading layers have come. :param opened: to be closed when the job ends.
+class FetchJob:
+    """:param places: objects that have not failed, by position. :param opened: to be closed when the job ends.
 
-    :param slice_bytes: what the next call after the first layer's moves, at least.
+    :param begun: its first call has come. :param refused: why none of it can be fetched.
     """
 
-    at: int = 0
-    slice_bytes: int = FIRST_SLICE_BYTES
+    places: dict[int, ObjectLocation]
     opened: list[ObjectLocation] = field(default_factory=list)
-    wanted: bool = True
+    begun: bool = False
+    refused: str = ""
 
 
-class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
-    """Items are messages with the moment they came.
+class FetchLane(Lane[Fetch | Pull | EndFetch]):
+    """Items are messages.
 
     :param hide: told keys whose bytes are not those of the object.
+    :param patience: how long a call may take.
     """
 
     def __init__(
@@ -48,8 +42,9 @@ class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
         tell: Tell,
         backend_calls: BackendCalls,
         hide: Callable[[Sequence[bytes]], None],
+        patience: Patience | None = None,
     ) -> None:
-        super().__init__("fetch")
+        super().__init__("fetch", patience)
         self._backend, self._arena, self._tell, self._backend_calls, self._hide = (
             backend,
             arena,
@@ -58,81 +53,85 @@ class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
             hide,
         )
         self._jobs: dict[int, FetchJob] = {}
-        self._new: deque[FetchJob] = deque()
-        self._begun: deque[FetchJob] = deque()
+        self._waiting: deque[Fetch | Pull | EndFetch] = deque()
 
-    def _accept(self, item: tuple[Fetch | Unfetch, float]) -> None:
-        message, came = item
-        if isinstance(message, Unfetch):
-            if message.id in self._jobs:
-                self._jobs[message.id].wanted = False
-            return
-        try:
-            places = dict(enumerate(places_of(message.objects, self._arena)))
-        except LayerflowError as error:
-            reason = str(error)
-            failed = tuple(
-                ObjectFailure(at, int(ObjectStatus.FAILED), reason) for at in range(count_of(message.objects))
-            )
-            self._tell(Fetched(message.id, 0, True, failed))
-            raise
-        job = FetchJob(message.id, places, message.objects.layers, came + message.timeout_ms / 1e3)
-        self._jobs[job.id] = job
-        self._new.append(job)
+    def _accept(self, item: Fetch | Pull | EndFetch) -> None:
+        self._waiting.append(item)
 
     def _patience(self) -> float | None:
-        return 0 if self._jobs else None
+        return 0 if self._waiting else None
 
     def _turn(self) -> None:
-        """One slice of one job: a new one's first layer, for its engine waits; else the next of those under way."""
-        if not self._jobs:
+        if not self._waiting:
             return
-        job = (self._new or self._begun).popleft()
+        match self._waiting.popleft():
+            case Fetch() as message:
+                self._begin(message)
+            case Pull() as message:
+                self._pull(message)
+            case EndFetch() as message:
+                self._end(message.id)
+
+    def _begin(self, message: Fetch) -> None:
         try:
-            self._slice(job)
+            self._jobs[message.id] = FetchJob(dict(enumerate(places_of(message.objects, self._arena))))
+        except LayerflowError as error:
+            self._jobs[message.id] = FetchJob({}, refused=str(error))
+            raise
+
+    def _pull(self, message: Pull) -> None:
+        """One call. Whatever happens, it is reported."""
+        failed: list[ObjectFailure] = []
+        try:
+            job = self._jobs.get(message.id, FetchJob({}, refused="the host does not know of this fetch"))
+            if job.refused:
+                failed = refuse(message, job.refused)
+            else:
+                self._move(job, message, failed)
         except BaseException:
-            job.fail("the host failed; see its log")
+            failed = refuse(message, "the host failed; see its log")
             raise
         finally:
-            if job.places and job.at < job.layers:
-                self._begun.append(job)
-            else:
-                self._end(job)
+            self._tell(Fetched(message.id, message.call, tuple(failed)))
 
-    def _slice(self, job: FetchJob) -> None:
-        if not job.wanted:
-            job.fail("nobody wants it any more")
-        elif time.monotonic() >= job.until:
-            job.fail("its time ran out")
-        elif not job.at and job.places:
-            self._open(job)
-        if not job.places:
+    def _move(self, job: FetchJob, message: Pull, failed: list[ObjectFailure]) -> None:
+        lo, hi = message.layer_lo, message.layer_hi
+        if not job.begun:
+            self._open(job, failed)
+        mine = [at for at in range(message.lo, message.hi) if at in job.places]
+        if not mine:
             return
-        lo, positions, places = job.at, list(job.places), list(job.places.values())
-        hi = min(job.layers, lo + -(-job.slice_bytes // job.layer_bytes)) if lo else 1
-        began = time.monotonic()
-        results = self._backend_calls.results(
-            "fetch", len(places), lambda: self._backend.fetch(places, lo, hi, job.until)
-        )
-        if lo and time.monotonic() - began < CALL_S:
-            job.slice_bytes = min(2 * job.slice_bytes, LAST_SLICE_BYTES)
+        wanted = [job.places[at] for at in mine]
+        nbytes = (hi - lo) * sum(place.layer_bytes for place in wanted)
+        with self.under_way(nbytes) as until:
+            results = self._backend_calls.results(
+                "fetch", len(wanted), lambda: self._backend.fetch(wanted, lo, hi, until)
+            )
         if not lo:
-            results = [self._compare(*pair) for pair in zip(places, results, strict=True)]
-        broken = [place.key for place, result in zip(places, results, strict=True) if result[0] is ObjectStatus.BROKEN]
-        job.settle(positions, results)
+            results = [self._compare(*pair) for pair in zip(wanted, results, strict=True)]
+        broken = [place.key for place, result in zip(wanted, results, strict=True) if result[0] is ObjectStatus.BROKEN]
+        self._settle(job, mine, results, failed)
         if broken:
             self._hide(broken)
-        job.at = hi
-        if job.places and hi < job.layers:
-            self._tell(Fetched(job.id, hi, False, job.take_failures()))
 
-    def _open(self, job: FetchJob) -> None:
-        places = list(job.places.values())
-        results = self._backend_calls.results(
-            "open_fetch", len(places), lambda: self._backend.open_fetch(places, job.until)
-        )
-        job.opened = [place for place, result in zip(places, results, strict=True) if result[0] is ObjectStatus.OK]
-        job.settle(list(job.places), results)
+    def _open(self, job: FetchJob, failed: list[ObjectFailure]) -> None:
+        """All objects at once: what that asks of the pool does not grow with the calls."""
+        job.begun = True
+        positions, places = list(job.places), list(job.places.values())
+        with self.under_way(0) as until:
+            results = self._backend_calls.results(
+                "open_fetch", len(places), lambda: self._backend.open_fetch(places, until)
+            )
+        self._settle(job, positions, results, failed)
+        job.opened = list(job.places.values())
+
+    def _settle(
+        self, job: FetchJob, positions: list[int], results: list[ObjectResult], failed: list[ObjectFailure]
+    ) -> None:
+        for position, (outcome, reason) in zip(positions, results, strict=True):
+            if outcome is not ObjectStatus.OK:
+                del job.places[position]
+                failed.append(ObjectFailure(position, int(outcome), reason[:REASON_CHARS]))
 
     def _compare(self, place: ObjectLocation, result: ObjectResult) -> ObjectResult:
         """The header has come with the first layer: is it that of the object?"""
@@ -145,13 +144,20 @@ class FetchLane(Lane[tuple[Fetch | Unfetch, float]]):
             return ObjectResult(ObjectStatus.BROKEN, str(error))
         return OK
 
-    def _end(self, job: FetchJob) -> None:
-        del self._jobs[job.id]
-        if job.opened:
-            self._backend_calls.quietly("close_fetch", lambda: self._backend.close_fetch(job.opened))
-        self._tell(Fetched(job.id, job.at, True, job.take_failures()))
+    def _end(self, number: int) -> None:
+        job = self._jobs.pop(number, None)
+        if job is not None and job.opened:
+            with self.under_way(0):
+                self._backend_calls.quietly("close_fetch", lambda: self._backend.close_fetch(job.opened))
 
     def _leave(self) -> None:
-        for job in list(self._jobs.values()):
-            job.fail("the host stops")
-            self._end(job)
+        for message in self._waiting:
+            if isinstance(message, Pull):
+                self._tell(Fetched(message.id, message.call, tuple(refuse(message, "the host stops"))))
+        for number in list(self._jobs):
+            self._end(number)
+
+
+def refuse(message: Pull, reason: str) -> list[ObjectFailure]:
+    """All that a call carries has failed."""
+    return [ObjectFailure(at, int(ObjectStatus.FAILED), reason) for at in range(message.lo, message.hi)]

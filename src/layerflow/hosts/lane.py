@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import math
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -24,13 +27,36 @@ REASON_CHARS = 500
 """Native libraries put whole traces into their errors; a failure's reason is for one line of a log."""
 
 
+HUNG_CALLS = 5
+
+SLOWEST_BYTES_PER_S = 4 << 20
+"""A call may take so much longer as its bytes take at this rate: a pool that is slower is no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a call of a backend may take.
+
+    :param call_s: a native call, whatever it moves.
+    """
+
+    call_s: float = 5.0
+
+    def until(self, nbytes: int, now: float) -> float:
+        """When a call that begins now should have returned."""
+        return now + self.call_s + nbytes / SLOWEST_BYTES_PER_S
+
+
 class Lane(abc.ABC, Generic[Item]):
     """A thread that is given items, and works on what they lead to.
 
     :param name: of the thread; shows in `top -H` and in traces.
+    :param patience: how long a call of the backend may take.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, patience: Patience | None = None) -> None:
+        self.patience = patience or Patience()
+        self.hung_at = math.inf  #: from then on the call that is under way counts as hung, on the monotonic clock
         self._inbox: list[Item] = []
         self._changed = threading.Condition()
         self._stopping = False
@@ -82,6 +108,20 @@ class Lane(abc.ABC, Generic[Item]):
                 self._guarded(self._accept, item)
             self._guarded(self._turn)
         self._guarded(self._leave)
+
+    @contextlib.contextmanager
+    def under_way(self, nbytes: int) -> Iterator[float]:
+        """Around one call of the backend: when it should have returned.
+
+        Past it by the time of :data:`HUNG_CALLS` native calls it hangs. That ends the host, and with it the memory that
+        it gives to a shared pool; so a service that is away for a while must not look like it.
+        """
+        until = self.patience.until(nbytes, time.monotonic())
+        self.hung_at = until + HUNG_CALLS * self.patience.call_s
+        try:
+            yield until
+        finally:
+            self.hung_at = math.inf
 
     def _guarded(self, work: Callable[..., None], *items: Item) -> None:
         try:

@@ -8,14 +8,15 @@ import socket
 import threading
 import time
 from collections import deque
+from typing import Any
 
 import structlog
 
 from layerflow.errors import ProtocolError
 from layerflow.hosts.backend import Backend, BackendInfo, ObjectStatus, Unreachable, Unusable
-from layerflow.hosts.fetch import FetchLane
+from layerflow.hosts.fetch import FetchLane, refuse
 from layerflow.hosts.health import HealthCheck
-from layerflow.hosts.lane import BackendCalls, describe
+from layerflow.hosts.lane import BackendCalls, Lane, Patience, describe
 from layerflow.hosts.lookup import Hide, LookupLane, unknown
 from layerflow.hosts.objects import IndexReporter, count_of
 from layerflow.hosts.registry import make
@@ -29,6 +30,7 @@ from layerflow.wire.host_messages import (
     Cleared,
     Down,
     Drop,
+    EndFetch,
     Fetch,
     Fetched,
     Finish,
@@ -37,11 +39,11 @@ from layerflow.wire.host_messages import (
     Objects,
     Ping,
     Pong,
+    Pull,
     Start,
     Stop,
     ToHost,
     ToServer,
-    Unfetch,
     Write,
     Written,
     decode_to_host,
@@ -58,7 +60,7 @@ CALL_MS = 5000
 HUNG_CALLS = 3
 """A lookup or check may be a few native calls; past so many times that it counts as hung. A check that hangs ends the
 host. A lookup does not: with the host would go the memory that it gives to a shared pool, on all nodes at the same time
-where the pool's service hangs. What hangs under a load or save shows at the server: the job does not end in time."""
+where the pool's service hangs."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 2.0
 ALONE_S = 0.5
@@ -91,7 +93,8 @@ class HostMain:
         self._messages: deque[ToHost] = deque()
         self._holding = IndexReporter(self._tell)
         self._check: HealthCheck | None = None
-        self._hung_s = 0.0
+        self._movers: tuple[Lane[Any], ...] = ()
+        self._patience = Patience()
 
     def run(self) -> int:
         """Until the server says Stop or is gone, or the backend is unusable; the exit code.
@@ -103,7 +106,7 @@ class HostMain:
             if not isinstance(start, Start):
                 log.error("host_misled", error=f"{type(start).__name__} before Start")
                 return FATAL
-            self._hung_s = HUNG_CALLS * start.options.get("timeout_ms", CALL_MS) / 1e3
+            self._patience = Patience(start.options.get("timeout_ms", CALL_MS) / 1e3)
             backend = make(start.backend, start.options)
             backend.report_found(self._holding.found)
             attached = self._attach(backend)
@@ -147,8 +150,8 @@ class HostMain:
                 self._tell(unknown(message, f"unreachable: {reason}"))
             case Clear():
                 self._tell(Cleared(message.id, 0, f"unreachable: {reason}"))
-            case Fetch():
-                self._tell(Fetched(message.id, 0, True, _all_failed(message.objects, reason)))
+            case Pull():
+                self._tell(Fetched(message.id, message.call, tuple(refuse(message, f"unreachable: {reason}"))))
             case Write():
                 self._tell(Written(message.id, _all_failed(message.objects, reason)))
             case Stop():
@@ -160,9 +163,11 @@ class HostMain:
         check = HealthCheck(backend, lambda reason: self._tell(Down(reason)), self._holding.again, self._over)
         backend_calls = BackendCalls(check.suspect)
         ask = LookupLane(backend, self._tell, backend_calls)
-        fetch = FetchLane(backend, self._arena, self._tell, backend_calls, lambda keys: ask.put(Hide(keys)))
-        write = WriteLane(backend, self._arena, self._tell, backend_calls, self._holding.published)
-        self._check = check
+        fetch = FetchLane(
+            backend, self._arena, self._tell, backend_calls, lambda keys: ask.put(Hide(keys)), self._patience
+        )
+        write = WriteLane(backend, self._arena, self._tell, backend_calls, self._holding.published, self._patience)
+        self._check, self._movers = check, (fetch, write)
         self._holding.attach(attached)
         parts = (ask, fetch, write, check)
         for part in parts:
@@ -171,18 +176,18 @@ class HostMain:
             while True:
                 message = self._hear(None)
                 assert message is not None
-                if check.reason and isinstance(message, Ask | Clear | Fetch | Write):
+                if check.reason and isinstance(message, Ask | Clear | Pull | Write):
                     self._refuse(message, check.reason)
                     continue
                 match message:
                     case Ping():
                         self._pong(message)
-                    case Ask() if time.monotonic() - ask.began > self._hung_s:
+                    case Ask() if time.monotonic() - ask.began > HUNG_CALLS * self._patience.call_s:
                         self._tell(unknown(message, "an earlier lookup hangs in the backend"))
                     case Ask() | Clear():
                         ask.put((message, time.monotonic()))
-                    case Fetch() | Unfetch():
-                        fetch.put((message, time.monotonic()))
+                    case Fetch() | Pull() | EndFetch():
+                        fetch.put(message)
                     case Write() | Advance() | Finish() | Drop():
                         write.put((message, time.monotonic()))
                     case Stop():
@@ -208,10 +213,17 @@ class HostMain:
         if self._check is None:
             self._tell(Pong(message.id, {}))
             return
-        if time.monotonic() - self._check.began > self._hung_s:
-            self._tell(Down("a check hangs in the backend"))
-            os._exit(HUNG)
+        if time.monotonic() - self._check.began > HUNG_CALLS * self._patience.call_s:
+            self._hang("a check")
+        for name, lane in zip(("a fetch", "a write"), self._movers, strict=False):
+            if time.monotonic() > lane.hung_at:
+                self._hang(name)
         self._tell(Pong(message.id, self._check.statistics))
+
+    def _hang(self, name: str) -> None:
+        """A call has outlived its time: the end of the process is all that ends it."""
+        self._tell(Down(f"{name} hangs in the backend"))
+        os._exit(HUNG)
 
     # The socket ----------------------------------------------------------------------------------
 

@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from layerflow.errors import LayerflowError
+from layerflow.flow.pace import Pace
 from layerflow.hosts.backend import Backend, ObjectLocation, ObjectStatus
-from layerflow.hosts.lane import BackendCalls, HostJob, Lane, Tell
+from layerflow.hosts.lane import BackendCalls, HostJob, Lane, Patience, Tell
 from layerflow.hosts.objects import count_of, places_of
 from layerflow.memfd import SharedMemory
 from layerflow.wire.host_messages import Advance, Drop, Finish, ObjectFailure, Write, Written, unpack_u32
-
-CALL_BYTES = 8 << 20
-"""A call writes at most so much (but at least one layer): a few ms, which the other jobs wait."""
 
 OPEN_PATIENCE_S = 0.5
 """How long a full pool may be tried for one job: it holds up the layers of all the others."""
@@ -25,15 +23,36 @@ OPEN_PATIENCE_S = 0.5
 class WriteJob(HostJob):
     """:param available: so many leading layers are in the arena. :param written: so many are in the pool.
 
+    :param at: first object of the next layer that is not written, by position.
+    :param most_blocks: of one call. :param most_bytes: of one call.
     :param finishing: the headers are in the arena too: publish once all is written.
     :param dropped: positions that will not be finished.
     """
 
     available: int = 0
     written: int = 0
+    at: int = 0
+    most_blocks: int = 4096
+    most_bytes: int = 64 << 20
     opened: bool = False
     finishing: bool = False
     dropped: set[int] = field(default_factory=set)
+
+    def next_cut(self, most_bytes: int) -> tuple[list[int], int]:
+        """Positions of the next call, and the layer where it ends: layers of all objects, or objects of one layer."""
+        most_bytes = min(most_bytes, self.most_bytes)
+        positions = [at for at in self.places if at >= self.at]
+        blocks = sum(place.blocks for place in self.places.values())
+        if len(positions) == len(self.places) and self.layer_bytes <= most_bytes and blocks <= self.most_blocks:
+            layers = min(most_bytes // self.layer_bytes, self.most_blocks // blocks, self.available - self.written)
+            return positions, self.written + layers
+        nbytes = blocks = 0
+        for count, at in enumerate(positions):
+            nbytes += self.places[at].layer_bytes
+            blocks += self.places[at].blocks
+            if count and (nbytes > most_bytes or blocks > self.most_blocks):
+                return positions[:count], self.written + 1
+        return positions, self.written + 1
 
     @property
     def ready(self) -> bool:
@@ -55,10 +74,12 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
         tell: Tell,
         backend_calls: BackendCalls,
         published: Callable[[Sequence[ObjectLocation], Written], None],
+        patience: Patience | None = None,
     ) -> None:
-        super().__init__("write")
+        super().__init__("write", patience)
         self._backend, self._arena, self._tell, self._backend_calls = backend, arena, tell, backend_calls
         self._published = published
+        self._pace = Pace()
         self._jobs: dict[int, WriteJob] = {}
         self._turns: deque[WriteJob] = deque()
 
@@ -91,7 +112,13 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
             raise
         layers = message.objects.layers
         job = WriteJob(
-            message.id, places, layers, came + message.timeout_ms / 1e3, available=min(message.layers, layers)
+            message.id,
+            places,
+            layers,
+            came + message.timeout_ms / 1e3,
+            available=min(message.layers, layers),
+            most_blocks=message.most_blocks,
+            most_bytes=message.most_bytes,
         )
         self._jobs[job.id] = job
         self._turns.append(job)
@@ -144,24 +171,36 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
 
     def _open(self, job: WriteJob, now: float) -> None:
         places, until = list(job.places.values()), min(job.until, now + OPEN_PATIENCE_S)
-        results = self._backend_calls.results(
-            "open_write", len(places), lambda: self._backend.open_write(places, until)
-        )
+        with self.under_way(0):
+            results = self._backend_calls.results(
+                "open_write", len(places), lambda: self._backend.open_write(places, until)
+            )
         job.opened = True
         job.settle(list(job.places), results)
 
     def _write(self, job: WriteJob) -> None:
-        places, lo = list(job.places.values()), job.written
-        hi = min(job.available, lo + max(1, CALL_BYTES // job.layer_bytes))
-        results = self._backend_calls.results(
-            "write", len(places), lambda: self._backend.write(places, lo, hi, job.until)
-        )
-        job.written = hi
-        self._revoke(job, job.settle(list(job.places), results))
+        positions, hi = job.next_cut(self._pace.nbytes)
+        places, lo = [job.places[at] for at in positions], job.written
+        if not places:  # what was left of the layer was dropped
+            job.written, job.at = lo + 1, 0
+            return
+        nbytes = (hi - lo) * sum(place.layer_bytes for place in places)
+        began = time.monotonic()
+        with self.under_way(nbytes) as until:
+            results = self._backend_calls.results(
+                "write", len(places), lambda: self._backend.write(places, lo, hi, until)
+            )
+        self._pace.ended(nbytes, time.monotonic() - began)
+        if positions[-1] == max(job.places):
+            job.written, job.at = hi, 0
+        else:
+            job.at = positions[-1] + 1
+        self._revoke(job, job.settle(positions, results))
 
     def _commit(self, job: WriteJob) -> None:
         places = list(job.places.values())
-        results = self._backend_calls.results("commit", len(places), lambda: self._backend.commit(places, job.until))
+        with self.under_way(0) as until:
+            results = self._backend_calls.results("commit", len(places), lambda: self._backend.commit(places, until))
         job.settle(list(job.places), results)
         self._end(job)
 
@@ -171,7 +210,8 @@ class WriteLane(Lane[tuple[Write | Advance | Finish | Drop, float]]):
 
     def _revoke(self, job: WriteJob, places: list[ObjectLocation]) -> None:
         if places and job.opened:
-            self._backend_calls.quietly("revoke", lambda: self._backend.revoke(places))
+            with self.under_way(0):
+                self._backend_calls.quietly("revoke", lambda: self._backend.revoke(places))
 
     def _end(self, job: WriteJob) -> None:
         if self._jobs.pop(job.id, None) is not None:

@@ -13,9 +13,12 @@ import structlog
 from layerflow.errors import InvalidTransition
 from layerflow.flow import Flow
 from layerflow.flow.commands import (
+    Arrived,
+    Call,
     Cancel,
     Command,
     Commit,
+    FetchLost,
     LayersStored,
     LoadFailed,
     LoadsDone,
@@ -24,6 +27,8 @@ from layerflow.flow.commands import (
     Seal,
     StepDone,
     Submit,
+    TransferDone,
+    Vacate,
     WakeAt,
 )
 from layerflow.flow.events import Event, Limits, Tick
@@ -185,8 +190,6 @@ class Driver:
                     self.tier.stored((command.session, command.step), command.group, command.layers)
             case LoadsDone():
                 self._pool.release(self._books[command.session, command.step].owner)
-                if self.tier is not None:
-                    self.tier.loads_done((command.session, command.step))
             case Release():
                 self._notice(command.session).released.append(command.request)
             case StepDone():
@@ -195,6 +198,9 @@ class Driver:
                     self.tier.step_done((command.session, command.step))
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
+            case Call() | Arrived() | FetchLost() | Vacate() | TransferDone():
+                assert self.tier is not None
+                self.tier.obey(command)
             case WakeAt():
                 self._wake = command.when
 

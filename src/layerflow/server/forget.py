@@ -38,6 +38,8 @@ def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
         context.pool.release(owner)
         if context.tier is not None:
             context.tier.drop_lease(owner)
+    if context.tier is not None:
+        context.tier.revoke_unwanted(REPLACED)
     log.info("engine_reset", engine=engine, steps=steps, leases=len(leases))
     return {"steps": steps, "leases": len(leases)}
 

@@ -145,6 +145,8 @@ class Handlers:
             context.driver.handle(SessionLost(session.number))
             context.driver.forget_session(session.number)
             context.slow_steps.forget(session.number)
+        if context.tier is not None and not any(other.engine == session.engine for other in context.sessions):
+            context.tier.drop_leases(session.engine)
         context.metrics.sessions(context.sessions.workers())
 
     def _refuse(self, session: ClientSession, message: ToServer, code: str, error: LayerflowError) -> None:
@@ -361,7 +363,9 @@ class Handlers:
         through = {worker.spec.shard for worker in workers if worker.spec is not None and not worker.direct}
         shards = [*through] if workers else spec.shard.peers()
         prompt = lookup.root, digests, lookup.tokens, lookup.tail
-        search = functools.partial(find_and_bring, pool, tier, spec, shards, prompt, found, direct=direct)
+        search = functools.partial(
+            find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, direct=direct
+        )
         yield from self._find(session, lookup, digests, heard, search)
 
     def _find(
@@ -465,8 +469,6 @@ class Handlers:
             context.driver.discard(key)
             del session.open_steps[message.step]
             raise
-        if context.tier is not None:
-            context.tier.watch(opening.arrivals)
         for request, keys in opening.loaded:
             # Only what this worker has pinned itself now: the other ranks' objects are still leased for them.
             owner = _lease_owner(session.engine, request)

@@ -75,8 +75,6 @@ async def housekeep(server: Server) -> None:
 
 def _round(server: Server, leases: LeaseClock, now: float, lag: float) -> None:
     server.pool.expire(leases.expired(now, lag, server.caught_up))
-    if server.tier is not None:
-        server.tier.watchdog(now)
     # A server that was stopped for a while has not listened: it judges nobody by that time.
     limit = server.settings.server.liveness_ms / 1e3 + lag
     for session in server.sessions:

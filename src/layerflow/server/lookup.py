@@ -179,6 +179,7 @@ def find_and_bring(
     shards: Sequence[Shard],
     prompt: tuple[bytes, list[bytes], int, bytes],
     found: frozenset[bytes],
+    engine: str,
     *,
     direct: bool = False,
 ) -> Generator[None, None, HitLength]:
@@ -189,6 +190,7 @@ def find_and_bring(
     :param shards: whose objects this machine's workers load; of the others it suffices that they exist.
     :param prompt: root digest, digests of the full chunks, tokens, and the digest of its last, partial chunk.
     :param found: keys that the tier was asked for and has.
+    :param engine: for whom.
     :param direct: some workers read the tier themselves: what only the arena has is no hit.
     """
     root, digests, tokens, own = prompt
@@ -196,14 +198,14 @@ def find_and_bring(
     while True:
         there = TierLookup(tier, found, unavailable) if direct else TieredLookup(pool, tier, found, unavailable)
         hit = yield from search_hit(there, spec, root, digests, tokens, own)
-        stuck = yield from _bring(pool, tier, spec, shards, digests, hit.tokens)
+        stuck = yield from _bring(pool, tier, spec, shards, digests, hit.tokens, engine)
         if not stuck:
             return hit
         unavailable |= stuck  # no room in the arena, or it left the tier since: a shorter hit
 
 
 def _bring(
-    pool: Pool, tier: Tier, spec: ModelSpec, shards: Sequence[Shard], digests: list[bytes], hit: int
+    pool: Pool, tier: Tier, spec: ModelSpec, shards: Sequence[Shard], digests: list[bytes], hit: int, engine: str
 ) -> Generator[None, None, frozenset[bytes]]:
     """Start fetching the full chunks that a hit needs; those that cannot be fetched."""
     stuck: set[bytes] = set()
@@ -213,7 +215,7 @@ def _bring(
         keys = [object_key(digest, number, shard) for digest in chunks for shard in shards]
         missing = [key for key, there in zip(keys, pool.lookup(keys), strict=True) if not there]
         if missing:
-            tier.bring([stored_object(spec, number, key) for key in missing], len(group.layers))
+            tier.bring([stored_object(spec, number, key) for key in missing], group.layers, engine)
             stuck.update(key for key in missing if tier.coming(key) is None)
         yield
     return frozenset(stuck)

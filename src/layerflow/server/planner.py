@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layerflow.errors import ProtocolError
-from layerflow.flow.events import Part, StepOpened
+from layerflow.flow.events import Need, Part, StepOpened
 from layerflow.hits import SLICE_KEYS
 from layerflow.keys import DIGEST_BYTES, object_key
 from layerflow.objects import object_bytes
 from layerflow.pool.base import Located, NewObject, Pool, ReserveStatus
 from layerflow.server.lookup import stored_object
 from layerflow.server.sessions import ClientSession
-from layerflow.server.tier.fetches import FetchDependency, Job
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, LoadPart, OpenStep, Plan, PlanPart, SavePart
@@ -55,14 +54,12 @@ class Opening:
     """The result of planning one step.
 
     :param loaded: the keys that each request's loads have pinned.
-    :param arrivals: what its loads wait for, to be watched once the core knows the step.
     """
 
     event: StepOpened
     plan: Plan
     book: StepBook
     loaded: list[tuple[str, list[bytes]]]
-    arrivals: list[FetchDependency]
     full: int
     missing: int
 
@@ -140,8 +137,7 @@ def plan_step(
     loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step))
     step = (session.number, message.step)
-    waiting = _Waiting(step, book.owner)
-    load_plan, load_parts, bad = _plan_loads(pool, tier, spec, book, loads, message.deadline, waiting)
+    load_plan, load_parts, bad = _plan_loads(pool, tier, session, book, loads, message.deadline)
     save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad)
     if tier is not None:
         for group, objects in placed.items():
@@ -157,44 +153,21 @@ def plan_step(
     )
     loaded = [(wanted.request, wanted.keys) for wanted in loads]
     plan = Plan(message.step, load_plan, save_plan)
-    return Opening(event, plan, book, loaded, waiting.arrivals, full, len(bad))
-
-
-class _Waiting:
-    """Numbers what a step's load parts wait for: parts that the same jobs bring share an arrival."""
-
-    def __init__(self, step: tuple[int, int], owner: Hashable) -> None:
-        self.arrivals: list[FetchDependency] = []
-        self._step = step
-        self._owner = owner
-        self._by_jobs: dict[tuple[int, frozenset[Job]], FetchDependency] = {}
-
-    def add(self, group: int, part: int, needs: dict[bytes, Job]) -> int:
-        """The arrival's number, for load part number `part`, which needs these objects of these jobs."""
-        jobs = frozenset(needs.values())
-        arrival = self._by_jobs.get((group, jobs))
-        if arrival is None:
-            arrival = FetchDependency(self._step, len(self.arrivals) + 1, group, self._owner, list(jobs), {})
-            self._by_jobs[group, jobs] = arrival
-            self.arrivals.append(arrival)
-        for key in needs:
-            arrival.parts.setdefault(key, []).append(part)
-        return arrival.number
+    return Opening(event, plan, book, loaded, full, len(bad))
 
 
 def _plan_loads(
     pool: Pool,
     tier: Tier | None,
-    spec: ModelSpec,
+    session: ClientSession,
     book: StepBook,
     loads: list[Wanted],
     deadline: float,
-    waiting: _Waiting,
 ) -> tuple[list[PlanPart], list[Part], set[str]]:
     # A pin outlives the deadline by far: it ends with the step, and only a lost server forgets it.
     located = [pool.acquire(wanted.keys, book.owner, deadline + MAX_STEP_S) for wanted in loads]
     if tier is not None:
-        _bring(tier, spec, loads, located)
+        _bring(tier, session, loads, located)
     plans: list[PlanPart] = []
     parts: list[Part] = []
     bad: set[str] = set()
@@ -203,7 +176,7 @@ def _plan_loads(
         offsets, stored, blocks = [], [], 0
         objects = book.load_objects.setdefault(wanted.group, [])
         at = numbered.get(wanted.group, 0)
-        needs: dict[bytes, Job] = {}
+        needs: list[Need] = []
         for key, place, count in zip(wanted.keys, found, wanted.counts.tolist(), strict=True):
             coming = tier.coming(key) if place is None and tier is not None else None
             source = place or coming
@@ -213,7 +186,7 @@ def _plan_loads(
                 stored.append(0)
                 continue
             if coming is not None:
-                needs[key] = coming.job
+                needs.append(Need(coming.job.number, coming.position, blocks, blocks + count))
             offsets.append(source.offset)
             stored.append(source.blocks)
             objects.append((at + blocks, key))
@@ -221,13 +194,14 @@ def _plan_loads(
         numbered[wanted.group] = at + blocks
         plans.append(PlanPart(codec.pack_u64(offsets), codec.pack_u32(stored)))
         if blocks:
-            fetch = waiting.add(wanted.group, len(parts), needs) if needs else 0
-            parts.append(Part(wanted.request, wanted.group, blocks, fetch))
+            parts.append(Part(wanted.request, wanted.group, blocks, tuple(needs)))
     return plans, parts, bad
 
 
-def _bring(tier: Tier, spec: ModelSpec, loads: list[Wanted], located: list[list[Located | None]]) -> None:
+def _bring(tier: Tier, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:
     """Start fetching what the arena lacks, one job per group."""
+    spec = session.spec
+    assert spec is not None
     lacking: dict[int, dict[bytes, NewObject]] = {}
     for wanted, found in zip(loads, located, strict=True):
         for key, place in zip(wanted.keys, found, strict=True):
@@ -235,7 +209,7 @@ def _bring(tier: Tier, spec: ModelSpec, loads: list[Wanted], located: list[list[
                 tail = (wanted.tail, wanted.parent) if key == wanted.keys[-1] else (0, b"")
                 lacking.setdefault(wanted.group, {})[key] = stored_object(spec, wanted.group, key, *tail)
     for group, objects in lacking.items():
-        tier.bring(list(objects.values()), len(spec.groups[group].layers))
+        tier.bring(list(objects.values()), spec.groups[group].layers, session.engine)
 
 
 def _plan_saves(

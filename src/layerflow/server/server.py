@@ -68,7 +68,7 @@ class Server:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
 
             arena = self._arena.fd, self._arena.nbytes
-            self.tier = Tier(*behind, settings.pool, self.pool, arena, self._tier_news)
+            self.tier = Tier(*behind, settings.pool, self.pool, arena, self._tier_news, self._caps)
             self.driver.tier = self.tier
         self._server_context = ServerContext(
             pool=self.pool,
@@ -142,6 +142,10 @@ class Server:
     def _tier_news(self, events: Sequence[Event]) -> None:
         if events:
             self.driver.handle(*events)
+
+    def _caps(self) -> tuple[int, int]:
+        limits = limits_of(self.settings)
+        return limits.max_transfer_blocks, min(limits.max_transfer_bytes, limits.max_inflight_bytes)
 
     def apply(self, settings: Settings) -> None:
         """Take new values of the live keys; steps in flight go on under the new limits.
@@ -445,4 +449,5 @@ def limits_of(settings: Settings) -> Limits:
         max_inflight_bytes=transfer.max_inflight_bytes,
         save_backlog_bytes=transfer.save_backlog_bytes,
         stagger_us=transfer.h2d_stagger_us,
+        fetch_timeout_s=settings.pool.fetch_timeout_ms / 1e3,
     )

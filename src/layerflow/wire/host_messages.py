@@ -63,26 +63,44 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 
 class Fetch(msgspec.Struct, tag="fetch", frozen=True):
-    """Bring these into the arena, first layer first."""
+    """Objects that will be brought into the arena, by the calls (:class:`Pull`) that follow."""
 
     id: int
     objects: Objects
-    timeout_ms: int
 
 
-class Unfetch(msgspec.Struct, tag="unfetch", frozen=True):
-    """Nobody wants this fetch any more: stop, then report it as ended."""
+class Pull(msgspec.Struct, tag="pull", frozen=True):
+    """Bring layers `layer_lo` to `layer_hi` of objects `lo` to `hi` of fetch `id`, in one call of the backend.
+
+    Objects that have failed are left out. Calls are ended in order.
+    """
+
+    id: int
+    call: int
+    lo: int
+    hi: int
+    layer_lo: int
+    layer_hi: int
+
+
+class EndFetch(msgspec.Struct, tag="endfetch", frozen=True):
+    """No call of fetch `id` follows: give back what it holds at the backend."""
 
     id: int
 
 
 class Write(msgspec.Struct, tag="write", frozen=True):
-    """These will be written. Their first `layers` layers are in the arena already (0 = none yet)."""
+    """These will be written. Their first `layers` layers are in the arena already (0 = none yet).
+
+    :param most_blocks: of one call, which writes at least one layer of one object. :param most_bytes: of one call.
+    """
 
     id: int
     objects: Objects
     layers: int
     timeout_ms: int
+    most_blocks: int = 4096
+    most_bytes: int = 64 << 20
 
 
 class Advance(msgspec.Struct, tag="advance", frozen=True):
@@ -178,15 +196,13 @@ class Present(msgspec.Struct, tag="found", frozen=True):
 
 
 class Fetched(msgspec.Struct, tag="fetched", frozen=True):
-    """Of fetch `id`, the first `layers` layers are in the arena, but for objects that failed.
+    """Call `call` of fetch `id` has ended: its layers are in the arena, but for objects that failed.
 
-    :param ended: the host will not touch their room in the arena any more; nothing follows.
-    :param failed: new failures since the last report; what did not fail by the end is complete.
+    :param failed: of the whole fetch, since the call before.
     """
 
     id: int
-    layers: int
-    ended: bool
+    call: int
     failed: tuple[ObjectFailure, ...] = ()
 
 
@@ -212,7 +228,7 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
     statistics: dict[str, float]
 
 
-ToHost = Start | Ask | Fetch | Unfetch | Write | Advance | Finish | Drop | Clear | Ping | Stop
+ToHost = Start | Ask | Fetch | Pull | EndFetch | Write | Advance | Finish | Drop | Clear | Ping | Stop
 ToServer = Up | Down | Indexed | Evicted | Present | Fetched | Written | Cleared | Pong
 
 _encoder = msgspec.msgpack.Encoder()

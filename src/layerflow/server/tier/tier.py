@@ -18,11 +18,13 @@ from typing import Any
 import structlog
 
 from layerflow.config.settings import PoolSettings
-from layerflow.flow.events import Event
+from layerflow.flow.commands import Arrived, Call, FetchLost, TransferDone, Vacate
+from layerflow.flow.events import Event, HostLost
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
+from layerflow.hosts.lane import SLOWEST_BYTES_PER_S
 from layerflow.keys import describe_key
 from layerflow.pool.base import NewObject, Owner, Pool, Tail
-from layerflow.server.tier.fetches import FetchDependency, Fetches, PendingFetch, StepKey
+from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.index import NegativeCache, TierIndex
 from layerflow.server.tier.process import HostProcess
 from layerflow.server.tier.writes import Writes
@@ -46,7 +48,7 @@ from layerflow.wire.host_messages import (
 HIDE_S = 30.0
 """How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
 GRACE_S = 1.0
-"""What a job may take beyond its deadline before its host counts as hung: reports travel, loops lag."""
+"""What a write may take beyond the step's deadline, its bytes and a native call: reports travel, loops lag."""
 
 
 @dataclass(slots=True)
@@ -93,6 +95,7 @@ class Tier:
     :param name: ``"mooncake"``, ``"memcache"`` or ``"disk"``.
     :param options: the backend's section of the configuration.
     :param emit: gives events to the core.
+    :param caps: blocks and bytes that one call may write.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Tier:
         pool: Pool,
         arena: tuple[int, int],
         emit: Callable[[Sequence[Event]], None],
+        caps: Callable[[], tuple[int, int]],
     ) -> None:
         self.name = name
         self.settings = settings
@@ -122,7 +126,8 @@ class Tier:
         self._host = HostProcess(name, options, *arena, self)
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
         room = min(settings.write_backlog, arena[1] // 2)
-        self._writes = Writes(pool, room, self._host.send, self._written, self._write_failed)
+        self._emit = emit
+        self._writes = Writes(pool, room, self._host.send, self._written, self._write_failed, caps)
 
     def start(self) -> None:
         """Start the host; the server serves from the arena until it is up."""
@@ -180,8 +185,12 @@ class Tier:
 
     # Loads ---------------------------------------------------------------------------------------
 
-    def bring(self, objects: Sequence[NewObject], layers: int) -> None:
-        """Fetch objects of one group that are not in the arena, as far as that can be; see :meth:`coming`."""
+    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], source: str) -> None:
+        """Fetch objects of one group that are not in the arena, as far as that can be; see :meth:`coming`.
+
+        :param layers: the model's layer numbers of the group.
+        :param source: the engine they are for.
+        """
         if not self.up:
             return
         now = time.monotonic()
@@ -192,7 +201,7 @@ class Tier:
             if new.key in allowed and new.key not in self._fetches and (not self.indexed or new.key in self._index)
         ]
         if missing:
-            self._fetches.begin(missing, layers, self.settings.fetch_timeout_ms / 1e3, now)
+            self._fetches.begin(missing, layers, source)
 
     def coming(self, key: bytes) -> PendingFetch | None:
         """An object's room in the arena while it is on its way."""
@@ -210,6 +219,10 @@ class Tier:
         """What is on its way from the backend is not published in the arena; with `writes`, nor is what is on its way
         to it published there. How many objects."""
         return self._fetches.revoke(reason) + (self._writes.revoke() if writes else 0)
+
+    def revoke_unwanted(self, reason: str) -> None:
+        """What is on its way from the backend is not published where no lease and no living load wants it."""
+        self._fetches.revoke(reason, unwanted=True)
 
     async def clear(self, keys: Sequence[bytes], timeout_s: float) -> Cleared:
         """Remove what the backend holds, once writes under way have ended.
@@ -237,10 +250,13 @@ class Tier:
         """The owner wants these no more, None = nothing any more."""
         self._fetches.drop_lease(owner, keys)
 
-    def watch(self, arrivals: Sequence[FetchDependency]) -> None:
-        """A step that the core has just been told of waits for these."""
-        for arrival in arrivals:
-            self._fetches.watch(arrival)
+    def drop_leases(self, engine: str) -> None:
+        """Nothing is left of an engine: its lookups want nothing any more."""
+        self._fetches.drop_leases(lambda owner: isinstance(owner, tuple) and owner[:2] == ("lease", engine))
+
+    def obey(self, command: Call | Arrived | FetchLost | Vacate | TransferDone) -> None:
+        """What the core wants done on the way from the tier."""
+        self._fetches.obey(command)
 
     # Saves ---------------------------------------------------------------------------------------
 
@@ -270,13 +286,8 @@ class Tier:
         """These will never be whole."""
         self._writes.revoked(step, keys)
 
-    def loads_done(self, step: StepKey) -> None:
-        """The step loads nothing any more."""
-        self._fetches.forget_step(step)
-
     def step_done(self, step: StepKey) -> None:
         """The step is over."""
-        self._fetches.forget_step(step)
         self._writes.forget_step(step)
 
     def when_written(self, keys: Sequence[bytes], until: float, then: Callable[[], None]) -> None:
@@ -292,12 +303,6 @@ class Tier:
         self._writes.when_ended(keys, once)
 
     # The host ------------------------------------------------------------------------------------
-
-    def watchdog(self, now: float) -> None:
-        """Called a few times a second: a host that sits on a job past its deadline is killed."""
-        late = self._fetches.overdue(now - GRACE_S - self.settings.host_timeout_ms / 1e3) or self._writes.overdue(now)
-        if late is not None:
-            self._host.kill(f"{type(late).__module__.rpartition('_')[2]} {late.number} did not end in time")
 
     def host_said(self, message: ToServer) -> None:
         """News from the host."""
@@ -336,7 +341,9 @@ class Tier:
         """The host is dead and will be started anew."""
         self._lower(why)
         self._writes.host_lost(why)
-        if lost := self._fetches.host_lost(why):  # counted, and not shunned: the objects may be well
+        lost = self._fetches.coming_objects  # counted, and not shunned: the objects may be well
+        self._emit([HostLost(f"the host process is gone: {why}")])
+        if lost:
             self._outcomes["fetch_failed"] += lost
 
     def segment_warmth(self) -> tuple[int, int] | None:
@@ -382,8 +389,9 @@ class Tier:
 
     @property
     def _patience(self) -> float:
-        """How long the host may take for what is finished, in seconds: its backlog at a crawl, and a native call."""
-        return self.settings.fetch_timeout_ms / 1e3 + self.settings.host_timeout_ms / 1e3 + GRACE_S
+        """How long the host may take for what is finished, in seconds: a full backlog at a crawl, and a native call."""
+        crawl = self._writes.room / SLOWEST_BYTES_PER_S
+        return crawl + self.settings.host_timeout_ms / 1e3 + GRACE_S
 
     def _lower(self, reason: str) -> None:
         if self.up or self.reason != reason:

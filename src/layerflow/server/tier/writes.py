@@ -27,7 +27,7 @@ class Job:
 
     :param placed: objects and where their headers are in the arena; by position, as the host knows them.
     :param positions: of the keys that are not dropped.
-    :param due: when the host must have ended it.
+    :param due: when the host gives it up.
     :param sent: the host knows of it.
     :param finished: the step has committed; what happens now is the host's.
     """
@@ -58,6 +58,7 @@ class Writes:
     :param send: to the host; False = there is none.
     :param written: told of every object that is in the tier now.
     :param failed: told of every other one: its key, the outcome's number and what happened.
+    :param caps: blocks and bytes that one call may write.
     """
 
     def __init__(
@@ -67,9 +68,11 @@ class Writes:
         send: Callable[[ToHost], bool],
         written: Callable[[NewObject], None],
         failed: Callable[[bytes, int, str], None],
+        caps: Callable[[], tuple[int, int]] = lambda: (4096, 64 << 20),
     ) -> None:
+        self._caps = caps
         self._pool = pool
-        self._room = room
+        self.room = room
         self._send = send
         self._written = written
         self._failed = failed
@@ -192,10 +195,6 @@ class Writes:
                     self._failed(key, ObjectStatus.FAILED, f"the host process is gone: {why}")
                 self._end(job)
 
-    def overdue(self, now: float) -> Job | None:
-        """A job that the host should have ended by now."""
-        return next((job for job in self._jobs.values() if job.sent and now > job.due), None)
-
     def when_ended(self, keys: Iterable[bytes], then: Callable[[], None]) -> None:
         """Call `then` once none of these is on its way any more, whatever became of it; perhaps at once."""
         wanted = set(keys)
@@ -212,14 +211,14 @@ class Writes:
             await self._ended.wait()
 
     def _fits(self, job: Job) -> bool:
-        return self.backlog_bytes + job.nbytes <= self._room
+        return self.backlog_bytes + job.nbytes <= self.room
 
     def _begin(self, job: Job, now: float) -> None:
         """The host is told of what is left of it."""
         job.placed = [job.placed[position] for position in sorted(job.positions.values())]
         job.positions = {new.key: position for position, (new, _) in enumerate(job.placed)}
         timeout_ms = max(1, round((job.due - now) * 1e3))
-        if not self._send(Write(job.number, describe(job.placed, job.layers), job.stored, timeout_ms)):
+        if not self._send(Write(job.number, describe(job.placed, job.layers), job.stored, timeout_ms, *self._caps())):
             self._shed(job)
             return
         job.sent = True

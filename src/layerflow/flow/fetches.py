@@ -1,0 +1,249 @@
+"""Fetches: objects on their way from the backend into the arena, and the loads that hang on them.
+
+An object is published once all its layers have come. One that fails fails the blocks that need it, and no
+others. A fetch ends when all its objects have come or failed, or when it was wanted and no longer is: then
+what is in flight is awaited, and what is wanted again meanwhile goes on where it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow import completion as deaths
+from layerflow.flow.commands import Arrived, Command, FetchLost, TransferDone, Vacate
+from layerflow.flow.cursor import Span, joined
+from layerflow.flow.events import CallDone, FetchesRevoked, FetchLeased, FetchOpened, Hop, HostLost, Part
+from layerflow.flow.graph import Leg, Strand
+from layerflow.flow.state import State
+from layerflow.flow.transfers import Edge, Transfer
+
+UNWANTED = ""
+
+
+def open_fetch(state: State, event: FetchOpened, now: float) -> None:
+    """Begin.
+
+    :raises InvalidTransition: for a number that was used, or objects that cannot be.
+    """
+    lane = state.lanes[Hop.FETCH]
+    if event.fetch <= lane.newest:
+        raise InvalidTransition(f"fetch {event.fetch} was opened after fetch {lane.newest}; numbers ascend")
+    if not event.layers or not event.objects or any(min(item) < 1 for item in event.objects):
+        raise InvalidTransition(f"fetch {event.fetch} has no layers, no objects, or an object without bytes or blocks")
+    fetch = Transfer(Hop.FETCH, event.fetch, lane.source(event.source), event.layers, event.objects)
+    lane.add(fetch)
+    state.deadlines.set(fetch, now + state.budget.limits.fetch_timeout_s)
+
+
+def lease_fetch(state: State, event: FetchLeased, out: list[Command]) -> None:
+    """Lookups lease it, or no longer do."""
+    lane = state.lanes[Hop.FETCH]
+    fetch = lane.transfers.get(event.fetch)
+    if fetch is None or fetch.closed:
+        if event.fetch > lane.newest:
+            raise InvalidTransition(f"fetch {event.fetch} was never opened")
+        state.counters.late_reports += 1
+        return
+    fetch.leased = event.leased
+    fetch.claimed = fetch.claimed or event.leased
+    lane.join(fetch)
+    settle_fetch(state, fetch, out)
+
+
+def check_needs(state: State, part: Part, layers: tuple[int, ...]) -> str:
+    """What is wrong with what a load part needs; empty = nothing.
+
+    :param layers: of the part's group.
+    """
+    end = 0
+    for need in part.needs:
+        fetch = state.lanes[Hop.FETCH].transfers.get(need.fetch)
+        if fetch is None or fetch.closed or not 0 <= need.item < len(fetch.objects):
+            return f"needs object {need.item} of fetch {need.fetch}, which is not on its way"
+        if fetch.layers != layers:
+            return f"needs fetch {need.fetch}, which has other layers than its group"
+        if need.item in fetch.dead or need.item in fetch.whole:
+            return f"needs object {need.item} of fetch {need.fetch}, which has come or failed"
+        if not end <= need.lo < need.hi <= part.blocks:
+            return f"needs blocks {need.lo} to {need.hi} of {part.blocks}, after block {end}"
+        end = need.hi
+    return ""
+
+
+def lay_out(state: State, strand: Strand) -> None:
+    """One cohort for the blocks that are in the arena, and one for each fetch."""
+    ready: list[Span] = []
+    needs: dict[int, dict[int, list[Span]]] = {}
+    for member, position in enumerate(strand.members):
+        at, end = strand.starts[member], strand.starts[member + 1]
+        base = at
+        for need in strand.leg.parts[position].needs:
+            if at < base + need.lo:
+                ready.append((at, base + need.lo))
+            at = base + need.hi
+            needs.setdefault(need.fetch, {}).setdefault(need.item, []).append((base + need.lo, at))
+        if at < end:
+            ready.append((at, end))
+    if ready:
+        strand.add_cohort(joined(ready))
+    for number, spans in needs.items():
+        fetch = state.lanes[Hop.FETCH].transfers[number]
+        strand.add_cohort(joined(span for mine in spans.values() for span in mine), number)
+        edge = Edge(fetch, strand, spans, sorted(spans))
+        fetch.edges.append(edge)
+        fetch.claimed = True
+        strand.leg.edges.append(edge)
+        state.lanes[Hop.FETCH].join(fetch)
+        _progress(state, edge)
+
+
+def call_done(state: State, event: CallDone, now: float, out: list[Command]) -> None:
+    """The host has ended a call.
+
+    :raises InvalidTransition: for a call that was never handed out, or objects that the fetch does not have.
+    """
+    lane = state.lanes[Hop.FETCH]
+    fetch = lane.calls.get(event.call)
+    if fetch is None:
+        if not 0 < event.call < lane.next_call:
+            raise InvalidTransition(f"the host ended call {event.call}, which it was never given")
+        state.counters.late_reports += 1
+        return
+    call = fetch.calls[event.call]
+    if any(not 0 <= index < len(fetch.objects) for index, _ in event.failed):
+        raise InvalidTransition(f"the host failed objects that fetch {fetch.number} does not have: {event.failed[:3]}")
+    del fetch.calls[event.call]
+    lane.ended(call, now)
+    reasons: dict[str, list[int]] = {}
+    for index, reason in event.failed:
+        if index not in fetch.dead and index not in fetch.whole:
+            reasons.setdefault(reason, []).append(index)
+    for reason, lost in reasons.items():
+        _lose(state, fetch, lost, reason, out)
+    moved = [index for index in range(call.lo, call.hi) if index not in fetch.dead]
+    if moved:
+        state.counters.fetched_bytes += sum(fetch.objects[index].layer_bytes for index in moved) * (
+            call.layer_hi - call.layer_lo
+        )
+        if len(fetch.dead) + len(fetch.whole) < len(fetch.objects):
+            state.deadlines.set(fetch, now + state.budget.limits.fetch_timeout_s)
+    layers = len(fetch.layers)
+    _publish(state, fetch, [i for i in moved if i not in fetch.whole and fetch.reached((i,)) == layers], out)
+    for edge in fetch.edges:
+        _progress(state, edge)
+    settle_fetch(state, fetch, out)
+
+
+def host_lost(state: State, event: HostLost, out: list[Command]) -> None:
+    """Nothing of any fetch moves any more."""
+    lane = state.lanes[Hop.FETCH]
+    for fetch in list(lane.transfers.values()):
+        fetch.calls.clear()
+        _lose(state, fetch, fetch.unfinished(), event.reason, out)
+        settle_fetch(state, fetch, out)
+    lane.lost()
+
+
+def revoke_fetches(state: State, event: FetchesRevoked, out: list[Command]) -> None:
+    """What has not come is given up. It can be fetched again once the host has ended its calls."""
+    reason = event.reason
+    for fetch in list(state.lanes[Hop.FETCH].transfers.values()):
+        if event.unwanted and (fetch.leased or any(not edge.strand.leg.cancelled for edge in fetch.edges)):
+            continue
+        _lose(state, fetch, fetch.unfinished(), reason, out)
+        settle_fetch(state, fetch, out)
+
+
+def expire_fetch(state: State, fetch: Transfer, out: list[Command]) -> None:
+    """Nothing has come of it for too long."""
+    state.counters.expired_fetches += 1
+    timeout = state.budget.limits.fetch_timeout_s
+    _lose(state, fetch, fetch.unfinished(), f"nothing of it came for {timeout:g} s", out)
+    settle_fetch(state, fetch, out)
+
+
+def release_edges(state: State, leg: Leg, out: list[Command]) -> None:
+    """The leg's loads are done: it holds no fetch any more."""
+    edges, leg.edges = leg.edges, []
+    for edge in edges:
+        edge.fetch.edges.remove(edge)
+    for fetch in dict.fromkeys(edge.fetch for edge in edges):
+        settle_fetch(state, fetch, out)
+
+
+def settle_fetch(state: State, fetch: Transfer, out: list[Command]) -> None:
+    """Say what has become true of a fetch, and forget it when nothing is left."""
+    lane = state.lanes[Hop.FETCH]
+    if not fetch.closed and not fetch.wanted and not fetch.calls:
+        _lose(state, fetch, fetch.unfinished(), UNWANTED, out)
+    _vacate(fetch, out)
+    over = not fetch.calls and len(fetch.dead) + len(fetch.whole) == len(fetch.objects)
+    if over and not fetch.closed:
+        fetch.closed = True
+        state.deadlines.set(fetch, math.inf)
+        lane.remove(fetch)
+        out.append(TransferDone(Hop.FETCH, fetch.number))
+    if fetch.closed and not fetch.occupied:
+        lane.transfers.pop(fetch.number, None)
+
+
+def _vacate(fetch: Transfer, out: list[Command]) -> None:
+    if not fetch.occupied or fetch.calls:
+        return
+    held = {index for edge in fetch.edges for index in edge.spans}
+    free = sorted(fetch.occupied - held)
+    if free:
+        fetch.occupied.difference_update(free)
+        out.append(Vacate(fetch.number, tuple(free)))
+
+
+def _publish(state: State, fetch: Transfer, objects: Sequence[int], out: list[Command]) -> None:
+    if not objects:
+        return
+    fetch.whole.update(objects)
+    state.counters.fetched_objects += len(objects)
+    readers: list[tuple[int, int, tuple[int, ...]]] = []
+    for edge in fetch.edges:
+        mine = tuple(index for index in objects if index in edge.spans)
+        if mine:
+            step = edge.strand.leg.step
+            readers.append((step.session.number, step.number, mine))
+    out.append(Arrived(fetch.number, tuple(objects), tuple(readers)))
+
+
+def _lose(state: State, fetch: Transfer, objects: Sequence[int], reason: str, out: list[Command]) -> None:
+    """These will not come: the blocks that need them fail, for whoever waits."""
+    if not objects:
+        return
+    fetch.kill(objects)
+    out.append(FetchLost(fetch.number, tuple(objects), reason))
+    gone = set(objects)
+    for edge in list(fetch.edges):
+        lost = [index for index in edge.waiting if index in gone]
+        if lost:
+            edge.waiting = [index for index in edge.waiting if index not in gone]
+            spans = joined(span for index in lost for span in edge.spans[index])
+            deaths.fail_blocks(state, edge.strand, spans, f"not fetched: {reason}", out)
+            _progress(state, edge)
+
+
+def _progress(state: State, edge: Edge) -> None:
+    """Layers that have come may be carved."""
+    strand, fetch = edge.strand, edge.fetch
+    if not edge.waiting:
+        return
+    layers = fetch.reached(edge.waiting)
+    if layers <= strand.arrivals[fetch.number]:
+        return
+    strand.arrivals[fetch.number] = layers
+    if layers == len(fetch.layers):
+        edge.waiting = []
+    cohort = strand.arriving(fetch.number)
+    if cohort is None:
+        return
+    cohort.permit(layers)
+    if cohort.fresh:
+        strand.merge(cohort)
+    state.carve_later(strand.leg)
