@@ -494,13 +494,13 @@ class World:
         assert statistics.load_inflight_batches == statistics.save_inflight_batches == statistics.unsaved_bytes == 0
         assert set(self.released) >= {key for key in self.aborted if key[0] in self.layers}
         state = self.flow._state
-        assert not state.flights and not state.unsettled and not state.loosened and not len(state.deadlines)
+        assert not state.in_flight and not state.unsettled and not state.loosened and not len(state.deadlines)
         assert not any(ring.queue for ring in state.rings)
         for lane in state.lanes:
             assert not (lane.transfers or lane.calls or lane.sources or lane.ring.queue or lane.inflight)
         for number, fetch in self.fetches.all.items():
             assert fetch.done and fetch.vacated == fetch.lost, f"fetch {number} keeps room"
-        assert not any(s.steps or s.aborting or any(s.carving) for s in state.sessions.values())
+        assert not any(s.steps or s.aborting or any(s.pending) for s in state.sessions.values())
 
 
 def coming(request, group, blocks, fetch, item=0) -> Part:

@@ -22,8 +22,8 @@ from layerflow.flow.events import (
     StepClosed,
     Tick,
 )
-from layerflow.flow.hosts import CALLS_AHEAD, HostLane
-from layerflow.flow.pace import FIRST_BYTES, MOST_BYTES, QUICK_S, Pace
+from layerflow.flow.hosts.lane import CALLS_AHEAD, HostLane
+from layerflow.flow.hosts.pace import FIRST_BYTES, MOST_BYTES, QUICK_S, Pace
 
 
 @pytest.fixture

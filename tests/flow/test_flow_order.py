@@ -195,7 +195,7 @@ def test_the_budget_is_over_all_sessions_and_refilled_at_once():
         world.open(session, 1, [Part("a", 0, 1)])
     while len(world.flying) == 5:
         world.done(next(iter(world.flying.values())))
-    assert not any(leg for s in world.flow._state.sessions.values() for leg in s.carving)
+    assert not any(job for s in world.flow._state.sessions.values() for job in s.pending)
     world.drain()
 
 

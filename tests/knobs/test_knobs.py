@@ -69,7 +69,7 @@ def check(run: Passage, server: EmbeddedServer) -> None:
     """Nothing has failed or run to its deadline, and every cap held where bytes moved."""
     figures: Any = server.call(server.server.metrics.summary)
     assert figures.get("failed_loads_total", {}) == {}
-    assert server.call(server.server.driver.flow.statistics).expired_legs == 0  # type: ignore[attr-defined]
+    assert server.call(server.server.driver.flow.statistics).expired_jobs == 0  # type: ignore[attr-defined]
     settings = server.server.settings.transfer
     assert run.calls.of(0), "nothing was loaded"
     assert run.calls.most_blocks <= settings.max_transfer_blocks

@@ -23,8 +23,8 @@ from layerflow.errors import ConfigError
 from layerflow.flow.events import Direction, Limits
 
 if TYPE_CHECKING:
-    from layerflow.flow.graph import Flight, Leg
-    from layerflow.flow.sessions import Session
+    from layerflow.flow.graph.session import Session
+    from layerflow.flow.graph.step import InFlightBatch, TransferJob
 
 
 class Charge(enum.IntEnum):
@@ -96,51 +96,51 @@ class Budget:
         # A share may be smaller than one batch, which must not keep every session from being granted any.
         return self.gated[direction] + nbytes <= most and (not own or own + nbytes <= most // self.sessions)
 
-    def take(self, flight: Flight) -> None:
+    def take(self, batch: InFlightBatch) -> None:
         """A batch was granted."""
-        leg = flight.strand.leg
-        direction, nbytes = leg.direction, flight.nbytes
+        job = batch.transfer.job
+        direction, nbytes = job.direction, batch.nbytes
         self.inflight[direction] += nbytes
         self.batches[direction] += 1
         self.charged[direction] += nbytes
-        if flight.gate >= 0 and flight.gate > leg.reached:
-            flight.charge = Charge.GATED
+        if batch.gate >= 0 and batch.gate > job.reached:
+            batch.charge = Charge.GATED
             self.gated[direction] += nbytes
-            leg.step.session.gated[direction] += nbytes
-            if leg.gated and leg.gated[-1].gate > flight.gate:
-                insort(leg.gated, flight, key=_gate)
+            job.step.session.gated[direction] += nbytes
+            if job.gated and job.gated[-1].gate > batch.gate:
+                insort(job.gated, batch, key=_gate)
             else:
-                leg.gated.append(flight)
+                job.gated.append(batch)
 
-    def open_gates(self, leg: Leg) -> None:
-        """The forward pass has come further: of the leg's batches, some can move now."""
-        ready = bisect_right(leg.gated, leg.reached, key=_gate)
-        for flight in leg.gated[:ready]:
-            if flight.charge is Charge.GATED:
-                flight.charge = Charge.BUDGET
-                self._ungate(flight)
-        del leg.gated[:ready]
+    def open_gates(self, job: TransferJob) -> None:
+        """The forward pass has come further: of the job's batches, some can move now."""
+        ready = bisect_right(job.gated, job.reached, key=_gate)
+        for batch in job.gated[:ready]:
+            if batch.charge is Charge.GATED:
+                batch.charge = Charge.BUDGET
+                self._ungate(batch)
+        del job.gated[:ready]
 
-    def excuse(self, flight: Flight) -> None:
+    def excuse(self, batch: InFlightBatch) -> None:
         """A batch was called back: it is awaited, and charged no more."""
-        if flight.charge is Charge.NONE:
+        if batch.charge is Charge.NONE:
             return
-        if flight.charge is Charge.GATED:
-            self._ungate(flight)
-        self.charged[flight.strand.leg.direction] -= flight.nbytes
-        flight.charge = Charge.NONE
+        if batch.charge is Charge.GATED:
+            self._ungate(batch)
+        self.charged[batch.transfer.job.direction] -= batch.nbytes
+        batch.charge = Charge.NONE
 
-    def give(self, flight: Flight) -> None:
+    def give(self, batch: InFlightBatch) -> None:
         """A batch ended."""
-        self.excuse(flight)
-        direction = flight.strand.leg.direction
-        self.inflight[direction] -= flight.nbytes
+        self.excuse(batch)
+        direction = batch.transfer.job.direction
+        self.inflight[direction] -= batch.nbytes
         self.batches[direction] -= 1
 
-    def _ungate(self, flight: Flight) -> None:
-        leg = flight.strand.leg
-        self.gated[leg.direction] -= flight.nbytes
-        leg.step.session.gated[leg.direction] -= flight.nbytes
+    def _ungate(self, batch: InFlightBatch) -> None:
+        job = batch.transfer.job
+        self.gated[job.direction] -= batch.nbytes
+        job.step.session.gated[job.direction] -= batch.nbytes
         self.freed = True
 
 

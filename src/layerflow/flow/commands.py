@@ -50,7 +50,7 @@ class Seal:
 class LoadFailed:
     """Blocks `lo` to `hi` of the group's loads will not arrive in full; the engine recomputes them.
 
-    A part that had layers left to be carved fails whole; one whose layers are all granted loses exactly
+    A part that had layers left to be granted fails whole; one whose layers are all granted loses exactly
     the blocks of the failed batch. No block of a step is reported twice.
     """
 

@@ -16,10 +16,10 @@ from layerflow.flow.commands import (
     Seal,
     StepDone,
 )
-from layerflow.flow.cursor import Span, joined, touches, without
 from layerflow.flow.events import Direction
-from layerflow.flow.graph import Leg, Quiet, Step, Strand
-from layerflow.flow.sessions import Session
+from layerflow.flow.graph.cursor import Span, joined, touches, without
+from layerflow.flow.graph.session import Session
+from layerflow.flow.graph.step import DrainBarrier, Step, Transfer, TransferJob
 from layerflow.flow.state import State
 
 
@@ -47,38 +47,38 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
 
 def tell_stored(state: State, out: list[Command]) -> None:
     """Say of which layers more is stored now: before the commit that follows from the last of them."""
-    for strand in state.telling:
-        stored, step = strand.stored(), strand.leg.step
-        if strand.live and stored > strand.told:
-            strand.told = stored
-            out.append(LayersStored(step.session.number, step.number, strand.shape.group, stored))
+    for transfer in state.telling:
+        stored, step = transfer.stored(), transfer.job.step
+        if transfer.live and stored > transfer.told:
+            transfer.told = stored
+            out.append(LayersStored(step.session.number, step.number, transfer.shape.group, stored))
     state.telling.clear()
 
 
-def _commit(state: State, saves: Leg, out: list[Command]) -> None:
-    ready = [s for s in saves.strands.values() if not (s.committed or s.carving or s.flights)]
+def _commit(state: State, saves: TransferJob, out: list[Command]) -> None:
+    ready = [s for s in saves.transfers.values() if not (s.committed or s.pending or s.in_flight)]
     saves.held = bool(ready) and builds_on_loads(saves, ready)
     if saves.held:
         return
     parts: list[int] = []
-    for strand in ready:
-        strand.committed = True
-        parts += [part for part in strand.members if part not in saves.dead] if saves.dead else strand.members
+    for transfer in ready:
+        transfer.committed = True
+        parts += [part for part in transfer.members if part not in saves.dead] if saves.dead else transfer.members
     if parts:
         saves.open -= len(parts)
         state.counters.committed_parts += len(parts)
         out.append(Commit(saves.step.session.number, saves.step.number, tuple(sorted(parts))))
 
 
-def builds_on_loads(saves: Leg, strands: Iterable[Strand]) -> bool:
-    """Whether an earlier step still loads for a request that these strands save. Costs O(their parts)."""
+def builds_on_loads(saves: TransferJob, transfers: Iterable[Transfer]) -> bool:
+    """Whether an earlier step still loads for a request that this job saves. Costs O(their parts)."""
     requests: set[str] | None = None
     for step in saves.step.session.steps.values():
         if step is saves.step:
             break
         if step.loads is not None and step.loads.undecided:
             if requests is None:
-                live = (part for strand in strands for part in strand.members if part not in saves.dead)
+                live = (part for transfer in transfers for part in transfer.members if part not in saves.dead)
                 requests = {saves.parts[part].request for part in live}
             if not requests.isdisjoint(step.loads.requests()):
                 return True
@@ -102,15 +102,15 @@ def forget(state: State, step: Step, out: list[Command]) -> None:
     out.append(StepDone(step.session.number, step.number, loaded, saved))
 
 
-def seal_rest(leg: Leg, out: list[Command]) -> None:
-    """Seal the layers of which nothing is left to be carved because it died."""
-    if leg.cancelled:
+def seal_rest(job: TransferJob, out: list[Command]) -> None:
+    """Seal the layers of which nothing is left to be granted because it died."""
+    if job.cancelled:
         return
-    for strand in leg.strands.values():
-        low = strand.low()
-        for layer in strand.shape.layers[strand.sealed : low]:
-            out.append(Seal(leg.step.session.number, leg.step.number, leg.direction, layer))
-        strand.sealed = max(strand.sealed, low)
+    for transfer in job.transfers.values():
+        low = transfer.low()
+        for layer in transfer.shape.layers[transfer.sealed : low]:
+            out.append(Seal(job.step.session.number, job.step.number, job.direction, layer))
+        transfer.sealed = max(transfer.sealed, low)
 
 
 def revoke(state: State, step: Step, parts: Sequence[int], reason: str, out: list[Command]) -> None:
@@ -124,64 +124,64 @@ def revoke(state: State, step: Step, parts: Sequence[int], reason: str, out: lis
     out.append(Revoke(step.session.number, step.number, tuple(parts), reason))
 
 
-def quieted(state: State, session: Session, quiet: Quiet, out: list[Command]) -> None:
+def drained(state: State, session: Session, barrier: DrainBarrier, out: list[Command]) -> None:
     """Every batch that was waited for has ended."""
-    if quiet.revoke is not None:
-        revoke(state, *quiet.revoke, out)
-    if quiet.release is not None:
-        session.aborting.pop(quiet.release, None)
-        out.append(Release(session.number, quiet.release))
+    if barrier.revoke is not None:
+        revoke(state, *barrier.revoke, out)
+    if barrier.release is not None:
+        session.aborting.pop(barrier.release, None)
+        out.append(Release(session.number, barrier.release))
 
 
-def bury(state: State, leg: Leg, positions: Iterable[int]) -> list[int]:
-    """Carve these parts no further. Returns those that were alive until now."""
+def cancel_parts(state: State, job: TransferJob, positions: Iterable[int]) -> list[int]:
+    """Grant these parts no further. Returns those that were alive until now."""
     fresh = [
         position
         for position in positions
-        if position not in leg.dead and not (leg.direction is Direction.SAVE and leg.strand_of(position).committed)
+        if position not in job.dead and not (job.direction is Direction.SAVE and job.transfer_of(position).committed)
     ]
-    leg.dead.update(fresh)
+    job.dead.update(fresh)
     for position in fresh:
-        leg.strand_of(position).live -= 1
-    if leg.cohorts and fresh:
-        for strand, holes in leg.spans_of(fresh):
-            _uncarve(leg, strand, holes)
-    if not leg.cohorts:
-        state.carved_out(leg)
-    state.permit(leg.step.session, leg.direction)
-    if leg.tell:
-        state.telling += leg.strands.values()
+        job.transfer_of(position).live -= 1
+    if job.cursors and fresh:
+        for transfer, holes in job.spans_of(fresh):
+            _drop_blocks(job, transfer, holes)
+    if not job.cursors:
+        state.dequeue(job)
+    state.permit(job.step.session, job.direction)
+    if job.tell:
+        state.telling += job.transfers.values()
     return fresh
 
 
-def _uncarve(leg: Leg, strand: Strand, holes: list[Span]) -> None:
-    for cohort in strand.cohorts():
-        freed = cohort.drop(holes)
-        if leg.direction is Direction.SAVE:
-            leg.step.session.unsaved -= freed
-        if cohort.exhausted:
-            strand.remove(cohort)
-    for cohort in strand.cohorts():
-        if cohort in leg.cohorts and cohort.fresh:
-            strand.merge(cohort)
+def _drop_blocks(job: TransferJob, transfer: Transfer, holes: list[Span]) -> None:
+    for cursor in transfer.cursors():
+        freed = cursor.drop(holes)
+        if job.direction is Direction.SAVE:
+            job.step.session.unsaved -= freed
+        if cursor.exhausted:
+            transfer.remove(cursor)
+    for cursor in transfer.cursors():
+        if cursor in job.cursors and cursor.fresh:
+            transfer.merge(cursor)
 
 
-def kill_saves(state: State, step: Step, positions: Iterable[int], reason: str, out: list[Command]) -> None:
+def cancel_save_parts(state: State, step: Step, positions: Iterable[int], reason: str, out: list[Command]) -> None:
     """These save parts will never be published; they are revoked once no batch touches them."""
-    leg = step.saves
-    if leg is None or not leg.open:
+    job = step.saves
+    if job is None or not job.open:
         return
-    fresh = bury(state, leg, positions)
+    fresh = cancel_parts(state, job, positions)
     if not fresh:
         return
-    seal_rest(leg, out)
-    quiet = Quiet(revoke=(step, tuple(sorted(fresh)), reason))
-    quiet.watch(leg.spans_of(fresh))
-    if not quiet.pending:
-        quieted(state, step.session, quiet, out)
+    seal_rest(job, out)
+    barrier = DrainBarrier(revoke=(step, tuple(sorted(fresh)), reason))
+    barrier.watch(job.spans_of(fresh))
+    if not barrier.pending:
+        drained(state, step.session, barrier, out)
 
 
-def spoil_saves(state: State, step: Step, load_positions: Iterable[int], reason: str, out: list[Command]) -> None:
+def invalidate_saves(state: State, step: Step, load_positions: Iterable[int], reason: str, out: list[Command]) -> None:
     """A request whose load failed computes garbage: what it saves must not be published.
 
     Later steps that are open already build on it, so this concerns every open step of the session.
@@ -193,118 +193,120 @@ def spoil_saves(state: State, step: Step, load_positions: Iterable[int], reason:
         return
     for other in step.session.steps.values():
         if other.saves is not None and other.saves.open:
-            kill_saves(state, other, other.saves.positions_of(requests), f"its load failed: {reason}", out)
+            cancel_save_parts(state, other, other.saves.positions_of(requests), f"its load failed: {reason}", out)
 
 
-def fail_loads(state: State, leg: Leg, positions: Iterable[int], reason: str, out: list[Command]) -> None:
-    """These load parts will not arrive: report each whole (less what was reported before), carve no further."""
-    fresh = bury(state, leg, positions)
+def fail_loads(state: State, job: TransferJob, positions: Iterable[int], reason: str, out: list[Command]) -> None:
+    """These load parts will not arrive: report each whole (less what was reported before), grant no further."""
+    fresh = cancel_parts(state, job, positions)
     for position in fresh:
-        lo, hi = leg.strand_of(position).span(position)
-        _report(state, leg, position, (lo, hi), reason, out)
-        leg.failed.pop(position, None)
+        lo, hi = job.transfer_of(position).span(position)
+        _report(state, job, position, (lo, hi), reason, out)
+        job.failed.pop(position, None)
     if fresh:
-        spoil_saves(state, leg.step, fresh, reason, out)
-        seal_rest(leg, out)
+        invalidate_saves(state, job.step, fresh, reason, out)
+        seal_rest(job, out)
 
 
-def _report(state: State, leg: Leg, position: int, span: Span, reason: str, out: list[Command]) -> None:
-    known = leg.failed.get(position, [])
-    part, step = leg.parts[position], leg.step
+def _report(state: State, job: TransferJob, position: int, span: Span, reason: str, out: list[Command]) -> None:
+    known = job.failed.get(position, [])
+    part, step = job.parts[position], job.step
     if not known:
         state.counters.failed_parts += 1
     for lo, hi in without([span], known):
         out.append(LoadFailed(step.session.number, step.number, part.request, part.group, lo, hi, reason))
-    leg.failed[position] = joined([*known, span])
+    job.failed[position] = joined([*known, span])
 
 
-def fail_load_range(state: State, strand: Strand, span: Span, reason: str, out: list[Command]) -> None:
+def fail_load_range(state: State, transfer: Transfer, span: Span, reason: str, out: list[Command]) -> None:
     """A load batch failed.
 
     A part that had more to come dies whole: its later layers stay behind. A part whose last layer is
-    already carved loses exactly the failed blocks; the rest of it still arrives.
+    already granted loses exactly the failed blocks; the rest of it still arrives.
     """
-    leg = strand.leg
-    coming = sorted(span for cohort in strand.cohorts() for span in cohort.spans)
+    job = transfer.job
+    coming = sorted(span for cursor in transfer.cursors() for span in cursor.spans)
     dying: list[int] = []
     hurt: list[int] = []
-    for position in strand.overlapping(*span):
-        if position not in leg.dead:
-            (dying if touches(coming, *strand.span(position)) else hurt).append(position)
+    for position in transfer.overlapping(*span):
+        if position not in job.dead:
+            (dying if touches(coming, *transfer.span(position)) else hurt).append(position)
     for position in hurt:
-        lo, hi = strand.span(position)
-        _report(state, leg, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
-    spoil_saves(state, leg.step, hurt, reason, out)
-    fail_loads(state, leg, dying, reason, out)
+        lo, hi = transfer.span(position)
+        _report(state, job, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
+    invalidate_saves(state, job.step, hurt, reason, out)
+    fail_loads(state, job, dying, reason, out)
 
 
-def fail_blocks(state: State, strand: Strand, spans: list[Span], reason: str, out: list[Command]) -> None:
-    """The objects of these blocks will not come: exactly they fail, and are carved no further."""
-    leg = strand.leg
+def fail_blocks(state: State, transfer: Transfer, spans: list[Span], reason: str, out: list[Command]) -> None:
+    """The objects of these blocks will not come: exactly they fail, and are granted no further."""
+    job = transfer.job
     hurt: list[int] = []
     for span in spans:
-        for position in strand.overlapping(*span):
-            if position not in leg.dead:
-                lo, hi = strand.span(position)
-                _report(state, leg, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
+        for position in transfer.overlapping(*span):
+            if position not in job.dead:
+                lo, hi = transfer.span(position)
+                _report(state, job, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
                 hurt.append(position)
-    _uncarve(leg, strand, spans)
-    if not leg.cohorts:
-        state.carved_out(leg)
-    spoil_saves(state, leg.step, hurt, reason, out)
-    seal_rest(leg, out)
-    state.unsettled.append(leg.step)
+    _drop_blocks(job, transfer, spans)
+    if not job.cursors:
+        state.dequeue(job)
+    invalidate_saves(state, job.step, hurt, reason, out)
+    seal_rest(job, out)
+    state.unsettled.append(job.step)
 
 
-def fence_loads(state: State, leg: Leg, reason: str, out: list[Command], *, cancel: bool) -> None:
+def fence_loads(state: State, job: TransferJob, reason: str, out: list[Command], *, cancel: bool) -> None:
     """Every load part with anything outstanding fails; what is in flight is awaited."""
-    leg.cancelled = True
+    job.cancelled = True
     outstanding: set[int] = set()
-    for strand in leg.strands.values():
-        ranges = [span for cohort in strand.cohorts() for span in cohort.spans]
-        ranges += [(flight.lo, flight.hi) for flight in strand.flights.values()]
+    for transfer in job.transfers.values():
+        ranges = [span for cursor in transfer.cursors() for span in cursor.spans]
+        ranges += [(batch.lo, batch.hi) for batch in transfer.in_flight.values()]
         for lo, hi in joined(ranges):
-            outstanding.update(strand.overlapping(lo, hi))
-    fail_loads(state, leg, sorted(outstanding), reason, out)
-    state.call_back(leg.strands.values())
-    release_held(state, leg.step)
+            outstanding.update(transfer.overlapping(lo, hi))
+    fail_loads(state, job, sorted(outstanding), reason, out)
+    state.call_back(job.transfers.values())
+    release_held(state, job.step)
     if cancel:
-        out.append(Cancel(leg.step.session.number, leg.step.number, Direction.LOAD, reason))
-    state.unsettled.append(leg.step)
+        out.append(Cancel(job.step.session.number, job.step.number, Direction.LOAD, reason))
+    state.unsettled.append(job.step)
 
 
-def cut_saves(state: State, leg: Leg, reason: str, out: list[Command]) -> None:
+def cancel_saves(state: State, job: TransferJob, reason: str, out: list[Command]) -> None:
     """Every save part that is not committed dies, and whatever waits for compute is called back."""
-    leg.cancelled = True
-    out.append(Cancel(leg.step.session.number, leg.step.number, Direction.SAVE, reason))
-    kill_saves(state, leg.step, range(len(leg.parts)), reason, out)
-    state.call_back(leg.strands.values())
+    job.cancelled = True
+    out.append(Cancel(job.step.session.number, job.step.number, Direction.SAVE, reason))
+    cancel_save_parts(state, job.step, range(len(job.parts)), reason, out)
+    state.call_back(job.transfers.values())
 
 
-def cut_uncomputed(state: State, leg: Leg, reason: str, out: list[Command]) -> None:
+def cancel_uncomputed(state: State, job: TransferJob, reason: str, out: list[Command]) -> None:
     """The layers that are not computed never will be: parts that lack one of them die."""
-    step = leg.step
+    step = job.step
     lost = [
-        strand for strand in leg.strands.values() if not strand.committed and strand.shape.layers[-1] >= step.computed
+        transfer
+        for transfer in job.transfers.values()
+        if not transfer.committed and transfer.shape.layers[-1] >= step.computed
     ]
-    if len(lost) == len(leg.strands):
-        leg.cancelled = True
-    if any(flight.layer >= step.computed for strand in lost for flight in strand.flights.values()):
+    if len(lost) == len(job.transfers):
+        job.cancelled = True
+    if any(batch.layer >= step.computed for transfer in lost for batch in transfer.in_flight.values()):
         out.append(Cancel(step.session.number, step.number, Direction.SAVE, reason))
-    kill_saves(state, step, sorted(position for strand in lost for position in strand.members), reason, out)
+    cancel_save_parts(state, step, sorted(position for transfer in lost for position in transfer.members), reason, out)
     state.call_back(lost)
 
 
-def abort(state: State, steps: Iterable[Step], request: str, out: list[Command]) -> Quiet:
+def abort(state: State, steps: Iterable[Step], request: str, out: list[Command]) -> DrainBarrier:
     """The request's parts die in every step. Returns what waits for the batches that still touch them."""
-    quiet = Quiet(release=request)
+    barrier = DrainBarrier(release=request)
     for step in steps:
         if step.loads is not None and (loads := step.loads.positions_of((request,))):
-            bury(state, step.loads, loads)
+            cancel_parts(state, step.loads, loads)
             seal_rest(step.loads, out)
-            quiet.watch(step.loads.spans_of(loads))
+            barrier.watch(step.loads.spans_of(loads))
             state.unsettled.append(step)
         if step.saves is not None and (saves := step.saves.positions_of((request,))):
-            kill_saves(state, step, saves, "the request was aborted", out)
-            quiet.watch(step.saves.spans_of(saves))
-    return quiet
+            cancel_save_parts(state, step, saves, "the request was aborted", out)
+            barrier.watch(step.saves.spans_of(saves))
+    return barrier

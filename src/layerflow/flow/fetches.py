@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow import completion as deaths
+from layerflow.flow import completion
 from layerflow.flow.commands import Arrived, Command, FetchLost, TransferDone, Vacate
-from layerflow.flow.cursor import Span, joined
 from layerflow.flow.events import CallDone, FetchesRevoked, FetchLeased, FetchOpened, Hop, HostLost, Part
-from layerflow.flow.graph import Leg, Strand
+from layerflow.flow.graph.cursor import Span, joined
+from layerflow.flow.graph.step import Transfer, TransferJob
+from layerflow.flow.hosts.transfers import Edge, HostTransfer
 from layerflow.flow.state import State
-from layerflow.flow.transfers import Edge, Transfer
 
 UNWANTED = ""
 
@@ -32,7 +32,7 @@ def open_fetch(state: State, event: FetchOpened, now: float) -> None:
         raise InvalidTransition(f"fetch {event.fetch} was opened after fetch {lane.newest}; numbers ascend")
     if not event.layers or not event.objects or any(min(item) < 1 for item in event.objects):
         raise InvalidTransition(f"fetch {event.fetch} has no layers, no objects, or an object without bytes or blocks")
-    fetch = Transfer(Hop.FETCH, event.fetch, lane.source(event.source), event.layers, event.objects)
+    fetch = HostTransfer(Hop.FETCH, event.fetch, lane.source(event.source), event.layers, event.objects)
     lane.add(fetch)
     state.deadlines.set(fetch, now + state.budget.limits.fetch_timeout_s)
 
@@ -72,14 +72,14 @@ def check_needs(state: State, part: Part, layers: tuple[int, ...]) -> str:
     return ""
 
 
-def lay_out(state: State, strand: Strand) -> None:
-    """One cohort for the blocks that are in the arena, and one for each fetch."""
+def lay_out(state: State, transfer: Transfer) -> None:
+    """One cursor for the blocks that are in the arena, and one for each fetch."""
     ready: list[Span] = []
     needs: dict[int, dict[int, list[Span]]] = {}
-    for member, position in enumerate(strand.members):
-        at, end = strand.starts[member], strand.starts[member + 1]
+    for member, position in enumerate(transfer.members):
+        at, end = transfer.starts[member], transfer.starts[member + 1]
         base = at
-        for need in strand.leg.parts[position].needs:
+        for need in transfer.job.parts[position].needs:
             if at < base + need.lo:
                 ready.append((at, base + need.lo))
             at = base + need.hi
@@ -87,14 +87,14 @@ def lay_out(state: State, strand: Strand) -> None:
         if at < end:
             ready.append((at, end))
     if ready:
-        strand.add_cohort(joined(ready))
+        transfer.add_cursor(joined(ready))
     for number, spans in needs.items():
         fetch = state.lanes[Hop.FETCH].transfers[number]
-        strand.add_cohort(joined(span for mine in spans.values() for span in mine), number)
-        edge = Edge(fetch, strand, spans, sorted(spans))
+        transfer.add_cursor(joined(span for mine in spans.values() for span in mine), number)
+        edge = Edge(fetch, transfer, spans, sorted(spans))
         fetch.edges.append(edge)
         fetch.claimed = True
-        strand.leg.edges.append(edge)
+        transfer.job.edges.append(edge)
         state.lanes[Hop.FETCH].join(fetch)
         _progress(state, edge)
 
@@ -150,13 +150,13 @@ def revoke_fetches(state: State, event: FetchesRevoked, out: list[Command]) -> N
     """What has not come is given up. It can be fetched again once the host has ended its calls."""
     reason = event.reason
     for fetch in list(state.lanes[Hop.FETCH].transfers.values()):
-        if event.unwanted and (fetch.leased or any(not edge.strand.leg.cancelled for edge in fetch.edges)):
+        if event.unwanted and (fetch.leased or any(not edge.transfer.job.cancelled for edge in fetch.edges)):
             continue
         _lose(state, fetch, fetch.unfinished(), reason, out)
         settle_fetch(state, fetch, out)
 
 
-def expire_fetch(state: State, fetch: Transfer, out: list[Command]) -> None:
+def expire_fetch(state: State, fetch: HostTransfer, out: list[Command]) -> None:
     """Nothing has come of it for too long."""
     state.counters.expired_fetches += 1
     timeout = state.budget.limits.fetch_timeout_s
@@ -164,16 +164,16 @@ def expire_fetch(state: State, fetch: Transfer, out: list[Command]) -> None:
     settle_fetch(state, fetch, out)
 
 
-def release_edges(state: State, leg: Leg, out: list[Command]) -> None:
-    """The leg's loads are done: it holds no fetch any more."""
-    edges, leg.edges = leg.edges, []
+def release_edges(state: State, job: TransferJob, out: list[Command]) -> None:
+    """The job's loads are done: it holds no fetch any more."""
+    edges, job.edges = job.edges, []
     for edge in edges:
         edge.fetch.edges.remove(edge)
     for fetch in dict.fromkeys(edge.fetch for edge in edges):
         settle_fetch(state, fetch, out)
 
 
-def settle_fetch(state: State, fetch: Transfer, out: list[Command]) -> None:
+def settle_fetch(state: State, fetch: HostTransfer, out: list[Command]) -> None:
     """Say what has become true of a fetch, and forget it when nothing is left."""
     lane = state.lanes[Hop.FETCH]
     if not fetch.closed and not fetch.wanted and not fetch.calls:
@@ -189,7 +189,7 @@ def settle_fetch(state: State, fetch: Transfer, out: list[Command]) -> None:
         lane.transfers.pop(fetch.number, None)
 
 
-def _vacate(fetch: Transfer, out: list[Command]) -> None:
+def _vacate(fetch: HostTransfer, out: list[Command]) -> None:
     if not fetch.occupied or fetch.calls:
         return
     held = {index for edge in fetch.edges for index in edge.spans}
@@ -199,7 +199,7 @@ def _vacate(fetch: Transfer, out: list[Command]) -> None:
         out.append(Vacate(fetch.number, tuple(free)))
 
 
-def _publish(state: State, fetch: Transfer, objects: Sequence[int], out: list[Command]) -> None:
+def _publish(state: State, fetch: HostTransfer, objects: Sequence[int], out: list[Command]) -> None:
     if not objects:
         return
     fetch.whole.update(objects)
@@ -208,12 +208,12 @@ def _publish(state: State, fetch: Transfer, objects: Sequence[int], out: list[Co
     for edge in fetch.edges:
         mine = tuple(index for index in objects if index in edge.spans)
         if mine:
-            step = edge.strand.leg.step
+            step = edge.transfer.job.step
             readers.append((step.session.number, step.number, mine))
     out.append(Arrived(fetch.number, tuple(objects), tuple(readers)))
 
 
-def _lose(state: State, fetch: Transfer, objects: Sequence[int], reason: str, out: list[Command]) -> None:
+def _lose(state: State, fetch: HostTransfer, objects: Sequence[int], reason: str, out: list[Command]) -> None:
     """These will not come: the blocks that need them fail, for whoever waits."""
     if not objects:
         return
@@ -225,25 +225,25 @@ def _lose(state: State, fetch: Transfer, objects: Sequence[int], reason: str, ou
         if lost:
             edge.waiting = [index for index in edge.waiting if index not in gone]
             spans = joined(span for index in lost for span in edge.spans[index])
-            deaths.fail_blocks(state, edge.strand, spans, f"not fetched: {reason}", out)
+            completion.fail_blocks(state, edge.transfer, spans, f"not fetched: {reason}", out)
             _progress(state, edge)
 
 
 def _progress(state: State, edge: Edge) -> None:
-    """Layers that have come may be carved."""
-    strand, fetch = edge.strand, edge.fetch
+    """Layers that have come may be granted."""
+    transfer, fetch = edge.transfer, edge.fetch
     if not edge.waiting:
         return
     layers = fetch.reached(edge.waiting)
-    if layers <= strand.arrivals[fetch.number]:
+    if layers <= transfer.arrivals[fetch.number]:
         return
-    strand.arrivals[fetch.number] = layers
+    transfer.arrivals[fetch.number] = layers
     if layers == len(fetch.layers):
         edge.waiting = []
-    cohort = strand.arriving(fetch.number)
-    if cohort is None:
+    cursor = transfer.arriving(fetch.number)
+    if cursor is None:
         return
-    cohort.permit(layers)
-    if cohort.fresh:
-        strand.merge(cohort)
-    state.carve_later(strand.leg)
+    cursor.permit(layers)
+    if cursor.fresh:
+        transfer.merge(cursor)
+    state.enqueue(transfer.job)

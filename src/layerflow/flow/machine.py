@@ -10,9 +10,9 @@ from itertools import accumulate
 from typing import Any
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow import completion as deaths
+from layerflow.flow import completion
 from layerflow.flow.commands import Command, Revoke, WakeAt
-from layerflow.flow.completion import quieted, settle, tell_stored
+from layerflow.flow.completion import drained, settle, tell_stored
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
@@ -49,13 +49,13 @@ from layerflow.flow.fetches import (
     release_edges,
     revoke_fetches,
 )
-from layerflow.flow.graph import Leg, Step, Strand
-from layerflow.flow.hosts import grant_calls
+from layerflow.flow.graph.session import Session, open_session
+from layerflow.flow.graph.step import Step, Transfer, TransferJob
+from layerflow.flow.hosts.lane import grant_calls
 from layerflow.flow.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.scheduler import grant
-from layerflow.flow.sessions import Session, open_session
 from layerflow.flow.state import FlowStatistics, State
-from layerflow.flow.validate import validate
+from layerflow.flow.validate.steps import validate
 
 
 def open_step(state: State, session: Session, event: StepOpened, out: list[Command]) -> None:
@@ -79,10 +79,10 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     session.steps[event.step] = step
     if event.loads:
         step.loads = _leg(state, step, Direction.LOAD, event.loads)
-        state.carve_later(step.loads)
+        state.enqueue(step.loads)
     if event.saves:
         saves = _leg(state, step, Direction.SAVE, event.saves)
-        nbytes = sum(strand.starts[-1] * strand.shape.tail_bytes[0] for strand in saves.strands.values())
+        nbytes = sum(transfer.starts[-1] * transfer.shape.tail_bytes[0] for transfer in saves.transfers.values())
         if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
             state.counters.shed_parts += len(event.saves)
             state.counters.revoked_parts += len(event.saves)
@@ -92,7 +92,7 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
             saves.open = len(event.saves)
             saves.tell = event.tell_stored
             step.saves = saves
-            state.carve_later(saves)
+            state.enqueue(saves)
     state.deadlines.set(step, step.next_alarm())
 
 
@@ -115,8 +115,8 @@ def _check_needs(state: State, session: Session, event: StepOpened) -> None:
             raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
 
 
-def _leg(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> Leg:
-    leg = Leg(step, direction, parts)
+def _leg(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> TransferJob:
+    job = TransferJob(step, direction, parts)
     groups = {part.group for part in parts}
     arrives = direction is Direction.LOAD and any([part.needs for part in parts])
     for group in sorted(groups):
@@ -124,13 +124,13 @@ def _leg(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]
         if len(groups) > 1:
             members = [position for position, part in enumerate(parts) if part.group == group]
         starts = list(accumulate([parts[position].blocks for position in members], initial=0))
-        strand = Strand(leg, step.session.groups[group], members, starts)
-        leg.strands[group] = strand
+        transfer = Transfer(job, step.session.groups[group], members, starts)
+        job.transfers[group] = transfer
         if arrives:
-            lay_out(state, strand)
+            lay_out(state, transfer)
         else:
-            strand.add_cohort([(0, starts[-1])])
-    return leg
+            transfer.add_cursor([(0, starts[-1])])
+    return job
 
 
 class Flow:
@@ -196,8 +196,8 @@ class Flow:
                 settle(state, step, out)
             state.unsettled.clear()
         if state.loosened:
-            for leg in state.loosened:
-                release_edges(state, leg, out)
+            for job in state.loosened:
+                release_edges(state, job, out)
             state.loosened.clear()
         grant(state, out, most)
         for lane in state.lanes:
@@ -295,7 +295,7 @@ class Flow:
         step.frontier = layer
         if step.loads is not None:
             self._state.budget.open_gates(step.loads)
-            if step.loads.cohorts and step.loads.head() is not None:
+            if step.loads.cursors and step.loads.head() is not None:
                 self._state.rings[Direction.LOAD].join(step.session)
 
     def _batch_done(self, event: BatchDone, out: list[Command]) -> None:
@@ -311,7 +311,7 @@ class Flow:
         if step.loads is None or step.loads.done or step.loads.cancelled:
             self._state.counters.late_reports += 1
             return
-        deaths.fence_loads(self._state, step.loads, event.reason, out, cancel=False)
+        completion.fence_loads(self._state, step.loads, event.reason, out, cancel=False)
 
     def _step_closed(self, event: StepClosed, out: list[Command]) -> None:
         state = self._state
@@ -323,9 +323,9 @@ class Flow:
         else:
             reason = "the forward pass did not finish"
             if step.loads is not None and not step.loads.done and not step.loads.cancelled:
-                deaths.fence_loads(state, step.loads, reason, out, cancel=True)
+                completion.fence_loads(state, step.loads, reason, out, cancel=True)
             if step.saves is not None and step.saves.open and not step.saves.cancelled:
-                deaths.cut_uncomputed(state, step.saves, reason, out)
+                completion.cancel_uncomputed(state, step.saves, reason, out)
         step.closed = True
         state.unsettled.append(step)
 
@@ -335,13 +335,13 @@ class Flow:
             return
         pending = session.aborting.get(event.request)
         self._state.counters.aborted_requests += pending is None
-        quiet = deaths.abort(self._state, session.steps.values(), event.request, out)
+        barrier = completion.abort(self._state, session.steps.values(), event.request, out)
         if pending is not None:
             pending.release = None  # said once, and only when what was opened since is quiet too
-        if quiet.pending:
-            session.aborting[event.request] = quiet
+        if barrier.pending:
+            session.aborting[event.request] = barrier
         else:
-            quieted(self._state, session, quiet, out)
+            drained(self._state, session, barrier, out)
 
     def _steps_revoked(self, event: StepsRevoked, out: list[Command]) -> None:
         state = self._state
@@ -349,17 +349,17 @@ class Flow:
         for step in list(session.steps.values()) if session is not None else ():
             loads, saves = step.loads, step.saves
             if event.loads and loads is not None and not loads.done and not loads.cancelled:
-                deaths.fence_loads(state, loads, event.reason, out, cancel=True)
+                completion.fence_loads(state, loads, event.reason, out, cancel=True)
             if saves is not None and saves.open and not saves.cancelled:
-                deaths.cut_saves(state, saves, event.reason, out)
+                completion.cancel_saves(state, saves, event.reason, out)
             state.unsettled.append(step)
 
     def _limits_changed(self, event: LimitsChanged, _: list[Command]) -> None:
         state = self._state
         state.change_limits(event.limits)
         for session in state.sessions.values():
-            for ring, carving in zip(state.rings, session.carving, strict=True):
-                if carving:
+            for ring, pending in zip(state.rings, session.pending, strict=True):
+                if pending:
                     ring.join(session)
 
     def _tick(self, _: Tick, __: list[Command]) -> None:
@@ -369,11 +369,11 @@ class Flow:
         state, reason = self._state, "deadline"
         loads, saves = step.loads, step.saves
         if loads is not None and not loads.done and not loads.cancelled and now >= step.deadline:
-            state.counters.expired_legs += 1
-            deaths.fence_loads(state, loads, reason, out, cancel=True)
+            state.counters.expired_jobs += 1
+            completion.fence_loads(state, loads, reason, out, cancel=True)
         if saves is not None and saves.open and not saves.cancelled and now >= step.save_deadline:
-            state.counters.expired_legs += 1
-            deaths.cut_saves(state, saves, reason, out)
+            state.counters.expired_jobs += 1
+            completion.cancel_saves(state, saves, reason, out)
         if now >= max(step.deadline, step.save_deadline):
             step.closed = True
         state.unsettled.append(step)

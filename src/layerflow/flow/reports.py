@@ -3,60 +3,60 @@
 from __future__ import annotations
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow import completion as deaths
+from layerflow.flow import completion
 from layerflow.flow.commands import Command, LoadsDone, Revoke
-from layerflow.flow.completion import forget, quieted
+from layerflow.flow.completion import drained, forget
 from layerflow.flow.events import BatchDone, BatchFailed, Direction
-from layerflow.flow.graph import Flight, Leg
-from layerflow.flow.sessions import Session
+from layerflow.flow.graph.session import Session
+from layerflow.flow.graph.step import InFlightBatch, TransferJob
 from layerflow.flow.state import State
 
 
 def batch_done(state: State, event: BatchDone, out: list[Command]) -> None:
     """Its bytes are in place."""
-    flight = _land(state, event)
-    if flight is None:
+    batch = _land(state, event)
+    if batch is None:
         return
-    leg = flight.strand.leg
-    leg.moved += flight.nbytes
-    if leg.direction is Direction.LOAD:
-        state.counters.loaded_bytes += flight.nbytes
+    job = batch.transfer.job
+    job.moved += batch.nbytes
+    if job.direction is Direction.LOAD:
+        state.counters.loaded_bytes += batch.nbytes
     else:
-        state.counters.saved_bytes += flight.nbytes
-    _landed(state, flight, out)
+        state.counters.saved_bytes += batch.nbytes
+    _landed(state, batch, out)
 
 
 def batch_failed(state: State, event: BatchFailed, out: list[Command]) -> None:
     """Its bytes are not all in place: the parts it carried fail, and nobody else's."""
-    flight = _land(state, event)
-    if flight is None:
+    batch = _land(state, event)
+    if batch is None:
         return
-    strand = flight.strand
+    transfer = batch.transfer
     state.counters.batches_failed += 1
-    if strand.leg.direction is Direction.LOAD:
-        deaths.fail_load_range(state, strand, (flight.lo, flight.hi), event.reason, out)
+    if transfer.job.direction is Direction.LOAD:
+        completion.fail_load_range(state, transfer, (batch.lo, batch.hi), event.reason, out)
     else:
-        hit = strand.overlapping(flight.lo, flight.hi)
-        deaths.kill_saves(state, strand.leg.step, hit, event.reason, out)
-    _landed(state, flight, out)
+        hit = transfer.overlapping(batch.lo, batch.hi)
+        completion.cancel_save_parts(state, transfer.job.step, hit, event.reason, out)
+    _landed(state, batch, out)
 
 
-def _land(state: State, event: BatchDone | BatchFailed) -> Flight | None:
+def _land(state: State, event: BatchDone | BatchFailed) -> InFlightBatch | None:
     """Take a batch out of flight; None = it is long gone.
 
     :raises InvalidTransition: for a batch that was never granted, or not to this session.
     """
-    flight = state.flights.get(event.batch)
-    if flight is None:
+    batch = state.in_flight.get(event.batch)
+    if batch is None:
         if state.session(event.session) is None:
             return None
         if not 0 < event.batch < state.next_batch:
             raise InvalidTransition(f"session {event.session} reported batch {event.batch}, which was never granted")
         state.counters.late_reports += 1
         return None
-    strand = flight.strand
-    leg = strand.leg
-    step = leg.step
+    transfer = batch.transfer
+    job = transfer.job
+    step = job.step
     if step.session.number != event.session:
         raise InvalidTransition(
             f"session {event.session} reported batch {event.batch}, which session {step.session.number} has "
@@ -64,25 +64,25 @@ def _land(state: State, event: BatchDone | BatchFailed) -> Flight | None:
             step.told(),
         )
     step.story.append(event)
-    del state.flights[event.batch]
-    del strand.flights[event.batch]
-    leg.flying -= 1
-    state.budget.give(flight)
-    if leg.direction is Direction.SAVE:
-        if leg.tell:
-            state.telling.append(strand)
-        step.session.unsaved -= flight.nbytes
-    return flight
+    del state.in_flight[event.batch]
+    del transfer.in_flight[event.batch]
+    job.flying -= 1
+    state.budget.give(batch)
+    if job.direction is Direction.SAVE:
+        if job.tell:
+            state.telling.append(transfer)
+        step.session.unsaved -= batch.nbytes
+    return batch
 
 
-def _landed(state: State, flight: Flight, out: list[Command]) -> None:
-    strand = flight.strand
-    for quiet in flight.watch or ():
-        quiet.pending -= 1
-        if not quiet.pending:
-            quieted(state, strand.leg.step.session, quiet, out)
-    if not strand.flights and not strand.carving:
-        state.unsettled.append(strand.leg.step)
+def _landed(state: State, batch: InFlightBatch, out: list[Command]) -> None:
+    transfer = batch.transfer
+    for barrier in batch.watch or ():
+        barrier.pending -= 1
+        if not barrier.pending:
+            drained(state, transfer.job.step.session, barrier, out)
+    if not transfer.in_flight and not transfer.pending:
+        state.unsettled.append(transfer.job.step)
 
 
 def lose_session(state: State, session: Session, out: list[Command]) -> None:
@@ -94,15 +94,15 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
         ring.leave(session)
     state.counters.sessions_lost += 1
     for step in list(session.steps.values()):
-        for leg in (step.loads, step.saves):
-            if leg is not None:
-                _ground(state, leg)
+        for job in (step.loads, step.saves):
+            if job is not None:
+                _ground(state, job)
         if step.saves is not None and step.saves.open:
             unfinished = [
                 position
-                for strand in step.saves.strands.values()
-                for position in strand.members
-                if position not in step.saves.revoked and not (strand.committed and position not in step.saves.dead)
+                for transfer in step.saves.transfers.values()
+                for position in transfer.members
+                if position not in step.saves.revoked and not (transfer.committed and position not in step.saves.dead)
             ]
             state.counters.revoked_parts += len(unfinished)
             out.append(Revoke(session.number, step.number, tuple(sorted(unfinished)), "the session was lost"))
@@ -113,8 +113,8 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
         forget(state, step, out)
 
 
-def _ground(state: State, leg: Leg) -> None:
-    for strand in leg.strands.values():
-        for number, flight in strand.flights.items():
-            del state.flights[number]
-            state.budget.give(flight)
+def _ground(state: State, job: TransferJob) -> None:
+    for transfer in job.transfers.values():
+        for number, batch in transfer.in_flight.items():
+            del state.in_flight[number]
+            state.budget.give(batch)

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Generic, Protocol, TypeVar
 
 from layerflow.flow.events import Direction, Hop
-from layerflow.flow.sessions import Session
+from layerflow.flow.graph.session import Session
 
 
 class Queued(Protocol):
@@ -77,6 +77,6 @@ class SessionRing(Ring[Session]):
     def join_parked(self) -> None:
         """There is such room now."""
         for session in self._parked:
-            if session.carving[self._direction]:
+            if session.pending[self._direction]:
                 self.join(session)
         self._parked.clear()

@@ -14,10 +14,10 @@ from __future__ import annotations
 import sys
 
 from layerflow.flow.commands import Command, Submit
-from layerflow.flow.cursor import Cohort, Cut
 from layerflow.flow.events import Direction
-from layerflow.flow.graph import Flight
-from layerflow.flow.sessions import Session
+from layerflow.flow.graph.cursor import BatchExtent, Cursor
+from layerflow.flow.graph.session import Session
+from layerflow.flow.graph.step import InFlightBatch
 from layerflow.flow.state import State
 
 
@@ -42,58 +42,58 @@ def _grant(state: State, direction: Direction, out: list[Command], full: int) ->
     limits, max_bytes = budget.limits, budget.max_batch[direction]
     while ring.queue:
         session = ring.queue[0]
-        cohort = session.next_cohort(direction, budget)
-        if cohort is None:
+        cursor = session.next_cursor(direction, budget)
+        if cursor is None:
             ring.park(session)
             continue
-        cut = cohort.next_cut(limits.max_transfer_blocks, max_bytes)
-        if not ring.turn(session, cut.nbytes, max_bytes):
+        extent = cursor.next_extent(limits.max_transfer_blocks, max_bytes)
+        if not ring.turn(session, extent.nbytes, max_bytes):
             continue
-        if not budget.fits(direction, cut.nbytes):
+        if not budget.fits(direction, extent.nbytes):
             return False
         if len(out) >= full:
             state.paused = True
             return False
-        ring.charge(session, cut.nbytes)
-        out.append(_submit(state, session, cohort, cut))
+        ring.charge(session, extent.nbytes)
+        out.append(_submit(state, session, cursor, extent))
     return True
 
 
-def _submit(state: State, session: Session, cohort: Cohort, cut: Cut) -> Submit:
-    strand, layer = cohort.strand, cohort.layer
-    leg = strand.leg
-    direction, number = leg.direction, state.next_batch
+def _submit(state: State, session: Session, cursor: Cursor, extent: BatchExtent) -> Submit:
+    transfer, layer = cursor.transfer, cursor.layer
+    job = transfer.job
+    direction, number = job.direction, state.next_batch
     state.next_batch = number + 1
     seals = False
-    if cohort.advance(cut):
-        if cohort.exhausted:
-            strand.remove(cohort)
-            if not leg.cohorts:
-                state.carved_out(leg)
+    if cursor.advance(extent):
+        if cursor.exhausted:
+            transfer.remove(cursor)
+            if not job.cursors:
+                state.dequeue(job)
         else:
-            strand.merge(cohort)
-        if strand.low() > strand.sealed:
-            strand.sealed += 1
+            transfer.merge(cursor)
+        if transfer.low() > transfer.sealed:
+            transfer.sealed += 1
             seals = True
     depth = state.budget.limits.prefetch_layers
     gate = layer if direction is Direction.SAVE else layer - depth if depth else -1
-    flight = Flight(number, strand, layer, cut.lo, cut.hi, cut.nbytes, gate)
-    state.flights[number] = flight
-    strand.flights[number] = flight
-    leg.flying += 1
-    state.budget.take(flight)
+    batch = InFlightBatch(number, transfer, layer, extent.lo, extent.hi, extent.nbytes, gate)
+    state.in_flight[number] = batch
+    transfer.in_flight[number] = batch
+    job.flying += 1
+    state.budget.take(batch)
     state.counters.batches += 1
     return Submit(
         session.number,
-        leg.step.number,
+        job.step.number,
         number,
         direction,
         layer,
-        cut.lo,
-        cut.hi,
-        cut.byte_lo,
-        cut.byte_hi,
-        cut.nbytes,
+        extent.lo,
+        extent.hi,
+        extent.byte_lo,
+        extent.byte_hi,
+        extent.nbytes,
         gate,
         seals,
     )

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget, Charge
 from layerflow.flow.events import Direction, Event, Hop, Limits
-from layerflow.flow.graph import Flight, Leg, Step, Strand
-from layerflow.flow.hosts import HostLane
+from layerflow.flow.graph.session import Session
+from layerflow.flow.graph.step import InFlightBatch, Step, Transfer, TransferJob
+from layerflow.flow.hosts.lane import HostLane
+from layerflow.flow.hosts.transfers import HostTransfer
 from layerflow.flow.ring import SessionRing
-from layerflow.flow.sessions import Session
-from layerflow.flow.transfers import Transfer
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Counters:
     revoked_parts: int = 0
     shed_parts: int = 0
     aborted_requests: int = 0
-    expired_legs: int = 0
+    expired_jobs: int = 0
     steps_done: int = 0
     sessions_lost: int = 0
     late_reports: int = 0
@@ -45,7 +45,7 @@ class FlowStatistics:
 
     :param failed_parts: load parts of which a block was reported as failed.
     :param revoked_parts: save parts given back, shed ones included.
-    :param expired_legs: loads or saves of a step cut at their deadline.
+    :param expired_jobs: loads or saves of a step cut at their deadline.
     :param expired_fetches: fetches given up because nothing came of them.
     :param late_reports: events about steps, batches or sessions that are gone; harmless.
     """
@@ -68,7 +68,7 @@ class FlowStatistics:
     revoked_parts: int
     shed_parts: int
     aborted_requests: int
-    expired_legs: int
+    expired_jobs: int
     steps_done: int
     sessions_lost: int
     late_reports: int
@@ -77,7 +77,7 @@ class FlowStatistics:
     expired_fetches: int
 
 
-Timed = Step | Transfer
+Timed = Step | HostTransfer
 
 _SLACK = 16
 
@@ -134,7 +134,7 @@ class State:
         "budget",
         "counters",
         "deadlines",
-        "flights",
+        "in_flight",
         "lanes",
         "loosened",
         "newest_session",
@@ -154,10 +154,10 @@ class State:
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.sessions: dict[int, Session] = {}
-        self.flights: dict[int, Flight] = {}
-        self.telling: list[Strand] = []
+        self.in_flight: dict[int, InFlightBatch] = {}
+        self.telling: list[Transfer] = []
         self.unsettled: list[Step] = []
-        self.loosened: list[Leg] = []
+        self.loosened: list[TransferJob] = []
         self.next_batch = 1
         self.paused = False
         self.newest_session = -1
@@ -187,12 +187,12 @@ class State:
         step.story.append(event)
         return step
 
-    def carve_later(self, leg: Leg) -> None:
-        """The leg has something to be carved: keep it, and queue its session unless all of it waits."""
-        session = leg.step.session
-        session.carving[leg.direction][leg.step.number] = leg
-        if leg.head() is not None:
-            self.rings[leg.direction].join(session)
+    def enqueue(self, job: TransferJob) -> None:
+        """The job has something to be granted: keep it, and queue its session unless all of it waits."""
+        session = job.step.session
+        session.pending[job.direction][job.step.number] = job
+        if job.head() is not None:
+            self.rings[job.direction].join(session)
 
     def change_limits(self, limits: Limits) -> None:
         """New caps. Gated batches beyond what those allow are charged no more: they must not hold up others.
@@ -203,21 +203,21 @@ class State:
         budget.change(limits)
         for direction in Direction:
             if budget.gated[direction] > budget.most_gated[direction]:
-                for flight in self.flights.values():
-                    if flight.charge is Charge.GATED and flight.strand.leg.direction is direction:
-                        budget.excuse(flight)
+                for batch in self.in_flight.values():
+                    if batch.charge is Charge.GATED and batch.transfer.job.direction is direction:
+                        budget.excuse(batch)
 
     def permit(self, session: Session, direction: Direction) -> None:
         """More of the session may be permitted now."""
-        if session.carving[direction]:
+        if session.pending[direction]:
             self.rings[direction].join(session)
 
-    def call_back(self, strands: Iterable[Strand]) -> None:
+    def call_back(self, transfers: Iterable[Transfer]) -> None:
         """Their batches in flight are only awaited: nobody else waits for the room they took."""
-        for strand in strands:
-            for flight in strand.flights.values():
-                self.budget.excuse(flight)
+        for transfer in transfers:
+            for batch in transfer.in_flight.values():
+                self.budget.excuse(batch)
 
-    def carved_out(self, leg: Leg) -> None:
-        """Nothing is left to be carved of the leg."""
-        leg.step.session.carving[leg.direction].pop(leg.step.number, None)
+    def dequeue(self, job: TransferJob) -> None:
+        """Nothing is left to be granted of the job."""
+        job.step.session.pending[job.direction].pop(job.step.number, None)

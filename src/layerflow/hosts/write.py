@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from layerflow.errors import LayerflowError
-from layerflow.flow.pace import Pace
+from layerflow.flow.hosts.pace import Pace
 from layerflow.hosts.backend import Backend, ObjectLocation, ObjectStatus
 from layerflow.hosts.lane import BackendCalls, HostJob, Lane, Patience, Tell
 from layerflow.hosts.objects import count_of, places_of

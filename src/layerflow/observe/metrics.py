@@ -97,7 +97,7 @@ class Metrics:
         self._inflight_batches = gauge("inflight_batches", "Batches granted and not yet reported.", "direction")
         self._unsaved = gauge("unsaved_bytes", "Bytes of open saves that are not stored yet.")
         self._flow_counters = {
-            "expired_legs": counter("expired", "Loads or saves of a step that were cut at their deadline."),
+            "expired_jobs": counter("expired", "Loads or saves of a step that were cut at their deadline."),
             "late_reports": counter("late_reports", "Reports about steps, batches or sessions that were gone."),
             "aborted_requests": counter("aborted_requests", "Requests that engines gave up."),
         }

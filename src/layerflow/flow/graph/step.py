@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Charge
-from layerflow.flow.cursor import Cohort, Span, joined, touches
 from layerflow.flow.events import Direction, Event, Part, StepOpened
+from layerflow.flow.graph.cursor import Cursor, Span, joined, touches
 
 if TYPE_CHECKING:
-    from layerflow.flow.sessions import GroupShape, Session
-    from layerflow.flow.transfers import Edge
+    from layerflow.flow.graph.session import GroupShape, Session
+    from layerflow.flow.hosts.transfers import Edge
 
 
 @dataclass(slots=True, eq=False)
-class Quiet:
+class DrainBarrier:
     """What to do once the watched batches have ended.
 
     :param pending: batches still in flight.
@@ -32,18 +32,18 @@ class Quiet:
     revoke: tuple[Step, tuple[int, ...], str] | None = None
     release: str | None = None
 
-    def watch(self, blocks: Iterable[tuple[Strand, Sequence[Span]]]) -> None:
+    def watch(self, blocks: Iterable[tuple[Transfer, Sequence[Span]]]) -> None:
         """Wait for every batch in flight that touches these blocks."""
-        for strand, spans in blocks:
-            for flight in strand.flights.values():
-                if touches(spans, flight.lo, flight.hi):
-                    self._add(flight)
+        for transfer, spans in blocks:
+            for batch in transfer.in_flight.values():
+                if touches(spans, batch.lo, batch.hi):
+                    self._add(batch)
 
-    def _add(self, flight: Flight) -> None:
-        if flight.watch is None:
-            flight.watch = [self]
-        elif self not in flight.watch:
-            flight.watch.append(self)
+    def _add(self, batch: InFlightBatch) -> None:
+        if batch.watch is None:
+            batch.watch = [self]
+        elif self not in batch.watch:
+            batch.watch.append(self)
         else:
             return
         self.pending += 1
@@ -53,7 +53,7 @@ STORY_EVENTS = 24
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightBatch:
     """A batch in flight.
 
     :param gate: its lane holds it until the forward pass has reached (loads) or computed (saves) this layer; -1 = it
@@ -62,61 +62,61 @@ class Flight:
     """
 
     number: int
-    strand: Strand
+    transfer: Transfer
     layer: int
     lo: int
     hi: int
     nbytes: int
     gate: int = -1
     charge: Charge = Charge.BUDGET
-    watch: list[Quiet] | None = None
+    watch: list[DrainBarrier] | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Strand:
+class Transfer:
     """The blocks of one group in one direction of a step.
 
-    :param members: positions in the leg's parts, ascending.
+    :param members: positions in the job's parts, ascending.
     :param starts: first block of each member, and the number of blocks at the end.
     :param arrivals: loads: by number of each fetch, so many layers of what it still brings are in the arena.
-    :param carving: cohorts of this strand, waiting ones among them.
+    :param pending: cursors of this transfer, waiting ones among them.
     :param sealed: so many of the group's layers are sealed.
     :param committed: saves: every layer is stored, and said so.
     :param live: parts that are not dead.
     :param told: saves: so many layers are said to be stored.
     """
 
-    leg: Leg
+    job: TransferJob
     shape: GroupShape
     members: Sequence[int]
     starts: list[int]
     arrivals: dict[int, int] = field(default_factory=dict)
-    carving: int = 0
+    pending: int = 0
     sealed: int = 0
     committed: bool = False
     live: int = field(init=False)
     told: int = 0
-    flights: dict[int, Flight] = field(default_factory=dict)
+    in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.live = len(self.members)
 
     def stored(self) -> int:
-        """Saves: so many layers of the group have nothing left to be carved and nothing in flight."""
-        low, first = self.low(), next(iter(self.flights.values()), None)
+        """Saves: so many layers of the group have nothing left to be granted and nothing in flight."""
+        low, first = self.low(), next(iter(self.in_flight.values()), None)
         return low if first is None else min(low, bisect_left(self.shape.layers, first.layer))
 
     def low(self) -> int:
-        """So many layers of the group have nothing left to be carved."""
-        if not self.carving:
+        """So many layers of the group have nothing left to be granted."""
+        if not self.pending:
             return len(self.shape.layers)
-        if len(self.leg.cohorts) == 1:
-            return self.leg.cohorts[0].index
-        return min(cohort.index for cohort in self.cohorts())
+        if len(self.job.cursors) == 1:
+            return self.job.cursors[0].index
+        return min(cursor.index for cursor in self.cursors())
 
-    def cohorts(self) -> list[Cohort]:
-        """What of this strand is still to be carved."""
-        return [cohort for cohort in self.leg.cohorts if cohort.strand is self]
+    def cursors(self) -> list[Cursor]:
+        """What of this transfer is still to be granted."""
+        return [cursor for cursor in self.job.cursors if cursor.transfer is self]
 
     def span(self, position: int) -> Span:
         """The block numbers of the part at `position`."""
@@ -127,46 +127,46 @@ class Strand:
         """Positions of the parts that have blocks in `lo` to `hi`."""
         return self.members[bisect_right(self.starts, lo) - 1 : bisect_left(self.starts, hi)]
 
-    def add_cohort(self, spans: list[Span], fetch: int = 0) -> None:
-        """Blocks that may be carved from the first layer on, once fetch `fetch` has brought it."""
-        self.leg.cohorts.append(Cohort(self, spans, fetch=fetch))
-        self.carving += 1
+    def add_cursor(self, spans: list[Span], fetch: int = 0) -> None:
+        """Blocks that may be granted from the first layer on, once fetch `fetch` has brought it."""
+        self.job.cursors.append(Cursor(self, spans, fetch=fetch))
+        self.pending += 1
         if fetch:
             self.arrivals[fetch] = 0
 
-    def arriving(self, fetch: int) -> Cohort | None:
+    def arriving(self, fetch: int) -> Cursor | None:
         """What waits for this fetch; None when all of it is there, or dead."""
-        return next((c for c in self.leg.cohorts if c.strand is self and c.fetch == fetch), None)
+        return next((c for c in self.job.cursors if c.transfer is self and c.fetch == fetch), None)
 
-    def merge(self, cohort: Cohort) -> None:
-        """Make cohorts one that are about to start the same layer, all their layers being in the arena."""
-        if self.carving == 1 or cohort.fetch:
+    def merge(self, cursor: Cursor) -> None:
+        """Make cursors one that are about to start the same layer, all their layers being in the arena."""
+        if self.pending == 1 or cursor.fetch:
             return
-        for other in self.leg.cohorts:
-            if other.strand is self and other.index == cohort.index and other.fresh:
-                if other is cohort or other.fetch:
+        for other in self.job.cursors:
+            if other.transfer is self and other.index == cursor.index and other.fresh:
+                if other is cursor or other.fetch:
                     continue
-                cohort.absorb(other)
+                cursor.absorb(other)
                 self.remove(other)
                 return
 
-    def remove(self, cohort: Cohort) -> None:
-        """A cohort ended."""
-        self.leg.cohorts.remove(cohort)
-        self.carving -= 1
+    def remove(self, cursor: Cursor) -> None:
+        """A cursor ended."""
+        self.job.cursors.remove(cursor)
+        self.pending -= 1
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class TransferJob:
     """One direction of a step.
 
     :param parts: as given in ``StepOpened``.
-    :param dead: positions of parts that will not be carved any more.
-    :param failed: loads: the block ranges already reported as failed, of parts that were wholly carved then.
+    :param dead: positions of parts that will not be granted any more.
+    :param failed: loads: the block ranges already reported as failed, of parts that were wholly granted then.
     :param flying: batches in flight.
     :param gated: batches granted before they could move, by gate; ended ones among them.
     :param moved: bytes that arrived.
-    :param cancelled: fenced, expired or cut: nothing more is carved and no layer is sealed any more.
+    :param cancelled: fenced, expired or cut: nothing more is granted and no layer is sealed any more.
     :param done: loads: nothing left to do, and said so.
     :param open: saves: parts neither committed nor revoked.
     :param revoked: saves: positions given back.
@@ -178,12 +178,12 @@ class Leg:
     step: Step
     direction: Direction
     parts: tuple[Part, ...]
-    strands: dict[int, Strand] = field(default_factory=dict)
-    cohorts: list[Cohort] = field(default_factory=list)
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    cursors: list[Cursor] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
     failed: dict[int, list[Span]] = field(default_factory=dict)
     revoked: set[int] = field(default_factory=set)
-    gated: list[Flight] = field(default_factory=list)
+    gated: list[InFlightBatch] = field(default_factory=list)
     flying: int = 0
     moved: int = 0
     open: int = 0
@@ -196,25 +196,25 @@ class Leg:
 
     @property
     def reached(self) -> int:
-        """The layer up to which gates are open; see :class:`Flight`."""
+        """The layer up to which gates are open; see :class:`InFlightBatch`."""
         return self.step.frontier if self.direction is Direction.LOAD else self.step.computed - 1
 
     @property
     def idle(self) -> bool:
-        """Nothing to carve, nothing to wait for."""
-        return not (self.flying or self.cohorts)
+        """Nothing to grant, nothing to wait for."""
+        return not (self.flying or self.cursors)
 
-    def head(self) -> Cohort | None:
-        """The cohort that is nearest to the first layer; None when all of them wait for their objects."""
-        cohorts = self.cohorts
-        if len(cohorts) == 1:
-            return cohorts[0] if cohorts[0].index < cohorts[0].limit else None
-        ready = (cohort for cohort in cohorts if cohort.index < cohort.limit)
-        return min(ready, key=lambda cohort: (cohort.layer, cohort.at), default=None)
+    def head(self) -> Cursor | None:
+        """The cursor that is nearest to the first layer; None when all of them wait for their objects."""
+        cursors = self.cursors
+        if len(cursors) == 1:
+            return cursors[0] if cursors[0].index < cursors[0].limit else None
+        ready = (cursor for cursor in cursors if cursor.index < cursor.limit)
+        return min(ready, key=lambda cursor: (cursor.layer, cursor.at), default=None)
 
-    def strand_of(self, position: int) -> Strand:
-        """The strand that the part at `position` is in."""
-        return self.strands[self.parts[position].group]
+    def transfer_of(self, position: int) -> Transfer:
+        """The transfer that the part at `position` is in."""
+        return self.transfers[self.parts[position].group]
 
     @property
     def undecided(self) -> bool:
@@ -234,13 +234,13 @@ class Leg:
         known = self.requests()
         return sorted(position for request in requests for position in known.get(request, ()))
 
-    def spans_of(self, positions: Iterable[int]) -> list[tuple[Strand, list[Span]]]:
-        """The blocks of these parts, strand by strand."""
+    def spans_of(self, positions: Iterable[int]) -> list[tuple[Transfer, list[Span]]]:
+        """The blocks of these parts, transfer by transfer."""
         found: dict[int, list[Span]] = {}
         for position in positions:
             group = self.parts[position].group
-            found.setdefault(group, []).append(self.strands[group].span(position))
-        return [(self.strands[group], joined(ranges)) for group, ranges in found.items()]
+            found.setdefault(group, []).append(self.transfers[group].span(position))
+        return [(self.transfers[group], joined(ranges)) for group, ranges in found.items()]
 
 
 @dataclass(slots=True, eq=False)
@@ -257,15 +257,15 @@ class Step:
     number: int
     deadline: float
     save_deadline: float
-    loads: Leg | None = None
-    saves: Leg | None = None
+    loads: TransferJob | None = None
+    saves: TransferJob | None = None
     frontier: int = -1
     computed: int = 0
     closed: bool = False
     alarm: float = math.inf
     story: deque[Event] = field(default_factory=lambda: deque(maxlen=STORY_EVENTS))
 
-    def leg(self, direction: Direction) -> Leg | None:
+    def job(self, direction: Direction) -> TransferJob | None:
         """Loads or saves; None where the step has none."""
         return self.loads if direction is Direction.LOAD else self.saves
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from layerflow.flow.commands import Call
-from layerflow.flow.cursor import Span
 from layerflow.flow.events import Hop, Item
+from layerflow.flow.graph.cursor import Span
 
 if TYPE_CHECKING:
-    from layerflow.flow.graph import Strand
+    from layerflow.flow.graph.step import Transfer
 
 
 @dataclass(slots=True, eq=False)
@@ -25,11 +25,11 @@ class Source:
     """Who transfers are for, on one hop. :param credit, queued: see :class:`layerflow.flow.state.Ring`."""
 
     name: str
-    transfers: dict[int, Transfer] = field(default_factory=dict)
+    transfers: dict[int, HostTransfer] = field(default_factory=dict)
     credit: list[int] = field(default_factory=lambda: [0, 0])
     queued: list[bool] = field(default_factory=lambda: [False, False])
 
-    def next_transfer(self) -> Transfer | None:
+    def next_transfer(self) -> HostTransfer | None:
         """Whose layers are wanted soonest; None = nothing may move."""
         permitted = [one for one in self.transfers.values() if one.permitted]
         return (
@@ -39,7 +39,7 @@ class Source:
         )
 
 
-class CallCut(NamedTuple):
+class CallExtent(NamedTuple):
     """The next batch of a transfer, as in :class:`layerflow.flow.commands.Call`."""
 
     lo: int
@@ -51,24 +51,24 @@ class CallCut(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Edge:
-    """Loads of one strand that need objects of one fetch, until the step's loads are done.
+    """Loads of one transfer that need objects of one fetch, until the step's loads are done.
 
-    :param spans: by object, its blocks of the strand.
+    :param spans: by object, its blocks of the transfer.
     :param waiting: objects that are neither lost nor whole in the arena, ascending.
     """
 
-    fetch: Transfer
-    strand: Strand
+    fetch: HostTransfer
+    transfer: Transfer
     spans: dict[int, list[Span]]
     waiting: list[int]
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class HostTransfer:
     """One object group's movement over one hop.
 
     :param layers: the model's layer numbers.
-    :param index: position of the cursor's layer; their number when all is carved.
+    :param index: position of the cursor's layer; their number when all is granted.
     :param at: the cursor's object.
     :param dead: objects that failed or were given up. :param whole: objects of which every layer has moved.
     :param leased: a lookup wants it. :param claimed: it was leased or needed at some time.
@@ -116,17 +116,17 @@ class Transfer:
         nearest = (float(layer + 1), math.inf)
         for edge in self.edges:
             if edge.waiting:
-                step = edge.strand.leg.step
+                step = edge.transfer.job.step
                 nearest = min(nearest, (float(layer - step.frontier), step.deadline))
         return nearest
 
-    def next_cut(self, most_blocks: int, most_bytes: int) -> CallCut:
+    def next_extent(self, most_blocks: int, most_bytes: int) -> CallExtent:
         """The next batch under the caps, or one layer of one object where that is larger; the cursor stays."""
         lo = self._live_from(self.at)
         if lo == self._live_from(0) and self.layer_bytes <= most_bytes and self.layer_blocks <= most_blocks:
             fit = min(most_bytes // self.layer_bytes, most_blocks // self.layer_blocks)
             layers = min(len(self.layers) - self.index, fit)
-            return CallCut(lo, len(self.objects), self.index, self.index + layers, layers * self.layer_bytes)
+            return CallExtent(lo, len(self.objects), self.index, self.index + layers, layers * self.layer_bytes)
         nbytes = blocks = 0
         hi = lo
         while hi < len(self.objects):
@@ -137,14 +137,14 @@ class Transfer:
                 nbytes += item.layer_bytes
                 blocks += item.blocks
             hi += 1
-        return CallCut(lo, hi, self.index, self.index + 1, nbytes)
+        return CallExtent(lo, hi, self.index, self.index + 1, nbytes)
 
-    def advance(self, cut: CallCut) -> None:
-        """Move the cursor past `cut`."""
-        if cut.hi < len(self.objects):
-            self.at = cut.hi
+    def advance(self, extent: CallExtent) -> None:
+        """Move the cursor past `extent`."""
+        if extent.hi < len(self.objects):
+            self.at = extent.hi
         else:
-            self.index, self.at = cut.layer_hi, 0
+            self.index, self.at = extent.layer_hi, 0
 
     def reached(self, objects: Sequence[int]) -> int:
         """So many leading layers of all these (ascending) have moved."""

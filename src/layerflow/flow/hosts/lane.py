@@ -7,9 +7,9 @@ import math
 from layerflow.flow.budget import Budget
 from layerflow.flow.commands import Call, Command
 from layerflow.flow.events import Hop
-from layerflow.flow.pace import FIRST_BYTES, Pace
+from layerflow.flow.hosts.pace import FIRST_BYTES, Pace
+from layerflow.flow.hosts.transfers import HostTransfer, Source
 from layerflow.flow.ring import Ring
-from layerflow.flow.transfers import Source, Transfer
 
 CALLS_AHEAD = 3
 """Calls that a host has been given and not ended: so many that it never waits for the next one."""
@@ -25,8 +25,8 @@ class HostLane:
         self.ring: Ring[Source] = Ring(hop)
         self.pace = Pace()
         self.sources: dict[str, Source] = {}
-        self.transfers: dict[int, Transfer] = {}
-        self.calls: dict[int, Transfer] = {}
+        self.transfers: dict[int, HostTransfer] = {}
+        self.calls: dict[int, HostTransfer] = {}
         self.newest = 0
         self.next_call = 1
         self.inflight = 0
@@ -36,21 +36,21 @@ class HostLane:
         """Who transfers are for; remembered for as long as there are any."""
         return self.sources.setdefault(name, Source(name))
 
-    def add(self, transfer: Transfer) -> None:
+    def add(self, transfer: HostTransfer) -> None:
         """A transfer has begun."""
         self.transfers[transfer.number] = transfer
         transfer.source.transfers[transfer.number] = transfer
         self.newest = transfer.number
         self.join(transfer)
 
-    def remove(self, transfer: Transfer) -> None:
+    def remove(self, transfer: HostTransfer) -> None:
         """Nothing of a transfer moves any more."""
         source = transfer.source
         if source.transfers.pop(transfer.number, None) is not None and not source.transfers:
             self.ring.leave(source)
             del self.sources[source.name]
 
-    def join(self, transfer: Transfer) -> None:
+    def join(self, transfer: HostTransfer) -> None:
         """Something of the transfer may move now."""
         if transfer.permitted and transfer.number in transfer.source.transfers:
             self.ring.join(transfer.source)
@@ -60,7 +60,7 @@ class HostLane:
         room = budget.limits.max_inflight_bytes - self.inflight
         return len(self.calls) < CALLS_AHEAD and (nbytes <= room or not self.calls)
 
-    def most_bytes(self, transfer: Transfer, budget: Budget) -> int:
+    def most_bytes(self, transfer: HostTransfer, budget: Budget) -> int:
         """What the transfer's next call may move: little at first, for the engine waits for its first layer."""
         pace = min(FIRST_BYTES, self.pace.nbytes) if not transfer.index else self.pace.nbytes
         return min(pace, budget.limits.max_transfer_bytes, budget.limits.max_inflight_bytes)
@@ -89,18 +89,18 @@ def grant_calls(lane: HostLane, budget: Budget, now: float, out: list[Command]) 
             ring.leave(source)
             continue
         most = lane.most_bytes(transfer, budget)
-        cut = transfer.next_cut(budget.limits.max_transfer_blocks, most)
-        if not ring.turn(source, cut.nbytes, max(most, cut.nbytes)):
+        extent = transfer.next_extent(budget.limits.max_transfer_blocks, most)
+        if not ring.turn(source, extent.nbytes, max(most, extent.nbytes)):
             continue
-        if not lane.fits(cut.nbytes, budget):
+        if not lane.fits(extent.nbytes, budget):
             return
-        ring.charge(source, cut.nbytes)
-        transfer.advance(cut)
-        call = Call(lane.hop, transfer.number, lane.next_call, *cut)
+        ring.charge(source, extent.nbytes)
+        transfer.advance(extent)
+        call = Call(lane.hop, transfer.number, lane.next_call, *extent)
         lane.next_call += 1
         if not lane.calls:
             lane.began = now
         lane.calls[call.call] = transfer
         transfer.calls[call.call] = call
-        lane.inflight += cut.nbytes
+        lane.inflight += extent.nbytes
         out.append(call)

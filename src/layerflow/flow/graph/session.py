@@ -11,8 +11,8 @@ from layerflow.flow.events import Direction, LayerShape, SessionOpened
 
 if TYPE_CHECKING:
     from layerflow.flow.budget import Budget
-    from layerflow.flow.cursor import Cohort
-    from layerflow.flow.graph import Leg, Quiet, Step
+    from layerflow.flow.graph.cursor import Cursor
+    from layerflow.flow.graph.step import DrainBarrier, Step, TransferJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def group_shapes(layers: Sequence[LayerShape]) -> dict[int, GroupShape]:
 class Session:
     """One attached engine worker.
 
-    :param carving: per direction, the legs that have something to be carved, now or once it is in the arena, in
+    :param pending: per direction, the jobs that have something to be granted, now or once it is in the arena, in
         the order of their steps.
     :param credit: per direction, bytes it may still take in this turn.
     :param queued: per direction, whether it stands in the ring.
@@ -60,14 +60,14 @@ class Session:
     num_layers: int
     groups: dict[int, GroupShape]
     steps: dict[int, Step] = field(default_factory=dict)
-    carving: tuple[dict[int, Leg], dict[int, Leg]] = field(default_factory=lambda: ({}, {}))
+    pending: tuple[dict[int, TransferJob], dict[int, TransferJob]] = field(default_factory=lambda: ({}, {}))
     credit: list[int] = field(default_factory=lambda: [0, 0])
     queued: list[bool] = field(default_factory=lambda: [False, False])
     unsaved: int = 0
     gated: list[int] = field(default_factory=lambda: [0, 0])
-    aborting: dict[str, Quiet] = field(default_factory=dict)
+    aborting: dict[str, DrainBarrier] = field(default_factory=dict)
 
-    def next_cohort(self, direction: Direction, budget: Budget) -> Cohort | None:
+    def next_cursor(self, direction: Direction, budget: Budget) -> Cursor | None:
         """What it moves next: loads by distance to the frontier, then by deadline; saves oldest step first.
 
         What cannot move yet (loads more than `prefetch_layers` past the frontier, saves that are not computed)
@@ -75,11 +75,11 @@ class Session:
         """
         if direction is Direction.SAVE:
             return self._next_save(budget)
-        legs, prefetch_layers = self.carving[direction], budget.limits.prefetch_layers
-        best: Cohort | None = None
+        jobs, prefetch_layers = self.pending[direction], budget.limits.prefetch_layers
+        best: Cursor | None = None
         order = (0, 0.0)
-        for leg in legs.values():
-            head, step = leg.head(), leg.step
+        for job in jobs.values():
+            head, step = job.head(), job.step
             if head is None:
                 continue
             distance = head.layer - step.frontier
@@ -89,13 +89,13 @@ class Session:
             return best if self._fits_gated(best, direction, budget) else None
         return best
 
-    def _next_save(self, budget: Budget) -> Cohort | None:
+    def _next_save(self, budget: Budget) -> Cursor | None:
         ahead = True
-        for leg in self.carving[Direction.SAVE].values():
-            head = leg.head()
+        for job in self.pending[Direction.SAVE].values():
+            head = job.head()
             if head is None:
                 continue
-            if head.layer < leg.step.computed:
+            if head.layer < job.step.computed:
                 return head
             if ahead:
                 if self._fits_gated(head, Direction.SAVE, budget):
@@ -103,9 +103,9 @@ class Session:
                 ahead = False  # a smaller one of a later step must not overtake it
         return None
 
-    def _fits_gated(self, cohort: Cohort, direction: Direction, budget: Budget) -> bool:
-        cut = cohort.next_cut(budget.limits.max_transfer_blocks, budget.max_batch[direction])
-        return budget.fits_gated(self, direction, cut.nbytes)
+    def _fits_gated(self, cursor: Cursor, direction: Direction, budget: Budget) -> bool:
+        extent = cursor.next_extent(budget.limits.max_transfer_blocks, budget.max_batch[direction])
+        return budget.fits_gated(self, direction, extent.nbytes)
 
 
 def open_session(event: SessionOpened) -> Session:

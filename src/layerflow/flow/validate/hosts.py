@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.hosts import HostLane
+from layerflow.flow.hosts.lane import HostLane
+from layerflow.flow.hosts.transfers import HostTransfer
 from layerflow.flow.state import State
-from layerflow.flow.transfers import Transfer
 
 
 def validate_lane(state: State, lane: HostLane) -> None:
@@ -36,16 +36,16 @@ def validate_lane(state: State, lane: HostLane) -> None:
         first = next((one for one in ready if one is not None), None)
         if first is not None:
             limits = state.budget.limits
-            cut = first.next_cut(limits.max_transfer_blocks, lane.most_bytes(first, state.budget))
-            _require(not lane.fits(cut.nbytes, state.budget), first, f"idles although {cut} may move")
+            extent = first.next_extent(limits.max_transfer_blocks, lane.most_bytes(first, state.budget))
+            _require(not lane.fits(extent.nbytes, state.budget), first, f"idles although {extent} may move")
 
 
-def _require(holds: bool, transfer: Transfer, what: str) -> None:
+def _require(holds: bool, transfer: HostTransfer, what: str) -> None:
     if not holds:
         raise InvalidTransition(f"{transfer.hop.name} {transfer.number}: {what}")
 
 
-def _transfer(transfer: Transfer) -> None:
+def _transfer(transfer: HostTransfer) -> None:
     dead, whole, everything = transfer.dead, transfer.whole, set(range(len(transfer.objects)))
     _require(not dead & whole and dead | whole <= everything, transfer, "has objects that are lost and whole")
     _require(transfer.occupied <= dead, transfer, "keeps room that it has not lost")
@@ -61,7 +61,7 @@ def _transfer(transfer: Transfer) -> None:
     held = {index for edge in transfer.edges for index in edge.spans}
     _require(bool(transfer.calls) or transfer.occupied <= held, transfer, "keeps room that nothing touches")
     for edge in transfer.edges:
-        leg = edge.strand.leg
-        _require(edge in leg.edges and not leg.done, transfer, f"is held by loads of step {leg.step.number} that ended")
+        job = edge.transfer.job
+        _require(edge in job.edges and not job.done, transfer, f"is held by loads of step {job.step.number} that ended")
         _require(not dead & set(edge.waiting), transfer, "is waited for where it is lost")
     _require(not transfer.closed or transfer.alarm == math.inf, transfer, "has a deadline and is over")

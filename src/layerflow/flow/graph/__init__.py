@@ -1,0 +1,1 @@
+"""A step as a graph of transfers: sessions, steps, and what of a transfer is left."""

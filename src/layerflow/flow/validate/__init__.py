@@ -1,0 +1,1 @@
+"""The invariants, checked after every event in tests."""

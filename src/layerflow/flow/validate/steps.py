@@ -1,0 +1,249 @@
+"""The core's invariants. Costs O(everything); meant for tests, after every event."""
+
+from __future__ import annotations
+
+import itertools
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow.budget import Charge
+from layerflow.flow.completion import builds_on_loads
+from layerflow.flow.events import Direction
+from layerflow.flow.graph.cursor import Cursor, joined, touches, without
+from layerflow.flow.graph.session import Session
+from layerflow.flow.graph.step import InFlightBatch, Step, Transfer, TransferJob
+from layerflow.flow.state import State
+from layerflow.flow.validate.hosts import validate_lane
+
+
+def validate(state: State) -> None:
+    """Raise for the first invariant that does not hold.
+
+    :raises InvalidTransition: with the step's story.
+    """
+    steps = [step for session in state.sessions.values() for step in session.steps.values()]
+    for step in steps:
+        _step(state, step)
+    _budget(state, steps)
+    for session in state.sessions.values():
+        _session(state, session)
+    _conserving(state)
+    for lane in state.lanes:
+        validate_lane(state, lane)
+    if state.unsettled or state.telling or state.loosened:
+        raise InvalidTransition(
+            f"{len(state.unsettled)} steps are left unsettled, {len(state.telling)} transfers untold"
+        )
+
+
+def _require(holds: bool, step: Step, what: str) -> None:
+    if not holds:
+        raise InvalidTransition(f"session {step.session.number} step {step.number}: {what}", step.told())
+
+
+def _step(state: State, step: Step) -> None:
+    _require(step.session.steps.get(step.number) is step, step, "is not where its session keeps it")
+    _require(step.alarm == step.next_alarm(), step, f"its alarm {step.alarm} is not {step.next_alarm()}")
+    loads, saves = step.loads, step.saves
+    for job in (loads, saves):
+        if job is not None:
+            _leg(state, job)
+    if loads is not None:
+        _require(loads.done == loads.idle, step, "loads are said to be done exactly when nothing is left of them")
+    if saves is not None:
+        _saves(saves)
+        written = [transfer for transfer in saves.transfers.values() if transfer.committed]
+        decided = loads is None or loads.done
+        _require(not written or decided, step, "committed before its loads were done")
+        _require(not builds_on_loads(saves, written), step, "committed what an earlier step still loads for")
+        ready = [s for s in saves.transfers.values() if not (s.committed or s.pending or s.in_flight)]
+        if decided and any(part not in saves.dead for transfer in ready for part in transfer.members):
+            _require(saves.held and builds_on_loads(saves, ready), step, "holds a commit back for nothing")
+    over = (loads is None or loads.done) and (saves is None or not saves.open)
+    _require(not (step.closed and over), step, "has nothing left and was not forgotten")
+
+
+def _leg(state: State, job: TransferJob) -> None:
+    step = job.step
+    pending = step.session.pending[job.direction].get(step.number)
+    _require((pending is job) == bool(job.cursors), step, f"{job.direction.name}: queued exactly while it is granted")
+    _require(
+        job.flying == sum(len(transfer.in_flight) for transfer in job.transfers.values()),
+        step,
+        f"{job.direction.name}: {job.flying} batches in flight do not match the transfers",
+    )
+    _require(not (job.cancelled and job.direction is Direction.LOAD and job.cursors), step, "grants fenced loads")
+    gates = [batch.gate for batch in job.gated]
+    _require(gates == sorted(gates), step, f"{job.direction.name}: gated batches are out of order")
+    _require(not gates or gates[0] > job.reached, step, f"{job.direction.name}: holds what may move")
+    for transfer in job.transfers.values():
+        _transfer_holds(state, transfer)
+
+
+def _transfer_holds(state: State, transfer: Transfer) -> None:
+    job, layers = transfer.job, len(transfer.shape.layers)
+    step = job.step
+    cursors = transfer.cursors()
+    _require(transfer.pending == len(cursors), step, "miscounts its cursors")
+    if not job.cancelled:
+        _require(transfer.sealed == transfer.low(), step, f"sealed {transfer.sealed} layers of {transfer.low()}")
+    _require(0 <= transfer.sealed <= layers, step, f"sealed {transfer.sealed} layers of {layers}")
+    alive = sum(position not in job.dead for position in transfer.members)
+    _require(transfer.live == alive, step, f"counts {transfer.live} live parts of {alive}")
+    covered: list[tuple[int, int]] = []
+    for cursor in cursors:
+        _cursor(transfer, cursor)
+        covered += cursor.spans
+    covered.sort()
+    _require(all(left[1] <= right[0] for left, right in itertools.pairwise(covered)), step, "cursors overlap")
+    _arrivals(transfer, cursors)
+    for position in job.dead:
+        if job.transfer_of(position) is transfer:
+            _require(not touches(covered, *transfer.span(position)), step, f"dead part {position} is still granted")
+    for number, batch in transfer.in_flight.items():
+        _require(batch.number == number and state.in_flight.get(number) is batch, step, f"lost batch {number}")
+        _flight(transfer, batch)
+
+
+def _arrivals(transfer: Transfer, cursors: list[Cursor]) -> None:
+    job, layers = transfer.job, len(transfer.shape.layers)
+    needs = {need.fetch for position in transfer.members for need in job.parts[position].needs}
+    _require(transfer.arrivals.keys() == needs, job.step, f"knows fetches {transfer.arrivals} of {needs}")
+    waiting = {cursor.fetch: cursor for cursor in cursors if cursor.fetch}
+    _require(len(waiting) == sum(bool(c.fetch) for c in cursors), job.step, "has two cursors of one fetch")
+    for edge in job.edges:
+        if edge.transfer is not transfer:
+            continue
+        number = edge.fetch.number
+        there, cursor = transfer.arrivals[number], waiting.pop(number, None)
+        _require(cursor is None or cursor.limit == there, job.step, f"fetch {number} has brought {there} layers")
+        if edge.waiting:
+            _require(there == edge.fetch.reached(edge.waiting), job.step, f"is behind fetch {number} at {there} layers")
+        blocks = joined(span for index in edge.waiting for span in edge.spans[index])
+        _require(cursor is None or not without(cursor.spans, blocks), job.step, "waits for what does not come")
+        for batch in transfer.in_flight.values():
+            early = there < layers and transfer.shape.layers.index(batch.layer) >= there
+            _require(not (early and touches(blocks, batch.lo, batch.hi)), job.step, "granted what was not fetched")
+    _require(not waiting, job.step, f"waits for fetches {sorted(waiting)}, which it does not have")
+
+
+def _cursor(transfer: Transfer, cursor: Cursor) -> None:
+    step, at = transfer.job.step, cursor.at
+    whole = cursor.limit == len(transfer.shape.layers)
+    _require((cursor.fetch == 0) == whole, step, f"waits for fetch {cursor.fetch} at {cursor.limit} layers")
+    past = cursor.index > cursor.limit or (cursor.waiting and not cursor.fresh)
+    _require(not past, step, f"granted layer {cursor.layer}, which is not in the arena")
+    _require(not cursor.exhausted and bool(cursor.spans), step, "keeps a cursor that has ended")
+    lo, hi = cursor.spans[cursor.span_index]
+    _require(lo <= at < hi == cursor.end, step, f"cursor {at} is not in {lo}..{hi}")
+    _require(0 <= cursor.byte_at < cursor.block_bytes, step, f"byte {cursor.byte_at} is not in a block")
+    _require(cursor.layer == transfer.shape.layers[cursor.index], step, "cursor and layer disagree")
+    _require(cursor.spans[0][0] >= 0 and cursor.spans[-1][1] <= transfer.starts[-1], step, "spans leave the transfer")
+
+
+def _flight(transfer: Transfer, batch: InFlightBatch) -> None:
+    step = transfer.job.step
+    _require(0 <= batch.lo < batch.hi <= transfer.starts[-1], step, f"batch {batch.number} leaves its transfer")
+    size = transfer.shape.block_bytes[transfer.shape.layers.index(batch.layer)]
+    blocks = batch.hi - batch.lo
+    whole = batch.nbytes == blocks * size
+    _require(whole or (blocks == 1 and 0 < batch.nbytes < size), step, f"batch {batch.number} has the wrong size")
+    charges = {Charge.NONE, Charge.GATED if batch.gate > transfer.job.reached else Charge.BUDGET}
+    _require(batch.charge in charges, step, f"batch {batch.number} is charged as {batch.charge.name}")
+    _require(not transfer.job.cancelled or batch.charge is Charge.NONE, step, f"{batch.number} is still charged")
+    _require(all(barrier.pending > 0 for barrier in batch.watch or ()), step, "a quiet watcher is still told")
+
+
+def _saves(job: TransferJob) -> None:
+    step = job.step
+    committed = {
+        position
+        for transfer in job.transfers.values()
+        if transfer.committed
+        for position in transfer.members
+        if position not in job.dead
+    }
+    _require(not committed & job.revoked, step, "committed and revoked the same part")
+    _require(job.revoked <= job.dead, step, "revoked a part that lives")
+    _require(job.open == len(job.parts) - len(committed) - len(job.revoked), step, f"miscounts open saves {job.open}")
+    for transfer in job.transfers.values():
+        order = [batch.layer for batch in transfer.in_flight.values()]
+        _require(order == sorted(order), step, "has saves in flight out of order")
+        stored = transfer.stored() if job.tell else 0
+        _require(transfer.told <= stored, step, f"told {transfer.told} layers of {stored} that are stored")
+        _require(not transfer.live or transfer.told == stored, step, f"told {transfer.told} layers, not {stored}")
+        _require(
+            not (transfer.committed and (transfer.in_flight or transfer.pending)), step, "writes a committed object"
+        )
+    watched = any(batch.watch for transfer in job.transfers.values() for batch in transfer.in_flight.values())
+    _require(watched or job.dead == job.revoked, step, "a dead save part waits for nothing and is not revoked")
+
+
+def _budget(state: State, steps: list[Step]) -> None:
+    sums, counts, charged, gated = [0, 0], [0, 0], [0, 0], [0, 0]
+    for batch in state.in_flight.values():
+        direction = batch.transfer.job.direction
+        sums[direction] += batch.nbytes
+        counts[direction] += 1
+        charged[direction] += batch.nbytes * (batch.charge is not Charge.NONE)
+        gated[direction] += batch.nbytes * (batch.charge is Charge.GATED)
+    jobs = [job for step in steps for job in (step.loads, step.saves) if job is not None]
+    budget = state.budget
+    if sums != budget.inflight or counts != budget.batches or sum(job.flying for job in jobs) != len(state.in_flight):
+        raise InvalidTransition(f"in flight: counted {sums} bytes in {counts} batches, booked {budget.inflight}")
+    if charged != budget.charged or gated != budget.gated:
+        booked = (budget.charged, budget.gated)
+        raise InvalidTransition(f"{charged} bytes in flight are to be charged, {gated} of them gated; booked {booked}")
+    if any(used > most for used, most in zip((*charged, sum(charged)), budget.ceiling, strict=True)):
+        raise InvalidTransition(f"{charged} bytes in flight are more than {budget.ceiling} for loads, saves and both")
+    if any(used > most for used, most in zip(gated, budget.most_gated, strict=True)):
+        raise InvalidTransition(f"{gated} gated bytes in flight are more than {budget.most_gated}")
+    if budget.sessions != len(state.sessions):
+        raise InvalidTransition(f"{budget.sessions} sessions share the budget, of {len(state.sessions)}")
+
+
+def _session(state: State, session: Session) -> None:
+    unsaved, gated = 0, [0, 0]
+    for step in session.steps.values():
+        for job in (step.loads, step.saves):
+            for transfer in job.transfers.values() if job is not None else ():
+                held = (batch.nbytes for batch in transfer.in_flight.values() if batch.charge is Charge.GATED)
+                gated[transfer.job.direction] += sum(held)
+        if step.saves is None:
+            continue
+        for cursor in step.saves.cursors:
+            blocks = sum(hi - lo for lo, hi in cursor.spans)
+            granted = sum(max(0, min(hi, cursor.at) - lo) for lo, hi in cursor.spans) * cursor.block_bytes
+            unsaved += blocks * cursor.transfer.shape.tail_bytes[cursor.index] - granted - cursor.byte_at
+        in_flight = [batch for transfer in step.saves.transfers.values() for batch in transfer.in_flight.values()]
+        unsaved += sum(batch.nbytes for batch in in_flight)
+    if unsaved != session.unsaved:
+        raise InvalidTransition(f"session {session.number} has {unsaved} unsaved bytes and booked {session.unsaved}")
+    if gated != session.gated:
+        raise InvalidTransition(f"session {session.number} has {gated} gated bytes in flight, booked {session.gated}")
+    for request, barrier in session.aborting.items():
+        if barrier.pending <= 0 or barrier.release != request:
+            raise InvalidTransition(f"session {session.number}: aborted request {request!r} waits for nothing")
+
+
+def _conserving(state: State) -> None:
+    """No permitted batch idles while there is room for it, unless the core was told to pause."""
+    if state.paused:
+        return
+    limits, budget = state.budget.limits, state.budget
+    for direction in Direction:
+        for session in state.sessions.values():
+            cursor = session.next_cursor(direction, budget)
+            if cursor is not None and not session.queued[direction]:
+                raise InvalidTransition(
+                    f"session {session.number}: permitted {direction.name} work is not queued",
+                    cursor.transfer.job.step.told(),
+                )
+        queue = state.rings[direction].queue
+        first = queue[0].next_cursor(direction, budget) if queue else None
+        if first is None and queue and direction is Direction.LOAD:
+            raise InvalidTransition(f"session {queue[0].number} has its turn with no load that is permitted")
+        if first is not None:
+            extent = first.next_extent(limits.max_transfer_blocks, budget.max_batch[direction])
+            if budget.fits(direction, extent.nbytes):
+                raise InvalidTransition(f"{direction.name} work idles although it fits", first.transfer.job.step.told())
+            return
