@@ -40,6 +40,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check src cli tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo --config imports-acyclic.toml
 
 # The long forms of the fault tests: dozens of kills each.
 campaign: $(STAMP)

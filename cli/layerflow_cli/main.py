@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-import layerflow
-from layerflow_cli.bench_command import bench
-from layerflow_cli.config_command import config
-from layerflow_cli.demo_command import demo
-from layerflow_cli.doctor_command import doctor
+from layerflow._version import __version__
+from layerflow_cli.commands.bench import bench
+from layerflow_cli.commands.config import config
+from layerflow_cli.commands.demo import demo
+from layerflow_cli.commands.doctor import doctor
+from layerflow_cli.commands.purge import purge
+from layerflow_cli.commands.run import run
+from layerflow_cli.commands.status import status
 from layerflow_cli.errors import EXIT_TERMINATED, LayerflowGroup
-from layerflow_cli.purge_command import purge
-from layerflow_cli.run_command import run
-from layerflow_cli.status_command import status
 
 app = typer.Typer(
     name="layerflow",
@@ -43,7 +43,7 @@ def _layerflow(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
-        typer.echo(f"layerflow {layerflow.__version__}")
+        typer.echo(f"layerflow {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

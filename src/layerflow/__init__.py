@@ -9,6 +9,8 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING
 
+from layerflow._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from layerflow.agent import (
         Agent,
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from layerflow.keys import Chain, Media
     from layerflow.server import EmbeddedServer, Server
     from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "layerflow.agent": (

@@ -7,7 +7,7 @@ import pytest
 from e2e.known import small_spec
 
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, number_blocks
-from layerflow.agent.direct.leases import LeasedObject, LeasedParts, StepLeases, places_of
+from layerflow.agent.step.leases import LeasedObject, LeasedParts, StepLeases, places_of
 from layerflow.errors import LayerflowError
 from layerflow.keys import object_key
 from layerflow.objects import object_bytes

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import layerflow
 from layerflow.config.settings import Settings, reference
-from layerflow_cli.bench_command import MEASUREMENTS
+from layerflow_cli.commands.bench import MEASUREMENTS
 from layerflow_cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]

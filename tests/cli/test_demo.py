@@ -10,7 +10,7 @@ from layerflow.engine.request import Result
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.trace import StepTrace
 from layerflow_cli.bench.harness import serving
-from layerflow_cli.bench.pool_tier import Tier
+from layerflow_cli.bench.pool.tier import Tier
 from layerflow_cli.demo import run_demo
 from layerflow_cli.demo.checks import wrong_bytes
 from layerflow_cli.demo.engines import Answer

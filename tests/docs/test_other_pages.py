@@ -6,7 +6,7 @@ import tomllib
 from pages import ROOT, page, rows, sections
 
 from layerflow.config.settings import reference
-from layerflow_cli.bench_command import MEASUREMENTS
+from layerflow_cli.commands.bench import MEASUREMENTS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

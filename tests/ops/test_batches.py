@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from layerflow.errors import ExtentError
 from layerflow.ops import copier as copiers
-from layerflow.ops.copier import CopyProgress, CpuCopier, copy_batches_native
+from layerflow.ops.base import CopyProgress
+from layerflow.ops.copier import CpuCopier, copy_batches_native
 from layerflow.ops.extents import BlockList, Extents, joined
 from layerflow.ops.paged import PagedMemory
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from layerflow.errors import LayerflowError
 from layerflow.spec import ModelSpec
 from layerflow_cli.bench.harness import ServerProcess
-from layerflow_cli.bench.pool_services import Kind, behind
-from layerflow_cli.bench.pool_tier import Tier
+from layerflow_cli.bench.pool.services import Kind, behind
+from layerflow_cli.bench.pool.tier import Tier
 from layerflow_cli.demo.engines import Served
 
 WRITE_TIMEOUT_S = 60.0

@@ -14,7 +14,7 @@ import torch
 from layerflow.engine import Engine
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.logs import configure as configure_logs
-from layerflow_cli.bench.pool_services import Kind
+from layerflow_cli.bench.pool.services import Kind
 from layerflow_cli.demo import checks
 from layerflow_cli.demo.engines import Answer, KvBytes, Served, answer, answer_served, served, spoil
 from layerflow_cli.demo.outcome import Outcome, differing

@@ -20,7 +20,8 @@ from layerflow.agent.values import AgentCounters
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.device.poller import Poller
 from layerflow.errors import LayerflowError, Unsupported
-from layerflow.ops.copier import Copier, copier_for
+from layerflow.ops.base import Copier
+from layerflow.ops.copier import copier_for
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import (

@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-import layerflow
+from layerflow._version import __version__
 from layerflow.observe.by_engine import LABELS, ByEngine, EngineLabels
 from layerflow.observe.readings import FlowLike, LimitsLike, MeasuredLike, PoolLike
 from layerflow.observe.tier_metrics import TierLike, TierMetrics
@@ -60,7 +60,7 @@ class Metrics:
         self._by_engine = by_engine = ByEngine(registry)
         directions = "direction", ("load", "save")
 
-        gauge("build_info", "1, labelled with the running version.", "version").labels(layerflow.__version__).set(1)
+        gauge("build_info", "1, labelled with the running version.", "version").labels(__version__).set(1)
         self._sessions = gauge("sessions", "Attached engine workers.")
 
         self._opened = by_engine.counter("steps_opened", "Steps that engines opened.")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import InvalidTransition
+from layerflow.ops.base import Copier, CopyProgress, MappedArena
 from layerflow.ops.extents import Extents
 from layerflow.ops.paged import Int64, PagedMemory
 
@@ -28,83 +28,7 @@ def _load_native() -> tuple[CopyCall | None, CopyBatches | None]:
     return copy, copy_batches
 
 
-def _load_acquire() -> Callable[[], None]:
-    try:
-        from layerflow.ops._copy import acquire  # noqa: PLC0415 - as above
-    except ImportError:
-        return lambda: None  # batches land under the interpreter's lock, which orders what is read
-    return acquire
-
-
 copy_native, copy_batches_native = _load_native()
-_acquire = _load_acquire()
-
-
-class CopyProgress:
-    """How far a call has come that copies several batches. Other threads may look, and stop it.
-
-    :ivar landed_at: float64, shape ``(batches,)``: monotonic seconds at which a batch's bytes were in place; 0.0 = not
-        yet.
-    :ivar halted: uint8, shape ``(1,)``: not 0 once :meth:`halt` was called.
-    """
-
-    __slots__ = ("completed_at", "halted")
-
-    def __init__(self, batches: int) -> None:
-        self.completed_at = np.zeros(batches)
-        self.halted = np.zeros(1, np.uint8)
-
-    def landed(self, positions: Iterable[int]) -> int:
-        """How many of these batches have their bytes in place, for the calling thread to read."""
-        count = sum(1 for position in positions if self.completed_at[position] > 0.0)
-        _acquire()
-        return count
-
-    def halt(self) -> None:
-        """Begin no further batch."""
-        self.halted[0] = 1
-
-
-class MappedArena(Protocol):
-    """The arena as this process maps it, e.g. :class:`layerflow.memfd.SharedMemory`."""
-
-    @property
-    def address(self) -> int:
-        """Its first byte."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        ...
-
-    @property
-    def array(self) -> npt.NDArray[np.uint8]:
-        """uint8, shape ``(nbytes,)``, writable."""
-        ...
-
-
-class Copier(Protocol):
-    """Moves batches for one lane; not shared between threads. Destination and source never overlap."""
-
-    def load(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent | None:
-        """Copy from the arena to engine memory.
-
-        :param after: what the engine must have done first with the blocks that are written (record it when the
-            step opens); None = it is done with them.
-        :returns: None: every byte is in place. An event: the copy is enqueued on this copier's stream and the
-            event is recorded behind it; the extents' arena ranges stay pinned until it is done.
-        :raises InvalidTransition: on cpu, where nothing is enqueued, if `after` is not done yet.
-        """
-        ...
-
-    def save(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent | None:
-        """Copy from engine memory to the arena; as :meth:`load`, `after` being the event behind the bytes' writer."""
-        ...
-
-    def drain(self) -> None:
-        """Return once nothing that was enqueued here touches either memory any more."""
-        ...
 
 
 def copy_fallback(dst_base: int, src_base: int, dst: Int64, src: Int64, nbytes: Int64) -> None:

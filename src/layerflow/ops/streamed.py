@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from layerflow.device.base import DeviceEvent
+from layerflow.ops.base import MappedArena
 from layerflow.ops.extents import Extents
 from layerflow.ops.paged import Int64, PagedMemory
-
-if TYPE_CHECKING:
-    from layerflow.ops.copier import MappedArena
 
 
 class StreamCopier:

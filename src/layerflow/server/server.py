@@ -15,7 +15,7 @@ import anyio
 import structlog
 import zmq
 
-import layerflow
+from layerflow._version import __version__
 from layerflow.config.settings import Settings, live_changes, make_private, make_private_directory
 from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
@@ -310,7 +310,7 @@ class Server:
             session,
             wire.Welcome(
                 session.number,
-                layerflow.__version__,
+                __version__,
                 fd_server,
                 session.token,
                 server.heartbeat_ms,

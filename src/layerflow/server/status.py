@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-import layerflow
+from layerflow._version import __version__
 
 if TYPE_CHECKING:
     from layerflow.server.server import Server
@@ -18,7 +18,7 @@ def status_of(server: Server) -> dict[str, object]:
     now = time.monotonic()
     server.read_statistics()
     return {
-        "version": layerflow.__version__,
+        "version": __version__,
         "pid": os.getpid(),
         "uptime_s": round(time.time() - server.started_at, 3),
         "healthy": server.healthy,

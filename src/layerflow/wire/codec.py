@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from typing import Any, get_type_hints
 
@@ -41,7 +42,8 @@ def schema() -> str:
 
 
 def _type_name(kind: Any) -> str:
-    return str(kind) if hasattr(kind, "__origin__") else getattr(kind, "__name__", str(kind))
+    """Without modules: the protocol is the same wherever its messages are defined."""
+    return re.sub(r"\w+\.", "", str(kind)) if hasattr(kind, "__origin__") else getattr(kind, "__name__", str(kind))
 
 
 FINGERPRINT = hashlib.blake2b(schema().encode(), digest_size=16, person=b"layerflow-wire").digest()

@@ -13,7 +13,7 @@ import structlog
 from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.step.step import Step
 from layerflow.device.base import Device
-from layerflow.ops.copier import Copier
+from layerflow.ops.base import Copier
 from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import Batch, OpenStep
 

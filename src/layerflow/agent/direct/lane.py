@@ -19,9 +19,9 @@ import structlog
 
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.direct.client import give_back, open_client
-from layerflow.agent.direct.leases import LeasedObject, LeasedParts, StepLeases, places_of
 from layerflow.agent.direct.store import LANES, DirectCopier, DirectStore
 from layerflow.agent.direct.watchdog import Watchdog
+from layerflow.agent.step.leases import LeasedObject, LeasedParts, StepLeases, places_of
 from layerflow.agent.step.step import LOAD, SAVE, Step
 from layerflow.hosts.backend import OK, ObjectLocation, Unreachable
 from layerflow.ops.paged import PagedMemory

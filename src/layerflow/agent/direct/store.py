@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from layerflow.agent.direct.client import StoreClient, give_back
-from layerflow.agent.direct.leases import LeasedObject
 from layerflow.agent.direct.watchdog import Watchdog
+from layerflow.agent.step.leases import LeasedObject
 from layerflow.agent.step.step import LOAD, SAVE, Step
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import DeadlineExceeded, PoolError
@@ -187,7 +187,7 @@ LANES = {LOAD: "load", SAVE: "save"}
 
 
 class DirectCopier:
-    """A :class:`~layerflow.ops.copier.Copier` for one batch of one step.
+    """A :class:`~layerflow.ops.base.Copier` for one batch of one step.
 
     Waits on the calling thread for what the copy comes after. The call itself cannot be called back: see
     :mod:`layerflow.agent.direct.watchdog`.

@@ -19,7 +19,8 @@ from layerflow.agent.step.step import CANCELLED, LOAD, Step
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import DeadlineExceeded
 from layerflow.observe.trace import Span
-from layerflow.ops.copier import Copier, CpuCopier
+from layerflow.ops.base import Copier
+from layerflow.ops.copier import CpuCopier
 from layerflow.ops.extents import Extents, joined
 from layerflow.ops.paged import Int64
 from layerflow.wire.messages import BROKEN, Batch

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import structlog
 
 from layerflow.device.base import DeviceEvent
-from layerflow.ops.copier import CopyProgress
+from layerflow.ops.base import CopyProgress
 from layerflow.wire.messages import Batch
 
 

@@ -27,7 +27,7 @@ from layerflow.ops.extents import BlockList
 from layerflow.wire.messages import Batch, Plan
 
 if TYPE_CHECKING:
-    from layerflow.agent.direct.leases import StepLeases
+    from layerflow.agent.step.leases import StepLeases
 
 LOAD, SAVE = 0, 1
 LATE_SAVE_S = 1.0

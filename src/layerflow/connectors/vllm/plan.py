@@ -14,8 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.connectors.vllm.planned import NO_SAVES, PlannedSaves
 from layerflow.connectors.vllm.verdicts import Verdict
-from layerflow.connectors.vllm.worker.stored import ChunkKey
 from layerflow.flow.cost.estimators import ComputeCost, LinkCost
+
+ChunkKey = tuple[int, bytes]
+"""A chunk's layerflow group and digest."""
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor
+from layerflow.connectors.vllm.plan import ChunkKey
 from layerflow.connectors.vllm.scheduler.requests import Tracked
-from layerflow.connectors.vllm.worker.stored import ChunkKey
 from layerflow.spec import ModelSpec
 
 FORGET_S = 60.0

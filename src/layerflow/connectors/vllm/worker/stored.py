@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable
 
 from layerflow.agent import NoStep, Step
 from layerflow.agent.descriptors import ObjectDescriptor
-
-ChunkKey = tuple[int, bytes]
-"""A chunk's layerflow group and digest."""
+from layerflow.connectors.vllm.plan import ChunkKey
 
 
 class StoredChunks:

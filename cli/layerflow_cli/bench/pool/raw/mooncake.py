@@ -8,7 +8,7 @@ from typing import Any
 from layerflow.hosts.mooncake.client import Master, explain
 from layerflow.hosts.mooncake.setup import MooncakeOptions, connect
 from layerflow.hosts.mooncake.warm import Warming, added, mapped
-from layerflow_cli.bench.pool_raw_plain import Raw, Shape
+from layerflow_cli.bench.pool.raw.plain import Raw, Shape
 
 WARM_S = 120.0
 

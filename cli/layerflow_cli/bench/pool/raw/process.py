@@ -33,7 +33,7 @@ class RawPool:
         ours, theirs = socket.socketpair()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "layerflow_cli.bench.pool_raw_child", str(theirs.fileno())],
+            [sys.executable, "-m", "layerflow_cli.bench.pool.raw.child", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=self._said,

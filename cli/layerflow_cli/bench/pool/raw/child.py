@@ -1,4 +1,4 @@
-"""The process behind :class:`layerflow_cli.bench.pool_raw.RawPool`: ``python -m ... SOCKET``.
+"""The process behind :class:`layerflow_cli.bench.pool.raw.process.RawPool`: ``python -m ... SOCKET``.
 
 Lines of JSON: first what to open, then calls; each is answered with the seconds it took.
 """
@@ -13,20 +13,20 @@ import sys
 import time
 from typing import Any
 
-from layerflow_cli.bench.pool_raw_plain import Raw, Shape
+from layerflow_cli.bench.pool.raw.plain import Raw, Shape
 
 KINDS = {
-    "memory": "pool_raw_plain:RawMemory",
-    "disk": "pool_raw_plain:RawDisk",
-    "mooncake": "pool_raw_mooncake:RawMooncake",
-    "memcache": "pool_raw_memcache:RawMemcache",
+    "memory": "plain:RawMemory",
+    "disk": "plain:RawDisk",
+    "mooncake": "mooncake:RawMooncake",
+    "memcache": "memcache:RawMemcache",
 }
 
 
 def make(kind: str, options: dict[str, Any], shape: Shape) -> Raw:
     """Nothing is imported of the other kinds."""
     module, _, name = KINDS[kind].partition(":")
-    made: Raw = getattr(importlib.import_module(f"layerflow_cli.bench.{module}"), name)(options, shape)
+    made: Raw = getattr(importlib.import_module(f"layerflow_cli.bench.pool.raw.{module}"), name)(options, shape)
     return made
 
 

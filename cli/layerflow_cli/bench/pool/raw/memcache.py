@@ -8,7 +8,7 @@ from typing import Any
 from layerflow.hosts.memcache.codes import explain
 from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.setup import MemcacheOptions, connect, shared
-from layerflow_cli.bench.pool_raw_plain import Raw, Shape
+from layerflow_cli.bench.pool.raw.plain import Raw, Shape
 
 DRAM = 1
 G2H, H2G = 2, 3

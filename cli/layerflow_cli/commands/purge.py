@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from layerflow.errors import ConfigError, SessionError
+from layerflow_cli.commands.status import endpoint_of
 from layerflow_cli.options import ConfigFile, Endpoint, JsonFile
-from layerflow_cli.status_command import endpoint_of
 
 
 def purge(

@@ -28,9 +28,9 @@ from layerflow.hosts.backend import pool_name
 from layerflow.keys import Chain, object_key
 from layerflow.spec import DEFAULT_CHUNK_TOKENS
 from layerflow_cli.bench.harness import ServerProcess, Worker
-from layerflow_cli.bench.pool_raw import RawPool
-from layerflow_cli.bench.pool_services import Behind, Kind, behind
-from layerflow_cli.bench.pool_tier import Tier
+from layerflow_cli.bench.pool.raw.process import RawPool
+from layerflow_cli.bench.pool.services import Behind, Kind, behind
+from layerflow_cli.bench.pool.tier import Tier
 from layerflow_cli.output import progress
 
 CHUNKS, LAYERS, PIECE_BYTES = 32, 32, 64 << 10

@@ -1,0 +1,1 @@
+"""A pool's own calls, without layerflow: what ``layerflow bench pool`` compares with."""

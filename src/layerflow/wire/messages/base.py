@@ -1,0 +1,43 @@
+"""What both directions of the control protocol have in common: the message, the heartbeat, marks and limits."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+NOWHERE = 2**64 - 1
+"""The offset of an object that is not there (load) or need not be written (save)."""
+
+BROKEN = "broken"
+"""How a Failure's reason begins when the load failed because of the object itself: it is hidden from lookup."""
+
+WANT_ARENA, WANT_PRESENCE = b"a", b"p"
+"""The byte after the token at the fd server: which descriptor the client asks for."""
+
+QUIET = b"q"
+"""What a client says at the fd server before it hangs up: it touches the shared memory no more."""
+
+STRANGER = "stranger"
+"""Code of the Problem for a client that the server does not know: greet and say hello (again)."""
+
+MAX_NAME, MAX_REASON = 1024, 65_536
+"""Characters of a name (of a request, an engine) and of a reason that a client gives."""
+
+MAX_PARTS, MAX_ITEMS = 16_384, 65_536
+"""Load or save parts of one OpenStep, and items of any other list in a message to the server."""
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+Few = msgspec.Meta(max_length=MAX_PARTS)
+Many = msgspec.Meta(max_length=MAX_ITEMS)
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all messages."""
+
+
+class Beat(Message, frozen=True, tag=7):
+    """Still here. Answered by a Beat with the same `sent`."""
+
+    sent: float

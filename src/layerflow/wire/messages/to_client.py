@@ -1,0 +1,180 @@
+"""What the server says to an agent or a control client: numbers from 101 on."""
+
+from __future__ import annotations
+
+from layerflow.wire.messages.base import Beat, Message
+
+
+class Welcome(Message, frozen=True, tag=101):
+    """The hello was accepted.
+
+    :param fd_server: path of the Unix socket that hands out shared memory; empty where there is none.
+    :param token: 16 bytes to send there first, and one that says what is wanted.
+    :param direct: JSON, the options of a client of the pool behind the arena, for workers that may reach it from
+        device memory; empty where they may not.
+    """
+
+    session: int
+    version: str
+    fd_server: str
+    token: bytes
+    heartbeat_ms: int
+    liveness_ms: int
+    lease_ms: int
+    direct: str = ""
+
+
+class Terms(Message, frozen=True, tag=107):
+    """The settings an agent works under; sent again whenever they change.
+
+    :param max_transfer_blocks: what one copy moves at most, over all of its layers; `max_transfer_bytes` likewise.
+    :param stagger_us: distance of the slots in which tensor-parallel ranks begin their loads; 0 = off.
+    """
+
+    step_timeout_ms: int
+    save_timeout_ms: int
+    prefetch_layers: int
+    mode: str
+    save_partial: bool
+    save_decode: bool
+    link_gbps: float
+    link_latency_us: int
+    max_transfer_blocks: int = 4096
+    max_transfer_bytes: int = 64 << 20
+    stagger_us: int = 0
+
+
+class Attached(Message, frozen=True, tag=102):
+    """The client's spec is known. `arena_bytes` is 0 without memory."""
+
+    arena_bytes: int
+    terms: Terms
+
+
+class TailHit(Message, frozen=True):
+    """A stored partial chunk that may continue the prompt: its first `tokens` tokens after `chunk` full chunks."""
+
+    chunk: int
+    tokens: int
+    digest: bytes
+
+
+class Found(Message, frozen=True, tag=103):
+    """The longest hit over all groups and shards.
+
+    :param tokens: leading tokens that can be loaded, tails not counted; below the prompt's length.
+    :param tails: longer hits, longest first, valid where the digest is that of the prompt's own tokens.
+    """
+
+    id: int
+    tokens: int
+    tails: list[TailHit]
+
+
+class PlanPart(Message, frozen=True):
+    """Where each object of a part lies (its header's offset in the arena), or NOWHERE.
+
+    :param stored: loads only: the blocks per layer that the object holds.
+    """
+
+    offsets: bytes
+    stored: bytes
+
+
+class Plan(Message, frozen=True, tag=104):
+    """The answer to OpenStep: parts in the order of the request. Blocks of objects that are NOWHERE are not
+    numbered; a load object that is NOWHERE has failed."""
+
+    step: int
+    loads: list[PlanPart]
+    saves: list[PlanPart]
+
+
+class Batch(Message, frozen=True):
+    """Copy blocks `lo` to `hi` of one layer; see :class:`layerflow.flow.commands.Submit`.
+
+    :param gate: loads: start once the frontier has reached this layer; -1 = at once.
+    """
+
+    step: int
+    batch: int
+    direction: int
+    layer: int
+    lo: int
+    hi: int
+    byte_lo: int
+    byte_hi: int
+    nbytes: int
+    gate: int
+    seals: bool
+
+
+class LayerSealed(Message, frozen=True):
+    """No further batch comes for this layer."""
+
+    step: int
+    direction: int
+    layer: int
+
+
+class Failed(Message, frozen=True):
+    """Blocks `lo` to `hi` of the group's loads will not arrive."""
+
+    step: int
+    request: str
+    group: int
+    lo: int
+    hi: int
+    reason: str
+
+
+class Cancelled(Message, frozen=True):
+    """Drop what has not started of this step and direction."""
+
+    step: int
+    direction: int
+    reason: str
+
+
+class Grant(Message, frozen=True, tag=105):
+    """Work, in the order in which it should run."""
+
+    batches: list[Batch] = []
+    sealed: list[LayerSealed] = []
+    failed: list[Failed] = []
+    cancelled: list[Cancelled] = []
+
+
+class Stored(Message, frozen=True):
+    """The end of save parts (positions in OpenStep.saves): published, or given back for `reason`."""
+
+    step: int
+    parts: list[int]
+    committed: bool
+    reason: str
+
+
+class Notice(Message, frozen=True, tag=106):
+    """What ended: saves, aborted requests whose blocks are free, and steps."""
+
+    stored: list[Stored] = []
+    released: list[str] = []
+    finished: list[int] = []
+
+
+class Status(Message, frozen=True, tag=108):
+    """The server's state as JSON."""
+
+    id: int
+    json: bytes
+
+
+class Problem(Message, frozen=True, tag=199):
+    """A message was refused and changed nothing. `id` repeats the request's id or step, -1 without one."""
+
+    id: int
+    code: str
+    message: str
+
+
+ToClient = Welcome | Attached | Terms | Found | Plan | Grant | Notice | Beat | Status | Problem

@@ -1,0 +1,207 @@
+"""What an agent or a control client says to the server: numbers 1 to 99."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from layerflow.spec import ModelSpec
+from layerflow.wire.messages.base import Beat, Few, Many, Message, Name, Reason
+
+
+class Hello(Message, frozen=True, tag=1):
+    """Who is speaking. `engine` names the serving engine; its ranks and scheduler share it."""
+
+    engine: Name
+    client: Name
+    pid: int
+
+
+class Attach(Message, frozen=True, tag=2):
+    """What this client caches. With `memory`, an engine worker that moves bytes: it must have fetched
+    the arena with the token of its Welcome before; without, a scheduler that only looks up.
+
+    :param direct: it moves bytes straight between engine memory and the pool behind the arena, by a client of its
+        own, made from the options of its Welcome. Offsets of its plans mean nothing.
+    """
+
+    spec: ModelSpec
+    memory: bool
+    direct: bool = False
+
+
+class Lookup(Message, frozen=True, tag=3):
+    """How many leading tokens of a prompt can be loaded? Answered by Found.
+
+    :param digests: of the prompt's full chunks.
+    :param root: the chain's root.
+    :param tokens: length of the prompt.
+    :param lease_ms: how long the hit stays pinned.
+    :param tail: digest of what the full chunks leave of the prompt; empty where they leave nothing. Stored tails of
+        other lengths are offered by Found; this one is found however many there are.
+    :param written_ms: above 0, another question: of how many tokens does the pool or disk behind the arena have
+        everything, for a hand-off to another node? What is on its way there is waited for, at most so long; what is not
+        (any more), because its write was shed or has failed, does not count. Nothing is leased or fetched.
+    """
+
+    id: int
+    request: Name
+    root: bytes
+    digests: bytes
+    tokens: int
+    lease_ms: int
+    tail: bytes
+    written_ms: int = 0
+
+
+class LoadPart(Message, frozen=True):
+    """One request's loads of one group: per object its chunk digest and the blocks wanted of it.
+
+    :param tail: tokens of the last object, where that is a partial tail; else 0.
+    :param parent: digest before it, where it is one; else empty.
+    """
+
+    request: Name
+    group: int
+    digests: bytes
+    counts: bytes
+    tail: int
+    parent: bytes
+
+
+class SavePart(Message, frozen=True):
+    """One request's saves of one group: per object its chunk digest, blocks and tokens.
+
+    :param parent: digest before the last object, when that object is a partial tail; else empty.
+    """
+
+    request: Name
+    group: int
+    digests: bytes
+    counts: bytes
+    tokens: bytes
+    parent: bytes
+
+
+class OpenStep(Message, frozen=True, tag=4):
+    """A forward pass begins. Answered by Plan, then Grants."""
+
+    step: int
+    deadline: float
+    save_deadline: float
+    loads: Annotated[list[LoadPart], Few]
+    saves: Annotated[list[SavePart], Few]
+
+
+class Failure(Message, frozen=True):
+    """A batch that was not (wholly) copied and will not be."""
+
+    batch: int
+    reason: Reason
+
+
+class Fence(Message, frozen=True):
+    """The step's waits have failed; no load batch of it runs any more."""
+
+    step: int
+    reason: Reason
+
+
+class Progress(Message, frozen=True):
+    """Where a step is: the highest layer whose attention started, and how many layers are computed."""
+
+    step: int
+    frontier: int
+    computed: int
+
+
+class Closed(Message, frozen=True):
+    """A forward pass ended; not `ok`: some layers were never computed."""
+
+    step: int
+    ok: bool
+
+
+class Figures(Message, frozen=True):
+    """What a finished step measured. Times in seconds; see the step trace for the formulas."""
+
+    step: int
+    load_bytes: int
+    load_transfer_s: float
+    load_exposed_s: float
+    save_bytes: int
+    save_transfer_s: float
+    save_exposed_s: float
+
+
+class Report(Message, frozen=True, tag=5):
+    """Coalesced news of an agent's lanes and steps."""
+
+    done: Annotated[list[int], Many] = []
+    failed: Annotated[list[Failure], Many] = []
+    fenced: Annotated[list[Fence], Many] = []
+    progress: Annotated[list[Progress], Many] = []
+    closed: Annotated[list[Closed], Many] = []
+    figures: Annotated[list[Figures], Many] = []
+
+
+class Abort(Message, frozen=True, tag=6):
+    """These requests are over. Answered by a Notice that releases each once nothing touches its blocks."""
+
+    requests: Annotated[list[Name], Many]
+
+
+class StatusRequest(Message, frozen=True, tag=8):
+    """Answered by Status."""
+
+    id: int
+
+
+class DropLease(Message, frozen=True, tag=9):
+    """The request will not be loaded; its lookup's pins may go."""
+
+    request: Name
+
+
+class Bye(Message, frozen=True, tag=10):
+    """The client leaves in peace."""
+
+
+class Purge(Message, frozen=True, tag=11):
+    """Forget every object of the arena, and what is being saved or fetched. Answered by Status.
+
+    :param tier: also remove what lies in the pool behind the arena, as far as this server can.
+    """
+
+    id: int
+    tier: bool = False
+
+
+class Missed(Message, frozen=True, tag=12):
+    """Lookups that the presence table has answered, so that they are counted: how many, of how many tokens."""
+
+    requests: int
+    tokens: int
+
+
+class Reset(Message, frozen=True, tag=13):
+    """The weights of the client's engine are being replaced. Answered by Status once nothing that any session of this
+    engine has under way can be loaded or published any more, and its leases are dropped."""
+
+    id: int
+
+
+ToServer = (
+    Hello
+    | Attach
+    | Lookup
+    | OpenStep
+    | Report
+    | Abort
+    | Beat
+    | StatusRequest
+    | DropLease
+    | Bye
+    | Purge
+    | Missed
+    | Reset
+)
