@@ -1,24 +1,31 @@
 """Backends are found by their entry points."""
 
-import importlib
-
 import pytest
 
 from layerflow import backends
-from layerflow.backends import Plugin, installed
-from layerflow.hosts.backend import Unusable
+from layerflow.backends import Plugin, canonical, installed, named
+from layerflow.config.fields import BackendOptions
+from layerflow.hosts.backend import Backend, Unusable
 from layerflow.hosts.registry import make
 
 
-def test_ours_are_installed_and_each_names_a_class():
-    assert {"disk", "memcache", "mooncake"} <= set(installed())
-    for plugin in installed().values():
-        module, _, cls = plugin.backend.partition(":")
-        assert hasattr(importlib.import_module(module), cls)
+@pytest.mark.parametrize("name", ["disk", "memcache", "mooncake", "redis"])
+def test_ours_are_installed_and_what_each_names_is_there(name):
+    plugin = installed()[name]
+    assert issubclass(named(plugin.backend), Backend)
+    for reference in filter(None, (plugin.environment, plugin.examine, plugin.trial)):
+        assert callable(named(reference))
+    assert plugin.examine, "the doctor looks at each of ours"
+    assert not plugin.chosen_by or plugin.chosen_by in plugin.options.model_fields
+
+
+def test_an_alias_is_another_name():
+    assert canonical("memcache_hybrid") == "memcache"
+    assert canonical("redis") == "redis" and canonical("nosuch") == "nosuch"
 
 
 def test_a_backend_of_another_package_is_made_by_its_name(monkeypatch, tmp_path):
-    theirs = Plugin("layerflow.hosts.disk.backend:Disk")
+    theirs = Plugin(backend="layerflow.hosts.disk.backend:Disk", options=BackendOptions)
     monkeypatch.setattr("layerflow.hosts.registry.installed", lambda: {"theirs": theirs})
     made = make("theirs", {"path": str(tmp_path), "capacity": 1 << 20})
     assert type(made).__name__ == "Disk"

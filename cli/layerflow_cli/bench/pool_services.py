@@ -80,6 +80,10 @@ def behind(
             yield found
 
 
+def _key(config: Path, name: str, key: str) -> str:
+    return str(getattr(Settings.load(config).pool.section(name), key))
+
+
 def _none() -> int:
     return 0
 
@@ -101,7 +105,7 @@ def _chosen(
 
 @contextlib.contextmanager
 def _disk(folder: Path, room: int, config: Path | None) -> Iterator[Behind]:
-    path = Settings.load(config).pool.disk.path if config is not None else ""
+    path = _key(config, "disk", "path") if config is not None else ""
     with tempfile.TemporaryDirectory(prefix="layerflow-bench-", dir=path or folder) as made:
         given = {"path": f"{made}/tier", "capacity": max(2 * room, LEAST_BYTES)}
         yield _chosen("disk", None, given, {"path": f"{made}/raw"}, _none)
@@ -110,7 +114,7 @@ def _disk(folder: Path, room: int, config: Path | None) -> Iterator[Behind]:
 @contextlib.contextmanager
 def _mooncake(folder: Path, room: int, config: Path | None) -> Iterator[Behind]:
     if config is not None:
-        url = Settings.load(config).pool.mooncake.metrics
+        url = _key(config, "mooncake", "metrics")
         yield _chosen("mooncake", config, {}, {"port": 0}, lambda: _count(_MASTER_REQUESTS, url))
         return
     program = Path(sys.executable).with_name("mooncake_master")
@@ -154,7 +158,7 @@ def _memcache(folder: Path, room: int, config: Path | None, cann_emulator: Path 
     if cann_emulator is not None:
         given |= {"cann_emulator": str(cann_emulator.resolve()), "protocol": "host_shm"}
     if config is not None:
-        url = Settings.load(config).pool.memcache.metrics_url
+        url = _key(config, "memcache", "metrics_url")
         yield _chosen("memcache", config, given, other, lambda: _count(_META_REQUESTS, url))
         return
     nbytes = max(room * 2, LEAST_BYTES)

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerflow import machine
-from layerflow.config.pool import is_loopback
-from layerflow.config.settings import MemcacheSettings, Settings, parse_size
-from layerflow.doctor import probes
-from layerflow.doctor.finding import Finding, ok, problem, warning
-from layerflow.doctor.listening import examine_address
-from layerflow.doctor.memory import fits
+from layerflow.config.fields import is_loopback
+from layerflow.config.settings import PoolSettings, parse_size
 from layerflow.errors import ConfigError, Unsupported
-from layerflow.hosts.environment import emulator
+from layerflow.findings import Finding, ok, probes, problem, warning
+from layerflow.findings.memory import fits
+from layerflow.hosts.memcache.environment import emulator
+from layerflow.hosts.memcache.plugin import MemcacheSettings
 
 _INSTALL = 'pip install "layerflow[ascend]"'
 _OLDEST, _BEFORE = (1, 3), (1, 4)
@@ -40,23 +39,21 @@ class _Wanted:
     dram: int
 
 
-def examine_memcache(settings: Settings, running: bool) -> Iterator[Finding]:
+def examine(settings: MemcacheSettings, pool: PoolSettings, running: bool) -> Iterator[Finding]:
     """Everything that `backend = "memcache"` needs."""
-    memcache, pool = settings.pool.memcache, settings.pool
     yield from _packages()
-    yield _cann(memcache)
-    wanted = _wanted(memcache)
+    yield _cann(settings)
+    wanted = _wanted(settings)
     if wanted is None:
         yield problem(
             "memcache file",
-            f"{memcache.config_file} cannot be read, or sets no ock.mmc.meta_service_url",
+            f"{settings.config_file} cannot be read, or sets no ock.mmc.meta_service_url",
             "correct pool.memcache.config_file; the package brings config/mmc-local.conf as an example",
         )
         return
-    yield from _meta_service(memcache, wanted)
-    yield _transport(memcache, wanted)
-    yield from examine_address("memcache hcom_url", pool)
-    yield from _clients(memcache)
+    yield from _meta_service(settings, wanted)
+    yield _transport(settings, wanted)
+    yield from _clients(settings)
     if wanted.dram:
         arena = 0 if pool.hugepages else pool.size
         yield fits("memcache memory", wanted.dram, arena, "pool.memcache.dram_size", running)
