@@ -13,20 +13,17 @@ import sys
 import time
 from typing import Any
 
-from layerflow_cli.bench.pool_raw_plain import Raw, Shape
-
-KINDS = {
-    "memory": "pool_raw_plain:RawMemory",
-    "disk": "pool_raw_plain:RawDisk",
-    "mooncake": "pool_raw_mooncake:RawMooncake",
-    "memcache": "pool_raw_memcache:RawMemcache",
-}
+from layerflow.config.pool import MEMORY
+from layerflow_cli.bench.pool_raw import module_of
+from layerflow_cli.bench.pool_raw_plain import Raw, RawMemory, Shape
 
 
 def make(kind: str, options: dict[str, Any], shape: Shape) -> Raw:
-    """Nothing is imported of the other kinds."""
-    module, _, name = KINDS[kind].partition(":")
-    made: Raw = getattr(importlib.import_module(f"layerflow_cli.bench.{module}"), name)(options, shape)
+    """Nothing is imported of the other kinds: each has a module and a class of its name."""
+    if kind == MEMORY:
+        return RawMemory(options, shape)
+    module = importlib.import_module(module_of(kind))
+    made: Raw = getattr(module, f"Raw{kind.capitalize()}")(options, shape)
     return made
 
 

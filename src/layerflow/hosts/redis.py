@@ -8,16 +8,19 @@ tells: it is compared with the last layer.
 from __future__ import annotations
 
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 from pydantic import field_validator
 
-from layerflow.backends import Plugin
+from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial
 from layerflow.config.fields import BackendOptions, Whole, setting
+from layerflow.errors import Unsupported
 from layerflow.findings import Finding, ok, problem, warning
 from layerflow.findings.memory import gib
 from layerflow.findings.probes import ANSWER_TIMEOUT_S
@@ -81,6 +84,7 @@ PLUGIN = Plugin(
     backend="layerflow.hosts.redis:Redis",
     options=RedisOptions,
     examine="layerflow.hosts.redis:examine",
+    trial="layerflow.hosts.redis:trial",
 )
 
 
@@ -113,6 +117,22 @@ def examine(options: RedisOptions, pool: PoolSettings, running: bool) -> Iterato
         yield warning("redis memory", f"{gib(most)}; once full it stores nothing more", "maxmemory-policy allkeys-lru")
     else:
         yield ok("redis memory", f"{gib(most)}, {policy}")
+
+
+def trial(options: RedisOptions, folder: Path, nbytes: int, running: bool) -> Trial:
+    """See :class:`layerflow.backends.Plugin`.
+
+    :raises Unsupported: no server is installed.
+    """
+    if running:
+        return Trial()
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        raise Unsupported("there is no redis-server and no valkey-server here; install one, or name a running one")
+    url = f"unix://{folder}/redis.sock"
+    command = [program, "--port", "0", "--unixsocket", f"{folder}/redis.sock", "--save", "", "--appendonly", "no"]
+    command += ["--maxmemory", str(max(2 * nbytes, LEAST_TRIAL_BYTES)), "--maxmemory-policy", "allkeys-lru"]
+    return Trial(options={"url": url}, command=tuple(command), ready=url)
 
 
 def _version(server: Mapping[str, Any]) -> str:

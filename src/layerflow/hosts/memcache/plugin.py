@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from pydantic import field_validator, model_validator
 
-from layerflow.backends import Plugin
+from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial, free_ports
 from layerflow.config.fields import (
     BackendOptions,
     Size,
@@ -17,6 +19,16 @@ from layerflow.config.fields import (
     is_loopback,
     setting,
 )
+
+_REQUESTS = r"(?m)^memcache_batch_\w+_requests_total (\d+)"
+_META_SERVICE = """
+import sys
+import memcache_hybrid
+config = memcache_hybrid.MetaConfig()
+config.meta_service_url, config.config_store_url, config.metrics_url, config.log_path = sys.argv[1:]
+config.log_level, config.log_output_target = "error", "file"
+sys.exit(memcache_hybrid.MetaService.setup(config) or memcache_hybrid.MetaService.main())
+"""
 
 
 class MemcacheSettings(BackendOptions):
@@ -95,10 +107,43 @@ class MemcacheSettings(BackendOptions):
         return self.for_host() if self.direct else None
 
 
+def trial(options: MemcacheSettings, folder: Path, nbytes: int, running: bool) -> Trial:
+    """See :class:`layerflow.backends.Plugin`."""
+    hcom, other_hcom, meta, store, http_port = free_ports(5)
+    emulated = bool(options.cann_emulator)
+    remark = "CANN emulated" if emulated else ""
+    # Of all memory in the pool the host's is there first: a client may not reach at once what others bring later.
+    other = {"hcom_url": f"tcp://127.0.0.1:{other_hcom}", "dram_size": 0}
+    given: dict[str, Any] = {"protocol": "host_shm"} if emulated else {}
+    if running:
+        page = f"{options.metrics_url}/metrics"
+        return Trial(options=given, other=other, page=page, requests=_REQUESTS, remark=remark)
+    url = f"http://127.0.0.1:{http_port}"
+    urls = {
+        "meta_service_url": f"tcp://127.0.0.1:{meta}",
+        "config_store_url": f"tcp://127.0.0.1:{store}",
+        "metrics_url": url,
+    }
+    room = max(2 * nbytes, LEAST_TRIAL_BYTES)
+    given |= urls | {
+        "hcom_url": f"tcp://127.0.0.1:{hcom}", "world_size": 8, "dram_size": room, "max_dram_size": room
+    }  # fmt: skip
+    return Trial(
+        options=given,
+        other=other,
+        command=(sys.executable, "-c", _META_SERVICE, *urls.values(), str(folder)),
+        ready=f"{url}/health",
+        page=f"{url}/metrics",
+        requests=_REQUESTS,
+        remark=remark,
+    )
+
+
 PLUGIN = Plugin(
     backend="layerflow.hosts.memcache.backend:Memcache",
     options=MemcacheSettings,
     aliases=("memcache_hybrid",),
     environment="layerflow.hosts.memcache.environment:environment",
     examine="layerflow.hosts.memcache.examine:examine",
+    trial="layerflow.hosts.memcache.plugin:trial",
 )

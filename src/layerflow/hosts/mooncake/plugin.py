@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from pydantic import field_validator
 
-from layerflow.backends import Plugin
+from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial, free_ports
 from layerflow.config.fields import (
     BackendOptions,
     Size,
@@ -15,9 +18,13 @@ from layerflow.config.fields import (
     is_loopback,
     setting,
 )
+from layerflow.errors import Unsupported
 
 MIN_SEGMENT_BYTES = 16 << 20
 """Mooncake's own limit: a smaller segment is refused by its setup."""
+
+# But for the requests of clients that are only alive.
+_REQUESTS = r"(?m)^master_(?!ping_|fetch_tasks_)\w+_requests_total (\d+)"
 
 
 class MooncakeSettings(BackendOptions):
@@ -68,8 +75,42 @@ class MooncakeSettings(BackendOptions):
         )
 
 
+def trial(options: MooncakeSettings, folder: Path, nbytes: int, running: bool) -> Trial:
+    """See :class:`layerflow.backends.Plugin`.
+
+    :raises Unsupported: the package is not installed.
+    """
+    if running:
+        return Trial(other={"port": 0}, page=f"{options.metrics}/metrics", requests=_REQUESTS)
+    program = Path(sys.executable).with_name("mooncake_master")
+    if not program.exists():
+        raise Unsupported("Mooncake's package is not installed; run tests/backends/setup.sh, or pip install it")
+    rpc, metrics, one, two = free_ports(4)
+    url = f"http://127.0.0.1:{metrics}"
+    # Each client writes to its own segment: what moves does not depend on where the master puts it.
+    return Trial(
+        options={
+            "master": f"127.0.0.1:{rpc}",
+            "metrics": url,
+            "hostname": "127.0.0.1",
+            "port": one,
+            "preferred_segment": f"127.0.0.1:{one}",
+            "segment_size": max(2 * nbytes, LEAST_TRIAL_BYTES),
+        },
+        other={"port": two, "preferred_segment": f"127.0.0.1:{two}"},
+        command=(
+            str(program), "--rpc_address=127.0.0.1", f"--rpc_port={rpc}", "--metrics_host=127.0.0.1",
+            f"--metrics_port={metrics}", "--logtostderr",
+        ),
+        ready=f"{url}/health",
+        page=f"{url}/metrics",
+        requests=_REQUESTS,
+    )  # fmt: skip
+
+
 PLUGIN = Plugin(
     backend="layerflow.hosts.mooncake.backend:Mooncake",
     options=MooncakeSettings,
     examine="layerflow.hosts.mooncake.examine:examine",
+    trial="layerflow.hosts.mooncake.plugin:trial",
 )
