@@ -48,6 +48,14 @@ def environment(options: Mapping[str, Any]) -> dict[str, str]:
     return variables
 
 
+def missing_cann() -> str:
+    """Why this process's environment leads to no CANN; "" if it does."""
+    home = os.environ.get("ASCEND_HOME_PATH", "")
+    if home and (Path(home) / "lib64" / "libascendcl.so").exists():
+        return ""
+    return f"no lib64/libascendcl.so in ASCEND_HOME_PATH = {home}" if home else "ASCEND_HOME_PATH is not set"
+
+
 def emulator(directory: Path) -> Path:
     """Where the CANN emulator of `directory` is built: there, or in the user's cache, where it is built when needed.
 

@@ -20,6 +20,10 @@ from layerflow.config.fields import (
     setting,
 )
 
+EMULATED = ("host_tcp", "host_shm")
+"""Transports of the emulated CANN."""
+META_KEY = "ock.mmc.meta_service_url"
+"""Of the package's own configuration file."""
 _REQUESTS = r"(?m)^memcache_batch_\w+_requests_total (\d+)"
 _META_SERVICE = """
 import sys
@@ -85,6 +89,16 @@ class MemcacheSettings(BackendOptions):
                 "direct = true needs metrics_url: a MetaService that ended is known at once by that connection only"
             )
         return self
+
+    def file_keys(self) -> dict[str, str]:
+        """Keys and values of `config_file`.
+
+        :raises OSError: it cannot be read.
+        :raises UnicodeDecodeError: it is no text.
+        """
+        lines = Path(self.config_file).read_text().splitlines()
+        pairs = (line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#"))
+        return {key.strip(): value.strip() for key, _, value in pairs}
 
     def unreachable(self) -> tuple[str, str] | None:
         """See :meth:`BackendOptions.unreachable`."""
