@@ -1,7 +1,12 @@
 """Backends are found by their entry points."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import layerflow
+import layerflow_cli
 from layerflow import backends
 from layerflow.backends import Plugin, canonical, installed, named
 from layerflow.config.fields import BackendOptions
@@ -46,3 +51,26 @@ def test_an_entry_point_that_is_no_plugin_is_refused(monkeypatch):
     monkeypatch.setattr(backends, "entry_points", lambda group: [Entry()])
     with pytest.raises(TypeError, match="odd = odd:thing"):
         backends.installed.__wrapped__()
+
+
+def test_nothing_but_a_backend_itself_asks_for_its_name():
+    """No comparison, no case and no key of a table names one, outside of its own folder or file."""
+    asked = []
+    for package in (layerflow, layerflow_cli):
+        root = Path(package.__path__[0])
+        for path in root.rglob("*.py"):
+            place = path.relative_to(root)
+            if place.parts[0] == "hosts" and place.parts[1].removesuffix(".py") in installed():
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Compare):
+                    constants = [each for side in (node.left, *node.comparators) for each in ast.walk(side)]
+                elif isinstance(node, ast.MatchValue):
+                    constants = [node.value]
+                elif isinstance(node, ast.Dict):
+                    constants = [key for key in node.keys if key is not None]
+                else:
+                    continue
+                named = {each.value for each in constants if isinstance(each, ast.Constant)}
+                asked += [f"{place}:{node.lineno} {name}" for name in named & set(installed())]
+    assert not asked

@@ -25,5 +25,8 @@ class HostOptions(BackendOptions):
         try:
             return cls.model_validate(dict(options))
         except ValidationError as error:
-            wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False))
-            raise Unusable(f"{cls.__name__}: {'; '.join(wrong)}") from None
+            wrong = (
+                f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
+                for each in error.errors(include_url=False)
+            )
+            raise Unusable(f"its section of [pool] cannot be used: {'; '.join(wrong)}") from None
