@@ -10,6 +10,14 @@ import typer
 
 from layerflow.errors import ConfigError
 
+
+def backend_names() -> list[str]:
+    """For the shell's completion."""
+    from layerflow.config.pool import backends  # noqa: PLC0415 - `--help` stays quick
+
+    return list(backends())
+
+
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", "-c", metavar="FILE", envvar="LAYERFLOW_CONFIG", help="TOML file with settings."),
@@ -33,7 +41,12 @@ PoolSize = Annotated[
 ]
 BackendName = Annotated[
     str | None,
-    typer.Option("--backend", metavar="NAME", help="Store behind the arena: memory (none), or an installed backend."),
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="Store behind the arena: memory (none), or an installed backend.",
+        autocompletion=backend_names,
+    ),
 ]
 DiskPath = Annotated[
     str | None,

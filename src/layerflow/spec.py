@@ -61,11 +61,11 @@ class Plane(msgspec.Struct, frozen=True):
 class GroupSpec(msgspec.Struct, frozen=True):
     """Layers that share a block table and a cache kind.
 
-    :param kind: ``"full"``, ``"mla"``, ``"sliding"`` or ``"state"``.
+    :param kind: a name of :data:`layerflow.kinds.KINDS`, e.g. ``"full"``.
     :param block_size: tokens of one block; recurrent state: tokens from one kept state to the next.
     :param layers: the model's layer numbers in this group, ascending.
     :param planes: the planes that each of these layers has, in storage order.
-    :param window: for ``"sliding"``: tokens a query sees, itself included.
+    :param window: of a windowed kind: tokens a query sees, itself included.
     :param block_bytes: bytes of one block of one layer over all planes, where the engine declares
         them; checked against the planes. 0 = not declared.
     """

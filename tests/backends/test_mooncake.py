@@ -485,7 +485,7 @@ class TestSetup:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"segment_size": 1 << 20}, "or 0 to give no memory"),
+            ({"segment_size": 1 << 20}, "0 or at least 16MiB"),
             ({"segment_size": 1 << 50}, "this machine has"),
             ({"protocol": "smoke_signals"}, "check protocol = 'smoke_signals'"),
         ],

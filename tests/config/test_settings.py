@@ -122,7 +122,7 @@ def test_backends_by_every_name(toml, written, backend):
 
 def test_another_backend_is_refused_with_those_there_are(toml, refusal):
     (line,) = refusal(toml('backend = "yuanrong"\n'))
-    assert "pool.backend = 'yuanrong'" in line and "memory, mooncake, memcache" in line
+    assert "pool.backend = 'yuanrong'" in line and "memory, disk, memcache, mooncake, redis" in line
 
 
 def test_lookup_rpc_port_is_refused_with_a_sentence(toml, refusal):

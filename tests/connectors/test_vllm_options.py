@@ -80,8 +80,8 @@ def test_the_embedded_server_may_use_every_backend() -> None:
     ("extra", "says"),
     [
         ({"endpont": ENDPOINT}, "unknown key 'endpont'"),
-        ({"backend": "yuanrong"}, "memory, mooncake, memcache"),
-        ({"endpoint": ENDPOINT, "backend": "yuanrong"}, "memory, mooncake, memcache"),
+        ({"backend": "yuanrong"}, "memory, disk, memcache, mooncake, redis"),
+        ({"endpoint": ENDPOINT, "backend": "yuanrong"}, "memory, disk, memcache, mooncake, redis"),
         ({"mooncake": {"mastr": "x:1"}}, "did you mean pool.mooncake.master?"),
         ({"mooncake": {"port": -1}}, "pool.mooncake.port = -1 (set by kv_connector_extra_config)"),
         ({"mooncake": "x:1"}, "the keys of [pool.mooncake]"),

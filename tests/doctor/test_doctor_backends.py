@@ -6,10 +6,9 @@ import pytest
 
 from layerflow import machine
 from layerflow.config.settings import Settings
-from layerflow.doctor import Finding, Severity, probes
-from layerflow.doctor.memcache import examine_memcache
-from layerflow.doctor.mooncake import examine_mooncake
+from layerflow.doctor import Finding, Severity, examine_backend
 from layerflow.errors import Unsupported
+from layerflow.findings import probes
 from layerflow.hosts.environment import environment
 
 
@@ -40,12 +39,12 @@ def mooncake(pool: dict | None = None, **keys) -> dict[str, Finding]:
     settings = Settings(
         pool={"backend": "mooncake", "size": "1MiB", "mooncake": {"segment_size": 0} | keys} | (pool or {})
     )
-    return {finding.check: finding for finding in examine_mooncake(settings, running=False)}
+    return {finding.check: finding for finding in examine_backend(settings.pool, running=False)}
 
 
 def memcache(**keys) -> dict[str, Finding]:
     settings = Settings(pool={"backend": "memcache", "size": "1MiB", "memcache": {"dram_size": 0} | keys})
-    return {finding.check: finding for finding in examine_memcache(settings, running=False)}
+    return {finding.check: finding for finding in examine_backend(settings.pool, running=False)}
 
 
 def test_a_mooncake_that_works(packages, open_port, health):
@@ -92,8 +91,8 @@ def test_mooncake_transport_hostname_and_segment(packages, monkeypatch):
     monkeypatch.setattr(probes, "connects", lambda address: "")
     found = mooncake(master="store:50051", metrics="", protocol="rdma")
     assert found["mooncake transport"].state is Severity.WARNING
-    assert found["mooncake hostname"].state is Severity.PROBLEM
-    assert "mooncake hostname" not in mooncake(master="store:50051", metrics="", hostname="10.0.0.2")
+    assert found["mooncake address"].state is Severity.PROBLEM
+    assert "mooncake address" not in mooncake(master="store:50051", metrics="", hostname="10.0.0.2")
     assert "mooncake segment" not in found
     monkeypatch.setattr(machine, "available_bytes", lambda: 64 << 20)
     monkeypatch.setattr(machine, "cgroup_bytes", lambda: None)
@@ -119,9 +118,9 @@ def test_a_memcache_that_works(packages, open_port, health, tmp_path, monkeypatc
 def test_a_memcache_client_that_others_cannot_reach(packages, monkeypatch):
     monkeypatch.setattr(probes, "connects", lambda address: "")
     away = {"meta_service_url": "tcp://10.0.0.1:5000", "metrics_url": ""}
-    assert memcache(**away)["memcache hcom_url"].state is Severity.PROBLEM
-    assert "memcache hcom_url" not in memcache(**away, hcom_url="tcp://10.0.0.2:7000")
-    assert "memcache hcom_url" not in memcache(**away, protocol="host_shm")
+    assert memcache(**away)["memcache address"].state is Severity.PROBLEM
+    assert "memcache address" not in memcache(**away, hcom_url="tcp://10.0.0.2:7000")
+    assert "memcache address" not in memcache(**away, protocol="host_shm")
 
 
 def test_memcache_workers_count_as_clients(packages, monkeypatch):

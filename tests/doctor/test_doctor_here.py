@@ -8,7 +8,8 @@ import pytest
 
 from layerflow import machine
 from layerflow.config.settings import Settings
-from layerflow.doctor import Finding, Severity, disk, examine, listening, memory, probes
+from layerflow.doctor import Finding, Severity, examine, examine_backend, listening, memory
+from layerflow.findings import probes
 from layerflow.server import EmbeddedServer
 
 
@@ -137,8 +138,8 @@ def test_a_limit_for_pinned_memory_matters_with_a_device(monkeypatch):
 
 
 def disk_of(path: Path, capacity: str = "1MiB") -> dict[str, Finding]:
-    wanted = Settings(pool={"disk": {"path": str(path), "capacity": capacity}}).pool.disk
-    return {finding.check: finding for finding in disk.examine_disk(wanted)}
+    wanted = Settings(pool={"disk": {"path": str(path), "capacity": capacity}}).pool
+    return {finding.check: finding for finding in examine_backend(wanted, running=False)}
 
 
 def test_a_disk_that_can_be_used(tmp_path, monkeypatch):

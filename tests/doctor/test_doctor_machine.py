@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from layerflow import machine
-from layerflow.doctor import probes
+from layerflow.findings import probes
 
 
 def write(path: Path, text: str) -> None:

@@ -1,24 +1,36 @@
 """Backends are found by their entry points."""
 
-import importlib
+import ast
+from pathlib import Path
 
 import pytest
 
+import layerflow
+import layerflow_cli
 from layerflow import backends
-from layerflow.backends import Plugin, installed
-from layerflow.hosts.backend import Unusable
+from layerflow.backends import Plugin, canonical, installed, named
+from layerflow.config.fields import BackendOptions
+from layerflow.hosts.backend import Backend, Unusable
 from layerflow.hosts.registry import make
 
 
-def test_ours_are_installed_and_each_names_a_class():
-    assert {"disk", "memcache", "mooncake"} <= set(installed())
-    for plugin in installed().values():
-        module, _, cls = plugin.backend.partition(":")
-        assert hasattr(importlib.import_module(module), cls)
+@pytest.mark.parametrize("name", ["disk", "memcache", "mooncake", "redis"])
+def test_ours_are_installed_and_what_each_names_is_there(name):
+    plugin = installed()[name]
+    assert issubclass(named(plugin.backend), Backend)
+    for reference in filter(None, (plugin.environment, plugin.examine, plugin.trial)):
+        assert callable(named(reference))
+    assert plugin.examine, "the doctor looks at each of ours"
+    assert not plugin.chosen_by or plugin.chosen_by in plugin.options.model_fields
+
+
+def test_an_alias_is_another_name():
+    assert canonical("memcache_hybrid") == "memcache"
+    assert canonical("redis") == "redis" and canonical("nosuch") == "nosuch"
 
 
 def test_a_backend_of_another_package_is_made_by_its_name(monkeypatch, tmp_path):
-    theirs = Plugin("layerflow.hosts.disk.backend:Disk")
+    theirs = Plugin(backend="layerflow.hosts.disk.backend:Disk", options=BackendOptions)
     monkeypatch.setattr("layerflow.hosts.registry.installed", lambda: {"theirs": theirs})
     made = make("theirs", {"path": str(tmp_path), "capacity": 1 << 20})
     assert type(made).__name__ == "Disk"
@@ -39,3 +51,26 @@ def test_an_entry_point_that_is_no_plugin_is_refused(monkeypatch):
     monkeypatch.setattr(backends, "entry_points", lambda group: [Entry()])
     with pytest.raises(TypeError, match="odd = odd:thing"):
         backends.installed.__wrapped__()
+
+
+def test_nothing_but_a_backend_itself_asks_for_its_name():
+    """No comparison, no case and no key of a table names one, outside of its own folder or file."""
+    asked = []
+    for package in (layerflow, layerflow_cli):
+        root = Path(package.__path__[0])
+        for path in root.rglob("*.py"):
+            place = path.relative_to(root)
+            if place.parts[0] == "hosts" and place.parts[1].removesuffix(".py") in installed():
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Compare):
+                    constants = [each for side in (node.left, *node.comparators) for each in ast.walk(side)]
+                elif isinstance(node, ast.MatchValue):
+                    constants = [node.value]
+                elif isinstance(node, ast.Dict):
+                    constants = [key for key in node.keys if key is not None]
+                else:
+                    continue
+                named = {each.value for each in constants if isinstance(each, ast.Constant)}
+                asked += [f"{place}:{node.lineno} {name}" for name in named & set(installed())]
+    assert not asked

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from layerflow.errors import Unsupported
-from layerflow.hosts.environment import emulator, environment
+from layerflow.hosts.environment import environment
+from layerflow.hosts.memcache.environment import emulator
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from hosts.bench import PATIENCE_S
 from hosts.served import Served
 from layerflow.errors import Unsupported
-from layerflow.hosts import environment
+from layerflow.hosts.memcache import environment
 from layerflow.server.tier import process as host_process
 from layerflow.server.tier.process import HostState
 from layerflow.wire.host_messages import Finish, Up

@@ -84,7 +84,7 @@ def test_it_is_well_only_where_it_says_so(answers, said, well):
         with pytest.raises(Unreachable, match="is not ready"):
             meta.check()
     answers.bodies.clear()
-    with pytest.raises(Unreachable, match="says 404"):
+    with pytest.raises(Unreachable, match="answered 404"):
         meta.check()
     meta.close()
 

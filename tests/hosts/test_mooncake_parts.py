@@ -110,7 +110,7 @@ class TestMaster:
         master = Master(self.address(listener), answers.url)
         master.check()
         answers.bodies.clear()
-        with pytest.raises(Unreachable, match="says 404"):
+        with pytest.raises(Unreachable, match="answered 404"):
             master.check()
         master.close()
         deaf = Master(self.address(listener), f"http://{self.address(listener)}")
@@ -132,7 +132,7 @@ class TestMaster:
         answers.bodies.clear()
         with pytest.raises(Unreachable):
             master.check()
-        with pytest.raises(Unreachable, match="says 404"):
+        with pytest.raises(Unreachable, match="answered 404"):
             calls.codes("batch_is_exist", ["one"])
         assert calls.codes("batch_put_from_multi_buffer_ranges", ["one"]) == [4096], "it takes no part in this"
         answers.bodies["/health"] = b"ok"
@@ -422,9 +422,9 @@ class TestLoading:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"masters": "a:1"}, "no option masters"),
-            ({"master": "localhost"}, "write host:port"),
-            ({"segment_size": 4096}, "16777216 bytes or more, or 0"),
+            ({"masters": "a:1"}, "masters: Extra inputs"),
+            ({"master": "localhost"}, "host:port"),
+            ({"segment_size": 4096}, "0 or at least 16MiB"),
         ],
     )
     def test_options(self, options, words):

@@ -35,6 +35,9 @@ class Pool:
     def largest_segment(self) -> int:
         return self.largest
 
+    def reach(self) -> int:
+        return self.generation
+
 
 class Writer(StoreWriter):
     def __init__(self, pool: Pool, arena: SharedMemory) -> None:
@@ -76,8 +79,8 @@ class Reader(StoreReader):
         self.pool, self.arena = pool, arena
         self.leases: dict[bytes, OpenRead] = {}
 
-    def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
-        self.leases |= {place.key: OpenRead(self.pool.generation) for place in places}
+    def _lease(self, places: Sequence[ObjectLocation], generation: int) -> list[ObjectResult]:
+        self.leases |= {place.key: OpenRead(generation) for place in places}
         return [OK] * len(places)
 
     def _opened(self, place: ObjectLocation) -> OpenRead | None:

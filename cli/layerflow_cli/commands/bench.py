@@ -12,7 +12,7 @@ import typer
 
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow_cli.errors import LayerflowGroup
-from layerflow_cli.options import STANDARD_OUTPUT, JsonFile, assignments
+from layerflow_cli.options import STANDARD_OUTPUT, JsonFile, assignments, backend_names
 
 MEASUREMENTS = {
     "overlap": "How much of a transfer hides behind compute.",
@@ -68,7 +68,12 @@ def overlap(
     "Example:\n  layerflow bench pool --kind mooncake --json pool.json"
 )
 def pool(
-    kind: Annotated[Literal["memory", "disk", "mooncake", "memcache"], typer.Option(help="What is measured.")] = "disk",
+    kind: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="What is measured: memory, disk, mooncake or memcache.", autocompletion=backend_names
+        ),
+    ] = "disk",
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Of each; medians are shown.")] = 15,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE", help="Settings of a running store.")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from layerflow_cli.options import Endpoint, JsonFile
+from layerflow_cli.options import Endpoint, JsonFile, backend_names
 
 
 def demo(
@@ -36,8 +36,13 @@ def demo(
         bool, typer.Option("--quick", help="Tiny models: checks tokens and bytes in seconds; times say nothing.")
     ] = False,
     pool: Annotated[
-        Literal["memory", "disk", "mooncake", "memcache", "redis"],
-        typer.Option(help="What is behind the arena; it is started too, and every load comes from there."),
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What is behind the arena: memory (nothing), disk, mooncake, memcache, redis or another installed "
+            "backend; it is started too, and every load comes from there.",
+            autocompletion=backend_names,
+        ),
     ] = "memory",
     cann_emulator: Annotated[
         Path | None, typer.Option(metavar="DIR", help="An emulated CANN, for memcache on a machine without an NPU.")

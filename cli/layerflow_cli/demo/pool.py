@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from layerflow.config.pool import MEMORY
 from layerflow.errors import LayerflowError
 from layerflow.spec import ModelSpec
 from layerflow_cli.bench.harness import ServerProcess
-from layerflow_cli.bench.pool.services import Kind, behind
+from layerflow_cli.bench.pool.services import behind, emulated
 from layerflow_cli.bench.pool.tier import Tier
 from layerflow_cli.demo.engines import Served
 
@@ -30,7 +31,7 @@ class PoolUsed:
     """
 
     endpoint: str
-    kind: Kind = "memory"
+    kind: str = MEMORY
     remark: str = ""
     tier: Tier | None = None
     fetched: int = field(default=0, init=False)
@@ -76,7 +77,7 @@ def objects_of(spec: ModelSpec, tokens: int) -> int:
 
 @contextlib.contextmanager
 def pool_of(
-    kind: Kind, room: int, settings: Mapping[str, object], cann_emulator: Path | None = None
+    kind: str, room: int, settings: Mapping[str, object], cann_emulator: Path | None = None
 ) -> Iterator[PoolUsed]:
     """A `layerflow run` and what is behind its arena, for the length of a with-block.
 
@@ -85,11 +86,11 @@ def pool_of(
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layerflow-demo-")))
-        found = stack.enter_context(behind(kind, folder, room, cann_emulator=cann_emulator))
+        found = stack.enter_context(behind(kind, folder, room, given=emulated(cann_emulator)))
         # A busy machine may answer a lookup late; a miss for that would be no fault of what is shown here.
         server = ServerProcess({**found.settings, "pool.lookup_timeout_ms": 10_000, **settings})
         stack.callback(server.close)
-        if kind == "memory":
+        if kind == MEMORY:
             yield PoolUsed(server.endpoint)
             return
         tier = stack.enter_context(Tier(server.endpoint))

@@ -11,10 +11,10 @@ from typing import Literal
 
 import torch
 
+from layerflow.config.pool import MEMORY
 from layerflow.engine import Engine
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.logs import configure as configure_logs
-from layerflow_cli.bench.pool.services import Kind
 from layerflow_cli.demo import checks
 from layerflow_cli.demo.engines import Answer, KvBytes, Served, answer, answer_served, served, spoil
 from layerflow_cli.demo.outcome import Outcome, differing
@@ -41,7 +41,7 @@ def run_demo(
     shapes: Sequence[str] = (),
     runs: int | None = None,
     quick: bool = False,
-    pool: Kind = "memory",
+    pool: str = MEMORY,
     cann_emulator: Path | None = None,
 ) -> int:
     """Run it, show it, write it.
@@ -63,13 +63,13 @@ def run_demo(
         raise ConfigError(f"--shape {unknown[0]}: no such shape; there are: {', '.join(SHAPES)}")
     if endpoint is not None and (link_gbps is not None or link_latency_us is not None):
         raise ConfigError("--endpoint and --link-...: the link belongs to the server; set pool.link_gbps there")
-    if endpoint is not None and pool != "memory":
+    if endpoint is not None and pool != MEMORY:
         raise ConfigError("--endpoint and --pool: the pool belongs to the server; set pool.backend there")
     configure_logs("error", "console")
     torch.set_num_threads(1)  # the server and the copy lanes take the other core
     runs = runs or (1 if quick else DEFAULT_RUNS)
     salt = f"[{secrets.token_hex(8)}] " if endpoint is not None else ""
-    loads: Literal["load", "link"] = "load" if pool == "memory" else "link"
+    loads: Literal["load", "link"] = "load" if pool == MEMORY else "link"
     outcomes = [Outcome(Workload.of(shape, quick, salt), loads) for shape in chosen]
 
     screen = console()
@@ -78,7 +78,7 @@ def run_demo(
         for outcome, engine in zip(outcomes, plain, strict=True):
             spoil(engine)
             _without(outcome, engine, 0, advance)
-        if link_gbps is None and pool != "memory":
+        if link_gbps is None and pool != MEMORY:
             link_gbps = 0.0  # the pool's own speed is the link
         elif link_gbps is None:
             link_gbps = suitable_link([(outcome.workload, _hit_seconds(outcome)) for outcome in outcomes])

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from layerflow.errors import ConfigError
 
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(\d{1,5})")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
@@ -45,6 +46,36 @@ def format_size(nbytes: int) -> str:
         if nbytes and nbytes % factor == 0:
             return f"{nbytes // factor}{unit}"
     return str(nbytes)
+
+
+def address(value: str, scheme: str = "") -> str:
+    """`value` if it is ``host:port`` after `scheme`.
+
+    :raises ValueError: it is not.
+    """
+    match = _ADDRESS.fullmatch(value.removeprefix(scheme))
+    if not value.startswith(scheme) or match is None or not 0 < int(match[2]) <= 65535:
+        raise ValueError(f'should be "{scheme}host:port"')
+    return value
+
+
+def http_address(value: str) -> str:
+    """`value` if it is ``http://host:port`` or empty.
+
+    :raises ValueError: it is neither.
+    """
+    if not value:
+        return value
+    try:
+        return address(value.rstrip("/"), "http://")
+    except ValueError:
+        raise ValueError('should be "http://host:port", or "" for none') from None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``host:port``, with or without a scheme, is a machine's own loopback, which no other machine reaches."""
+    host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _to_size(value: Any) -> int:
@@ -114,3 +145,19 @@ class Section(BaseModel):
         for key, value in super().__repr_args__():
             hidden = key is not None and value is not None and marks(type(self), key).get("secret")
             yield key, "***" if hidden else value
+
+
+class BackendOptions(Section):
+    """The section ``[pool.NAME]`` of a backend."""
+
+    def unreachable(self) -> tuple[str, str] | None:
+        """Why the other machines of a shared pool could not reach this one, and what to do; None = they can."""
+        return None
+
+    def for_host(self) -> dict[str, Any]:
+        """What its class is made from in the host process, as JSON's types."""
+        return self.model_dump(mode="json")
+
+    def for_workers(self) -> dict[str, Any] | None:
+        """What an engine worker's own client of the pool is made from; None = bytes pass the arena only."""
+        return None

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from layerflow.config.fields import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
-from layerflow.config.pool import DiskSettings, MemcacheSettings, MooncakeSettings, PoolSettings
+from layerflow.config.pool import PoolSettings
 from layerflow.config.reference import EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
 from layerflow.config.sources import (
     ALIASES,
@@ -35,10 +35,7 @@ from layerflow.errors import ConfigError
 __all__ = [
     "ALIASES",
     "REFUSED",
-    "DiskSettings",
     "LogSettings",
-    "MemcacheSettings",
-    "MooncakeSettings",
     "PoolSettings",
     "ReferenceRow",
     "ServerSettings",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layerflow.config.settings import Settings
-from layerflow.doctor.disk import examine_disk
-from layerflow.doctor.finding import Finding, Severity
+from layerflow.backends import installed, named
+from layerflow.config.pool import MEMORY
+from layerflow.config.settings import PoolSettings, Settings
 from layerflow.doctor.listening import examine_listening, running_server
-from layerflow.doctor.memcache import examine_memcache
 from layerflow.doctor.memory import examine_memory
-from layerflow.doctor.mooncake import examine_mooncake
 from layerflow.doctor.program import examine_program
+from layerflow.findings import Finding, Severity, ok, problem
 
 __all__ = ["Finding", "Severity", "examine"]
 
@@ -26,9 +25,19 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield from examine_program()
     yield from examine_listening(settings.server, running)
     yield from examine_memory(settings.pool, running is not None)
-    if settings.pool.disk.path:
-        yield from examine_disk(settings.pool.disk)
-    if settings.pool.backend == "mooncake":
-        yield from examine_mooncake(settings, running is not None)
-    if settings.pool.backend == "memcache":
-        yield from examine_memcache(settings, running is not None)
+    if settings.pool.behind != MEMORY:
+        yield from examine_backend(settings.pool, running is not None)
+
+
+def examine_backend(pool: PoolSettings, running: bool) -> Iterator[Finding]:
+    """What the backend behind the arena needs, as its plugin examines it.
+
+    :param running: a server with this endpoint runs.
+    """
+    name, examine = pool.behind, installed()[pool.behind].examine
+    if why := pool.unreachable():
+        yield problem(f"{name} address", *why)
+    if not examine:
+        yield ok(name, "its package examines nothing")
+        return
+    yield from named(examine)(pool.section(name), pool, running)

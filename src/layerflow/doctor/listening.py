@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from layerflow.agent.connection.control import fetch_status
-from layerflow.config.settings import PoolSettings, ServerSettings, check_private, socket_directory
-from layerflow.doctor.finding import Finding, ok, problem, warning
+from layerflow.config.settings import ServerSettings, check_private, socket_directory
 from layerflow.errors import ConfigError, LayerflowError
+from layerflow.findings import Finding, ok, problem, warning
 from layerflow.machine import existing
 
 STATUS_TIMEOUT_S = 1.5
@@ -55,15 +55,6 @@ def _listened_to(endpoint: str) -> bool:
         except OSError:
             return False
         return True
-
-
-def examine_address(check: str, pool: PoolSettings) -> Iterator[Finding]:
-    """Whether the other machines of a shared pool reach this one.
-
-    :param check: its name.
-    """
-    if why := pool.unreachable():
-        yield problem(check, *why)
 
 
 def _directory(folder: Path) -> Finding:

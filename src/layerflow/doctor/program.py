@@ -8,8 +8,7 @@ import platform
 import re
 from collections.abc import Iterator
 
-from layerflow.doctor import probes
-from layerflow.doctor.finding import Finding, ok, problem, warning
+from layerflow.findings import Finding, ok, probes, problem, warning
 
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?")
 _REINSTALL = "pip install --upgrade layerflow"

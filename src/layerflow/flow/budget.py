@@ -14,27 +14,13 @@ an engine that does not answer holds up nobody else.
 
 from __future__ import annotations
 
-import enum
 from bisect import bisect_right, insort
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from layerflow.errors import ConfigError
 from layerflow.flow.events import Direction, Limits
-
-if TYPE_CHECKING:
-    from layerflow.flow.graph.session import Session
-    from layerflow.flow.graph.step import InFlightBatch, TransferJob
-
-
-class Charge(enum.IntEnum):
-    """Where a batch in flight counts."""
-
-    BUDGET = 0
-    GATED = 1
-    """Against the budget, and against what may be granted before it can move."""
-    NONE = 2
-    """Called back, or ended."""
+from layerflow.flow.graph.session import Session
+from layerflow.flow.graph.step import Charge, InFlightBatch, TransferJob
 
 
 class Budget:

@@ -15,8 +15,8 @@ from layerflow.flow import completion
 from layerflow.flow.commands import Arrived, Command, FetchLost, TransferDone, Vacate
 from layerflow.flow.events import CallDone, FetchesRevoked, FetchLeased, FetchOpened, Hop, HostLost, Part
 from layerflow.flow.graph.cursor import Span, joined
+from layerflow.flow.graph.host_transfer import Edge, HostTransfer
 from layerflow.flow.graph.step import Transfer, TransferJob
-from layerflow.flow.hosts.transfers import Edge, HostTransfer
 from layerflow.flow.state import State
 
 UNWANTED = ""

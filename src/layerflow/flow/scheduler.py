@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 
+from layerflow.flow.budget import Budget
 from layerflow.flow.commands import Command, Submit
 from layerflow.flow.events import Direction
 from layerflow.flow.graph.cursor import BatchExtent, Cursor
@@ -42,7 +43,7 @@ def _grant(state: State, direction: Direction, out: list[Command], full: int) ->
     limits, max_bytes = budget.limits, budget.max_batch[direction]
     while ring.queue:
         session = ring.queue[0]
-        cursor = session.next_cursor(direction, budget)
+        cursor = next_cursor(session, direction, budget)
         if cursor is None:
             ring.park(session)
             continue
@@ -97,3 +98,46 @@ def _submit(state: State, session: Session, cursor: Cursor, extent: BatchExtent)
         gate,
         seals,
     )
+
+
+def next_cursor(session: Session, direction: Direction, budget: Budget) -> Cursor | None:
+    """What the session moves next: loads by distance to the frontier, then by deadline; saves oldest step first.
+
+    What cannot move yet (loads more than `prefetch_layers` past the frontier, saves that are not computed)
+    is granted as long as there is room for such batches, and then waits.
+    """
+    if direction is Direction.SAVE:
+        return _next_save(session, budget)
+    jobs, prefetch_layers = session.pending[direction], budget.limits.prefetch_layers
+    best: Cursor | None = None
+    order = (0, 0.0)
+    for job in jobs.values():
+        head, step = job.head(), job.step
+        if head is None:
+            continue
+        distance = head.layer - step.frontier
+        if best is None or (distance, step.deadline) < order:
+            best, order = head, (distance, step.deadline)
+    if best is not None and 0 < prefetch_layers < order[0]:
+        return best if _fits_gated(session, best, direction, budget) else None
+    return best
+
+
+def _next_save(session: Session, budget: Budget) -> Cursor | None:
+    ahead = True
+    for job in session.pending[Direction.SAVE].values():
+        head = job.head()
+        if head is None:
+            continue
+        if head.layer < job.step.computed:
+            return head
+        if ahead:
+            if _fits_gated(session, head, Direction.SAVE, budget):
+                return head
+            ahead = False  # a smaller one of a later step must not overtake it
+    return None
+
+
+def _fits_gated(session: Session, cursor: Cursor, direction: Direction, budget: Budget) -> bool:
+    extent = cursor.next_extent(budget.limits.max_transfer_blocks, budget.max_batch[direction])
+    return budget.fits_gated(session, direction, extent.nbytes)

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.budget import Budget, Charge
+from layerflow.flow.budget import Budget
 from layerflow.flow.events import Direction, Event, Hop, Limits
+from layerflow.flow.graph.host_transfer import HostTransfer
 from layerflow.flow.graph.session import Session
-from layerflow.flow.graph.step import InFlightBatch, Step, Transfer, TransferJob
+from layerflow.flow.graph.step import Charge, InFlightBatch, Step, Transfer, TransferJob
 from layerflow.flow.hosts.lane import HostLane
-from layerflow.flow.hosts.transfers import HostTransfer
 from layerflow.flow.ring import SessionRing
 
 

@@ -8,16 +8,22 @@ tells: it is compared with the last layer.
 from __future__ import annotations
 
 import secrets
+import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 from pydantic import field_validator
 
-from layerflow.backends import Plugin
-from layerflow.config.fields import Section, Whole, setting
+from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial
+from layerflow.config.fields import BackendOptions, Whole, setting
+from layerflow.errors import Unsupported
+from layerflow.findings import Finding, ok, problem, warning
+from layerflow.findings.memory import gib
+from layerflow.findings.probes import ANSWER_TIMEOUT_S
 from layerflow.hosts.backend import (
     OK,
     Backend,
@@ -32,6 +38,7 @@ from layerflow.hosts.backend import (
 from layerflow.objects import HEADER_BYTES, get_checksum, set_checksum
 
 if TYPE_CHECKING:
+    from layerflow.config.pool import PoolSettings
     from layerflow.memfd import SharedMemory  # numpy: the configuration reads this module too
 
 MAX_STRING_BYTES = 512 << 20
@@ -53,7 +60,7 @@ _OUT_OF_ORDER = ObjectResult(ObjectStatus.FAILED, "its layers came out of order,
 _LOST = ObjectResult(ObjectStatus.FAILED, "what was written of it has left Redis: it expired or was evicted")
 
 
-class RedisOptions(Section):
+class RedisOptions(BackendOptions):
     """A Redis or Valkey server, used with ``backend = "redis"``."""
 
     url: str = setting(
@@ -73,7 +80,63 @@ class RedisOptions(Section):
         return value
 
 
-PLUGIN = Plugin(backend="layerflow.hosts.redis:Redis", options=RedisOptions)
+PLUGIN = Plugin(
+    backend="layerflow.hosts.redis:Redis",
+    options=RedisOptions,
+    examine="layerflow.hosts.redis:examine",
+    trial="layerflow.hosts.redis:trial",
+)
+
+
+def examine(options: RedisOptions, pool: PoolSettings, running: bool) -> Iterator[Finding]:
+    """The package; does a server answer, let this client in, and make room when it is full."""
+    check = "redis server"
+    try:
+        import redis  # noqa: PLC0415 - only where it is used
+    except ImportError as error:
+        yield problem("redis package", f"not installed: {error}", 'pip install "layerflow[redis]"')
+        return
+    yield ok("redis package", f"redis {redis.__version__}")
+    wait = {"socket_timeout": ANSWER_TIMEOUT_S, "socket_connect_timeout": ANSWER_TIMEOUT_S}
+    try:
+        with redis.Redis.from_url(options.url, **wait) as client:
+            server, memory = client.info("server"), client.info("memory")
+    except (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        yield problem(check, f"refuses this client: {error}", "correct user and password in pool.redis.url")
+        return
+    except (redis.exceptions.RedisError, ValueError) as error:
+        yield problem(check, f"does not answer: {error}", "start it, or correct pool.redis.url")
+        return
+    yield ok(check, _version(server))
+    most, policy = int(memory.get("maxmemory") or 0), str(memory.get("maxmemory_policy", "?"))
+    if not most:
+        yield warning(
+            "redis memory", "no maxmemory: it takes memory until there is none", "set one in its configuration"
+        )
+    elif policy == "noeviction":
+        yield warning("redis memory", f"{gib(most)}; once full it stores nothing more", "maxmemory-policy allkeys-lru")
+    else:
+        yield ok("redis memory", f"{gib(most)}, {policy}")
+
+
+def trial(options: RedisOptions, folder: Path, nbytes: int, running: bool) -> Trial:
+    """See :class:`layerflow.backends.Plugin`.
+
+    :raises Unsupported: no server is installed.
+    """
+    if running:
+        return Trial()
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        raise Unsupported("there is no redis-server and no valkey-server here; install one, or name a running one")
+    url = f"unix://{folder}/redis.sock"
+    command = [program, "--port", "0", "--unixsocket", f"{folder}/redis.sock", "--save", "", "--appendonly", "no"]
+    command += ["--maxmemory", str(max(2 * nbytes, LEAST_TRIAL_BYTES)), "--maxmemory-policy", "allkeys-lru"]
+    return Trial(options={"url": url}, command=tuple(command), ready=url)
+
+
+def _version(server: Mapping[str, Any]) -> str:
+    return str(server.get("valkey_version") or server.get("redis_version", "?"))
 
 
 @dataclass(slots=True)
@@ -116,7 +179,7 @@ class Redis(Backend):
         except redis.exceptions.RedisError as error:
             raise Unreachable(f"Redis does not answer: {error}") from None
         self._most_bytes = min(MAX_STRING_BYTES, int(memory.get("maxmemory") or MAX_STRING_BYTES))
-        shown = {"version": server.get("valkey_version") or server.get("redis_version", "?")}
+        shown = {"version": _version(server)}
         return BackendInfo({**shown, "maxmemory_policy": str(memory.get("maxmemory_policy", "?"))})
 
     def check(self) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from layerflow.backends import installed
+from layerflow.backends import installed, named
 from layerflow.hosts.backend import Backend, Unusable
 from layerflow.hosts.lane import describe
 
@@ -18,12 +17,12 @@ def make(name: str, options: Mapping[str, Any]) -> Backend:
     :raises Unusable: there is none of that name, or it refuses its options.
     """
     known = installed()
-    module, _, cls = (known[name].backend if name in known else name).partition(":")
-    if not cls:
+    reference = known[name].backend if name in known else name
+    if ":" not in reference:
         there = ", ".join(known) or "none: install layerflow again, so that its entry points are known"
         raise Unusable(f"backend {name!r} is not installed; there are {there}")
     try:
-        factory = getattr(importlib.import_module(module), cls)
+        factory = named(reference)
     except (ImportError, AttributeError) as error:
         raise Unusable(f"backend {name!r} cannot be loaded: {error}; is layerflow installed whole?") from error
     try:

@@ -16,6 +16,8 @@ class Kind:
     """
 
     name: ClassVar[str]
+    vllm: ClassVar[tuple[str, ...]] = ()
+    """Names of vLLM's specs of such caches; which of them a vLLM has differs between versions."""
     windowed: ClassVar[bool] = False
     """Takes a window."""
     exact: ClassVar[bool] = False

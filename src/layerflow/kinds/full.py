@@ -9,3 +9,4 @@ class Full(Kind):
     """Keys and values of every earlier token."""
 
     name = "full"
+    vllm = ("FullAttentionSpec",)

@@ -9,6 +9,7 @@ class Sliding(Kind):
     """Keys and values of the last `window` tokens."""
 
     name = "sliding"
+    vllm = ("SlidingWindowSpec", "SlidingWindowMLASpec")
     windowed = True
 
     def first_token(self, hit: int) -> int:

@@ -14,6 +14,7 @@ class RecurrentState(Kind):
     """
 
     name = "state"
+    vllm = ("MambaSpec",)
     exact = True
 
     @property

@@ -16,6 +16,7 @@ import structlog
 import zmq
 
 from layerflow._version import __version__
+from layerflow.config.pool import MEMORY
 from layerflow.config.settings import Settings, live_changes, make_private, make_private_directory
 from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
@@ -418,25 +419,14 @@ def tier_of(settings: Settings) -> tuple[str, dict[str, Any]] | None:
     pool = settings.pool
     if why := pool.unreachable():
         raise ConfigError("; ".join(why))
-    common = {"timeout_ms": pool.host_timeout_ms}
-    match pool.backend:
-        case "mooncake":
-            return "mooncake", pool.mooncake.model_dump(mode="json") | common
-        case "memcache":
-            return "memcache", pool.memcache.model_dump(mode="json", exclude={"direct"}) | common
-        case name if name != "memory":
-            return name, getattr(pool, name).model_dump(mode="json") | common
-    if pool.disk.path:
-        return "disk", pool.disk.model_dump(mode="json") | common
-    return None
+    return None if pool.behind == MEMORY else (pool.behind, pool.for_host())
 
 
 def direct_options(settings: Settings) -> str:
     """What an engine worker's own client of the pool behind the arena is made from, as JSON; empty = it has none."""
-    behind = tier_of(settings)
-    if behind is None or not (settings.pool.backend == "memcache" and settings.pool.memcache.direct):
-        return ""
-    return json.dumps(behind[1])
+    pool = settings.pool
+    options = None if pool.behind == MEMORY else pool.section(pool.behind).for_workers()
+    return "" if options is None else json.dumps(options | {"timeout_ms": pool.host_timeout_ms})
 
 
 def limits_of(settings: Settings) -> Limits:

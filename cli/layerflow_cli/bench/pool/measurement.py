@@ -23,13 +23,14 @@ import torch
 from rich.table import Table
 
 from layerflow.agent.connection.control import Control
+from layerflow.config.pool import MEMORY
 from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import pool_name
 from layerflow.keys import Chain, object_key
 from layerflow.spec import DEFAULT_CHUNK_TOKENS
 from layerflow_cli.bench.harness import ServerProcess, Worker
-from layerflow_cli.bench.pool.raw.process import RawPool
-from layerflow_cli.bench.pool.services import Behind, Kind, behind
+from layerflow_cli.bench.pool.raw.process import RawPool, check
+from layerflow_cli.bench.pool.services import Behind, behind, emulated
 from layerflow_cli.bench.pool.tier import Tier
 from layerflow_cli.output import progress
 
@@ -41,7 +42,7 @@ WAIT_S = 60.0
 
 
 def measure(
-    kind: Kind = "disk",
+    kind: str = "disk",
     rounds: int = 15,
     chunks: int = CHUNKS,
     layers: int = LAYERS,
@@ -59,19 +60,19 @@ def measure(
         ``raw_load_gbps``: 10^9 bytes of payload per second; ``metadata_rpcs_per_step``: requests that a saving step
         and a loading step together made at the pool's metadata service, and the same by number of layers.
     """
+    check(kind)
     torch.set_num_threads(1)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layerflow-bench-")))
         advance = stack.enter_context(progress(3 + WARM_UP_ROUNDS + rounds + len(depths)))
         advance(f"starting {kind}")
         nbytes = chunks * layers * PIECE_BYTES
-        kept = rounds + WARM_UP_ROUNDS + 1 if kind == "disk" else 1  # nobody but the tier removes its files
         most = chunks * PIECE_BYTES * max(layers, *depths, 0)
-        pool = stack.enter_context(behind(kind, folder, kept * nbytes + len(depths) * most, config, cann_emulator))
+        pool = stack.enter_context(behind(kind, folder, nbytes + len(depths) * most, config, emulated(cann_emulator)))
         bench = _Bench(stack, pool, max(nbytes, most))
         advance("warming up")
         bench.wait_ready()
-        raw = stack.enter_context(RawPool(kind, {**pool.options, **pool.other}, (chunks, layers, PIECE_BYTES)))
+        raw = stack.enter_context(RawPool(kind, pool.options, (chunks, layers, PIECE_BYTES)))
         with bench.worker(chunks, layers) as worker:
             seconds: dict[str, list[float]] = {}
             for number in range(WARM_UP_ROUNDS + rounds):
@@ -174,7 +175,7 @@ class _Bench:
         self._server = ServerProcess(settings)
         stack.callback(self._server.close)
         self._control = stack.enter_context(closing(Control(self._server.endpoint, engine="bench")))
-        self._tier = None if pool.kind == "memory" else stack.enter_context(Tier(self._server.endpoint))
+        self._tier = None if pool.kind == MEMORY else stack.enter_context(Tier(self._server.endpoint))
 
     @contextmanager
     def worker(self, chunks: int, layers: int) -> Iterator[Worker]:

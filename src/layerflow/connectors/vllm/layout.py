@@ -17,16 +17,10 @@ import torch
 from layerflow.connectors.vllm.identity import arithmetic_of, content_of
 from layerflow.connectors.vllm.options import Options
 from layerflow.errors import Unsupported
+from layerflow.kinds import KINDS
 from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane, Shard
 
-# By class name: which of these a vLLM has differs between versions.
-_KINDS = {
-    "FullAttentionSpec": "full",
-    "MLAAttentionSpec": "mla",
-    "SlidingWindowSpec": "sliding",
-    "SlidingWindowMLASpec": "sliding",
-    "MambaSpec": "state",
-}
+_KINDS = {spec: kind for kind in KINDS.values() for spec in kind.vllm}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +64,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         kind = _kind(layer_spec)
         layers = tuple(sorted(numbers[name] for name in names))
         own = tuple(Plane(f"part{part}" if part else "kv", "uint8", (width,)) for part, width in enumerate(widths))
-        window = layer_spec.sliding_window if kind == "sliding" else 0
+        window = layer_spec.sliding_window if KINDS[kind].windowed else 0
         groups.append(GroupSpec(kind, layer_spec.block_size, layers, own, window))
         vllm_groups.append(index)
     spec = ModelSpec(
@@ -110,7 +104,7 @@ def _kind(layer_spec: Any) -> str:
             f"recurrent layers with mamba_cache_mode={layer_spec.mamba_cache_mode!r} keep no state that a later prompt "
             "could continue from; start vLLM with --enable-prefix-caching (and --mamba-cache-mode align)"
         )
-    return _KINDS[name]
+    return _KINDS[name].name
 
 
 def _shard(parallel: Any) -> Shard:
@@ -134,7 +128,7 @@ def _forward_order(name: str) -> tuple[int, str]:
 
 def _planes(name: str, layer_spec: Any, registered: Any, num_blocks: int) -> tuple[torch.Tensor, ...]:
     """The layer's blocks as uint8 tensors of shape ``(num_blocks, entries, bytes)``, sharing memory."""
-    entries = 1 if _kind(layer_spec) == "state" else layer_spec.block_size
+    entries = KINDS[_kind(layer_spec)](layer_spec.block_size).entries
     parts = list(registered) if isinstance(registered, list | tuple) else [registered]
     views: list[torch.Tensor] = []
     for tensor in parts:

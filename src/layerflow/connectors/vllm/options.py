@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from layerflow.config.pool import BACKEND_ALIASES, backends
+from layerflow.backends import canonical, installed
+from layerflow.config.pool import backends
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
 
@@ -24,7 +25,7 @@ _SERVER_KEYS = {
     "pool_size": "pool.size",
 }
 # Tables of the server's TOML file, below [pool]; with an endpoint they are the operator's as well.
-_POOL_TABLES = ("disk", *(name for name in backends() if name != "memory"))
+_POOL_TABLES = tuple(installed())
 _REFUSED = {
     "layerwise_num_shared_buffers": "layerflow shares one arena between all layers; size it with pool.size "
     "in the server's config (pool_size here if the server is embedded)",
@@ -139,7 +140,7 @@ def _mode(extra: Mapping[str, Any]) -> ModeSetting:
 def _backend(extra: Mapping[str, Any]) -> str:
     """The backend by layerflow's name, "" if not given; checked with an endpoint too, though it decides there."""
     written = _text(extra, "backend")
-    name = BACKEND_ALIASES.get(written, written)
+    name = canonical(written)
     if written and name not in backends():
         raise ConfigError(f"{_WHERE}: backend {written!r}: should be one of {', '.join(backends())}")
     return name

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.events import Direction, LayerShape, SessionOpened
+from layerflow.flow.events import LayerShape, SessionOpened
 
 if TYPE_CHECKING:
-    from layerflow.flow.budget import Budget
-    from layerflow.flow.graph.cursor import Cursor
     from layerflow.flow.graph.step import DrainBarrier, Step, TransferJob
 
 
@@ -66,46 +64,6 @@ class Session:
     unsaved: int = 0
     gated: list[int] = field(default_factory=lambda: [0, 0])
     aborting: dict[str, DrainBarrier] = field(default_factory=dict)
-
-    def next_cursor(self, direction: Direction, budget: Budget) -> Cursor | None:
-        """What it moves next: loads by distance to the frontier, then by deadline; saves oldest step first.
-
-        What cannot move yet (loads more than `prefetch_layers` past the frontier, saves that are not computed)
-        is granted as long as there is room for such batches, and then waits.
-        """
-        if direction is Direction.SAVE:
-            return self._next_save(budget)
-        jobs, prefetch_layers = self.pending[direction], budget.limits.prefetch_layers
-        best: Cursor | None = None
-        order = (0, 0.0)
-        for job in jobs.values():
-            head, step = job.head(), job.step
-            if head is None:
-                continue
-            distance = head.layer - step.frontier
-            if best is None or (distance, step.deadline) < order:
-                best, order = head, (distance, step.deadline)
-        if best is not None and 0 < prefetch_layers < order[0]:
-            return best if self._fits_gated(best, direction, budget) else None
-        return best
-
-    def _next_save(self, budget: Budget) -> Cursor | None:
-        ahead = True
-        for job in self.pending[Direction.SAVE].values():
-            head = job.head()
-            if head is None:
-                continue
-            if head.layer < job.step.computed:
-                return head
-            if ahead:
-                if self._fits_gated(head, Direction.SAVE, budget):
-                    return head
-                ahead = False  # a smaller one of a later step must not overtake it
-        return None
-
-    def _fits_gated(self, cursor: Cursor, direction: Direction, budget: Budget) -> bool:
-        extent = cursor.next_extent(budget.limits.max_transfer_blocks, budget.max_batch[direction])
-        return budget.fits_gated(self, direction, extent.nbytes)
 
 
 def open_session(event: SessionOpened) -> Session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -10,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.budget import Charge
 from layerflow.flow.events import Direction, Event, Part, StepOpened
 from layerflow.flow.graph.cursor import Cursor, Span, joined, touches
 
 if TYPE_CHECKING:
+    from layerflow.flow.graph.host_transfer import Edge
     from layerflow.flow.graph.session import GroupShape, Session
-    from layerflow.flow.hosts.transfers import Edge
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +50,16 @@ class DrainBarrier:
 
 
 STORY_EVENTS = 24
+
+
+class Charge(enum.IntEnum):
+    """Where a batch in flight counts."""
+
+    BUDGET = 0
+    GATED = 1
+    """Against the budget, and against what may be granted before it can move."""
+    NONE = 2
+    """Called back, or ended."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,1 +1,1 @@
-"""The hop between arena and backend: transfers, the lane that moves them, and how much one call should move."""
+"""The hop between arena and backend: the lane that moves its transfers, and how much one call should move."""

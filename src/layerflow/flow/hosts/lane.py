@@ -7,8 +7,8 @@ import math
 from layerflow.flow.budget import Budget
 from layerflow.flow.commands import Call, Command
 from layerflow.flow.events import Hop
+from layerflow.flow.graph.host_transfer import HostTransfer, Source
 from layerflow.flow.hosts.pace import FIRST_BYTES, Pace
-from layerflow.flow.hosts.transfers import HostTransfer, Source
 from layerflow.flow.ring import Ring
 
 CALLS_AHEAD = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from layerflow.errors import InvalidTransition
+from layerflow.flow.graph.host_transfer import HostTransfer
 from layerflow.flow.hosts.lane import HostLane
-from layerflow.flow.hosts.transfers import HostTransfer
 from layerflow.flow.state import State
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.budget import Charge
 from layerflow.flow.completion import builds_on_loads
 from layerflow.flow.events import Direction
 from layerflow.flow.graph.cursor import Cursor, joined, touches, without
 from layerflow.flow.graph.session import Session
-from layerflow.flow.graph.step import InFlightBatch, Step, Transfer, TransferJob
+from layerflow.flow.graph.step import Charge, InFlightBatch, Step, Transfer, TransferJob
+from layerflow.flow.scheduler import next_cursor
 from layerflow.flow.state import State
 from layerflow.flow.validate.hosts import validate_lane
 
@@ -232,14 +232,14 @@ def _conserving(state: State) -> None:
     limits, budget = state.budget.limits, state.budget
     for direction in Direction:
         for session in state.sessions.values():
-            cursor = session.next_cursor(direction, budget)
+            cursor = next_cursor(session, direction, budget)
             if cursor is not None and not session.queued[direction]:
                 raise InvalidTransition(
                     f"session {session.number}: permitted {direction.name} work is not queued",
                     cursor.transfer.job.step.told(),
                 )
         queue = state.rings[direction].queue
-        first = queue[0].next_cursor(direction, budget) if queue else None
+        first = next_cursor(queue[0], direction, budget) if queue else None
         if first is None and queue and direction is Direction.LOAD:
             raise InvalidTransition(f"session {queue[0].number} has its turn with no load that is permitted")
         if first is not None:

@@ -1,5 +1,36 @@
-"""The entry point of this backend."""
+"""The entry point of this backend, and its section of the configuration."""
 
-from layerflow.backends import Plugin
+from __future__ import annotations
 
-PLUGIN = Plugin(backend="layerflow.hosts.disk.backend:Disk")
+import tempfile
+from pathlib import Path
+
+from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial
+from layerflow.config.fields import BackendOptions, Size, setting
+
+
+class DiskSettings(BackendOptions):
+    """A persistent tier under the arena; only with ``backend = "memory"``."""
+
+    path: str = setting("", 'Directory of the tier, of this server alone; "" = off.')
+    capacity: Size = setting(64 << 30, "Most bytes of objects kept there.", unit="bytes", ge=1 << 20)
+
+
+_ROUNDS = 64
+
+
+def trial(options: DiskSettings, folder: Path, nbytes: int, running: bool) -> Trial:
+    """See :class:`layerflow.backends.Plugin`. A folder within that of the user: what is in theirs stays as it is."""
+    made = tempfile.mkdtemp(prefix="trial-", dir=options.path if running and options.path else folder)
+    # Only the tier removes its files, so there is room for those of many rounds.
+    given = {"path": f"{made}/tier", "capacity": max(_ROUNDS * nbytes, LEAST_TRIAL_BYTES)}
+    return Trial(options=given, other={"path": f"{made}/raw"}, made=Path(made))
+
+
+PLUGIN = Plugin(
+    backend="layerflow.hosts.disk.backend:Disk",
+    options=DiskSettings,
+    chosen_by="path",
+    examine="layerflow.hosts.disk.examine:examine",
+    trial="layerflow.hosts.disk.plugin:trial",
+)

@@ -2,8 +2,8 @@
 
 Needs packages with leases and addresses (1.3). How many calls reach the MetaService does not depend on the number of
 layers: a write is a look, an allocation and a look, and the publication; a fetch a lease and a look. What is known of
-the library, and what layerflow does about it, is told where it is done: :mod:`.memcache_calls` (its table of
-addresses), :mod:`.memcache_reading` (leases), :mod:`.memcache_writing` (two writers of one key).
+the library, and what layerflow does about it, is told where it is done: :mod:`.client` (its table of
+addresses), :mod:`.reading` (leases), :mod:`.writing` (two writers of one key).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerflow.hosts.backend import BackendInfo, Unreachable, Unusable, pool_name
+from layerflow.hosts.backend import BackendInfo, Unreachable, pool_name
 from layerflow.hosts.memcache.client import MemcacheClient
 from layerflow.hosts.memcache.codes import explain
 from layerflow.hosts.memcache.headers import Scratch, reaches_all
@@ -49,7 +49,12 @@ class Memcache(SharedStore[MemcacheClient, MemcacheReader, MemcacheWriter]):
         meta = MetaService(self._shared.meta_service_url, self._shared.metrics_url)
         calls = MemcacheClient(meta, self._options.timeout_ms / 1e3)
         super().__init__(
-            calls, meta, MemcacheReader(calls, meta, self._shared.world_size), MemcacheWriter(calls, meta), _COUNTED
+            "memcache",
+            calls,
+            meta,
+            MemcacheReader(calls, meta, self._shared.world_size),
+            MemcacheWriter(calls, meta),
+            _COUNTED,
         )
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
@@ -83,21 +88,16 @@ class Memcache(SharedStore[MemcacheClient, MemcacheReader, MemcacheWriter]):
         complete = [name for name, code in zip(names, self._calls.exists(names), strict=True) if code == 1]
         self._calls.remove(complete)
 
-    def _join(self, arena: SharedMemory) -> BackendInfo:
-        if not self._leave():
-            raise Unreachable("memcache: a call of the client before has not come back yet")
-        client = connect(self._options, self._service)
-        self._calls.open(client.store)
+    def _register(self, arena: SharedMemory) -> str:
         code = self._calls.register(arena.address, arena.nbytes)
-        if code != 0:
-            self.close()
-            raise Unusable(
-                f"memcache cannot register the arena of {arena.nbytes} bytes ({explain(code)}); raise the limit of "
-                "locked memory (ulimit -l)"
-            )
+        return explain(code) if code != 0 else ""
+
+    def _join(self, arena: SharedMemory) -> BackendInfo:
+        self._start_over()
+        client = connect(self._options, self._service)
+        self._use(client.store, arena)
         self._reader.scratch = Scratch(self._calls)
         self._writer.scratch = Scratch(self._calls)
-        self._writer.arena = self._reader.arena = arena
         self._writer.number = client.number
         return BackendInfo(
             {

@@ -40,10 +40,11 @@ class MetaService(Service):
             line = ServiceMonitor(web.address, _WHOSE, "start a MetaService there, or set pool.memcache.metrics_url")
         else:
             line = ServiceMonitor(tcp_address(url), _WHOSE, "start one there, or set pool.memcache.meta_service_url")
-        super().__init__(_WHOSE, line, web, held=web.address is not None, ready=_ready)
+        super().__init__(_WHOSE, line, web, held=web.address is not None, ready=ready)
 
 
-def _ready(body: bytes) -> bool:
+def ready(body: bytes) -> bool:
+    """Whether it says at ``/health`` that it serves."""
     try:
         told = json.loads(body)
         return bool(told["status"] == "ok" and told.get("service_ready", True))

@@ -17,7 +17,6 @@ from layerflow.hosts.memcache.client import G2H, AddressRange, MemcacheClient
 from layerflow.hosts.memcache.codes import WRONG_STATE, leasing, reading
 from layerflow.hosts.memcache.headers import Scratch
 from layerflow.hosts.shared.open_read import OTHER_SIZE, OpenRead, StoreReader
-from layerflow.hosts.shared.open_write import LATE
 from layerflow.hosts.shared.service import Service
 from layerflow.objects import pack_header
 
@@ -40,15 +39,11 @@ class MemcacheReader(StoreReader):
         self._open: dict[tuple[bytes, int], OpenRead] = {}  # by key and place in the arena: jobs share nothing
         self.scratch: Scratch | None = None
 
-    def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+    def _lease(self, places: Sequence[ObjectLocation], generation: int) -> list[ObjectResult]:
         """Two calls to the MetaService, whatever the number of objects; up to three more after lost races."""
-        if not places:
-            return []
-        if time.monotonic() >= until:
-            return [LATE] * len(places)
-        generation, began = self._service.reach(), time.monotonic()
+        began = time.monotonic()
         names = [pool_name(place.key) for place in places]
-        results = [leasing(code) for code in self._lease(names)]
+        results = [leasing(code) for code in self._codes(names)]
         leased = [at for at, result in enumerate(results) if result is OK]
         refused = [names[at] for at in leased]
         try:
@@ -93,8 +88,8 @@ class MemcacheReader(StoreReader):
         self._calls.settle(published)
         return set(published)
 
-    def _lease(self, names: list[str]) -> list[int]:
-        """A code for each."""
+    def _codes(self, names: list[str]) -> list[int]:
+        """Of the MetaService, for a lease of each."""
         codes = self._calls.lease(names, round(LEASE_S * 1e3))
         refused = [name for name, code in zip(names, codes, strict=True) if code == WRONG_STATE]
         if not refused:

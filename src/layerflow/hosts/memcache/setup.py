@@ -10,23 +10,23 @@ import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from layerflow.hosts.backend import Unreachable, Unusable
 from layerflow.hosts.memcache.codes import explain
+from layerflow.hosts.memcache.environment import missing_cann
 from layerflow.hosts.memcache.metaservice import tcp_address
+from layerflow.hosts.memcache.plugin import EMULATED, META_KEY, MemcacheSettings
+from layerflow.hosts.shared.options import HostOptions
 from layerflow.hosts.shared.service import Service
 
 NEEDED = "1.3.0"
 PACKAGES = f"memcache_hybrid=={NEEDED} memfabric_hybrid=={NEEDED}"
-EMULATED = ("host_tcp", "host_shm")
 _SIGACTION_BYTES = 256
 """No Linux has a larger ``struct sigaction``."""
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _WORLD = "ock.mmc.local_service.world_size"
 _DEFAULT_WORLD = 256
-_META = "ock.mmc.meta_service_url"
 
 _REFUSED = (
     "memcache {version} refuses its options ({said}); check the sizes, addresses and the protocol {protocol!r} in "
@@ -40,35 +40,13 @@ _NOT_LET_IN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MemcacheOptions:
-    """The section ``[pool.memcache]``; sizes in bytes, times in ms."""
-
-    config_file: str = ""
-    meta_service_url: str = "tcp://127.0.0.1:5000"
-    config_store_url: str = "tcp://127.0.0.1:6000"
-    metrics_url: str = "http://127.0.0.1:8000"
-    hcom_url: str = "tcp://127.0.0.1:7000"
-    protocol: str = "host_rdma"
-    dram_size: int = 1 << 30
-    max_dram_size: int = 64 << 30
-    world_size: int = _DEFAULT_WORLD
-    device_id: int = 0
-    cann_emulator: str = ""
-    timeout_ms: int = 5000
+class MemcacheOptions(MemcacheSettings, HostOptions):
+    """The section ``[pool.memcache]``, in the host process."""
 
     @classmethod
-    def read(cls, options: Mapping[str, Any]) -> MemcacheOptions:
+    def read(cls, options: Mapping[str, Any]) -> Self:
         """:raises Unusable: an option is unknown, or cannot be meant."""
-        unknown = sorted(options.keys() - set(cls.__slots__))
-        if unknown:
-            raise Unusable(f"memcache has no option {', '.join(unknown)}; there are {', '.join(sorted(cls.__slots__))}")
-        read = cls(**options)
-        for name in ("meta_service_url", "config_store_url", "hcom_url"):
-            try:
-                tcp_address(getattr(read, name))
-            except ValueError as error:
-                raise Unusable(f"pool.memcache.{name} = {error}") from None
+        read = super().read(options)
         if read.cann_emulator and not read.config_file and read.protocol not in EMULATED:
             raise Unusable(
                 f"pool.memcache.protocol = {read.protocol!r} does not work with cann_emulator; choose one of "
@@ -99,16 +77,14 @@ def shared(options: MemcacheOptions) -> Shared:
     if not options.config_file:
         return Shared(options.meta_service_url, options.metrics_url, options.world_size)
     try:
-        lines = Path(options.config_file).read_text().splitlines()
+        said = options.file_keys()
     except (OSError, UnicodeDecodeError) as error:
         raise Unusable(f"pool.memcache.config_file cannot be read: {error}") from error
-    pairs = (line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#"))
-    said = {key.strip(): value.strip() for key, _, value in pairs}
     try:
-        tcp_address(said[_META])
-        return Shared(said[_META], "", int(said.get(_WORLD, _DEFAULT_WORLD)))
+        tcp_address(said[META_KEY])
+        return Shared(said[META_KEY], "", int(said.get(_WORLD, _DEFAULT_WORLD)))
     except (KeyError, ValueError) as error:
-        raise Unusable(f"pool.memcache.config_file {options.config_file}: {_META} or {_WORLD}: {error}") from None
+        raise Unusable(f"pool.memcache.config_file {options.config_file}: {META_KEY} or {_WORLD}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +190,9 @@ def _megabytes(nbytes: int) -> str:
 
 def _needs_cann(options: MemcacheOptions) -> None:
     """:raises Unusable: the library would look for CANN in vain."""
-    home = os.environ.get("ASCEND_HOME_PATH", "")
-    if home and (Path(home) / "lib64" / "libascendcl.so").exists():
+    found = missing_cann()
+    if not found:
         return
-    found = f"no lib64/libascendcl.so in ASCEND_HOME_PATH = {home}" if home else "ASCEND_HOME_PATH is not set"
     advice = (
         "see the server's log for why the emulator is not active"
         if options.cann_emulator

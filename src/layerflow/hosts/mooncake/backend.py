@@ -16,7 +16,6 @@ from layerflow.hosts.backend import (
     ObjectLocation,
     ObjectResult,
     Unreachable,
-    Unusable,
     pool_name,
 )
 from layerflow.hosts.mooncake.client import Master, MooncakeClient, explain
@@ -41,25 +40,18 @@ class Mooncake(SharedStore[MooncakeClient, MooncakeReader, MooncakeWriter]):
         self._options = MooncakeOptions.read(options)
         master = Master(self._options.master, self._options.metrics)
         calls = MooncakeClient(master)
-        super().__init__(calls, master, MooncakeReader(calls, master), MooncakeWriter(calls, master), _COUNTED)
+        super().__init__(
+            "Mooncake", calls, master, MooncakeReader(calls, master), MooncakeWriter(calls, master), _COUNTED
+        )
         self._condemned = Condemned(self._calls)
         self._warming: Warming | None = None
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
-        if not self._leave():
-            raise Unreachable("Mooncake: a call of the client before has not come back yet")
+        self._start_over()
         before = mapped()
         client = connect(self._options, self._service)
-        self._calls.open(client.store)
-        code = self._calls("register_buffer", arena.address, arena.nbytes)
-        if code != 0:
-            self.close()
-            raise Unusable(
-                f"Mooncake cannot register the arena of {arena.nbytes} bytes ({explain(code)}); with rdma, raise the "
-                "limit of locked memory (ulimit -l)"
-            )
+        self._use(client.store, arena)
         self._writer.replicate = client.replicate
-        self._writer.arena = self._reader.arena = arena
         segment = self._options.segment_size
         if segment and self._options.warm:
             self._warming = Warming(added(before, mapped(), segment), segment)
@@ -118,6 +110,10 @@ class Mooncake(SharedStore[MooncakeClient, MooncakeReader, MooncakeWriter]):
         results = super().commit(places, until)
         self._condemned.discard(place.key for place, result in zip(places, results, strict=True) if result is OK)
         return results
+
+    def _register(self, arena: SharedMemory) -> str:
+        code = self._calls("register_buffer", arena.address, arena.nbytes)
+        return explain(code) if code != 0 else ""
 
     def _leave(self) -> bool:
         if self._warming is not None:

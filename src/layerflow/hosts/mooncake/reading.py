@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus, pool_name
 from layerflow.hosts.mooncake.client import NOT_IN_MEMORY, MooncakeClient, moved, reading
 from layerflow.hosts.shared.open_read import OTHER_SIZE, OpenRead, StoreReader
-from layerflow.hosts.shared.open_write import LATE
 from layerflow.hosts.shared.service import Service
 
 _NO_SIZE = ObjectResult(ObjectStatus.FAILED, "Mooncake's master did not say how large it is")
@@ -27,13 +25,7 @@ class MooncakeReader(StoreReader):
         self._open: dict[bytes, OpenRead] = {}
         self.offloads = False
 
-    def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
-        """Leases."""
-        if not places:
-            return []
-        if time.monotonic() >= until:
-            return [LATE] * len(places)
-        generation = self._service.reach()
+    def _lease(self, places: Sequence[ObjectLocation], generation: int) -> list[ObjectResult]:
         names = [pool_name(place.key) for place in places]
         codes = self._calls.codes("batch_get_session_start", names)
         self.offloads = self.offloads or NOT_IN_MEMORY in codes

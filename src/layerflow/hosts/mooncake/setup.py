@@ -5,57 +5,25 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from layerflow.backends import free_ports
 from layerflow.hosts.backend import Unusable
 from layerflow.hosts.mooncake.client import explain
+from layerflow.hosts.mooncake.plugin import MooncakeSettings
+from layerflow.hosts.shared.options import HostOptions
 from layerflow.hosts.shared.service import Service
 
 NEEDED = "0.3.13"
-MIN_SEGMENT_BYTES = 16 << 20
 _PACKAGE = f"mooncake-transfer-engine-non-cuda>={NEEDED} (or mooncake-transfer-engine, built for CUDA)"
 # The ranges need no staging memory: the arena is registered, and everything is copied from and to it.
 _LOCAL_BUFFER_BYTES = 0
 _MIN_TRANSFER_S = 5  # the library takes no smaller MC_TRANSFER_TIMEOUT
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeOptions:
-    """The section ``[pool.mooncake]``; sizes in bytes, times in ms."""
-
-    master: str = "127.0.0.1:50051"
-    metrics: str = "http://127.0.0.1:9003"
-    metadata_server: str = "P2PHANDSHAKE"
-    hostname: str = "127.0.0.1"
-    port: int = 0
-    protocol: str = "tcp"
-    devices: str = ""
-    segment_size: int = 1 << 30
-    replicas: int = 1
-    preferred_segment: str = ""
-    soft_pin: bool = False
-    warm: bool = True
-    timeout_ms: int = 5000
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> MooncakeOptions:
-        """:raises Unusable: an option is unknown, or cannot be meant."""
-        unknown = sorted(options.keys() - set(cls.__slots__))
-        if unknown:
-            raise Unusable(f"Mooncake has no option {', '.join(unknown)}; there are {', '.join(sorted(cls.__slots__))}")
-        read = cls(**options)
-        host, _, port = read.master.rpartition(":")
-        if not host or not port.isdigit():
-            raise Unusable(f"pool.mooncake.master = {read.master!r}: write host:port")
-        if 0 < read.segment_size < MIN_SEGMENT_BYTES:
-            raise Unusable(
-                f"pool.mooncake.segment_size = {read.segment_size}: Mooncake takes {MIN_SEGMENT_BYTES} bytes or more, "
-                "or 0 to give no memory"
-            )
-        return read
+class MooncakeOptions(MooncakeSettings, HostOptions):
+    """The section ``[pool.mooncake]``, in the host process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +56,7 @@ def connect(options: MooncakeOptions, master: Service) -> MooncakeConnection:
         raise Unusable(
             f"pool.mooncake.segment_size = {options.segment_size}: this machine has {memory} bytes; choose less"
         )
-    name = f"{options.hostname}:{options.port or _free_port()}"  # without a port, set-up tries 20 of them
+    name = f"{options.hostname}:{options.port or free_ports(1)[0]}"  # without a port, set-up tries 20 of them
     store = library.MooncakeDistributedStore()
     code = store.setup(
         name,
@@ -151,10 +119,3 @@ def _limit_waits(timeout_ms: int) -> None:
     os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = str(seconds)
     os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = str(seconds)
     os.environ["MC_TRANSFER_TIMEOUT"] = str(max(_MIN_TRANSFER_S, timeout_ms * 10 // 1000))
-
-
-def _free_port() -> int:
-    """The library only names the client by it, and names must differ."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import os
 import re
 import select
@@ -12,6 +10,7 @@ import threading
 import time
 from urllib.parse import urlsplit
 
+from layerflow.findings.probes import http_get
 from layerflow.hosts.backend import Unreachable
 
 HTTP_S = 0.8
@@ -31,7 +30,7 @@ class HttpProbe:
     def __init__(self, url: str, whose: str, metric: str) -> None:
         parts = urlsplit(url)
         self.address = (parts.hostname, parts.port or 80) if parts.hostname else None
-        self._url, self._path, self._whose = url.rstrip("/"), parts.path.rstrip("/"), whose
+        self._url, self._whose = url.rstrip("/"), whose
         self._segment = re.compile(rb'^%b\{segment="[^"]*"\} (\d+)' % metric.encode(), re.MULTILINE)
         self._look_again = 0.0
         self._largest = 0
@@ -43,17 +42,10 @@ class HttpProbe:
         """
         if self.address is None:
             return b""
-        # Not urllib: it asks for `Connection: close`, and then memcache's MetaService sends no body.
         url = self._url + path
-        try:
-            with contextlib.closing(http.client.HTTPConnection(*self.address, timeout=HTTP_S)) as asked:
-                asked.request("GET", self._path + path)
-                answer = asked.getresponse()
-                status, body = answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self._whose} does not answer at {url}: {error}; is it running?") from error
-        if status != http.HTTPStatus.OK:
-            raise Unreachable(f"{self._whose} is not well: {url} says {status}; look at its log")
+        why, body = http_get(url, HTTP_S)
+        if why:
+            raise Unreachable(f"{self._whose} is not well: {url}: {why}; is it running? Look at its log")
         return body
 
     def largest_segment(self) -> int:

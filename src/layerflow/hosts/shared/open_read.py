@@ -58,6 +58,14 @@ class StoreReader(abc.ABC):
         self._sums: dict[tuple[bytes, int], _Sum] = {}
         self.arena: SharedMemory | None = None
 
+    def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+        """See :meth:`Backend.open_fetch`."""
+        if not places:
+            return []
+        if time.monotonic() >= until:
+            return [LATE] * len(places)
+        return self._lease(places, self._service.reach())
+
     def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
         """One range an object: its layers lie in one piece, in the store as in the arena."""
         results = [self.check(place) for place in places]
@@ -111,8 +119,11 @@ class StoreReader(abc.ABC):
     # What each store does in its own way -----------------------------------------------------------
 
     @abc.abstractmethod
-    def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
-        """Leases, in a number of calls that does not depend on the number of objects."""
+    def _lease(self, places: Sequence[ObjectLocation], generation: int) -> list[ObjectResult]:
+        """Leases, in a number of calls that does not depend on the number of objects.
+
+        :param generation: of the metadata service that gives them.
+        """
 
     @abc.abstractmethod
     def _opened(self, place: ObjectLocation) -> OpenRead | None:

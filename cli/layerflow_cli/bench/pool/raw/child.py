@@ -13,20 +13,17 @@ import sys
 import time
 from typing import Any
 
-from layerflow_cli.bench.pool.raw.plain import Raw, Shape
-
-KINDS = {
-    "memory": "plain:RawMemory",
-    "disk": "plain:RawDisk",
-    "mooncake": "mooncake:RawMooncake",
-    "memcache": "memcache:RawMemcache",
-}
+from layerflow.config.pool import MEMORY
+from layerflow_cli.bench.pool.raw.plain import Raw, RawMemory, Shape
+from layerflow_cli.bench.pool.raw.process import module_of
 
 
 def make(kind: str, options: dict[str, Any], shape: Shape) -> Raw:
-    """Nothing is imported of the other kinds."""
-    module, _, name = KINDS[kind].partition(":")
-    made: Raw = getattr(importlib.import_module(f"layerflow_cli.bench.pool.raw.{module}"), name)(options, shape)
+    """Nothing is imported of the other kinds: each has a module and a class of its name."""
+    if kind == MEMORY:
+        return RawMemory(options, shape)
+    module = importlib.import_module(module_of(kind))
+    made: Raw = getattr(module, f"Raw{kind.capitalize()}")(options, shape)
     return made
 
 

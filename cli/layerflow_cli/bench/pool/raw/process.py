@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -12,17 +13,29 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from layerflow.errors import LayerflowError
+from layerflow.config.pool import MEMORY
+from layerflow.errors import ConfigError, LayerflowError
 from layerflow.hosts.environment import environment
 
 READY_S, CALL_S, STOP_S = 120.0, 60.0, 10.0
 _SAID_BYTES = 1500  # of what the process printed, in an error
 
 
+def module_of(kind: str) -> str:
+    """Name of the module with a backend's raw calls."""
+    return f"{__package__}.{kind}"
+
+
+def check(kind: str) -> None:
+    """:raises ConfigError: there are no raw calls to compare this backend with."""
+    if kind != MEMORY and importlib.util.find_spec(module_of(kind)) is None:
+        raise ConfigError(f"--kind {kind}: there are no raw calls to compare it with; see {__package__}")
+
+
 class RawPool:
     """The child that makes the calls. It owns memory for the objects, warm once this is made.
 
-    :param kind: ``memory``, ``disk``, ``mooncake`` or ``memcache``.
+    :param kind: ``memory``, or a backend with raw calls; see :func:`check`.
     :param options: of its backend, as a host process gets them.
     :param shape: objects of a round, layers of one, bytes of a layer of one.
     :raises LayerflowError: it did not get ready.

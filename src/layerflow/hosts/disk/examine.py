@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerflow import machine
-from layerflow.config.settings import DiskSettings
-from layerflow.doctor.finding import Finding, ok, problem, warning
-from layerflow.doctor.memory import gib
+from layerflow.config.settings import PoolSettings
+from layerflow.findings import Finding, ok, problem, warning
+from layerflow.findings.memory import gib
+from layerflow.hosts.disk.plugin import DiskSettings
 
 _OTHER_PATH = "set pool.disk.path to a directory that this user may write to"
 _LOST = {
@@ -21,7 +22,7 @@ _LOST = {
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p")
 
 
-def examine_disk(settings: DiskSettings) -> Iterator[Finding]:
+def examine(settings: DiskSettings, pool: PoolSettings, running: bool) -> Iterator[Finding]:
     """Can it be written, is there room, will it stay."""
     path = Path(settings.path)
     above = machine.existing(path)

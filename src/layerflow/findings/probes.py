@@ -81,13 +81,13 @@ def connects(address: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
 
 
 def http_get(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[str, bytes]:
-    """The first bytes of a page: "" and the body, or why not and what there is of one."""
+    """A page: "" and its body, or why not and what there is of one."""
     # Not urllib: it asks for `Connection: close`, and then memcache's MetaService sends no body.
     connection = http.client.HTTPConnection(*host_and_port(url), timeout=timeout_s)
     try:
         connection.request("GET", urlsplit(url).path or "/")
         answer = connection.getresponse()
-        body = answer.read(64 << 10)
+        body = answer.read()
     except OSError as error:
         return error.strerror or str(error), b""
     except http.client.HTTPException as error:

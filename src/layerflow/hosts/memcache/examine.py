@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from layerflow import machine
-from layerflow.config.pool import is_loopback
-from layerflow.config.settings import MemcacheSettings, Settings, parse_size
-from layerflow.doctor import probes
-from layerflow.doctor.finding import Finding, ok, problem, warning
-from layerflow.doctor.listening import examine_address
-from layerflow.doctor.memory import fits
+from layerflow.config.fields import is_loopback
+from layerflow.config.settings import PoolSettings, parse_size
 from layerflow.errors import ConfigError, Unsupported
-from layerflow.hosts.environment import emulator
+from layerflow.findings import Finding, ok, probes, problem, warning
+from layerflow.findings.memory import fits
+from layerflow.hosts.memcache.environment import emulator, missing_cann
+from layerflow.hosts.memcache.metaservice import ready
+from layerflow.hosts.memcache.plugin import EMULATED, META_KEY, MemcacheSettings
 
 _INSTALL = 'pip install "layerflow[ascend]"'
 _OLDEST, _BEFORE = (1, 3), (1, 4)
@@ -40,23 +39,21 @@ class _Wanted:
     dram: int
 
 
-def examine_memcache(settings: Settings, running: bool) -> Iterator[Finding]:
+def examine(settings: MemcacheSettings, pool: PoolSettings, running: bool) -> Iterator[Finding]:
     """Everything that `backend = "memcache"` needs."""
-    memcache, pool = settings.pool.memcache, settings.pool
     yield from _packages()
-    yield _cann(memcache)
-    wanted = _wanted(memcache)
+    yield _cann(settings)
+    wanted = _wanted(settings)
     if wanted is None:
         yield problem(
             "memcache file",
-            f"{memcache.config_file} cannot be read, or sets no ock.mmc.meta_service_url",
+            f"{settings.config_file} cannot be read, or sets no {META_KEY}",
             "correct pool.memcache.config_file; the package brings config/mmc-local.conf as an example",
         )
         return
-    yield from _meta_service(memcache, wanted)
-    yield _transport(memcache, wanted)
-    yield from examine_address("memcache hcom_url", pool)
-    yield from _clients(memcache)
+    yield from _meta_service(settings, wanted)
+    yield _transport(settings, wanted)
+    yield from _clients(settings)
     if wanted.dram:
         arena = 0 if pool.hugepages else pool.size
         yield fits("memcache memory", wanted.dram, arena, "pool.memcache.dram_size", running)
@@ -101,31 +98,27 @@ def _cann(settings: MemcacheSettings) -> Finding:
         except Unsupported as error:
             return problem(check, str(error), 'correct it, or set pool.memcache.cann_emulator = "" for the real CANN')
         return warning(check, f"emulated: {built}", "for tests and demos only; no NPU is used")
-    home = os.environ.get("ASCEND_HOME_PATH", "")
-    if not home or not (Path(home) / "lib64" / "libascendcl.so").exists():
-        found = f"no lib64/libascendcl.so in {home}" if home else "ASCEND_HOME_PATH is not set"
+    if found := missing_cann():
         return problem(check, found, "install CANN and source its set_env.sh before the server starts")
-    return ok(check, home)
+    return ok(check, os.environ["ASCEND_HOME_PATH"])
 
 
 def _wanted(settings: MemcacheSettings) -> _Wanted | None:
     if not settings.config_file:
         return _Wanted(settings.meta_service_url, settings.config_store_url, settings.protocol, settings.dram_size)
     try:
-        lines = Path(settings.config_file).read_text().splitlines()
+        keys = settings.file_keys()
     except (OSError, UnicodeDecodeError):
         return None
-    pairs = (line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#"))
-    keys = {key.strip(): value.strip() for key, _, value in pairs}
     local = "ock.mmc.local_service."
-    if "ock.mmc.meta_service_url" not in keys:
+    if META_KEY not in keys:
         return None
     try:
         dram = parse_size(keys.get(f"{local}dram.size", "0"))
     except ConfigError:
         dram = 0  # the package knows more spellings than layerflow; its own check comes at start
     protocol = keys.get(f"{local}protocol", settings.protocol)
-    return _Wanted(keys["ock.mmc.meta_service_url"], keys.get(f"{local}config_store_url", ""), protocol, dram)
+    return _Wanted(keys[META_KEY], keys.get(f"{local}config_store_url", ""), protocol, dram)
 
 
 def _meta_service(settings: MemcacheSettings, wanted: _Wanted) -> Iterator[Finding]:
@@ -145,13 +138,8 @@ def _meta_service(settings: MemcacheSettings, wanted: _Wanted) -> Iterator[Findi
 
 def _health(url: str) -> Finding:
     why, body = probes.http_get(url)
-    if not why:
-        try:
-            told = json.loads(body)
-            ready = told.get("status") == "ok" and told.get("service_ready", True)
-        except (ValueError, AttributeError):
-            ready = False
-        why = "" if ready else f"not ready: {body[:120].decode(errors='replace')!r}"
+    if not why and not ready(body):
+        why = f"not ready: {body[:120].decode(errors='replace')!r}"
     if why:
         advice = 'look at the MetaService\'s log, or correct pool.memcache.metrics_url ("" = do not ask)'
         return problem("memcache health", f"{url}: {why}", advice)
@@ -162,7 +150,7 @@ def _transport(settings: MemcacheSettings, wanted: _Wanted) -> Finding:
     check, protocol = "memcache transport", wanted.protocol
     if protocol not in (*_HOST, *_DEVICE):
         return problem(check, f"{protocol!r} is none", f"choose one of {', '.join((*_HOST, *_DEVICE))}")
-    if settings.cann_emulator and protocol not in ("host_tcp", "host_shm"):
+    if settings.cann_emulator and protocol not in EMULATED:
         return problem(check, f"{protocol} does not work with the emulator", "choose host_tcp or host_shm")
     if protocol in _DEVICE and not machine.devices(f"davinci{settings.device_id}"):
         return problem(

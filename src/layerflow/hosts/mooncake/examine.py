@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layerflow import machine
-from layerflow.config.settings import MooncakeSettings, Settings
-from layerflow.doctor import probes
-from layerflow.doctor.finding import Finding, ok, problem, warning
-from layerflow.doctor.listening import examine_address
-from layerflow.doctor.memory import fits
+from layerflow.config.settings import PoolSettings
+from layerflow.findings import Finding, ok, probes, problem, warning
+from layerflow.findings.memory import fits
+from layerflow.hosts.mooncake.plugin import MooncakeSettings
 
 _OLDEST = (0, 3, 13)
 _INSTALL = 'pip install "layerflow[mooncake]"'
@@ -22,18 +21,16 @@ for name in ("batch_put_session_start", "batch_get_session_start", "batch_put_fr
 """
 
 
-def examine_mooncake(settings: Settings, running: bool) -> Iterator[Finding]:
+def examine(settings: MooncakeSettings, pool: PoolSettings, running: bool) -> Iterator[Finding]:
     """Everything that `backend = "mooncake"` needs."""
-    mooncake, pool = settings.pool.mooncake, settings.pool
     yield from _package()
-    yield _master(mooncake)
-    if mooncake.metrics:
-        yield _health(mooncake)
-    yield from _transport(mooncake)
-    yield from examine_address("mooncake hostname", pool)
-    if mooncake.segment_size:
+    yield _master(settings)
+    if settings.metrics:
+        yield _health(settings)
+    yield from _transport(settings)
+    if settings.segment_size:
         arena = 0 if pool.hugepages else pool.size
-        yield fits("mooncake segment", mooncake.segment_size, arena, "pool.mooncake.segment_size", running)
+        yield fits("mooncake segment", settings.segment_size, arena, "pool.mooncake.segment_size", running)
 
 
 def _package() -> Iterator[Finding]:
