@@ -14,6 +14,7 @@ from e2e.known import KnownWorker, Run, eventually
 
 from layerflow.agent import NoStep, Step, StepRequest
 from layerflow.agent.values import LoadResult
+from layerflow.config.settings import TransferSettings
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.wire import codec
@@ -90,6 +91,13 @@ class Passage:
         assert wrong == 0, f"{wrong} wrong bytes in a hit of {run.hit.tokens} tokens"
         self._worker.retire(run)
         return run
+
+    def least_calls(self, saved: Run, transfer: TransferSettings) -> int:
+        """So many calls the caps ask of a host that brings this prompt, beside one for each layer."""
+        blocks = -(-len(saved.chain) // BLOCK) * LAYERS
+        nbytes = blocks * max(group.bytes_per_block for group in self._worker.spec.groups)
+        most = min(transfer.max_transfer_bytes, transfer.max_inflight_bytes)
+        return max(blocks // transfer.max_transfer_blocks, nbytes // most)
 
     # -- the ways an engine can wait ------------------------------------------------------------------
 

@@ -90,7 +90,9 @@ def test_pairwise(combination: Combination, tmp_path: Path, tmp_path_factory: py
             expected = len(saved.chain) // 16 * 16
         assert loaded.hit.tokens >= min(expected, expected // BLOCK * BLOCK) or way == "inside_block"
         check(run, server)
-        assert run.messages <= 2 * usual, f"{run.kinds}, by default {usual} messages"
+        # What a call of the host brings is granted, and reported, when it is there: small calls take more messages.
+        calls = run.least_calls(saved, server.server.settings.transfer) if source == "tier" else 0
+        assert run.messages <= 2 * (usual + calls), f"{run.kinds}, by default {usual} messages, and {calls} calls"
 
 
 @pytest.mark.parametrize("source", SOURCES)
