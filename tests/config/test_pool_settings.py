@@ -7,7 +7,8 @@ import pytest
 from layerflow.config.pool import default_pool_bytes
 from layerflow.config.settings import PoolSettings, Settings, live_changes, reference
 from layerflow.errors import ConfigError
-from layerflow.server.server import Server, tier_of
+from layerflow.server.behind import tier_of
+from layerflow.server.server import Server
 
 
 def test_flags_environment_file_defaults_in_a_section_inside_a_section(toml, monkeypatch):

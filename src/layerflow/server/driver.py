@@ -34,7 +34,7 @@ from layerflow.flow.commands import (
 from layerflow.flow.events import Event, Limits, Tick
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
-from layerflow.server.planner import StepBook
+from layerflow.server.planner.steps import StepBook
 from layerflow.wire.messages import (
     BROKEN,
     Batch,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import anyio
 import structlog
 
 if TYPE_CHECKING:
-    from layerflow.server.server import Server
+    from layerflow.server.handlers.context import ServerContext
+    from layerflow.server.sessions import ClientSession
 
 PERIOD_S = 0.25
 
@@ -55,10 +57,20 @@ class LeaseClock:
         return min(max(self._caught_up, now - MOST_BEHIND_S), now - self._pause)
 
 
-async def housekeep(server: Server) -> None:
-    """Run until cancelled. Loop lag is how much later than asked each round begins."""
+async def housekeep(
+    server: ServerContext,
+    lease_s: float,
+    caught_up: Callable[[], bool],
+    lose_silent: Callable[[ClientSession], None],
+) -> None:
+    """Run until cancelled. Loop lag is how much later than asked each round begins.
+
+    :param lease_s: how long leases usually last.
+    :param caught_up: every message that has come is handled.
+    :param lose_silent: told of sessions of which nothing was heard for too long.
+    """
     due = time.monotonic() + PERIOD_S
-    leases = LeaseClock(time.monotonic(), server.settings.pool.lease_ms / 1e3)
+    leases = LeaseClock(time.monotonic(), lease_s)
     while True:
         await anyio.sleep(max(0.0, due - time.monotonic()))
         now = time.monotonic()
@@ -66,17 +78,13 @@ async def housekeep(server: Server) -> None:
         server.metrics.loop_lag(lag)
         due = now + PERIOD_S
         try:
-            _round(server, leases, now, lag)
+            server.pool.expire(leases.expired(now, lag, caught_up()))
+            # A server that was stopped for a while has not listened: it judges nobody by that time.
+            limit = server.settings().liveness_ms / 1e3 + lag
+            for session in server.sessions:
+                if now - session.heard > limit:
+                    lose_silent(session)
         except Exception:
             # What is not done in this round is done in the next one, 0.25 s later.
             server.metrics.housekeeping_failed()
             log.exception("housekeeping_failed")
-
-
-def _round(server: Server, leases: LeaseClock, now: float, lag: float) -> None:
-    server.pool.expire(leases.expired(now, lag, server.caught_up))
-    # A server that was stopped for a while has not listened: it judges nobody by that time.
-    limit = server.settings.server.liveness_ms / 1e3 + lag
-    for session in server.sessions:
-        if now - session.heard > limit:
-            server.lose_silent(session)

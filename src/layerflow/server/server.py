@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import structlog
 import zmq
 
-from layerflow._version import __version__
-from layerflow.config.pool import MEMORY
 from layerflow.config.settings import Settings, live_changes, make_private, make_private_directory
-from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, VersionMismatch
+from layerflow.errors import DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
@@ -26,10 +22,13 @@ from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
+from layerflow.server.behind import direct_options, tier_of
+from layerflow.server.clients import Clients
 from layerflow.server.driver import Driver
-from layerflow.server.handlers import Handlers, ServerContext
+from layerflow.server.handlers import Handlers
+from layerflow.server.handlers.context import ServerContext
 from layerflow.server.housekeeping import housekeep
-from layerflow.server.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
+from layerflow.server.sessions import LOCAL, REMOTE, ClientSession, Sessions
 from layerflow.server.status import status_of
 from layerflow.server.transport.fd_server import NO_ROOM, FdServer, SharedRegion
 from layerflow.server.transport.router import Router
@@ -88,7 +87,14 @@ class Server:
         self._handlers = Handlers(self._server_context)
         self.metrics.limits(limits_of(settings))
         self._routers: dict[str, Router] = {}
-        self._greeted: dict[Address, None] = {}  # oldest first
+        self._clients = Clients(
+            lambda: self.settings,
+            self.sessions,
+            self.fd_server_path,
+            self._send,
+            lambda address: self._routers[address[0]].send(address[1], codec.greeting()),
+            self._handlers.lose,
+        )
         self._fd_server: FdServer | None = None
         self._curve: Curve | None = None
         self._idle: anyio.Event | None = None
@@ -118,8 +124,11 @@ class Server:
             endpoints = self._open()
             if self.tier is not None:
                 self.tier.start()
+            lease_s = self.settings.pool.lease_ms / 1e3
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(housekeep, self)
+                tasks.start_soon(
+                    housekeep, self._server_context, lease_s, lambda: self.caught_up, self._clients.lose_silent
+                )
                 if self.settings.pool.warm:
                     self._warmer.start()
                 if started is not None:
@@ -166,7 +175,8 @@ class Server:
 
     def status(self) -> dict[str, object]:
         """Everything ``layerflow status`` shows, JSON-ready."""
-        return status_of(self)
+        self.read_statistics()
+        return status_of(self._server_context, self.settings, self.started_at, healthy=self.healthy)
 
     def metrics_text(self) -> bytes:
         """Prometheus exposition text."""
@@ -202,15 +212,6 @@ class Server:
         """Every message that has come is handled."""
         return not self._server_context.turns.busy and not any(router.pending() for router in self._routers.values())
 
-    def lose_silent(self, session: ClientSession) -> None:
-        """Heartbeats stopped. Only a client that cannot write to the arena is given up for it."""
-        if session.memory or session.entered:
-            if not session.silent:
-                session.silent = True
-                self._log.warning("session_silent", session=session.number, engine=session.engine, pid=session.pid)
-        elif not session.at_fd_server and time.monotonic() - session.heard > IDLE_S:
-            self._handlers.lose(session, "idle")
-
     def _open(self) -> list[str]:
         server = self.settings.server
         make_private_directory(server.endpoint)
@@ -219,7 +220,8 @@ class Server:
         if self.pool.presence is not None:
             table = self.pool.presence.memory
             rooms[wire.WANT_PRESENCE] = SharedRegion(table.fd, table.nbytes)
-        self._fd_server = FdServer(self.fd_server_path, rooms, self._entered, self._gone, self._hung_up)
+        clients = self._clients
+        self._fd_server = FdServer(self.fd_server_path, rooms, clients.entered, clients.gone, clients.hung_up)
         self._fd_server.start()
         local = Router(self._context, functools.partial(self._hear, LOCAL), server.max_message_bytes)
         self._routers[LOCAL] = local
@@ -276,10 +278,10 @@ class Server:
             if session is not None:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
                 self._handlers.handle(session, message, len(frame))
-            elif address in self._greeted:
-                self._hello(address, codec.decode_request(frame, self.settings.server.max_message_bytes))
+            elif self._clients.greeted(address):
+                self._clients.hello(address, codec.decode_request(frame, self.settings.server.max_message_bytes))
             else:
-                self._greet(address, frame)
+                self._clients.greet(address, frame)
         except ProtocolError as error:
             known = "malformed" if session is not None else STRANGER
             code = "version" if isinstance(error, VersionMismatch) else known
@@ -288,82 +290,6 @@ class Server:
             if unlogged is not None:
                 self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
             self._routers[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
-
-    def _greet(self, address: Address, frame: bytes) -> None:
-        door, identity = address
-        if frame[:4] == codec.MAGIC:
-            # Both ends compare: the client learns of a mismatch even where this end would not mind.
-            self._routers[door].send(identity, codec.greeting())
-        codec.check_greeting(frame)
-        if len(self._greeted) >= MAX_GREETED:
-            del self._greeted[next(iter(self._greeted))]
-        self._greeted[address] = None
-
-    def _hello(self, address: Address, message: wire.ToServer) -> None:
-        if not isinstance(message, wire.Hello):
-            raise ProtocolError(f"{type(message).__name__} before Hello; introduce yourself first")
-        self._greeted.pop(address, None)
-        self._make_room_for_client()
-        session = self.sessions.open(address, message.engine, message.client, message.pid, time.monotonic())
-        server = self.settings.server
-        fd_server = str(self.fd_server_path) if address[0] == LOCAL else ""
-        self._send(
-            session,
-            wire.Welcome(
-                session.number,
-                __version__,
-                fd_server,
-                session.token,
-                server.heartbeat_ms,
-                server.liveness_ms,
-                self.settings.pool.lease_ms,
-                direct_options(self.settings) if address[0] == LOCAL else "",
-            ),
-        )
-
-    def _make_room_for_client(self) -> None:
-        """Past ``server.max_clients`` the client without memory that was silent longest is forgotten.
-
-        :raises ProtocolError: all of them are connected at the fd server.
-        """
-        connections = [session for session in self.sessions if not session.entered]
-        most = self.settings.server.max_clients
-        if len(connections) < most:
-            return
-        idle = min((s for s in connections if not s.at_fd_server), key=lambda s: s.heard, default=None)
-        if idle is None:
-            raise ProtocolError(f"server.max_clients = {most} clients without memory are connected; close some")
-        self._handlers.lose(idle, "too_many")
-
-    def _entered(self, token: bytes, wanted: bytes) -> bool:
-        session = self.sessions.holding(token)
-        if session is None or session.at_fd_server or session.address[0] != LOCAL:
-            return False
-        session.at_fd_server = True
-        session.entered = wanted == wire.WANT_ARENA
-        return True
-
-    def _hung_up(self, token: bytes) -> None:
-        """Its process lives, and may write to what it has mapped: what it has reserved and pinned stays."""
-        session = self.sessions.holding(token)
-        if session is not None:
-            session.silent = True
-            self._log.warning("session_hung_up", session=session.number, engine=session.engine, pid=session.pid)
-
-    def _gone(self, token: bytes, why: str) -> None:
-        session = self.sessions.holding(token)
-        if session is None:
-            return
-        if session.entered:
-            self._handlers.lose(session, why)
-        else:
-            # It holds nothing that must be taken back at once, and what it said last may still be under way.
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._lose, token)
-
-    def _lose(self, token: bytes) -> None:
-        session = self.sessions.holding(token)
-        if session is not None:
-            self._handlers.lose(session, "hung_up")
 
     def _send(self, session: ClientSession, message: Message) -> None:
         door, identity = session.address
@@ -399,34 +325,6 @@ class Server:
             transfer.max_transfer_bytes,
             transfer.h2d_stagger_us,
         )
-
-
-LAST_WORDS_S = 0.25
-"""How long the last messages of a client without memory may come after it has hung up."""
-
-IDLE_S = 600.0
-"""A client without memory holds nothing but leases, which expire by themselves; it may be quiet for long."""
-
-MAX_GREETED = 1024
-"""Clients that greeted and never said hello; past this the first of them is forgotten and must greet again."""
-
-
-def tier_of(settings: Settings) -> tuple[str, dict[str, Any]] | None:
-    """The backend behind the arena, and its options; None = the arena is all there is.
-
-    :raises ConfigError: other machines of a shared pool could not reach this one.
-    """
-    pool = settings.pool
-    if why := pool.unreachable():
-        raise ConfigError("; ".join(why))
-    return None if pool.behind == MEMORY else (pool.behind, pool.for_host())
-
-
-def direct_options(settings: Settings) -> str:
-    """What an engine worker's own client of the pool behind the arena is made from, as JSON; empty = it has none."""
-    pool = settings.pool
-    options = None if pool.behind == MEMORY else pool.section(pool.behind).for_workers()
-    return "" if options is None else json.dumps(options | {"timeout_ms": pool.host_timeout_ms})
 
 
 def limits_of(settings: Settings) -> Limits:

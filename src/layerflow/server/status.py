@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 from layerflow._version import __version__
 
 if TYPE_CHECKING:
-    from layerflow.server.server import Server
+    from layerflow.config.settings import Settings
+    from layerflow.server.handlers.context import ServerContext
 
 
-def status_of(server: Server) -> dict[str, object]:
+def status_of(server: ServerContext, settings: Settings, started_at: float, *, healthy: bool) -> dict[str, object]:
     """Sessions, limits, pool, core and figures. Sizes in bytes, times in seconds unless named otherwise."""
     now = time.monotonic()
-    server.read_statistics()
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "uptime_s": round(time.time() - server.started_at, 3),
-        "healthy": server.healthy,
-        "endpoint": server.settings.server.endpoint,
-        "link_emulated": server.settings.pool.link_gbps > 0,
+        "uptime_s": round(time.time() - started_at, 3),
+        "healthy": healthy,
+        "endpoint": settings.server.endpoint,
+        "link_emulated": settings.pool.link_gbps > 0,
         "sessions": [
             {
                 "session": session.number,
@@ -39,7 +39,7 @@ def status_of(server: Server) -> dict[str, object]:
             }
             for session in server.sessions
         ],
-        "limits": server.settings.transfer.model_dump(),
+        "limits": settings.transfer.model_dump(),
         "pool": dataclasses.asdict(server.pool.statistics()),
         "tier": None if server.tier is None else server.tier.status(),
         "flow": dataclasses.asdict(server.driver.flow.statistics()),

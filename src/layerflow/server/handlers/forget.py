@@ -9,7 +9,7 @@ import structlog
 from layerflow.flow.events import StepsRevoked
 
 if TYPE_CHECKING:
-    from layerflow.server.handlers import ServerContext
+    from layerflow.server.handlers.context import ServerContext
     from layerflow.server.sessions import ClientSession
 
 REPLACED = "the engine's weights were replaced"
@@ -17,7 +17,7 @@ PURGED = "the pool was purged"
 CLEAR_S = 10.0
 """How long the pool behind the arena may take to remove what it holds."""
 
-log = structlog.get_logger("layerflow.server.forget")
+log = structlog.get_logger("layerflow.server.handlers.forget")
 
 
 def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:

@@ -1,0 +1,208 @@
+"""Lookups: searched in slices, leased, answered; what a hit lacks in the arena is fetched."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Generator
+
+from layerflow.errors import ProtocolError
+from layerflow.hits import HitLength, search_hit
+from layerflow.keys import DIGEST_BYTES
+from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
+from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
+from layerflow.server.sessions import ClientSession
+from layerflow.server.turns import Work
+from layerflow.wire import codec
+from layerflow.wire import messages as wire
+from layerflow.wire.messages import ToServer
+
+Search = Generator[None, None, HitLength]
+
+Guarded = Callable[[ClientSession, ToServer, Callable[[ClientSession, ToServer], Work]], Work]
+"""Does work for a client's message; what goes wrong is answered with a Problem."""
+
+MOST_SEARCHES = 3
+"""How often a lookup starts over because objects were evicted between its slices."""
+
+
+class Lookups:
+    """Answers lookups.
+
+    :param guarded: goes on with one later, for what it waited for has come.
+    """
+
+    def __init__(self, context: ServerContext, guarded: Guarded) -> None:
+        self._context = context
+        self._guarded = guarded
+
+    def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
+        if session.spec is None:
+            raise Refused("not_attached", "attach a spec before looking up")
+        context, limits = self._context, self._context.settings()
+        asked_for = (len(message.digests) // DIGEST_BYTES + 1) * len(session.spec.groups)
+        asked_for *= len(session.spec.shard.peers())
+        if asked_for > limits.max_lookup_objects:
+            raise Refused(
+                "quota",
+                f"request {message.request!r}: chunks x groups x shards are {asked_for} objects, "
+                f"server.max_lookup_objects is {limits.max_lookup_objects}; look up a shorter prompt",
+            )
+        digests = codec.split_digests(message.digests, f"request {message.request!r}")
+        chunks = message.tokens // session.spec.chunk_tokens
+        if len(message.root) != DIGEST_BYTES or message.tokens < 0 or len(digests) != chunks:
+            raise ProtocolError(
+                f"request {message.request!r}: {len(digests)} digests and a root of {len(message.root)} bytes for "
+                f"{message.tokens} tokens; {chunks} digests and {DIGEST_BYTES} bytes belong"
+            )
+        if len(message.tail) not in (0, DIGEST_BYTES) or (
+            message.tail and not message.tokens % session.spec.chunk_tokens
+        ):
+            raise ProtocolError(
+                f"request {message.request!r}: a tail digest of {len(message.tail)} bytes for {message.tokens} tokens; "
+                f"{DIGEST_BYTES} bytes where the full chunks leave tokens, else none"
+            )
+        most_ms = int(limits.max_deadline_s * 1e3)
+        if not 0 < message.lease_ms <= most_ms:
+            raise ProtocolError(
+                f"request {message.request!r}: lease_ms must be 1 to {most_ms}, which is server.max_deadline_s"
+            )
+        if message.written_ms:
+            self._written(session, message, digests, most_ms)
+            return
+        self._check_leases(session, message.request, limits.max_leases)
+        heard = time.monotonic()
+        if context.tier is None:
+            prompt = message.root, digests, message.tokens, message.tail
+            pool, spec = context.pool, session.spec
+            yield from self._find(session, message, digests, heard, lambda: search_hit(pool, spec, *prompt))
+            return
+
+        number, resets = session.number, session.resets
+
+        def answer(found: frozenset[bytes]) -> None:
+            asker = context.sessions.get(number)
+            if asker is not None and asker.resets != resets:
+                # Its keys are those of weights that were replaced while the tier was asked: nothing is brought for it.
+                context.send(asker, wire.Found(message.id, 0, []))
+            elif asker is not None:
+                reach = functools.partial(self._reach, lookup=message, digests=digests, found=found, heard=heard)
+                context.turns.start(number, self._guarded(asker, message, reach))
+
+        direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
+        prompt_digests = digests, message.tokens, message.tail
+        go = functools.partial(self._go_on, number, message)
+        yield from ask_tier(context.pool, context.tier, session.spec, prompt_digests, answer, go, direct=direct)
+
+    def _go_on(self, number: int, message: wire.Lookup, work: Work) -> None:
+        """Go on with a client's lookup, in its turn, once something it waited for has come."""
+        asker = self._context.sessions.get(number)
+        if asker is not None:
+            self._context.turns.start(number, self._guarded(asker, message, lambda *_: work))
+
+    def _written(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], most_ms: int) -> None:
+        """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
+        context, spec, number = self._context, session.spec, session.number
+        tier = context.tier
+        assert spec is not None
+        if not 0 < message.written_ms <= most_ms:
+            raise ProtocolError(f"request {message.request!r}: written_ms must be 0 to {most_ms}")
+        if tier is None:
+            context.send(session, wire.Found(message.id, 0, []))
+            return
+        go = functools.partial(self._go_on, number, message)
+
+        def tell(found: frozenset[bytes]) -> Work:
+            prompt = message.root, digests, message.tokens, message.tail
+            hit = yield from search_hit(TierLookup(tier, found), spec, *prompt)
+            context.send(session, _found(message.id, hit))
+
+        asked = [*digests, message.tail] if message.tail else digests
+        lookup = digests, message.tokens, message.tail
+        tier.when_written(
+            prompt_keys(spec, asked),
+            time.monotonic() + message.written_ms / 1e3,
+            lambda: go(ask_tier(context.pool, tier, spec, lookup, lambda found: go(tell(found)), go, direct=True)),
+        )
+
+    def _reach(
+        self,
+        session: ClientSession,
+        _: ToServer,
+        *,
+        lookup: wire.Lookup,
+        digests: list[bytes],
+        found: frozenset[bytes],
+        heard: float,
+    ) -> Work:
+        """The tier has answered: what the hit needs of it is fetched from now on."""
+        pool, tier, spec = self._context.pool, self._context.tier, session.spec
+        assert tier is not None and spec is not None
+        workers = self._context.sessions.workers_of(session.engine)
+        direct = any(worker.direct for worker in workers)
+        # What a worker reads straight from the tier is not brought.
+        through = {worker.spec.shard for worker in workers if worker.spec is not None and not worker.direct}
+        shards = [*through] if workers else spec.shard.peers()
+        prompt = lookup.root, digests, lookup.tokens, lookup.tail
+        search = functools.partial(
+            find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, direct=direct
+        )
+        yield from self._find(session, lookup, digests, heard, search)
+
+    def _find(
+        self,
+        session: ClientSession,
+        message: wire.Lookup,
+        digests: list[bytes],
+        heard: float,
+        search: Callable[[], Search],
+    ) -> Work:
+        """Search, lease and answer. What leaves the pool between two slices is searched for again."""
+        for _ in range(MOST_SEARCHES):
+            before = self._departures()
+            hit = yield from search()
+            yield from self._lease(session, message, digests, hit)
+            # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
+            if self._context.tier is not None or self._departures() == before:
+                break
+        self._found(session, message, hit, heard)
+
+    def _departures(self) -> int:
+        """How many objects have left the pool since the start."""
+        figures = self._context.pool.statistics()
+        return figures.evictions + figures.hidden
+
+    def _check_leases(self, session: ClientSession, request: str, most: int) -> None:
+        """:raises Refused: the client holds so many leases already."""
+        leases = session.leases
+        if request in leases or len(leases) < most:
+            return
+        now = time.monotonic()
+        for name in [name for name, until in leases.items() if until <= now]:
+            del leases[name]
+        if len(leases) >= most:
+            raise Refused(
+                "quota",
+                f"request {request!r}: this client holds server.max_leases = {most} leases; drop those that are not "
+                "needed, or look up with a shorter lease_ms",
+            )
+
+    def _lease(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> Work:
+        assert session.spec is not None
+        if hit.tokens or hit.tails:
+            until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
+            session.leases[message.request] = until
+            for keys in hit_keys(session.spec, digests, hit):
+                there = self._context.pool.lookup(keys)
+                self._context.pool.acquire([key for key, here in zip(keys, there, strict=True) if here], owner, until)
+                if self._context.tier is not None:
+                    self._context.tier.lease(keys, owner, until)
+                yield
+
+    def _found(self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float) -> None:
+        self._context.send(session, _found(message.id, hit))
+        self._context.metrics.lookup(session.labels, hit.tokens, message.tokens - hit.tokens, time.monotonic() - heard)
+
+
+def _found(number: int, hit: HitLength) -> wire.Found:
+    return wire.Found(number, hit.tokens, [wire.TailHit(tail.chunk, tail.tokens, tail.digest) for tail in hit.tails])

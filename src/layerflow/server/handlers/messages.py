@@ -1,0 +1,192 @@
+"""What each message of a client does. Bad ones get a Problem and change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import structlog
+
+from layerflow.errors import InvalidTransition, LayerflowError, ProtocolError
+from layerflow.flow.events import (
+    LayerShape,
+    RequestAborted,
+    SessionLost,
+    SessionOpened,
+)
+from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
+from layerflow.server.handlers.forget import purge, reset_engine
+from layerflow.server.handlers.lookups import Lookups
+from layerflow.server.handlers.steps import open_step, report, tell
+from layerflow.server.sessions import LOCAL, ClientSession
+from layerflow.server.turns import Work
+from layerflow.wire import messages as wire
+from layerflow.wire.messages import ToServer
+
+MOST_MISSED, MOST_MISSED_TOKENS = 1 << 20, 1 << 40
+"""Lookups, and their tokens, that one Missed may tell of: a client sends it every second."""
+
+
+class Handlers:
+    """Dispatches a session's messages."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._log = structlog.get_logger("layerflow.server")
+        self._answering: set[asyncio.Task[None]] = set()
+        self._lookups = Lookups(context, self._guarded)
+
+    def handle(self, session: ClientSession, message: ToServer, nbytes: int = 0) -> None:
+        """Do what the message asks, or answer with a Problem; behind the client's other messages.
+
+        :param nbytes: of the message.
+        """
+        if isinstance(message, wire.Beat):
+            self._context.send(session, message)
+        elif self._context.turns.has_room(session.number, nbytes):
+            self._context.turns.start(session.number, self._guarded(session, message, self._dispatch), nbytes)
+        else:
+            waiting = LayerflowError("too many of this client's messages wait to be handled; send them more slowly")
+            self._refuse(session, message, "quota", waiting)
+
+    def _guarded(
+        self, session: ClientSession, message: ToServer, work: Callable[[ClientSession, ToServer], Work]
+    ) -> Work:
+        try:
+            yield from work(session, message)
+        except Refused as error:
+            self._refuse(session, message, error.code, error)
+        except InvalidTransition as error:
+            self._refuse(session, message, "impossible", error)
+        except LayerflowError as error:
+            self._refuse(session, message, "invalid", error)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # No message may take the loop, nor its sender's patience: a bug here costs this one request.
+            self._log.exception("message_failed", session=session.number, kind=type(message).__name__)
+            self._refuse(session, message, "internal", LayerflowError(f"{type(error).__name__}: {error}"))
+
+    def lose(self, session: ClientSession, why: str) -> None:
+        """The client is gone: nothing of it can touch memory any more."""
+        context = self._context
+        self._log.info("session_lost", session=session.number, engine=session.engine, pid=session.pid, why=why)
+        context.turns.forget(session.number)
+        context.sessions.close(session)
+        if session.memory:
+            context.driver.handle(SessionLost(session.number))
+            context.driver.forget_session(session.number)
+            context.slow_steps.forget(session.number)
+        if context.tier is not None and not any(other.engine == session.engine for other in context.sessions):
+            context.tier.drop_leases(session.engine)
+        context.metrics.sessions(context.sessions.workers())
+
+    def _refuse(self, session: ClientSession, message: ToServer, code: str, error: LayerflowError) -> None:
+        self._context.metrics.protocol_error(code)
+        unlogged = self._context.log_limit.admit(time.monotonic())
+        if unlogged is not None:
+            self._log.warning("message_refused", session=session.number, code=code, error=str(error), unlogged=unlogged)
+        number = getattr(message, "id", getattr(message, "step", -1))
+        self._context.send(session, wire.Problem(number, code, str(error)))
+
+    def _dispatch(self, session: ClientSession, message: ToServer) -> Work:
+        context = self._context
+        match message:
+            case wire.Report():
+                self._worker(session, "Report")
+                yield from report(context, session, message)
+            case wire.OpenStep():
+                self._worker(session, "OpenStep")
+                yield from open_step(context, session, message)
+            case wire.Lookup():
+                yield from self._lookups.look_up(session, message)
+            case wire.Attach():
+                self._attach(session, message)
+            case wire.Abort():
+                self._worker(session, "Abort")
+                yield from tell(context, (RequestAborted(session.number, name) for name in message.requests))
+            case wire.DropLease():
+                owner = lease_owner(session.engine, message.request)
+                session.leases.pop(message.request, None)
+                self._context.pool.release(owner)
+                if self._context.tier is not None:
+                    self._context.tier.drop_lease(owner)
+            case wire.Missed():
+                if session.spec is None:
+                    raise Refused("not_attached", "attach a spec before looking up")
+                if not (1 <= message.requests <= MOST_MISSED and 0 <= message.tokens <= MOST_MISSED_TOKENS):
+                    raise ProtocolError(f"{message.requests} lookups of {message.tokens} tokens cannot have missed")
+                self._context.metrics.lookups_missed(session.labels, message.requests, message.tokens)
+            case wire.StatusRequest():
+                self._context.send(session, wire.Status(message.id, msgspec.json.encode(self._context.status())))
+            case wire.Purge():
+                if session.address[0] != LOCAL:
+                    raise Refused("local_only", "only clients of this machine may purge the pool")
+                self._later(session, message.id, purge(self._context, session, tier=message.tier))
+            case wire.Reset():
+                told = reset_engine(self._context, session.engine)
+                self._context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
+            case wire.Bye():
+                if not session.memory:
+                    self.lose(session, "bye")
+            case wire.Hello():
+                raise Refused("twice", f"session {session.number} has already said hello")
+
+    def _later(self, session: ClientSession, number: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
+        """Answer with what `work` returns, if the client is still there then."""
+
+        async def answer() -> None:
+            try:
+                told = await work
+            except LayerflowError as error:
+                self._log.exception("message_failed", session=session.number, kind="Purge")
+                self._context.send(session, wire.Problem(number, "internal", str(error)))
+                return
+            if self._context.sessions.get(session.number) is session:
+                self._context.send(session, wire.Status(number, msgspec.json.encode(told)))
+
+        task = asyncio.get_running_loop().create_task(answer())
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    def _worker(self, session: ClientSession, what: str) -> None:
+        if not session.memory:
+            raise Refused("no_memory", f"{what} is for engine workers; attach with memory first")
+
+    def _attach(self, session: ClientSession, message: wire.Attach) -> None:
+        context = self._context
+        if session.spec is not None:
+            raise Refused("twice", f"session {session.number} is already attached; a new spec needs a new session")
+        if message.memory:
+            if not session.entered:
+                raise Refused(
+                    "no_arena",
+                    "an engine worker fetches the arena at the fd server before it attaches; on other hosts "
+                    "there is none: attach without memory",
+                )
+            if message.direct and not context.direct:
+                raise Refused("not_direct", "this server's workers move bytes through the arena; attach without direct")
+            if context.draining:
+                raise Refused("draining", "the server is shutting down")
+            most = context.settings().max_sessions
+            if context.sessions.workers() >= most:
+                raise Refused("too_many", f"server.max_sessions = {most} engine workers are attached")
+            spec = message.spec
+            shapes = tuple(LayerShape(group, spec.groups[group].bytes_per_block) for group, _ in spec.layer_places())
+            context.driver.handle(SessionOpened(session.number, shapes))
+        session.spec = message.spec
+        session.memory = message.memory
+        session.direct = message.memory and message.direct
+        context.metrics.sessions(context.sessions.workers())
+        self._log.info(
+            "session_attached",
+            session=session.number,
+            engine=session.engine,
+            pid=session.pid,
+            model=message.spec.name,
+            fingerprint=message.spec.fingerprint.hex(),
+            memory=message.memory,
+            direct=session.direct,
+        )
+        context.send(session, wire.Attached(context.arena_bytes if message.memory else 0, context.terms()))

@@ -1,0 +1,141 @@
+"""Steps of engine workers: opened within the session's quotas, and what is reported of them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import msgspec
+import structlog
+
+from layerflow.errors import InvalidTransition, ProtocolError
+from layerflow.flow.events import (
+    BatchDone,
+    BatchFailed,
+    Event,
+    FrontierReached,
+    LayersComputed,
+    LoadsFenced,
+    StepClosed,
+)
+from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
+from layerflow.server.planner.direct import plan_direct
+from layerflow.server.planner.steps import check_deadlines, check_step, count_objects, plan_step
+from layerflow.server.sessions import ClientSession
+from layerflow.server.turns import Work
+from layerflow.wire import messages as wire
+
+EVENTS_PER_SLICE = 64
+"""Items of a Report that are handled before another client may get its turn."""
+
+MOST_MEASURED = 1 << 53
+"""Bytes or seconds that one step can have moved or taken: what a float counts exactly."""
+
+log = structlog.get_logger("layerflow.server")
+
+
+def open_step(context: ServerContext, session: ClientSession, message: wire.OpenStep) -> Work:
+    key = (session.number, message.step)
+    if context.draining:
+        raise Refused("draining", "the server is shutting down")
+    if context.driver.is_open(key):
+        raise ProtocolError(f"step {message.step} is already open")
+    limits = context.settings()
+    check_deadlines(message, time.monotonic(), limits.max_deadline_s)
+    objects = count_objects(message)
+    if objects > limits.max_step_objects:
+        raise Refused(
+            "quota",
+            f"step {message.step}: {objects} objects, server.max_step_objects is {limits.max_step_objects}; "
+            "move fewer requests in one step",
+        )
+    if len(session.open_steps) >= limits.max_open_steps:
+        raise Refused(
+            "quota",
+            f"step {message.step}: server.max_open_steps = {limits.max_open_steps} steps of this session are open; "
+            "close steps, and report their batches",
+        )
+    assert session.spec is not None
+    checked = yield from check_step(session.spec, message)
+    asked = sum(session.open_steps.values()) + checked.nbytes
+    if asked > limits.max_open_bytes:
+        raise Refused(
+            "quota",
+            f"step {message.step}: this session's open steps would move {asked} bytes, server.max_open_bytes is "
+            f"{limits.max_open_bytes}; close steps first",
+        )
+    opening = (
+        plan_direct(session, message, checked)
+        if session.direct
+        else plan_step(context.pool, context.tier, session, message, checked)
+    )
+    context.driver.open(key, opening.book)
+    session.open_steps[message.step] = checked.nbytes
+    # The plan goes first: batches that follow are numbered by it.
+    context.send(session, opening.plan)
+    try:
+        context.driver.handle(opening.event)
+    except InvalidTransition:
+        context.driver.discard(key)
+        del session.open_steps[message.step]
+        raise
+    for request, keys in opening.loaded:
+        # Only what this worker has pinned itself now: the other ranks' objects are still leased for them.
+        owner = lease_owner(session.engine, request)
+        context.pool.release(owner, keys)
+        if context.tier is not None:
+            context.tier.drop_lease(owner, keys)
+    context.metrics.step_opened(session.labels, full=opening.full, missing=opening.missing)
+
+
+def report(context: ServerContext, session: ClientSession, message: wire.Report) -> Work:
+    for failure in message.failed:
+        unlogged = context.log_limit.admit(time.monotonic())
+        if unlogged is not None:
+            log.warning(
+                "batch_failed",
+                session=session.number,
+                batch=failure.batch,
+                reason=failure.reason,
+                unlogged=unlogged,
+            )
+    context.driver.time_batches(session.number, message)
+    yield from tell(context, _events(session.number, message))
+    for figures in message.figures:
+        if not all(0 <= value < MOST_MEASURED for value in msgspec.structs.astuple(figures)[1:]):
+            raise ProtocolError(f"step {figures.step}: {figures} cannot have been measured")
+        context.metrics.step_measured(session.labels, figures)
+        context.slow_steps.see(session, figures)
+
+
+def tell(context: ServerContext, events: Iterator[Event]) -> Work:
+    """Tell the core, in slices.
+
+    :raises InvalidTransition: the first impossible event; all others were handled.
+    """
+    refused: InvalidTransition | None = None
+    while few := list(itertools.islice(events, EVENTS_PER_SLICE)):
+        try:
+            context.driver.handle(*few)
+        except InvalidTransition as error:
+            refused = refused or error
+        yield
+    if refused is not None:
+        raise refused
+
+
+def _events(session: int, report: wire.Report) -> Iterator[Event]:
+    for place in report.progress:
+        if place.frontier >= 0:
+            yield FrontierReached(session, place.step, place.frontier)
+        if place.computed > 0:
+            yield LayersComputed(session, place.step, place.computed)
+    for batch in report.done:
+        yield BatchDone(session, batch)
+    for fence in report.fenced:
+        yield LoadsFenced(session, fence.step, fence.reason)
+    for failure in report.failed:
+        yield BatchFailed(session, failure.batch, failure.reason)
+    for closed in report.closed:
+        yield StepClosed(session, closed.step, closed.ok)

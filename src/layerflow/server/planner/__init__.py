@@ -1,0 +1,1 @@
+"""A step's message, checked, and what of the pool it needs."""
