@@ -12,7 +12,8 @@ from e2e.known import small_spec
 
 from layerflow.agent import Hit, StepRequest
 from layerflow.agent.descriptors import Numbered, describe_loads
-from layerflow.agent.step.step import LOAD, Step
+from layerflow.agent.step.step import Step
+from layerflow.agent.step.transfers import LOAD
 from layerflow.device import device_for
 from layerflow.device.base import Device
 from layerflow.keys import Chain

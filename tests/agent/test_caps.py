@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from layerflow.agent.dispatcher import Dispatcher
 from layerflow.agent.lanes import load as load_lane
-from layerflow.agent.step.step import LOAD, SAVE, Step
+from layerflow.agent.step.step import Step
+from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.config.settings import Settings, TransferSettings
 from layerflow.server import EmbeddedServer
 from layerflow.wire.messages import Grant, ToClient

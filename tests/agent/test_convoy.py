@@ -11,7 +11,7 @@ from e2e.known import KnownWorker, eventually, small_spec
 from msgspec import structs
 
 from layerflow.agent.step.in_flight import CoalescedCopy
-from layerflow.agent.step.step import LOAD, SAVE
+from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.ops import base
 from layerflow.server import EmbeddedServer
 from layerflow.wire.messages import Batch

@@ -9,7 +9,7 @@ import pytest
 from e2e.known import eventually
 
 from layerflow.agent.aio import AsyncStep
-from layerflow.agent.step.step import LOAD, SAVE
+from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.wire.messages import Batch
 
 from .scene import BLOCKS, Scene, some_batch, waiting

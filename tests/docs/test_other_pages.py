@@ -47,6 +47,19 @@ def test_every_file_has_its_line_in_the_architecture():
         assert any(re.fullmatch(pattern, path.name) for path in paths), f"{pattern}: no such file"
 
 
+def test_the_load_and_the_save_go_through_what_exists():
+    found = sections(page("architecture.md"))
+    for name in ("One load, file by file", "One save, file by file"):
+        steps = rows(found[name])[1:]
+        assert len(steps) > 15
+        for where, functions, _ in steps:
+            paths = [ROOT / "src/layerflow" / path for path in re.findall(r"`([^`]+)`", where)]
+            assert paths and [path for path in paths if not path.exists()] == []
+            texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
+            for function in re.findall(r"`([^`]+)`", functions):
+                assert any(f"def {function}(" in text for text in texts), f"{where}: no {function}"
+
+
 def test_every_setting_named_exists():
     keys = {row.key for row in reference()}
     sections_of = {key.partition(".")[0] for key in keys} - {"log"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,28 +15,28 @@ import torch
 import zmq
 
 from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
-from layerflow.agent.connection.link import Attachment, Link
+from layerflow.agent.connection.link import Link
 from layerflow.agent.costs import LoadPolicy, work_of
-from layerflow.agent.descriptors import PartDescriptor, check_blocks, describe_loads, describe_saves, without_tails
+from layerflow.agent.descriptors import PartDescriptor, describe_loads, describe_saves
 from layerflow.agent.dispatcher import Dispatcher
 from layerflow.agent.open_steps import OpenSteps
-from layerflow.agent.step.no_step import NO_STEP, NoStep
+from layerflow.agent.opening import StepOpener, check_timeout
+from layerflow.agent.step.no_step import NoStep
 from layerflow.agent.step.step import Step
 from layerflow.agent.values import MISS, AgentCounters, AgentStatistics, Ended, Hit, Measured, StepRequest
 from layerflow.content import renewed_content
 from layerflow.device import device_for
 from layerflow.device.base import DeviceEvent
-from layerflow.errors import ConfigError, LayerflowError, SessionError, SpecError, Unsupported
+from layerflow.errors import ConfigError, LayerflowError, SessionError, SpecError
 from layerflow.flow.cost.estimators import ComputeCost, LinkCost
 from layerflow.flow.cost.policy import Mode
 from layerflow.keys import Chain, Media, root_digest
 from layerflow.observe.trace import StepTrace
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import ModelSpec
-from layerflow.wire.messages import Abort, OpenStep, Progress, Terms, ToClient, Welcome
+from layerflow.wire.messages import Abort, Terms
 
 DEFAULT_ATTACH_TIMEOUT_S = 5.0
-MAX_TIMEOUT_S = 86_400.0
 REPLACED = "the engine's weights were replaced"
 
 log = structlog.get_logger("layerflow.agent")
@@ -75,17 +73,16 @@ class Agent:
         self.spec = spec
         self.memory = PagedMemory(spec, tensors)
         self.device = device_for(self.memory.device)
-        self._groups = [group for group, _ in spec.layer_places()]
-        self._block_bytes = [group.bytes_per_block for group in spec.groups]
         self._pid = os.getpid()
-        self._numbers = itertools.count(1)
         self._tally = AgentCounters()
         self._open_steps = OpenSteps()
-        self._dispatcher = Dispatcher(self.memory, self.device, self._open_steps, self._tally, LoadPolicy(spec))
         context = context or zmq.Context.instance()
         self._control = Control(endpoint, engine_id, spec, context=context, lookup_timeout_s=lookup_timeout_s)
-        self._populating: threading.Thread | None = None
-        self._link = self._dispatcher.link = Link(context, endpoint, engine_id, spec, self)
+        self._dispatcher = Dispatcher(
+            self.memory, self.device, self._control, self._open_steps, self._tally, LoadPolicy(spec)
+        )
+        self._link = self._dispatcher.link = Link(context, endpoint, engine_id, spec, self._dispatcher)
+        self._opener = StepOpener(self.memory, self.device, self._dispatcher, self._open_steps, self._link)
         self._link.start()
         if wait_s > 0 and not self._link.ready.wait(wait_s):
             log.warning("agent_not_attached", endpoint=endpoint, waited_s=wait_s)
@@ -128,10 +125,8 @@ class Agent:
         """Wait until the arena's pages are mapped here, so that no copy pays for it; False after `timeout_s`."""
         if self.direct:
             return True
-        if self._populating is None:
-            return False
-        self._populating.join(timeout_s)
-        return not self._populating.is_alive()
+        populating = self._dispatcher.populating
+        return populating is not None and populating.wait(timeout_s)
 
     def chain(
         self, tokens: Sequence[int] | np.ndarray, *, adapter: str = "", salt: str = "", media: Sequence[Media] = ()
@@ -209,44 +204,7 @@ class Agent:
         :raises SpecError: a block that registered memory does not have, or the timeout is none.
         """
         self._same_process()
-        _check_timeout(timeout_s)
-        terms = self.terms
-        if terms is None or self._dispatcher.silent:
-            saves = []
-        elif not terms.save_partial:
-            saves = without_tails(saves)
-        if not loads and not saves:
-            return NO_STEP
-        check_blocks([*loads, *saves], self.memory.num_blocks)
-        now = time.monotonic()
-        loading_s = timeout_s if timeout_s is not None else terms.step_timeout_ms / 1e3 if terms is not None else 0.0
-        saving_s = terms.save_timeout_ms / 1e3 if terms is not None else 0.0
-        step = Step(
-            next(self._numbers), self._groups, self._block_bytes, list(loads), list(saves),
-            now + loading_s, now + max(loading_s, saving_s), self.device,
-            self._dispatcher.attend, self._dispatcher.fenced, self._dispatcher.closed,
-        )  # fmt: skip
-        step.work = work
-        step.on_wait = self._dispatcher.wake_loads
-        messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])
-        with self._open_steps.lock:
-            # Under the lock that losing the server takes: the step is told of that one way or the other, and the
-            # message goes to the server that the step was opened with.
-            attachment = self._dispatcher.attachment
-            if attachment is not None and attachment.direct:
-                step.bypass()
-            self._open_steps.add(step)
-            if attachment is not None and not attachment.direct:
-                self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages))
-        if attachment is not None and attachment.direct:
-            bypass = self._dispatcher.bypass
-            if bypass.stuck:
-                self._dispatcher.cut(step, "the pool does not answer")
-            else:
-                bypass.open(step, lambda step, message: self._dispatcher.announce(step, message, attachment))
-        elif attachment is None:
-            self._dispatcher.cut(step, "no server is attached")
-        return step
+        return self._opener.open(loads, saves, work, timeout_s)
 
     def record(self) -> DeviceEvent | None:
         """An event behind all that the calling thread has enqueued, for :meth:`Step.layer_done`; None on the cpu."""
@@ -296,7 +254,7 @@ class Agent:
         :raises SpecError: not one list per group, or the timeout is none.
         """
         self._same_process()
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
         if len(group_blocks) != len(self.spec.groups):
             raise SpecError(f"{len(group_blocks)} lists of blocks to reclaim; there are {len(self.spec.groups)} groups")
         if not len(self._open_steps):
@@ -404,58 +362,3 @@ class Agent:
         """:raises SessionError: this is a forked copy: its threads and its server are its parent's."""
         if os.getpid() != self._pid:
             raise SessionError("this agent belongs to the process that forked this one; make one here")
-
-    # -- the link's thread ------------------------------------------------------------------------
-
-    def may_bypass(self, welcome: Welcome) -> bool:
-        """See :meth:`layerflow.agent.connection.link.Owner.may_bypass`."""
-        return self._dispatcher.bypass.possible(welcome.direct)
-
-    def connection_made(self, attachment: Attachment) -> None:
-        """See :meth:`layerflow.agent.connection.link.Owner.connection_made`."""
-        self._control.connect()
-        self._dispatcher.connection_made(attachment)
-        if not attachment.direct:
-            self._populating = threading.Thread(
-                target=_populate, args=(attachment,), name="layerflow-populate", daemon=True
-            )
-            self._populating.start()
-        log.info(
-            "agent_attached",
-            session=attachment.session,
-            arena_bytes=attachment.arena.nbytes,
-            direct=attachment.direct,
-        )
-
-    def lost(self, reason: str) -> None:
-        """See :meth:`layerflow.agent.connection.link.Owner.lost`."""
-        self._dispatcher.lost(reason)
-
-    def heard(self, message: ToClient) -> None:
-        """See :meth:`layerflow.agent.connection.link.Owner.heard`."""
-        self._dispatcher.heard(message)
-
-    def progress(self) -> list[Progress]:
-        """See :meth:`layerflow.agent.connection.link.Owner.progress`."""
-        return self._dispatcher.progress()
-
-    def tick(self, now: float, silent: bool) -> None:
-        """See :meth:`layerflow.agent.connection.link.Owner.tick`."""
-        self._dispatcher.tick(now, silent)
-
-    def sampling(self) -> bool:
-        """See :meth:`layerflow.agent.connection.link.Owner.sampling`."""
-        return self._dispatcher.sampling()
-
-
-def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None and not 0 <= timeout_s <= MAX_TIMEOUT_S:
-        raise SpecError(f"timeout_s {timeout_s}: must be 0 to {MAX_TIMEOUT_S:.0f} seconds")
-
-
-def _populate(attachment: Attachment) -> None:
-    """Map the arena's pages into this process too, so that no copy pays for it."""
-    try:
-        attachment.arena.populate(0, attachment.arena.nbytes)
-    except Unsupported as error:
-        log.warning("arena_not_populated", error=str(error))

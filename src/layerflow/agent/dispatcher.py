@@ -6,7 +6,9 @@ import functools
 
 import structlog
 
+from layerflow.agent.connection.control import Control
 from layerflow.agent.connection.link import Attachment, Link
+from layerflow.agent.connection.mapping import Populating, pin
 from layerflow.agent.costs import LoadPolicy, Measures
 from layerflow.agent.descriptors import Numbered
 from layerflow.agent.direct import DirectLaneSwitch
@@ -15,11 +17,12 @@ from layerflow.agent.lanes.save import SaveLane
 from layerflow.agent.lanes.stagger import Stagger
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
 from layerflow.agent.open_steps import OpenSteps
-from layerflow.agent.step.step import LOAD, SAVE, Step
+from layerflow.agent.step.step import Step
+from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.device.poller import Poller
-from layerflow.errors import LayerflowError, Unsupported
+from layerflow.errors import LayerflowError
 from layerflow.ops.base import Copier
 from layerflow.ops.copier import copier_for
 from layerflow.ops.extents import BlockList
@@ -32,12 +35,12 @@ from layerflow.wire.messages import (
     Fence,
     Grant,
     Notice,
-    OpenStep,
     Plan,
     Problem,
     Progress,
     Terms,
     ToClient,
+    Welcome,
 )
 
 log = structlog.get_logger("layerflow.agent")
@@ -47,15 +50,23 @@ class Dispatcher:
     """Turns plans into block lists, grants into jobs for the lanes, notices into finished steps."""
 
     def __init__(
-        self, memory: PagedMemory, device: Device, open_steps: OpenSteps, tally: AgentCounters, advisor: LoadPolicy
+        self,
+        memory: PagedMemory,
+        device: Device,
+        control: Control,
+        open_steps: OpenSteps,
+        tally: AgentCounters,
+        advisor: LoadPolicy,
     ) -> None:
         self.advisor = advisor
         self.measures = Measures(advisor, on_cpu=device.kind == "cpu")
         self.attachment: Attachment | None = None
         self.silent = False
         self.link: Link | None = None
+        self.populating: Populating | None = None
         self._memory = memory
         self._device = device
+        self._control = control
         self._open_steps = open_steps
         self._tally = tally
         self._copiers: tuple[Copier, Copier] | None = None
@@ -75,16 +86,29 @@ class Dispatcher:
 
     # -- told by the link -------------------------------------------------------------------------
 
+    def may_bypass(self, welcome: Welcome) -> bool:
+        """Will this worker move bytes past the server's arena? May take seconds, the first time."""
+        return self.bypass.possible(welcome.direct)
+
     def connection_made(self, attachment: Attachment) -> None:
         """A server has taken this agent: copy to and from its arena from now on, or past it."""
+        self._control.connect()
         if not attachment.direct:
-            self._pin(attachment)
+            pin(attachment.arena, self._device)
             self._copiers = (copier_for(self._memory, attachment.arena), copier_for(self._memory, attachment.arena))
         self._set_terms(attachment.terms)
         self._tally.attachments += 1
         self.silent = False
         with self._open_steps.lock:
             self.attachment = attachment
+        if not attachment.direct:
+            self.populating = Populating(attachment.arena)
+        log.info(
+            "agent_attached",
+            session=attachment.session,
+            arena_bytes=attachment.arena.nbytes,
+            direct=attachment.direct,
+        )
 
     def lost(self, reason: str) -> None:
         """The server is gone: waits fail at once, nothing is saved."""
@@ -220,17 +244,6 @@ class Dispatcher:
             self.link.news.closed.append(Closed(step.number, ok))
             self.link.ring()
 
-    def announce(self, step: Step, message: OpenStep, attachment: Attachment) -> bool:
-        """The server is told of a step, unless it is over or its server gone."""
-        assert self.link is not None
-        # Under the lock that losing the server takes: the message goes to the server that the step was opened with.
-        with self._open_steps.lock:
-            if self._open_steps.get(step.number) is not step or self.attachment is not attachment:
-                return False
-            self.link.send(message)
-            step.announced = True
-            return True
-
     # -- one message each -------------------------------------------------------------------------
 
     def _planned(self, plan: Plan) -> None:
@@ -306,17 +319,6 @@ class Dispatcher:
             step = self._open_steps.get(number)
             if step is not None:
                 self.bypass.in_turn(step, functools.partial(self._finish, step))
-
-    def _pin(self, attachment: Attachment) -> None:
-        if not self._device.capabilities().pinned:
-            return
-        try:
-            pinned = self._device.pin(attachment.arena.address, attachment.arena.nbytes)
-        except Unsupported as error:
-            log.warning("arena_not_pinned", device=self._device.kind, error=str(error))
-        else:
-            if not pinned:
-                log.warning("arena_not_pinned", device=self._device.kind)
 
     def _set_terms(self, terms: Terms) -> None:
         caps = CopyCaps(terms.max_transfer_blocks, terms.max_transfer_bytes)

@@ -22,7 +22,8 @@ from layerflow.agent.direct.client import give_back, open_client
 from layerflow.agent.direct.store import LANES, DirectCopier, DirectStore
 from layerflow.agent.direct.watchdog import Watchdog
 from layerflow.agent.step.leases import LeasedObject, LeasedParts, StepLeases, places_of
-from layerflow.agent.step.step import LOAD, SAVE, Step
+from layerflow.agent.step.step import Step
+from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.hosts.backend import OK, ObjectLocation, Unreachable
 from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import Batch, OpenStep

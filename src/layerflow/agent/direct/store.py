@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from layerflow.agent.direct.client import StoreClient, give_back
 from layerflow.agent.direct.watchdog import Watchdog
 from layerflow.agent.step.leases import LeasedObject
-from layerflow.agent.step.step import LOAD, SAVE, Step
+from layerflow.agent.step.step import Step
+from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import DeadlineExceeded, PoolError
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, Unreachable, Unusable, pool_name

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from layerflow.agent.lanes.stagger import Stagger
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, Report, explained, extents_of, one_call, together, trace
-from layerflow.agent.step.step import CANCELLED, LOAD, Step
+from layerflow.agent.step.step import Step
+from layerflow.agent.step.transfers import CANCELLED, LOAD
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import sleep_until, use_precise_timers
 from layerflow.wire.messages import BROKEN

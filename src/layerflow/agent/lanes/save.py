@@ -22,7 +22,8 @@ from layerflow.agent.lanes.task import (
     together,
     trace,
 )
-from layerflow.agent.step.step import CANCELLED, SAVE, Step
+from layerflow.agent.step.step import Step
+from layerflow.agent.step.transfers import CANCELLED, SAVE
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import use_precise_timers
 from layerflow.ops.copier import CpuCopier

@@ -15,7 +15,8 @@ import structlog
 
 from layerflow.agent.connection.link import ReportBuffer
 from layerflow.agent.step.in_flight import CoalescedCopy
-from layerflow.agent.step.step import CANCELLED, LOAD, Step
+from layerflow.agent.step.step import Step
+from layerflow.agent.step.transfers import CANCELLED, LOAD
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import DeadlineExceeded
 from layerflow.observe.trace import Span

@@ -1,0 +1,103 @@
+"""Opening a step: it gets a number and its deadlines, the lanes' books know it, the server hears of it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+from layerflow.agent.connection.link import Attachment, Link
+from layerflow.agent.descriptors import PartDescriptor, check_blocks, without_tails
+from layerflow.agent.dispatcher import Dispatcher
+from layerflow.agent.open_steps import OpenSteps
+from layerflow.agent.step.no_step import NO_STEP, NoStep
+from layerflow.agent.step.step import Step
+from layerflow.device.base import Device
+from layerflow.errors import SpecError
+from layerflow.ops.paged import PagedMemory
+from layerflow.wire.messages import OpenStep
+
+MAX_TIMEOUT_S = 86_400.0
+
+
+class StepOpener:
+    """Called on the engine's thread."""
+
+    def __init__(
+        self, memory: PagedMemory, device: Device, dispatcher: Dispatcher, open_steps: OpenSteps, link: Link
+    ) -> None:
+        self._memory = memory
+        self._device = device
+        self._dispatcher = dispatcher
+        self._open_steps = open_steps
+        self._link = link
+        self._groups = [group for group, _ in memory.spec.layer_places()]
+        self._block_bytes = [group.bytes_per_block for group in memory.spec.groups]
+        self._numbers = itertools.count(1)
+
+    def open(
+        self,
+        loads: Sequence[PartDescriptor],
+        saves: Sequence[PartDescriptor],
+        work: tuple[int, int] | None,
+        timeout_s: float | None,
+    ) -> Step | NoStep:
+        """See :meth:`layerflow.agent.Agent.open_descriptors`."""
+        check_timeout(timeout_s)
+        dispatcher = self._dispatcher
+        terms = dispatcher.attachment.terms if dispatcher.attachment is not None else None
+        if terms is None or dispatcher.silent:
+            saves = []
+        elif not terms.save_partial:
+            saves = without_tails(saves)
+        if not loads and not saves:
+            return NO_STEP
+        check_blocks([*loads, *saves], self._memory.num_blocks)
+        now = time.monotonic()
+        loading_s = timeout_s if timeout_s is not None else terms.step_timeout_ms / 1e3 if terms is not None else 0.0
+        saving_s = terms.save_timeout_ms / 1e3 if terms is not None else 0.0
+        step = Step(
+            next(self._numbers), self._groups, self._block_bytes, list(loads), list(saves),
+            now + loading_s, now + max(loading_s, saving_s), self._device,
+            dispatcher.attend, dispatcher.fenced, dispatcher.closed,
+        )  # fmt: skip
+        step.work = work
+        step.on_wait = dispatcher.wake_loads
+        messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])
+        with self._open_steps.lock:
+            # Under the lock that losing the server takes: the step is told of that one way or the other, and the
+            # message goes to the server that the step was opened with.
+            attachment = dispatcher.attachment
+            if attachment is not None and attachment.direct:
+                step.bypass()
+            self._open_steps.add(step)
+            if attachment is not None and not attachment.direct:
+                self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages))
+        if attachment is None:
+            dispatcher.cut(step, "no server is attached")
+        elif attachment.direct:
+            self._open_direct(step, attachment)
+        return step
+
+    def _open_direct(self, step: Step, attachment: Attachment) -> None:
+        """Past the arena the server hears of a step once it is known what of its objects the pool has."""
+        bypass = self._dispatcher.bypass
+        if bypass.stuck:
+            self._dispatcher.cut(step, "the pool does not answer")
+        else:
+            bypass.open(step, lambda step, message: self._announce(step, message, attachment))
+
+    def _announce(self, step: Step, message: OpenStep, attachment: Attachment) -> bool:
+        """Tell the server of a step, unless the step is over or that server gone."""
+        with self._open_steps.lock:  # as in `open`
+            if self._open_steps.get(step.number) is not step or self._dispatcher.attachment is not attachment:
+                return False
+            self._link.send(message)
+            step.announced = True
+            return True
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """:raises SpecError: negative, or more than a day."""
+    if timeout_s is not None and not 0 <= timeout_s <= MAX_TIMEOUT_S:
+        raise SpecError(f"timeout_s {timeout_s}: must be 0 to {MAX_TIMEOUT_S:.0f} seconds")

@@ -1,0 +1,302 @@
+"""A step's transfers: what may touch engine memory, what has arrived, and how both directions are cut off.
+
+The link tells of the server's plan and grants, the lanes of each batch that begins and ends. What the engine's thread
+calls is in :class:`layerflow.agent.step.step.Step`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import structlog
+
+from layerflow.agent.descriptors import Numbered, PartDescriptor, number_blocks
+from layerflow.agent.step.in_flight import CoalescedCopy, InFlight
+from layerflow.agent.step.loads import LoadState
+from layerflow.agent.step.saves import SaveReads
+from layerflow.agent.step.times import LayerTimes
+from layerflow.device.base import Device, DeviceEvent
+from layerflow.ops.extents import BlockList
+from layerflow.wire.messages import Batch, Plan
+
+LOAD, SAVE = 0, 1
+CANCELLED = "cancelled"
+TOO_LATE = "cancelled: it was still under way when its step was cut off"
+
+log = structlog.get_logger("layerflow.agent")
+
+
+class StepTransfers:
+    """Both directions of a step. Any thread may call; one condition guards what they share.
+
+    :param groups: for every layer of the model: its group.
+    :param block_bytes: per group: bytes of one block in one layer, all planes.
+    :param device: of the engine's memory.
+
+    :ivar after: on a device, the event that loads come after: what the engine had enqueued may still read the blocks.
+    :ivar blocks: loads and saves: by group the planned blocks, bounds-checked.
+    :ivar closed: the forward pass has ended.
+    :ivar cut_off: set once the loads are cut off and no batch of them runs.
+    :ivar frontier: the highest layer whose attention has begun; batches whose gate is not past it can move.
+    :ivar reads: which blocks the saves have still to read.
+    :ivar saves_cancelled: why no save batch starts any more; "" = they start.
+    :ivar saves_spoiled: a save did not end when it was cut off. It has failed, whatever becomes of it.
+    """
+
+    # The engine's thread comes from its compute: a slot is in one cold line of memory, a dictionary's value in three.
+    __slots__ = (
+        "_arrivals",
+        "_condition",
+        "_device",
+        "_groups",
+        "_in_flight",
+        "_local",
+        "_save_patience",
+        "_times",
+        "_withheld",
+        "after",
+        "blocks",
+        "closed",
+        "cut_off",
+        "frontier",
+        "loads",
+        "num_layers",
+        "number",
+        "reads",
+        "saves",
+        "saves_cancelled",
+        "saves_spoiled",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        groups: Sequence[int],
+        block_bytes: Sequence[int],
+        loads: list[PartDescriptor],
+        saves: list[PartDescriptor],
+        device: Device,
+    ) -> None:
+        self.number = number
+        self.loads = loads
+        self.saves = saves
+        self.num_layers = len(groups)
+        self.blocks: tuple[dict[int, BlockList], dict[int, BlockList]] = ({}, {})
+        self.frontier = -1
+        self.closed = False
+        self.reads = SaveReads(saves, groups, block_bytes)
+        self.saves_cancelled = ""
+        self.saves_spoiled = False
+        self.cut_off = threading.Event()
+        self._groups = groups
+        self._device = device
+        self._local = device.kind == "cpu"
+        self.after: DeviceEvent | None = None if self._local or not loads else device.record()
+        self._save_patience: float | None = None
+        self._withheld: frozenset[int] = frozenset()
+        self._condition = threading.Condition()
+        self._times = LayerTimes(len(groups))
+        self._arrivals = LoadState(loads, groups, block_bytes)
+        self._in_flight = InFlight(number, self._condition)
+
+    # -- the link: what the server has planned and granted ------------------------------------------
+
+    def planned(self, plan: Plan, bind: Callable[[int, Numbered], BlockList]) -> None:
+        """The server's answer: number the blocks, fail what is not there.
+
+        :param bind: makes the group's block list, bounds-checked.
+        """
+        loads = number_blocks(self.loads, plan.loads, loading=True)
+        saves = number_blocks(self.saves, plan.saves, loading=False)
+        lists = {group: bind(group, blocks) for group, blocks in loads.items()}
+        self.blocks = (lists, {group: bind(group, blocks) for group, blocks in saves.items()})
+        with self._condition:
+            self.reads.number(saves)
+            self._arrivals.number(loads)
+            self._condition.notify_all()
+
+    def granted(self, batch: Batch) -> None:
+        """A load batch is on its way to the lane."""
+        with self._condition:
+            self._arrivals.grant(batch)
+
+    def sealed(self, layer: int) -> None:
+        """No further load batch comes for the layer."""
+        with self._condition:
+            self._arrivals.seal(layer)
+            self._condition.notify_all()
+
+    def load_failed(self, group: int, lo: int, hi: int, reason: str) -> None:
+        """Blocks `lo` to `hi` of the group's numbering will not arrive."""
+        with self._condition:
+            self._arrivals.fail_range(group, lo, hi, reason)
+            self._in_flight.halt(LOAD)
+            self._condition.notify_all()
+
+    def abort(self, request: str) -> None:
+        """The engine gave the request up."""
+        with self._condition:
+            self._arrivals.abort(request)
+
+    # -- cutting off ------------------------------------------------------------------------------
+
+    def cancel_saves(self, reason: str) -> None:
+        """No save batch starts any more."""
+        self.saves_cancelled = self.saves_cancelled or reason
+        self._in_flight.halt(SAVE)
+
+    def cut_saves(self, reason: str) -> bool:
+        """Cut the saves off: no batch starts any more, the running one is waited for. False if they were cut already.
+
+        What was read before is stored; objects of which something is missing are given up by the server.
+        """
+        first = not self.saves_cancelled
+        self.cancel_saves(reason)
+        with self._condition:
+            self._await_saves()
+            self._settle_device([SAVE])
+        self.reads.stop()
+        return first
+
+    def quiet(self) -> None:
+        """Wait until no lane and no stream touches engine memory for this step; call after cutting it off."""
+        with self._condition:
+            self._in_flight.wait_idle(LOAD)
+            self._await_saves()
+            self._settle_device()
+
+    def _cut_loads(self, reason: str) -> bool:
+        """Cut the loads off: no batch starts any more, the running one is waited for, the rest has failed.
+
+        False if there is nothing left to cut off.
+        """
+        with self._condition:
+            arrivals = self._arrivals
+            # Another thread may be at it.
+            self._condition.wait_for(lambda: self.cut_off.is_set() or not arrivals.fenced)
+            if arrivals.fenced or arrivals.all_in_place():
+                return False
+            arrivals.fenced = reason
+            self._in_flight.halt(LOAD)
+            self._in_flight.wait_idle(LOAD)
+            try:
+                self._settle_device()
+                arrivals.fail_unfinished(reason)
+            finally:
+                self.cut_off.set()
+                self._condition.notify_all()
+        return True
+
+    # -- the lanes ---------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> bool:
+        """May the batch touch engine memory now? Pair with :meth:`end`."""
+        with self._condition:
+            if self._arrivals.fenced if batch.direction == LOAD else self.saves_cancelled:
+                return False
+            self._in_flight.begin(batch.direction)
+            return True
+
+    def end(self, batch: Batch, failure: str = "", event: DeviceEvent | None = None) -> str:
+        """The lane will not touch engine memory for this batch any more (or has enqueued the copy). Why it failed."""
+        with self._condition:
+            self._in_flight.end(batch, event)
+            if batch.direction == LOAD:
+                self._arrivals.end(batch, failure, event)
+            elif self.saves_spoiled:
+                failure = failure or TOO_LATE
+            self._condition.notify_all()
+            return failure
+
+    def set_out(self, copy: CoalescedCopy) -> bool:
+        """As :meth:`begin`, for batches that one call copies, all of their blocks. Pair with :meth:`came_in`."""
+        direction, arrivals = copy.direction, self._arrivals
+        with self._condition:
+            if (arrivals.fenced or arrivals.failures) if direction == LOAD else self.saves_cancelled:
+                return False
+            self._in_flight.set_out(copy)
+            self._condition.notify_all()
+            return True
+
+    def came_in(self, copy: CoalescedCopy, copied: int) -> None:
+        """The first `copied` batches are copied; the others were not begun."""
+        with self._condition:
+            self._in_flight.come_in(copy)
+            if copy.direction == LOAD:
+                for batch in copy.batches[:copied]:
+                    self._arrivals.end(batch, "", None)
+            self._condition.notify_all()
+
+    def live(self, batch: Batch) -> list[tuple[int, int]]:
+        """What of a load batch is still to be copied: blocks that have failed are never written again."""
+        failures = self._arrivals.failures
+        if not failures:
+            return [(batch.lo, batch.hi)]
+        with self._condition:
+            return failures.live(self._groups[batch.layer], batch.lo, batch.hi)
+
+    def group_of(self, layer: int) -> int:
+        """The layer's group."""
+        return self._groups[layer]
+
+    def computed(self, layer: int) -> Any:
+        """None until the layer's KV is written and may be saved; then True, or the device event behind it."""
+        return self._times.done[layer] if layer not in self._withheld else None
+
+    @property
+    def saves_pressed(self) -> bool:
+        """Does somebody wait for the saves, or does nothing more come to join them?"""
+        return self.closed or self._times.hurried or bool(self.saves_cancelled)
+
+    def pace(self, now: float) -> float:
+        """See :meth:`layerflow.agent.step.times.LayerTimes.pace`."""
+        return self._times.pace(now)
+
+    # -- how far it is -----------------------------------------------------------------------------
+
+    @property
+    def loading(self) -> bool:
+        """Are loads of this step still under way?"""
+        return bool(self.loads) and not self._arrivals.fenced and not self._arrivals.all_in_place()
+
+    @property
+    def all_granted(self) -> bool:
+        """Does no further load batch come?"""
+        return self._arrivals.all_granted()
+
+    @property
+    def fenced(self) -> bool:
+        """Are its loads cut off, or about to be?"""
+        return bool(self._arrivals.fenced)
+
+    @property
+    def computed_layers(self) -> int:
+        """How many layers, from the first on, are marked done."""
+        return self._times.computed_layers
+
+    @property
+    def saves_held(self) -> bool:
+        """Do the saves wait for the engine's verdict?"""
+        return bool(self._withheld)
+
+    def release_saves(self) -> None:
+        """The saves may leave, or were cancelled."""
+        self._withheld = frozenset()
+
+    # -- under the condition's lock -----------------------------------------------------------------
+
+    def _in_place(self, layer: int) -> bool:
+        copy = self._in_flight.copy(LOAD)
+        return self._arrivals.in_place(layer, copy.landed(layer) if copy is not None else 0)
+
+    def _await_saves(self) -> None:
+        if not self._in_flight.wait_idle(SAVE, self._save_patience):
+            self.saves_spoiled = True
+            log.warning("save_late", step=self.number, waited_s=self._save_patience)
+
+    def _settle_device(self, directions: Collection[int] = (LOAD, SAVE)) -> None:
+        for batch, reason in self._in_flight.settle(directions):
+            if batch.direction == LOAD:
+                self._arrivals.fail(batch, reason)
