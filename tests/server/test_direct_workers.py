@@ -61,7 +61,8 @@ def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedServer]:
     tests = Path(__file__).resolve().parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH")))))
     monkeypatch.setattr(server, "tier_of", lambda settings: (NAME, {}))
-    monkeypatch.setattr(server, "direct_options", lambda settings: OPTIONS)
+    for module in (server, clients):
+        monkeypatch.setattr(module, "direct_options", lambda settings: OPTIONS)
     with EmbeddedServer(Settings(pool={"size": "1MiB"}, server={"drain_timeout_s": 0.2})) as context:
         assert eventually(lambda: context.server.tier is not None and context.server.tier.up)
         yield context
