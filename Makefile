@@ -36,8 +36,8 @@ test-backends: $(STAMP)
 	tests/npu/run.sh past-the-arena
 
 lint: $(STAMP)
-	$(BIN)/ruff check src cli tests
-	$(BIN)/ruff format --check src cli tests
+	$(BIN)/ruff check src cli testing tests
+	$(BIN)/ruff format --check src cli testing tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/lint-imports --no-logo --config imports-acyclic.toml

@@ -32,7 +32,7 @@ from layerflow.hosts.backend import Unreachable, Unusable, pool_name
 from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.setup import MemcacheConnection, make_store
 from layerflow.keys import object_key
-from layerflow.server import EmbeddedServer, server
+from layerflow.server import EmbeddedServer, behind
 
 TOKENS = 100
 BLOCKS = 25
@@ -70,8 +70,8 @@ def serve(
     """Servers with the fake pool behind their arena."""
     tests = Path(__file__).resolve().parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH")))))
-    monkeypatch.setattr(server, "tier_of", lambda settings: (HOST, {"folder": str(pool.folder)}))
-    monkeypatch.setattr(server, "direct_options", lambda settings: json.dumps(pool.urls))
+    monkeypatch.setattr(behind, "tier_of", lambda settings: (HOST, {"folder": str(pool.folder)}))
+    monkeypatch.setattr(behind, "direct_options", lambda settings: json.dumps(pool.urls))
     running: list[EmbeddedServer] = []
 
     def start(**transfer: object) -> EmbeddedServer:

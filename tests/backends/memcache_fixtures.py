@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from backends.backend_contract import ARENA, Client
 from memcache_client import RemoteMemcache
 from meta_service import MB, MetaService
 
 from layerflow.hosts.backend import Unreachable
 from layerflow.memfd import SharedMemory
+from layerflow_testing import ARENA, Client
 
 MEMORY = 64 * MB
 JOIN_S = 60.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from backends.backend_contract import BackendContract, Bench, Client
 from memcache_fixtures import MEMORY, arena, join, meta, protocol
+
+from layerflow_testing import BackendContract, Bench, Client
 
 __all__ = ["arena", "join", "meta", "protocol"]  # fixtures
 

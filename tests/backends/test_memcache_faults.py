@@ -10,7 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from backends.backend_contract import (
+from e2e.known import eventually
+from memcache_client import RemoteMemcache
+from memcache_fixtures import MEMORY, arena, join, meta, protocol
+
+from layerflow.hosts.backend import Unreachable, Unusable, pool_name
+from layerflow_testing import (
     ARENA,
     BLOCK,
     BROKEN,
@@ -28,11 +33,6 @@ from backends.backend_contract import (
     seen,
     soon,
 )
-from e2e.known import eventually
-from memcache_client import RemoteMemcache
-from memcache_fixtures import MEMORY, arena, join, meta, protocol
-
-from layerflow.hosts.backend import Unreachable, Unusable, pool_name
 
 __all__ = ["arena", "join", "meta", "protocol"]  # fixtures
 

@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from backends.backend_contract import (
+from e2e.known import eventually
+from mooncake_master import MooncakeMaster
+from mooncake_owner import Owner
+from service_process import free_ports
+
+from layerflow.hosts.backend import Unreachable, Unusable
+from layerflow.hosts.mooncake.backend import Mooncake
+from layerflow.hosts.mooncake.setup import load as load_library
+from layerflow.memfd import SharedMemory
+from layerflow_testing import (
     ARENA,
     EXISTS,
     EXPIRED,
@@ -27,15 +36,6 @@ from backends.backend_contract import (
     save,
     soon,
 )
-from e2e.known import eventually
-from mooncake_master import MooncakeMaster
-from mooncake_owner import Owner
-from service_process import free_ports
-
-from layerflow.hosts.backend import Unreachable, Unusable
-from layerflow.hosts.mooncake.backend import Mooncake
-from layerflow.hosts.mooncake.setup import load as load_library
-from layerflow.memfd import SharedMemory
 
 SEGMENT = 64 << 20
 TIMEOUT_MS = 5000  # as by default: a transfer that makes no progress for 3 s is given up

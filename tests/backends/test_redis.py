@@ -9,7 +9,14 @@ import pytest
 
 pytest.importorskip("redis", reason="the package redis is not installed")
 
-from backends.backend_contract import (
+from e2e.known import eventually
+from redis_server import RedisServer, program
+
+from layerflow.hosts.backend import ObjectLocation, Unreachable, Unusable, pool_name
+from layerflow.hosts.redis import PLUGIN, Redis
+from layerflow.hosts.registry import make
+from layerflow.memfd import SharedMemory
+from layerflow_testing import (
     ARENA,
     BROKEN,
     EXISTS,
@@ -28,13 +35,6 @@ from backends.backend_contract import (
     save,
     soon,
 )
-from e2e.known import eventually
-from redis_server import RedisServer, program
-
-from layerflow.hosts.backend import ObjectLocation, Unreachable, Unusable, pool_name
-from layerflow.hosts.redis import PLUGIN, Redis
-from layerflow.hosts.registry import make
-from layerflow.memfd import SharedMemory
 
 pytestmark = pytest.mark.skipif(program() is None, reason="there is no redis-server and no valkey-server here")
 CAPACITY = 64 << 20

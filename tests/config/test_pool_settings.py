@@ -7,7 +7,8 @@ import pytest
 from layerflow.config.pool import default_pool_bytes
 from layerflow.config.settings import PoolSettings, Settings, live_changes, reference
 from layerflow.errors import ConfigError
-from layerflow.server.behind import tier_of
+from layerflow.hosts.memcache.setup import MemcacheOptions
+from layerflow.server.behind import direct_options, tier_of
 from layerflow.server.server import Server
 
 
@@ -154,3 +155,22 @@ def test_a_backend_of_an_installed_package_has_its_section(monkeypatch, refusal)
     assert "hunter2" not in repr(settings)
     assert "redis" in refusal(None, {"pool.backend": "rediss"})[0]
     assert "pool.redis.url" in refusal(None, {"pool.redis.url": "http://store"})[0]
+
+
+def test_a_key_may_choose_its_backend_by_itself(refusal):
+    by_key = Settings.load(None, {"pool.disk.path": "/x"}).pool
+    by_name = Settings.load(None, {"pool.backend": "disk", "pool.disk.path": "/x"}).pool
+    assert (by_key.behind, by_key.for_host()) == (by_name.behind, by_name.for_host())
+    assert by_key.behind == "disk" and Settings().pool.behind == "memory" and tier_of(Settings()) is None
+    assert "needs pool.disk.path" in refusal(None, {"pool.backend": "disk"})[0]
+
+
+def test_only_a_pool_with_a_direct_lane_has_options_for_workers():
+    def told(**pool):
+        return direct_options(Settings(pool=pool))
+
+    away = {"hcom_url": "tcp://127.0.0.1:7009"}
+    assert told(backend="memcache", memcache=away) == told() == told(backend="redis") == ""
+    options = json.loads(told(backend="memcache", memcache=away | {"direct": True}))
+    assert options["hcom_url"] == away["hcom_url"] and "direct" not in options and options["timeout_ms"] == 5000
+    assert MemcacheOptions.read(options).hcom_url == away["hcom_url"]

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from backends.backend_contract import ARENA, Bench, Client
-
 from layerflow.hosts.backend import OK, BackendInfo, IndexEntry, ObjectLocation, ObjectResult
 from layerflow.hosts.disk.backend import Disk
 from layerflow.memfd import SharedMemory
+from layerflow_testing import ARENA, Bench, Client
 
 
 def files(path: Path) -> list[str]:

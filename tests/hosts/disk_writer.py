@@ -10,9 +10,8 @@ import sys
 from itertools import count
 from pathlib import Path
 
-from backends.backend_contract import OK, outcomes, put, soon
-
 from hosts.disk_bench import DiskBench
+from layerflow_testing import OK, outcomes, put, soon
 
 
 def main(folder: str, nonce: str, seed: int) -> None:

@@ -7,7 +7,11 @@ import time
 
 import numpy as np
 import pytest
-from backends.backend_contract import (
+
+from hosts.disk_bench import DiskBench, files, torn
+from layerflow.hosts.backend import IndexEntry, Unusable
+from layerflow.hosts.disk.backend import Disk
+from layerflow_testing import (
     ARENA,
     BROKEN,
     EXISTS,
@@ -24,10 +28,6 @@ from backends.backend_contract import (
     save,
     soon,
 )
-
-from hosts.disk_bench import DiskBench, files, torn
-from layerflow.hosts.backend import IndexEntry, Unusable
-from layerflow.hosts.disk.backend import Disk
 
 
 @pytest.fixture

@@ -10,7 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from backends.backend_contract import (
+
+from hosts.disk_bench import DiskBench, files, torn
+from layerflow.hosts.backend import Unreachable
+from layerflow.hosts.disk.backend import Disk
+from layerflow.hosts.disk.format import StoredFile
+from layerflow_testing import (
     ARENA,
     EXISTS,
     FAILED,
@@ -23,11 +28,6 @@ from backends.backend_contract import (
     save,
     soon,
 )
-
-from hosts.disk_bench import DiskBench, files, torn
-from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.disk.backend import Disk
-from layerflow.hosts.disk.format import StoredFile
 
 
 @pytest.fixture

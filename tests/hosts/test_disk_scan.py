@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backends.backend_contract import ARENA, OK, load, save, soon
 
 from hosts import slow_disk
 from hosts.bench import PATIENCE_S, Thing
@@ -18,6 +17,7 @@ from layerflow.hosts.disk import backend as disk
 from layerflow.hosts.disk.backend import Disk
 from layerflow.hosts.disk.folder import Folder
 from layerflow.wire.host_messages import Fetch, Fetched, Finish, Indexed, Pull, Up, Write, Written
+from layerflow_testing import ARENA, OK, load, save, soon
 
 
 class Gate:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backends.backend_contract import ARENA, BROKEN, OK, load, outcomes, put, save, soon
 
+import layerflow_testing
 from hosts.disk_bench import DiskBench, files, torn
+from layerflow_testing import ARENA, BROKEN, OK, load, outcomes, put, save, soon
 
 CHILD = Path(__file__).with_name("disk_writer.py")
 
@@ -207,7 +208,7 @@ def kill_a_writer(bench: DiskBench, seed: int) -> int:
     child = subprocess.Popen(
         [sys.executable, str(CHILD), str(bench.path), bench.nonce.hex(), str(seed)],
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(CHILD.parents[1])},
+        env=os.environ | {"PYTHONPATH": f"{CHILD.parents[1]}:{Path(layerflow_testing.__file__).parents[1]}"},
     )
     assert child.stdout is not None
     said = b""

@@ -16,7 +16,7 @@ from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
 from layerflow.config.settings import Settings
 from layerflow.errors import RemoteError
 from layerflow.flow.events import Direction
-from layerflow.server import EmbeddedServer, server
+from layerflow.server import EmbeddedServer, behind
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 
@@ -60,9 +60,8 @@ class Worker:
 def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedServer]:
     tests = Path(__file__).resolve().parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH")))))
-    monkeypatch.setattr(server, "tier_of", lambda settings: (NAME, {}))
-    for module in (server, clients):
-        monkeypatch.setattr(module, "direct_options", lambda settings: OPTIONS)
+    monkeypatch.setattr(behind, "tier_of", lambda settings: (NAME, {}))
+    monkeypatch.setattr(behind, "direct_options", lambda settings: OPTIONS)
     with EmbeddedServer(Settings(pool={"size": "1MiB"}, server={"drain_timeout_s": 0.2})) as context:
         assert eventually(lambda: context.server.tier is not None and context.server.tier.up)
         yield context

@@ -12,7 +12,7 @@ import structlog
 from layerflow._version import __version__
 from layerflow.config.settings import Settings
 from layerflow.errors import ProtocolError
-from layerflow.server.behind import direct_options
+from layerflow.server import behind
 from layerflow.server.sessions import LOCAL, Address, ClientSession, Sessions
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
@@ -87,7 +87,7 @@ class Clients:
                 server.heartbeat_ms,
                 server.liveness_ms,
                 settings.pool.lease_ms,
-                direct_options(settings) if address[0] == LOCAL else "",
+                behind.direct_options(settings) if address[0] == LOCAL else "",
             ),
         )
 

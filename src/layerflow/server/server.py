@@ -22,7 +22,7 @@ from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
-from layerflow.server.behind import direct_options, tier_of
+from layerflow.server import behind
 from layerflow.server.clients import Clients
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
@@ -46,12 +46,12 @@ class Server:
 
     :param settings: see ``docs/configuration.md``.
     :param context: the ZMQ context whose ``inproc://`` endpoints embedded agents use; None = its own.
-    :raises ConfigError: see :func:`tier_of`.
+    :raises ConfigError: see :func:`behind.tier_of`.
     """
 
     def __init__(self, settings: Settings, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self.settings = settings
-        behind = tier_of(settings)
+        tier = behind.tier_of(settings)
         self.metrics = Metrics()
         self.started_at = time.time()
         self._own_context = context is None
@@ -59,16 +59,16 @@ class Server:
         self._arena = Arena(settings.pool.size, hugepages=settings.pool.hugepages)
         self._warmer = Warmer(self._arena)
         # A table of the arena alone would hide from clients what lies behind it.
-        self._presence = PresenceWriter(self._arena.nbytes) if behind is None else None
+        self._presence = PresenceWriter(self._arena.nbytes) if tier is None else None
         self.pool = MemoryPool(self._arena, self._presence)
         self.sessions = Sessions()
         self.driver = Driver(self.pool, limits_of(settings), self.metrics, self._send_number, self._step_done)
         self.tier: Tier | None = None
-        if behind is not None:
+        if tier is not None:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
 
             arena = self._arena.fd, self._arena.nbytes
-            self.tier = Tier(*behind, settings.pool, self.pool, arena, self._tier_news, self._caps)
+            self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news, self._caps)
             self.driver.tier = self.tier
         self._server_context = ServerContext(
             pool=self.pool,
@@ -82,7 +82,7 @@ class Server:
             arena_bytes=self._arena.nbytes,
             settings=lambda: self.settings.server,
             tier=self.tier,
-            direct=bool(direct_options(settings)),
+            direct=bool(behind.direct_options(settings)),
         )
         self._handlers = Handlers(self._server_context)
         self.metrics.limits(limits_of(settings))

@@ -45,7 +45,8 @@ class HttpProbe:
         url = self._url + path
         why, body = http_get(url, HTTP_S)
         if why:
-            raise Unreachable(f"{self._whose} is not well: {url}: {why}; is it running? Look at its log")
+            said = f"{self._whose} does not answer as it should at {url}: {why}"
+            raise Unreachable(f"{said}; is it running? Look at its log")
         return body
 
     def largest_segment(self) -> int:
