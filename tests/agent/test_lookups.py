@@ -215,11 +215,11 @@ def test_a_restarted_server_brings_its_own_table(dial: Dial) -> None:
 def muted(server: EmbeddedServer) -> Callable[[], None]:
     """The server takes lookups and keeps its answers to itself until the returned function is called."""
     handlers, kept = server.server._handlers, []
-    lookup = handlers._lookup
-    handlers._lookup = lambda session, message: kept.append((session, message)) or ()  # type: ignore
+    lookup = handlers._lookups.look_up
+    handlers._lookups.look_up = lambda session, message: kept.append((session, message)) or ()  # type: ignore
 
     def go_on() -> None:
-        handlers._lookup = lookup  # type: ignore[method-assign]
+        handlers._lookups.look_up = lookup  # type: ignore[method-assign]
         for session, message in kept:
             for _ in lookup(session, message):
                 pass
@@ -313,7 +313,7 @@ def test_a_refused_lookup_is_a_miss_and_nothing_else_is_lost(
         raise LayerflowError("not today")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.server._handlers, "_lookup", refuse)
+        patch.setattr(server.server._handlers._lookups, "look_up", refuse)
         assert answer(lookups, "refused", prompt(40)) == MISS
     line = lookups._line
     assert answer(lookups, "next", prompt(40)) != MISS

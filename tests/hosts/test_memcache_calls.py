@@ -97,7 +97,7 @@ def test_a_lookup_is_waited_for_until_its_own_deadline():
 
 def test_calls_that_do_not_come_back_are_bounded():
     store = Store()
-    calls = MemcacheClient(Meta(), 0.001)  # type: ignore[arg-type]
+    calls = MemcacheClient(Meta(), 0.05)  # type: ignore[arg-type]
     calls.open(store)
     for _ in range(MAX_GIVEN_UP):
         with pytest.raises(Unreachable, match="did not answer in time"):
