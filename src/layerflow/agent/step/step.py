@@ -247,7 +247,7 @@ class Step(StepTransfers):
     # -- the agent --------------------------------------------------------------------------------
 
     def bypass(self) -> None:
-        """Its bytes will move past the arena, and the server hears of it later. Call before it is among the open steps."""
+        """Its bytes will move past the arena, and the server hears of it later. Call before it is an open step."""
         self.announced = False
         self._save_patience = LATE_SAVE_S
 
