@@ -65,7 +65,7 @@ def measure(
         advance = stack.enter_context(progress(3 + WARM_UP_ROUNDS + rounds + len(depths)))
         advance(f"starting {kind}")
         nbytes = chunks * layers * PIECE_BYTES
-        kept = rounds + WARM_UP_ROUNDS + 1 if kind == "disk" else 1  # nobody but the tier removes its files
+        kept = rounds + WARM_UP_ROUNDS + 1 if kind == "disk" else 1  # only the tier removes its files
         most = chunks * PIECE_BYTES * max(layers, *depths, 0)
         pool = stack.enter_context(behind(kind, folder, kept * nbytes + len(depths) * most, config, cann_emulator))
         bench = _Bench(stack, pool, max(nbytes, most))

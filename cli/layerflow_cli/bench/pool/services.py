@@ -248,7 +248,7 @@ def _get(url: str, path: str) -> bytes:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on."""
+    """Free ports of this machine."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:
