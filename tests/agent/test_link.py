@@ -23,13 +23,13 @@ def link_of(worker: KnownWorker) -> Link:
 def heard_on(link: Link, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The kind of every message that the agent hears from now on, and on which thread."""
     heard: list[tuple[str, int]] = []
-    hear = link._owner.heard
+    hear = link._listener.heard
 
     def noted(message: Any) -> None:
         heard.append((type(message).__name__, threading.get_ident()))
         hear(message)
 
-    monkeypatch.setattr(link._owner, "heard", noted)
+    monkeypatch.setattr(link._listener, "heard", noted)
     return heard
 
 

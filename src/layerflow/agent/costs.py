@@ -128,7 +128,7 @@ def work_of(requests: Sequence[StepRequest]) -> tuple[int, int] | None:
 KEPT_STEPS = 64
 
 PATIENCE_S = 1e-3
-"""Figures take the interpreter some 0.5 ms, which whoever waits for the step's end needs first."""
+"""Working figures out takes the interpreter some 0.5 ms; the thread that waits for the step's end goes first."""
 
 
 class Measures:
@@ -138,7 +138,7 @@ class Measures:
         say nothing of compute, and so are the lanes', which say nothing of the link, but for the direct lane's.
 
     :ivar traces: oldest first.
-    :ivar measured: oldest first; taken from the left by whoever reports them.
+    :ivar measured: oldest first; the reader takes them from the left.
     """
 
     def __init__(self, advisor: LoadPolicy, on_cpu: bool) -> None:
@@ -150,7 +150,7 @@ class Measures:
         self._lock = threading.Lock()
 
     def ended(self, step: Step) -> None:
-        """A step is over; call before anybody is told."""
+        """A step is over; call before its end is reported."""
         self._ended.append((time.monotonic(), step))
 
     @property

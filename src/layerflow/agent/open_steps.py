@@ -44,7 +44,7 @@ class OpenSteps:
     def finish(self, step: Step, ended: Callable[[Step], None]) -> None:
         """Close, unless it was closed already.
 
-        :param ended: told of the step, under the lock, before anybody who waits for its end.
+        :param ended: told of the step, under the lock, before the threads that wait for its end.
         """
         with self.lock:
             if self._steps.pop(step.number, None) is None:

@@ -65,7 +65,7 @@ class CpuCopier:
     """
 
     def __init__(self, arena: MappedArena, native: bool = copy_native is not None) -> None:
-        self._array = arena.array  # a view: whoever closes the arena, the mapping outlives this copier
+        self._array = arena.array  # a view: it keeps the mapping when the arena is closed first
         self._base = arena.address
         self._copy = copy_native if native and copy_native is not None else copy_fallback
         self._copy_batches = (
@@ -85,7 +85,7 @@ class CpuCopier:
 
         :param extents: of all batches, one after the other.
         :param ends: int64, shape ``(batches,)``: how many extents there are up to the end of each.
-        :param beside: native id of the thread that waits for the bytes; its core is left to it. 0 = nobody's.
+        :param beside: native id of the thread that waits for the bytes; its core is left to it. 0 = no thread waits.
         :returns: how many were copied: all, unless `progress` was halted.
         """
         arena, engine, nbytes, _ = extents

@@ -93,7 +93,7 @@ class Control:
         if self._spec is None:
             raise SessionError("lookups need the model's spec; pass spec= to Control")
         deadline = time.monotonic() + self._lookup_timeout_s
-        # Whoever waits behind a lookup of a stopped server waits no longer than for its own.
+        # A lookup behind another one that waits for a stopped server waits no longer than for its own answer.
         if not self._lock.acquire(timeout=self._lookup_timeout_s):
             return MISS
         try:

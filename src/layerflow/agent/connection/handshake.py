@@ -167,7 +167,7 @@ class Handshake:
 def fetch_arena(path: Path, token: bytes, deadline: float) -> tuple[socket.socket, int, int]:
     """Ask at the fd server: the open connection (keep it: it is the sign of life), the memfd and its size.
 
-    :raises ServerLost: nobody answers there, or the token is refused.
+    :raises ServerLost: no server answers there, or the token is refused.
     """
     connection, fd, nbytes = _enter(path, token + WANT_ARENA, deadline)
     if fd is None:
@@ -179,7 +179,7 @@ def fetch_arena(path: Path, token: bytes, deadline: float) -> tuple[socket.socke
 def fetch_presence(path: Path, token: bytes, deadline: float) -> tuple[socket.socket, int | None, int]:
     """As :func:`fetch_arena`, for the presence table; None and 0 where the server keeps none.
 
-    :raises ServerLost: nobody answers there, or the token is refused.
+    :raises ServerLost: no server answers there, or the token is refused.
     """
     return _enter(path, token + WANT_PRESENCE, deadline)
 

@@ -122,20 +122,20 @@ class Link:
         endpoint: str,
         engine: str,
         spec: ModelSpec,
-        owner: LinkListener,
+        listener: LinkListener,
     ) -> None:
         self._context = context
         self._endpoint = endpoint
         self._engine = engine
         self._spec = spec
-        self._owner = owner
+        self._listener = listener
         self.news = ReportBuffer()
         self._outbox: deque[bytes] = deque()
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._rung = False
         self._closing = False
         self._tries = 0
-        # Whoever holds the lock may use the socket and call the owner.
+        # The thread that holds this lock may use the socket and call the listener.
         self._turn = threading.Lock()
         self._dealer: zmq.Socket[bytes] | None = None
         self._broken: Exception | None = None
@@ -159,9 +159,9 @@ class Link:
     def attend(self) -> None:
         """Do what the messages that have come say, on this thread; nothing where the link is at it.
 
-        Whoever calls holds no lock.
+        The caller holds no lock.
         """
-        if self._on_this_thread(self._read) and self._owner.sampling():
+        if self._on_this_thread(self._read) and self._listener.sampling():
             self.ring()  # it sleeps for as long as was right before these messages
 
     def tell(self) -> None:
@@ -170,7 +170,7 @@ class Link:
             self.ring()
 
     def ring(self) -> None:
-        """Wake the thread, at most once until it has looked; nobody is woken after :meth:`close`."""
+        """Wake the thread, at most once until it has looked; does nothing after :meth:`close`."""
         if not self._rung and not self._closing:
             self._rung = True
             os.eventfd_write(self._wakeup_fd, 1)
@@ -183,13 +183,13 @@ class Link:
         self._thread.join()
 
     def release(self) -> None:
-        """Give the bell's descriptor back, once no lane can ring it any more."""
+        """Close the eventfd behind :meth:`ring`, once no lane can ring any more."""
         if self._wakeup_fd >= 0:
             os.close(self._wakeup_fd)
             self._wakeup_fd = -1
 
     def _on_this_thread(self, work: Callable[[zmq.Socket[bytes]], None]) -> bool:
-        """Use the socket on this thread, if nobody does; whether that was so. What goes wrong ends the attachment."""
+        """Use the socket on this thread unless another thread does; False if one does. An error ends the attachment."""
         if not self._turn.acquire(blocking=False):
             return False
         try:
@@ -249,7 +249,7 @@ class Link:
             welcome = conversation.introduce(self._engine, "agent", deadline)
             if not welcome.fd_server:
                 raise ConfigError(f"{self._endpoint}: an engine worker must run on the server's machine; use ipc://")
-            direct = bool(welcome.direct) and self._owner.may_bypass(welcome)
+            direct = bool(welcome.direct) and self._listener.may_bypass(welcome)
             deadline = time.monotonic() + CONNECT_TIMEOUT_S
             connection, fd, nbytes = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
             try:
@@ -260,7 +260,7 @@ class Link:
             self._outbox.clear()
             self.news = ReportBuffer()
             attached = True
-            self._owner.connection_made(Attachment(welcome.session, arena, terms, welcome, direct))
+            self._listener.connection_made(Attachment(welcome.session, arena, terms, welcome, direct))
             self._tries = 0
             self._dealer, self._broken = dealer, None
             self.ready.set()
@@ -270,7 +270,7 @@ class Link:
                 self._dealer = None
             self.ready.clear()
             if attached:
-                self._owner.lost("closed" if self._closing else "the server is gone")
+                self._listener.lost("closed" if self._closing else "the server is gone")
             if connection is not None:
                 # Nothing of this attachment moves any more: the server need not wait for this process to end.
                 with contextlib.suppress(OSError):
@@ -292,7 +292,7 @@ class Link:
                     raise self._broken
                 if _pending(dealer):  # after a pause of this process: answers have queued up
                     self._heard_at = now
-                self._owner.tick(now, silent=now - self._heard_at > welcome.liveness_ms / 1e3)
+                self._listener.tick(now, silent=now - self._heard_at > welcome.liveness_ms / 1e3)
                 if now >= next_beat:
                     next_beat = now + beat_s
                     self._outbox.append(codec.encode(Beat(now)))
@@ -301,7 +301,7 @@ class Link:
                     return
                 # What came while something was sent, the descriptor does not tell any more.
                 patience = 0 if _pending(dealer) else max(1, round((next_beat - now) * 1e3))
-                if patience and self._owner.sampling():
+                if patience and self._listener.sampling():
                     patience = FRONTIER_SAMPLE_MS
             ready = dict(poller.poll(patience))
             if self._wakeup_fd in ready:
@@ -324,7 +324,7 @@ class Link:
             message = codec.decode_reply(frame, 64 << 20)
             if isinstance(message, Problem) and message.code == STRANGER:
                 raise ServerLost(f"the server does not know this session: {message.message}")
-            self._owner.heard(message)
+            self._listener.heard(message)
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
         while (report := self._report()) is not None:
@@ -342,7 +342,7 @@ class Link:
     def _report(self) -> Report | None:
         news = self.news
         done, failed, fenced = _drain(news.done), _drain(news.failed), _drain(news.fenced)
-        progress = self._owner.progress()
+        progress = self._listener.progress()
         closed, measured = _drain(news.closed), _drain(news.figures)
         if not (done or failed or fenced or progress or closed or measured):
             return None

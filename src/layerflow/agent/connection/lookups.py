@@ -149,7 +149,7 @@ class Lookups:
         self._line = None
 
     def _catch_up(self) -> None:
-        """Take the answers that nobody has waited for."""
+        """Take the answers that no call waits for."""
         while self._line is not None and len(self._open) > 1:
             try:
                 self._heard(self._line.conversation.receive(0.0))

@@ -83,7 +83,7 @@ class DirectStore:
         self._reader.close(places)
 
     def allocate(self, places: Sequence[ObjectLocation], until: float) -> list[LeasedObject | None]:
-        """Room for what is not in the pool and is nobody else's to write; None = it is, or there is no room.
+        """Room for an object; None = it is in the pool, another worker writes it, or there is no room.
 
         :raises Unreachable: nothing can be learnt.
         """

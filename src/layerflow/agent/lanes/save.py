@@ -34,8 +34,8 @@ class SaveLane:
 
     The engine's thread only stores a word; this thread samples it, so that compute never pays for waking another
     thread. Each save costs the interpreter some time, which the engine's thread needs for the next layer: where layers
-    follow each other fast, their saves wait for the end of the forward pass, else small ones leave together. Unless
-    somebody waits for the saves.
+    follow each other fast, their saves wait for the end of the forward pass, else small ones leave together. Saves that
+    a thread waits for leave at once.
 
     :param report: called on the lane's thread.
     :param told: called (idle) after some reports. Where the lane is idle, it may be used to pass them on.
@@ -90,7 +90,7 @@ class SaveLane:
         self._tell(job, failure, event)
         if not self._untold:
             self._untold_since = time.monotonic()
-        if job.step.saves_pressed:  # nothing more of it is to come, or somebody waits
+        if job.step.saves_pressed:  # nothing more of the step is to come, or a thread waits for its saves
             self._untold_since = 0.0
         self._untold += job.batch.nbytes
         if self._untold >= TOLD_BYTES:

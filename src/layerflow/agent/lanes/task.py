@@ -146,7 +146,7 @@ def together(direction: int, jobs: Sequence[CopyTask], report: Report) -> Sequen
 
 
 def _copied(first: CopyTask, copy: CoalescedCopy) -> int:
-    """How many batches of the convoy were copied."""
+    """How many of the batches were copied."""
     step, copier, copied = first.step, first.copier, 0
     assert isinstance(copier, CpuCopier)
     if not step.set_out(copy):
@@ -162,7 +162,7 @@ def _copied(first: CopyTask, copy: CoalescedCopy) -> int:
 
 
 def _ranges(step: Step, copy: CoalescedCopy) -> tuple[Extents, Int64]:
-    """The extents of a convoy's batches, and where each batch's end. What layers share is worked out once for them."""
+    """The extents of all batches, and where each batch ends in them. What layers share is worked out once."""
     lists = step.blocks[copy.direction]
     shapes = next(iter(lists.values())).shapes
 

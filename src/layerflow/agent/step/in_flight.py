@@ -13,10 +13,10 @@ from layerflow.wire.messages import Batch
 
 
 class CoalescedCopy:
-    """Batches in the order in which they are copied. They land one by one; the lane says so of all when it is back.
+    """Batches that one call copies, in this order. They land one by one; the lane reports all of them after the call.
 
-    Handing the interpreter from one thread to another costs both of them time, and where there are few cores the engine
-    its own: whom a thread wakes, the kernel moves next to it.
+    A call for each would hand the interpreter to another thread and take it back, which costs both threads time. Where
+    there are few cores it also costs the engine its core: the kernel moves a thread next to the one that wakes it.
     """
 
     def __init__(self, direction: int, batches: Sequence[Batch]) -> None:
@@ -70,7 +70,7 @@ class InFlight:
         self._coalesced[copy.direction] = copy
 
     def come_in(self, copy: CoalescedCopy) -> None:
-        """The call is over; what it has not copied may begin again."""
+        """The call has returned; batches that it did not copy may begin again."""
         self._ended[copy.direction] += len(copy.batches)
         self._coalesced[copy.direction] = None
 

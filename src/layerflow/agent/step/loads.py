@@ -216,7 +216,7 @@ class LoadState:
         self._failed_more()
 
     def abort(self, request: str) -> None:
-        """The engine gave the request up: its failures are told to nobody."""
+        """The engine gave the request up: its failures are not reported."""
         self._aborted.add(request)
         self._outcome = None
 

@@ -44,7 +44,7 @@ class SaveReads:
     def placed(self, position: int) -> Int64:
         """Which blocks of a part the plan gave room, by number: int64, shape ``(n,)``; none before the plan.
 
-        Objects of the others are stored already, by whoever came first, or there is no room for them.
+        Objects of the other blocks are stored already, by another step, or there is no room for them.
         """
         with self._condition:
             column = (self._numbered or {}).get(self._parts[position].group)

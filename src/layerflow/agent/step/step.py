@@ -193,7 +193,7 @@ class Step(StepTransfers):
         self._done[layer] = event or self._local or self._device.record()
 
     def hurry(self) -> None:
-        """Somebody waits for the saves: they do not keep behind the forward pass any more."""
+        """A thread waits for the saves: they leave now, without waiting for the end of the forward pass."""
         self._times.hurried = True
 
     def hold_saves(self) -> None:
@@ -247,7 +247,7 @@ class Step(StepTransfers):
     # -- the agent --------------------------------------------------------------------------------
 
     def bypass(self) -> None:
-        """Its bytes will move past the arena, and the server hears of it later. Call before anybody else knows it."""
+        """Its bytes will move past the arena, and the server hears of it later. Call before it is an open step."""
         self.announced = False
         self._save_patience = LATE_SAVE_S
 
@@ -280,7 +280,7 @@ class Step(StepTransfers):
                 if left <= 0:
                     expired = True
                     break
-                # A lane that copies several batches in one call tells nobody of each.
+                # A lane that copies several batches in one call does not notify the condition for each.
                 self._condition.wait(left if self._in_flight.copy(LOAD) is None else min(left, LANDING_POLL_S))
         if expired:
             self.fence(f"not in place at the step's deadline (layer {layer})")
@@ -295,7 +295,7 @@ class Step(StepTransfers):
         return outcome
 
     def _has_landed(self, layer: int) -> bool:
-        """Are the layer's bytes in place, though the lane that copies more of the step has told nobody yet?"""
+        """Are the layer's bytes in place, though the lane, still copying more of the step, has not said so yet?"""
         copy = self._in_flight.copy(LOAD)
         if copy is None:
             return False

@@ -21,7 +21,7 @@ class LayerTimes:
     :ivar done_at: by layer: when the layer's KV was written.
     :ivar done: by layer: None until its KV is written; then True, or the device event behind it. Stored last.
     :ivar closed_at: when the forward pass ended.
-    :ivar hurried: somebody waits for the saves.
+    :ivar hurried: a thread waits for the saves.
     """
 
     __slots__ = ("asked_at", "closed_at", "done", "done_at", "hurried", "waited_at")
@@ -45,8 +45,8 @@ class LayerTimes:
     def pace(self, now: float) -> float:
         """Seconds per layer since the first one was done; 0.0 before. Grows while a layer is computed.
 
-        After the forward pass: once for each layer that the engine's next doings may take. Infinite when somebody waits
-        for the saves.
+        After the forward pass: its average, or the time since its end where that is longer, so that the engine uses the
+        pass's result first. Infinite when a thread waits for the saves.
         """
         if self.hurried:
             return math.inf

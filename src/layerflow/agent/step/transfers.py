@@ -247,7 +247,7 @@ class StepTransfers:
 
     @property
     def saves_pressed(self) -> bool:
-        """Does somebody wait for the saves, or does nothing more come to join them?"""
+        """Does a thread wait for the saves, or is no further layer of them to come?"""
         return self.closed or self._times.hurried or bool(self.saves_cancelled)
 
     def pace(self, now: float) -> float:

@@ -71,7 +71,7 @@ class RawPool:
         return self._ask(CALL_S, call="load", names=names)
 
     def forget(self, names: Sequence[str]) -> None:
-        """Remove these objects, whoever wrote them, where the pool lets its clients do that."""
+        """Remove these objects where the pool lets clients remove what another one wrote."""
         self._ask(CALL_S, call="forget", names=names)
 
     def close(self) -> None:
