@@ -176,7 +176,7 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]
         tier = real.Tier(
             "disk", {}, settings, pool, (arena.fd, arena.nbytes), lambda events: None, lambda: (4096, 1 << 20)
         )
-        monkeypatch.setattr(tier._host, "send", lambda ask: sent.append(ask) or True)
+        monkeypatch.setattr(tier._questions, "_send", lambda ask: sent.append(ask) or True)
         tier.up = True
         yield tier, sent
 

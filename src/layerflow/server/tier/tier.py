@@ -12,7 +12,6 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -27,9 +26,10 @@ from layerflow.pool.base import NewObject, Owner, Pool, Tail
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.index import NegativeCache, TierIndex
 from layerflow.server.tier.process import HostProcess
+from layerflow.server.tier.questions import Questions
+from layerflow.server.tier.statistics import TierStatistics
 from layerflow.server.tier.writes import Writes
 from layerflow.wire.host_messages import (
-    Ask,
     Clear,
     Cleared,
     Down,
@@ -49,44 +49,6 @@ HIDE_S = 30.0
 """How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
 GRACE_S = 1.0
 """What a write may take beyond the step's deadline, its bytes and a native call: reports travel, loops lag."""
-
-
-@dataclass(slots=True)
-class PendingLookup:
-    """A lookup that waits for the host, and equal ones that came meanwhile."""
-
-    keys: list[bytes]
-    packed: bytes
-    then: list[Callable[[frozenset[bytes]], None]]
-    timer: asyncio.TimerHandle
-
-
-@dataclass(frozen=True, slots=True)
-class TierStatistics:
-    """A snapshot. Sizes in bytes, the rest counts since start.
-
-    :param written_at: when the last object was written, on the monotonic clock; 0 = none was.
-    :param failures: objects not fetched or not written, by ``fetch_<outcome>`` and ``write_<outcome>``.
-    """
-
-    up: bool
-    restarts: int
-    indexed_objects: int
-    shunned_objects: int
-    fetching_jobs: int
-    writing_jobs: int
-    backlog_bytes: int
-    lookups: int
-    lookup_keys: int
-    unanswered_lookups: int
-    fetched_objects: int
-    fetched_bytes: int
-    fetches_without_room: int
-    written_objects: int
-    written_bytes: int
-    written_at: float
-    shed_objects: int
-    failures: dict[str, int]
 
 
 class Tier:
@@ -115,15 +77,13 @@ class Tier:
         self.details: dict[str, Any] = {}
         self.reason = "starting"
         self._outcomes: Counter[str] = Counter()
-        self._asked = self._asked_keys = self._unanswered = 0
         self._log = structlog.get_logger("layerflow.server.tier.tier")
         self._index = TierIndex()
         self._failed_reads = NegativeCache()
-        self._questions: dict[int, PendingLookup] = {}
-        self._asking: dict[bytes, int] = {}  # by keys, the question under way
         self._clearing: dict[int, asyncio.Future[Cleared]] = {}
         self._numbers = 0
         self._host = HostProcess(name, options, *arena, self)
+        self._questions = Questions(self._host.send)
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
         room = min(settings.write_backlog, arena[1] // 2)
         self._emit = emit
@@ -159,18 +119,7 @@ class Tier:
         if not wanted or timeout_s <= 0:
             then(frozenset())
             return
-        packed = b"".join(wanted)
-        if packed in self._asking:
-            self._questions[self._asking[packed]].then.append(then)
-            return
-        self._numbers += 1
-        number = self._asking[packed] = self._numbers
-        timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up, number)
-        self._questions[number] = PendingLookup(wanted, packed, [then], timer)
-        self._asked += 1
-        self._asked_keys += len(wanted)
-        if not self._host.send(Ask(number, packed, max(1, round(timeout_s * 1e3)))):
-            self._answer(number, frozenset())
+        self._questions.ask(wanted, then, timeout_s)
 
     def hide(self, keys: Sequence[bytes]) -> int:
         """Reading these has failed: they are not offered for a while. How many there are."""
@@ -312,9 +261,7 @@ class Tier:
             case Written():
                 self._writes.heard(message)
             case Present():
-                keys = self._questions[message.id].keys if message.id in self._questions else []
-                present = frozenset(key for key, there in zip(keys, message.present, strict=False) if there)
-                self._answer(message.id, present)
+                self._questions.heard(message)
             case Up():
                 self.up, self.reason, self.details = not message.indexed, "", message.details
                 self.indexed = message.indexed
@@ -363,9 +310,9 @@ class Tier:
             fetching_jobs=len(fetches),
             writing_jobs=len(writes),
             backlog_bytes=writes.backlog_bytes,
-            lookups=self._asked,
-            lookup_keys=self._asked_keys,
-            unanswered_lookups=self._unanswered,
+            lookups=self._questions.asked,
+            lookup_keys=self._questions.asked_keys,
+            unanswered_lookups=self._questions.unanswered,
             fetched_objects=fetches.fetched_objects,
             fetched_bytes=fetches.fetched_bytes,
             fetches_without_room=fetches.refused,
@@ -397,8 +344,7 @@ class Tier:
         if self.up or self.reason != reason:
             self._log.warning("tier_down", backend=self.name, reason=reason)
         self.up, self.reason = False, reason
-        for number in list(self._questions):
-            self._answer(number, frozenset())
+        self._questions.give_up()
         for number, waiting in self._clearing.items():
             if not waiting.done():
                 waiting.set_result(Cleared(number, 0, reason))
@@ -410,18 +356,6 @@ class Tier:
             IndexEntry(key, blocks, tokens, parents.get(at, b"")) for at, (key, blocks, tokens) in enumerate(rows)
         )
         self.up = self.up or message.last
-
-    def _give_up(self, number: int) -> None:
-        self._unanswered += 1
-        self._answer(number, frozenset())
-
-    def _answer(self, number: int, present: frozenset[bytes]) -> None:
-        question = self._questions.pop(number, None)
-        if question is not None:
-            question.timer.cancel()
-            del self._asking[question.packed]
-            for then in question.then:
-                then(present)
 
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()
