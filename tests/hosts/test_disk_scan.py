@@ -166,9 +166,16 @@ def test_a_reading_that_another_one_replaces(bench, gate, tmp_path):
 def test_a_folder_that_fails_while_it_is_read_is_read_again(bench, gate, monkeypatch):
     one = bench.thing("one")
     assert save(bench, bench.first, [one]) == [OK]
+    attached = threading.Event()  # a scan that fails before is a folder that cannot be attached
+
+    def fail(folder: Folder, progress: object) -> None:
+        assert attached.wait(PATIENCE_S)
+        os.stat(tmp_missing(folder))
+
     with monkeypatch.context() as patch:
-        patch.setattr(Folder, "scan", lambda folder, progress: os.stat(tmp_missing(folder)))
+        patch.setattr(Folder, "scan", fail)
         bench.restart()
+        attached.set()
         scanned(bench.first.backend)
     assert bench.known == {}
     bench.first.backend.check()
