@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from layerflow_cli.bench.pool_services import behind
+from layerflow_cli.bench.pool.services import behind
 
 from layerflow.config.settings import Settings
 from layerflow.doctor import Finding, Severity, examine, examine_backend
