@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from layerflow_cli.bench.pool.services import behind
 
 from layerflow.config.settings import Settings
 from layerflow.doctor import Finding, Severity, examine, examine_backend
+from layerflow_cli.bench.pool.services import behind
 
 
 def redis(url: str) -> dict[str, Finding]:
