@@ -58,6 +58,11 @@ class World:
     def pool(self) -> dict[str, Any]:
         return self.control.status()["pool"]  # type: ignore[no-any-return]
 
+    @property
+    def leases(self) -> list[int]:
+        """By session, in the order of their coming: the observer, the engine's worker, its lookups, ..."""
+        return [session["leases"] for session in self.control.status()["sessions"]]
+
     def worker(self, engine: str = "e2e") -> KnownWorker:
         return worker_on(self.server, engine=engine, lookup_timeout_s=5.0)
 
@@ -182,8 +187,9 @@ def test_leases_are_dropped_and_what_they_held_is_called_back(behind):
         fetching(world, worker)
         resident = worker.serve(worker.prompt(TOKENS)).chain
         assert worker.agent.lookup("resident", resident).tokens
-        assert world.pool["pinned"]
+        assert world.pool["pinned"] and sum(world.leases) >= 2
         assert world.reset("e2e")["leases"] == 2
+        assert not any(world.leases)
         # What is still being written to the tier is pinned for that; the leases would last for a minute.
         assert eventually(lambda: not world.pool["pinned"])
         world.gate.let(1)
