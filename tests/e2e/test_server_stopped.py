@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from e2e.known import AFTER, KnownWorker, eventually, small_spec, step_of
+from e2e.rounds import rounds
 from e2e.stopping import stop
+from layerflow.agent.connection.control import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 LAYERS = 8
+LEASE_MS = 1000
+STOPPED_LEASES = 2
+"""So many times the length of a lease the server is stopped."""
+PATIENCE_S = 30.0
 
 
 @pytest.fixture
@@ -72,4 +79,41 @@ def test_no_block_changes_after_its_wait_has_failed(
         assert eventually(lambda: worker.agent.lookup("again", chain).tokens == 511, 10, 0.05)
         again = worker.serve(chain, timeout_s=10)
         assert again.hit.tokens == 511
+        assert worker.agent.statistics().attachments == 1
+
+
+@rounds(2, 20)
+def test_what_was_sent_while_the_server_was_stopped_uses_its_lease(
+    serve: Callable[..., ServerProcess], stopped: Callable[[ServerProcess], None], rounds: int
+) -> None:
+    """Leases and silence are shorter than the stop; the loads and saves of that time are carried out all the same."""
+    server = serve(pool__lease_ms=LEASE_MS)
+    with KnownWorker(server.endpoint, small_spec(LAYERS), lookup_timeout_s=PATIENCE_S) as worker:
+        chain = worker.prompt(512)
+        worker.serve(chain)
+        idle = fetch_status(server.endpoint)["flow"]["steps"]
+        for _ in range(rounds):
+            loading, saving = worker.admit(chain), worker.admit(worker.prompt(256))
+            assert loading.hit.tokens == 511
+            stopped(server)
+            step = step_of(worker.agent.open_step([loading.request(), saving.request()], PATIENCE_S))
+            sent = time.monotonic()
+            assert eventually(lambda sent=sent: time.monotonic() > sent + STOPPED_LEASES * LEASE_MS / 1e3)
+            os.kill(server.process.pid, signal.SIGCONT)
+            with step:
+                assert worker.forward(step, [loading, saving]) == 0, "wrong bytes"
+            assert not loading.failed, "the lease was dropped before the load that uses it was read"
+            for run in (loading, saving):
+                assert worker.agent.wait_idle(run.name, PATIENCE_S), "a session is frozen"
+            assert worker.serve(saving.chain).hit.tokens == 255, "what was saved is not found"
+            worker.retire(loading)
+            worker.retire(saving)
+            assert worker.agent.attached
+
+        def at_rest() -> bool:
+            status = fetch_status(server.endpoint)
+            pool, flow = status["pool"], status["flow"]
+            return (flow["steps"], pool["half_written"], pool["pinned"]) == (idle, 0, 0)
+
+        assert eventually(at_rest, PATIENCE_S), fetch_status(server.endpoint)
         assert worker.agent.statistics().attachments == 1
