@@ -14,10 +14,12 @@ from e2e.known import KnownWorker, Run, eventually
 
 from layerflow.agent import NoStep, Step, StepRequest
 from layerflow.agent.values import LoadResult
-from layerflow.config.settings import TransferSettings
+from layerflow.flow.commands import Call
 from layerflow.server import EmbeddedServer
+from layerflow.server.tier.fetches import Fetches
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.wire import codec
+from layerflow.wire.host_messages import Fetched
 from layerflow.wire.messages import Beat, Message, Terms
 
 LAYERS, BLOCK, CHUNK, TOKENS = 6, 4, 16, 130
@@ -56,12 +58,54 @@ def counted() -> Iterator[Counter[str]]:
         yield seen
 
 
+class HostCalls:
+    """What the core had a host bring: the largest call of more than one layer of one object, and the most at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.most_bytes = 0
+        self.most_at_once = 0
+        self._under_way: dict[int, int] = {}
+
+    def began(self, call: Call) -> None:
+        self.count += 1
+        if call.hi - call.lo > 1 or call.layer_hi - call.layer_lo > 1:
+            self.most_bytes = max(self.most_bytes, call.nbytes)
+        self._under_way[call.call] = call.nbytes
+        if len(self._under_way) > 1:
+            self.most_at_once = max(self.most_at_once, sum(self._under_way.values()))
+
+    def ended(self, call: int) -> None:
+        self._under_way.pop(call, None)
+
+
+@contextmanager
+def host_calls() -> Iterator[HostCalls]:
+    """The calls that servers of this process give to their hosts."""
+    seen, obey, heard = HostCalls(), Fetches.obey, Fetches.heard
+
+    def began(self: Fetches, command: Any) -> None:
+        if isinstance(command, Call):
+            seen.began(command)
+        obey(self, command)
+
+    def ended(self: Fetches, message: Fetched) -> None:
+        seen.ended(message.call)
+        heard(self, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fetches, "obey", began)
+        patch.setattr(Fetches, "heard", ended)
+        yield seen
+
+
 class Passage:
     """See the module.
 
     :ivar messages: of the load's step, from its opening until nothing of it is left.
     :ivar kinds: the same by kind.
     :ivar calls: every copy of the load's lanes.
+    :ivar host_calls: what its hit had brought from the tier.
     """
 
     def __init__(self, server: EmbeddedServer, worker: KnownWorker, source: str) -> None:
@@ -69,6 +113,7 @@ class Passage:
         self.messages = 0
         self.kinds: dict[str, int] = {}
         self.calls = Calls()
+        self.host_calls = HostCalls()
 
     def save(self, tokens: int = TOKENS) -> Run:
         """A prompt that nobody has seen, saved and, with a tier, written to it."""
@@ -82,22 +127,16 @@ class Passage:
         """The same prompt again, as another request. Its hit must be whole and every byte right."""
         if self._source == "tier":
             self._on_loop(self._server.server.pool.clear)
-        run = self._worker.admit(saved.chain)
-        with counted() as messages, recorded() as self.calls:
-            wrong = getattr(self, way)(run)
-            assert self._worker.agent.wait_idle(run.name, PATIENCE_S), "the load's step never ended"
+        with host_calls() as self.host_calls:
+            run = self._worker.admit(saved.chain)
+            with counted() as messages, recorded() as self.calls:
+                wrong = getattr(self, way)(run)
+                assert self._worker.agent.wait_idle(run.name, PATIENCE_S), "the load's step never ended"
         self.messages = messages.total()
         self.kinds = dict(messages)
         assert wrong == 0, f"{wrong} wrong bytes in a hit of {run.hit.tokens} tokens"
         self._worker.retire(run)
         return run
-
-    def least_calls(self, saved: Run, transfer: TransferSettings) -> int:
-        """So many calls the caps ask of a host that brings this prompt, beside one for each layer."""
-        blocks = -(-len(saved.chain) // BLOCK) * LAYERS
-        nbytes = blocks * max(group.bytes_per_block for group in self._worker.spec.groups)
-        most = min(transfer.max_transfer_bytes, transfer.max_inflight_bytes)
-        return max(blocks // transfer.max_transfer_blocks, nbytes // most)
 
     # -- the ways an engine can wait ------------------------------------------------------------------
 

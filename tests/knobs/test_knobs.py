@@ -75,6 +75,9 @@ def check(run: Passage, server: EmbeddedServer) -> None:
     assert run.calls.most_blocks <= settings.max_transfer_blocks
     assert run.calls.most_bytes <= settings.max_transfer_bytes
     assert run.calls.most_granted <= settings.max_inflight_bytes
+    assert bool(run.host_calls.count) == (server.server.tier is not None)
+    assert run.host_calls.most_bytes <= settings.max_transfer_bytes
+    assert run.host_calls.most_at_once <= settings.max_inflight_bytes
 
 
 @pytest.mark.parametrize("combination", pairs(), ids=named)
@@ -91,7 +94,7 @@ def test_pairwise(combination: Combination, tmp_path: Path, tmp_path_factory: py
         assert loaded.hit.tokens >= min(expected, expected // BLOCK * BLOCK) or way == "inside_block"
         check(run, server)
         # What a call of the host brings is granted, and reported, when it is there: small calls take more messages.
-        calls = run.least_calls(saved, server.server.settings.transfer) if source == "tier" else 0
+        calls = run.host_calls.count
         assert run.messages <= 2 * (usual + calls), f"{run.kinds}, by default {usual} messages, and {calls} calls"
 
 
