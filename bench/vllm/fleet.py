@@ -52,14 +52,21 @@ class Fleet:
         self._layerflow = ""
         self._lmcache = ""
 
-    def start_layerflow(self, folder: str, pool_gib: int) -> str:
+    @property
+    def endpoint(self) -> str:
+        """Of layerflow's server; empty without it."""
+        return self._layerflow
+
+    def start_layerflow(self, folder: str, pool_gib: int, config: Path | None = None) -> str:
         """layerflow's server: its endpoint.
 
         :param folder: takes its socket.
+        :param config: its configuration file.
         """
         self._layerflow = f"ipc://{folder}/control"
         http_port = free_port()
         command = layerflow_command(self._layerflow, http_port, pool_gib)
+        command += [] if config is None else ["--config", config]
         log = self.folder / "layerflow-server.log"
         self._start(Child("layerflow's server", command, {}, log, f"http://127.0.0.1:{http_port}/healthz"))
         return self._layerflow
@@ -154,6 +161,7 @@ def fleet(
     pool_gib: int,
     watched: bool = False,
     switched: bool = False,
+    config: Path | None = None,
 ) -> Iterator[Fleet]:
     """Contenders that serve, for the length of a with-block.
 
@@ -162,6 +170,7 @@ def fleet(
     :param pool_gib: size of each pool.
     :param watched: the layer-wise vLLM times its connector's hooks.
     :param switched: all can have their connector taken out and put back.
+    :param config: the configuration file of layerflow's server.
     :raises BenchFailed: a server does not start.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +185,7 @@ def fleet(
         stack.enter_context(stopped_at_the_end(made.children))
         pools = Pools(
             made.start_lmcache(segment, pool_gib) if "lmcache" in needed else 0,
-            made.start_layerflow(socket_folder, pool_gib) if "layerflow" in needed else "",
+            made.start_layerflow(socket_folder, pool_gib, config) if "layerflow" in needed else "",
         )
         for child in [made.start(contender, kv_bytes, pools) for contender in contenders]:
             child.wait_healthy()

@@ -55,5 +55,5 @@ def test_tokens_hits_and_no_deadline(
     engine.assert_no_block_lost()
     status = settled(server.endpoint)
     assert status["flow"]["loaded_bytes"] > 0
-    assert status["flow"]["expired_legs"] == 0, "a load or a save ran to its deadline"
+    assert status["flow"]["expired_jobs"] == 0, "a load or a save ran to its deadline"
     assert status["flow"]["failed_parts"] == 0
