@@ -166,9 +166,16 @@ def test_a_reading_that_another_one_replaces(bench, gate, tmp_path):
 def test_a_folder_that_fails_while_it_is_read_is_read_again(bench, gate, monkeypatch):
     one = bench.thing("one")
     assert save(bench, bench.first, [one]) == [OK]
+    gate.shut()
+
+    def fails(folder, progress):
+        assert gate.go.wait(PATIENCE_S)  # not before the folder is in use, where opening it would fail
+        os.stat(tmp_missing(folder))
+
     with monkeypatch.context() as patch:
-        patch.setattr(Folder, "scan", lambda folder, progress: os.stat(tmp_missing(folder)))
+        patch.setattr(Folder, "scan", fails)
         bench.restart()
+        gate.go.set()
         scanned(bench.first.backend)
     assert bench.known == {}
     bench.first.backend.check()
