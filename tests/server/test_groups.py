@@ -12,6 +12,8 @@ from server.support import Embed, worker_on
 
 BLOCK, CHUNK, LAYERS = 4, 16, 4
 PATIENCE_S = 30.0
+PATIENT = {"transfer__step_timeout_ms": 60_000, "transfer__save_timeout_ms": 60_000}
+"""Deadlines that a busy machine keeps: what is moved is tested here, not how soon."""
 LENGTHS = sorted(
     {border + off for border in (BLOCK, CHUNK, 2 * CHUNK, 3 * CHUNK) for off in (-1, 0, 1, 2, BLOCK)} | {1, 2, 37, 50}
 )
@@ -27,7 +29,7 @@ def make(server: EmbeddedServer, window: int) -> KnownWorker:
 @pytest.mark.parametrize("window", WINDOWS)
 def test_every_length_round_trips(embed: Embed, window: int) -> None:
     """Saved with its tail, a prompt of any length is found whole, less the one token that is always computed."""
-    with make(embed(), window) as worker:
+    with make(embed(**PATIENT), window) as worker:
         for tokens in LENGTHS:
             chain = worker.prompt(tokens)
             assert worker.serve(chain).hit.tokens == 0, tokens
@@ -37,7 +39,7 @@ def test_every_length_round_trips(embed: Embed, window: int) -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 def test_every_continuation_finds_the_tail(embed: Embed, window: int) -> None:
     """A prompt that goes on where a stored one ended loads all of it, tail included."""
-    with make(embed(), window) as worker:
+    with make(embed(**PATIENT), window) as worker:
         for tokens, more in itertools.product(LENGTHS, (1, 3, CHUNK, CHUNK + 5)):
             first = worker.prompt(tokens)
             worker.serve(first)
@@ -48,7 +50,7 @@ def test_every_continuation_finds_the_tail(embed: Embed, window: int) -> None:
 @pytest.mark.parametrize("window", [0, 5, CHUNK + 1])
 def test_a_prompt_that_leaves_the_stored_one_early(embed: Embed, window: int) -> None:
     """Only whole shared chunks count, and a sliding group must have kept what lies before them."""
-    with make(embed(), window) as worker:
+    with make(embed(**PATIENT), window) as worker:
         stored = worker.prompt(3 * CHUNK)
         worker.serve(stored)
         for shared in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7):
@@ -57,7 +59,7 @@ def test_a_prompt_that_leaves_the_stored_one_early(embed: Embed, window: int) ->
 
 
 def test_discarded_tails_are_not_stored(embed: Embed) -> None:
-    with make(embed(transfer__discard_partial_chunks=True), 5) as worker:
+    with make(embed(**PATIENT, transfer__discard_partial_chunks=True), 5) as worker:
         for tokens in LENGTHS:
             chain = worker.prompt(tokens)
             worker.serve(chain)
@@ -68,7 +70,7 @@ def test_discarded_tails_are_not_stored(embed: Embed) -> None:
 @pytest.mark.parametrize("window", [5, CHUNK + 1])
 def test_chunks_whose_blocks_were_recycled_are_not_stored(embed: Embed, window: int) -> None:
     """Two forward passes; in the second, the sliding group no longer has the blocks that left its window."""
-    with make(embed(), window) as worker:
+    with make(embed(**PATIENT), window) as worker:
         chain = worker.prompt(4 * CHUNK + 3)
         run = worker.admit(chain)
         _prefill(worker, run, 0, CHUNK + BLOCK)
