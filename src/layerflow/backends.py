@@ -85,16 +85,26 @@ def free_ports(count: int) -> list[int]:
 
 @functools.cache
 def installed() -> Mapping[str, Plugin]:
-    """The backends of every installed package, by name.
+    """The backends of every installed package, by name, less :func:`broken` ones."""
+    return {name: plugin for name, plugin in _loaded().items() if isinstance(plugin, Plugin)}
 
-    :raises TypeError: an entry point names something else than a :class:`Plugin`.
-    """
-    found: dict[str, Plugin] = {}
+
+@functools.cache
+def broken() -> Mapping[str, str]:
+    """Installed backends that cannot be used, and why. They take nothing else down with them."""
+    return {name: why for name, why in _loaded().items() if isinstance(why, str)}
+
+
+@functools.cache
+def _loaded() -> Mapping[str, Plugin | str]:
+    found: dict[str, Plugin | str] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        plugin = entry.load()
-        if not isinstance(plugin, Plugin):
-            raise TypeError(f"entry point {entry.name} = {entry.value} of {GROUP} is no Plugin; mend its package")
-        found[entry.name] = plugin
+        try:
+            plugin = entry.load()
+        except Exception as error:  # noqa: BLE001 - somebody else's code, whose failure is told by name
+            found[entry.name] = f"{entry.value} cannot be imported: {type(error).__name__}: {error}"
+            continue
+        found[entry.name] = plugin if isinstance(plugin, Plugin) else f"{entry.value} is no Plugin"
     return found
 
 

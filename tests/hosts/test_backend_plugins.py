@@ -1,6 +1,7 @@
 """Backends are found by their entry points."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import layerflow_cli
 from layerflow import backends
 from layerflow.backends import Plugin, canonical, installed, named
 from layerflow.config.fields import BackendOptions
+from layerflow.config.settings import Settings
+from layerflow.errors import ConfigError
 from layerflow.hosts.backend import Backend, Unusable
 from layerflow.hosts.registry import make
 
@@ -41,16 +44,34 @@ def test_an_unknown_name_is_refused_with_those_there_are():
         make("nosuch", {})
 
 
-def test_an_entry_point_that_is_no_plugin_is_refused(monkeypatch):
-    class Entry:
-        name, value = "odd", "odd:thing"
+class Entry:
+    name, value = "odd", "odd:thing"
 
-        def load(self):
-            return object()
+    def __init__(self, thing=None):
+        self._thing = thing
 
-    monkeypatch.setattr(backends, "entry_points", lambda group: [Entry()])
-    with pytest.raises(TypeError, match="odd = odd:thing"):
-        backends.installed.__wrapped__()
+    def load(self):
+        if self._thing is None:
+            raise ModuleNotFoundError("No module named 'odd'")
+        return self._thing
+
+
+@pytest.mark.parametrize(
+    ("thing", "why"),
+    [
+        (object(), "odd:thing is no Plugin"),
+        (None, "odd:thing cannot be imported: ModuleNotFoundError: No module"),
+    ],
+)
+def test_a_broken_backend_takes_nothing_else_down_and_is_refused_by_name(monkeypatch, thing, why):
+    monkeypatch.setattr(backends, "entry_points", lambda group: [Entry(thing)])
+    monkeypatch.setattr(backends, "_loaded", backends._loaded.__wrapped__)
+    assert backends.installed.__wrapped__() == {}
+    broken = backends.broken.__wrapped__()
+    assert re.match(why, broken["odd"])
+    monkeypatch.setattr("layerflow.config.pool.broken", lambda: broken)
+    with pytest.raises(ConfigError, match=why):
+        Settings.load(None, {"pool.backend": "odd"})
 
 
 def test_nothing_but_a_backend_itself_asks_for_its_name():

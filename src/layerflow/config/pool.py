@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, create_model, field_validator, model_validator
 
 from layerflow import machine
-from layerflow.backends import canonical, installed
+from layerflow.backends import broken, canonical, installed
 from layerflow.config.fields import BackendOptions, Real, Section, Size, Whole, setting
 
 MEMORY = "memory"
@@ -79,6 +79,8 @@ class _OwnPoolSettings(Section):
     @classmethod
     def _known(cls, value: str) -> str:
         name = canonical(value.strip().lower())
+        if name in broken():
+            raise ValueError(f"backend {name} cannot be used: {broken()[name]}; mend its package")
         if name not in backends():
             raise ValueError(f"no such backend; there are {', '.join(backends())}")
         return name

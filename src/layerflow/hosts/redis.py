@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
 from pydantic import field_validator
 
 from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial
@@ -38,6 +37,8 @@ from layerflow.hosts.backend import (
 from layerflow.objects import HEADER_BYTES, get_checksum, set_checksum
 
 if TYPE_CHECKING:
+    from xxhash import xxh3_64
+
     from layerflow.config.pool import PoolSettings
     from layerflow.memfd import SharedMemory  # numpy: the configuration reads this module too
 
@@ -139,13 +140,19 @@ def _version(server: Mapping[str, Any]) -> str:
     return str(server.get("valkey_version") or server.get("redis_version", "?"))
 
 
+def _xxh3() -> xxh3_64:
+    import xxhash  # noqa: PLC0415 - engines read the section, and need no more of this file
+
+    return xxhash.xxh3_64()
+
+
 @dataclass(slots=True)
 class _Sum:
     """What has passed of an object, in order."""
 
     name: str = ""
     layers: int = 0
-    state: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+    state: xxh3_64 = field(default_factory=_xxh3)
 
 
 class Redis(Backend):
