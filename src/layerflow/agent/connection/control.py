@@ -204,8 +204,10 @@ class Control:
         if self._line is not None and self._line.hung_up():
             self._drop()
         if self._line is None:
+            # However long the answer may take: a server that is there says hello at once.
+            by = min(deadline, time.monotonic() + DEFAULT_TIMEOUT_S)
             self._line = ControlConnection.connect(
-                self._context, self._endpoint, self._engine, self._spec, deadline, self._keys
+                self._context, self._endpoint, self._engine, self._spec, by, self._keys
             )
         return self._line
 
