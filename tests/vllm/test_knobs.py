@@ -21,6 +21,9 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "transfer__prefetch_layers": 1,
         "transfer__max_transfer_bytes": "4KiB",
         "transfer__max_inflight_bytes": "8KiB",
+        # A page a message: what a busy machine takes for it is no finding.
+        "transfer__step_timeout_ms": 60_000,
+        "transfer__save_timeout_ms": 60_000,
     },
     "blocks split, staggered": {
         "transfer__prefetch_layers": 2,
