@@ -1,7 +1,7 @@
 """The control socket: a ZMQ ROUTER read from asyncio's own loop, without a task per message.
 
-ZMQ's file descriptor is edge-triggered and may fire for any state change, so after every wake-up and
-every send the socket's events are asked again until nothing is left to read.
+ZMQ's file descriptor is edge-triggered and may fire for any state change, so after every wake-up, every send and every
+other look at the socket's events they are asked again until nothing is left to read.
 """
 
 from __future__ import annotations
@@ -102,8 +102,11 @@ class Router:
         return True
 
     def pending(self) -> bool:
-        """Does a message wait to be read?"""
-        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        """Does a message wait to be read? It will be: asking takes back what the descriptor has to tell of it."""
+        waiting = bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        if waiting:
+            self._schedule()
+        return waiting
 
     def _schedule(self) -> None:
         if not self._again and self._loop is not None:
@@ -115,9 +118,7 @@ class Router:
         if self._loop is None:
             return
         until = time.monotonic() + READ_S
-        while self.pending():
-            # Before the message is handled: whatever it raises, those behind it are read.
-            self._schedule()
+        while self.pending():  # which schedules: whatever a message's handling raises, those behind it are read
             if self._many is None:
                 identity, frame = self.socket.recv(zmq.NOBLOCK), self.socket.recv(zmq.NOBLOCK)
                 if not self.socket.getsockopt(zmq.RCVMORE):
