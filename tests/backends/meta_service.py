@@ -7,7 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from service_process import ServiceProcess, free_ports
+from service_process import ServiceProcess
+
+from layerflow.backends import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = ROOT / "tests" / "npu" / "emulator"

@@ -6,7 +6,9 @@ import socket
 import sys
 from pathlib import Path
 
-from service_process import ServiceProcess, free_ports
+from service_process import ServiceProcess
+
+from layerflow.backends import free_ports
 
 
 class MooncakeMaster(ServiceProcess):

@@ -6,7 +6,6 @@ import http.client
 import os
 import re
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,18 +15,6 @@ from typing import Self
 from e2e.stopping import stop
 
 READY_S = 30.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 class ServiceProcess:

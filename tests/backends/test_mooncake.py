@@ -10,8 +10,8 @@ import pytest
 from e2e.known import eventually
 from mooncake_master import MooncakeMaster
 from mooncake_owner import Owner
-from service_process import free_ports
 
+from layerflow.backends import free_ports
 from layerflow.hosts.backend import Unreachable, Unusable
 from layerflow.hosts.mooncake.backend import Mooncake
 from layerflow.hosts.mooncake.setup import load as load_library

@@ -10,7 +10,7 @@ import pytest
 from hosts.bench import Bench, MakeBench, Thing
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.hosts.fetch import FetchLane
-from layerflow.hosts.lane import HUNG_CALLS, SLOWEST_BYTES_PER_S, Patience
+from layerflow.hosts.lane import OVERRUN_CALLS, SLOWEST_BYTES_PER_S, Patience
 from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Pull, pack_u64
 
 
@@ -77,7 +77,7 @@ def test_a_call_has_the_time_that_its_bytes_need_and_hangs_past_it(bench: MakeBe
     it.calls(2)
     lane = it.lane
     assert lane is not None
-    longest = Patience().call_s * (1 + HUNG_CALLS) + (8 << 20) / SLOWEST_BYTES_PER_S
+    longest = Patience().call_s * (1 + OVERRUN_CALLS) + (8 << 20) / SLOWEST_BYTES_PER_S
     assert began + longest <= lane.hung_at <= time.monotonic() + longest
     it.backend.gates["fetch"].release()
     assert it.hear() == Fetched(1, 1)

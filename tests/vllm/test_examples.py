@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from engines import ENVIRONMENT, MODELS
 
+from layerflow.backends import free_ports
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "vllm"
 SMALL = (
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32",
@@ -20,15 +22,6 @@ SMALL = (
 )  # fmt: skip
 LONG_S = 280
 ANSWER = re.compile(r"^port (\d+): (\d+) of (\d+) prompt tokens cached; (.*)$", re.M)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Shown:

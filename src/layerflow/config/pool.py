@@ -69,7 +69,8 @@ class _OwnPoolSettings(Section):
     )
     host_timeout_ms: Whole = setting(
         5000,
-        "What a native call of a backend may take; a host process whose call hangs for longer is killed and restarted.",
+        "What a native call of a backend may take; a host process whose call hangs for several times as long is "
+        "killed and restarted.",
         unit="ms",
         ge=10,
         le=_DAY_MS,

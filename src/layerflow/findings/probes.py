@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 CHILD_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 1.5
+_PAGE_BYTES = 64 << 10
 
 
 def has_module(name: str) -> bool:
@@ -80,14 +81,17 @@ def connects(address: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
     return ""
 
 
-def http_get(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[str, bytes]:
-    """A page: "" and its body, or why not and what there is of one."""
+def http_get(url: str, timeout_s: float = ANSWER_TIMEOUT_S, most_bytes: int | None = _PAGE_BYTES) -> tuple[str, bytes]:
+    """A page: "" and its body, or why not and what there is of one.
+
+    :param most_bytes: so much of the body is read; None = all.
+    """
     # Not urllib: it asks for `Connection: close`, and then memcache's MetaService sends no body.
     connection = http.client.HTTPConnection(*host_and_port(url), timeout=timeout_s)
     try:
         connection.request("GET", urlsplit(url).path or "/")
         answer = connection.getresponse()
-        body = answer.read()
+        body = answer.read(most_bytes)
     except OSError as error:
         return error.strerror or str(error), b""
     except http.client.HTTPException as error:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow import completion
 from layerflow.flow.commands import Arrived, Command, FetchLost, TransferDone, Vacate
+from layerflow.flow.completion import fail_blocks
 from layerflow.flow.events import CallDone, FetchesRevoked, FetchLeased, FetchOpened, Hop, HostLost, Part
 from layerflow.flow.graph.cursor import Span, joined
 from layerflow.flow.graph.host_transfer import Edge, HostTransfer
@@ -225,7 +225,7 @@ def _lose(state: State, fetch: HostTransfer, objects: Sequence[int], reason: str
         if lost:
             edge.waiting = [index for index in edge.waiting if index not in gone]
             spans = joined(span for index in lost for span in edge.spans[index])
-            completion.fail_blocks(state, edge.transfer, spans, f"not fetched: {reason}", out)
+            fail_blocks(state, edge.transfer, spans, f"not fetched: {reason}", out)
             _progress(state, edge)
 
 

@@ -10,9 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow import completion
 from layerflow.flow.commands import Command, Revoke, WakeAt
-from layerflow.flow.completion import drained, settle, tell_stored
+from layerflow.flow.completion import abort, cancel_saves, cancel_uncomputed, drained, fence_loads, settle, tell_stored
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
@@ -311,7 +310,7 @@ class Flow:
         if step.loads is None or step.loads.done or step.loads.cancelled:
             self._state.counters.late_reports += 1
             return
-        completion.fence_loads(self._state, step.loads, event.reason, out, cancel=False)
+        fence_loads(self._state, step.loads, event.reason, out, cancel=False)
 
     def _step_closed(self, event: StepClosed, out: list[Command]) -> None:
         state = self._state
@@ -323,9 +322,9 @@ class Flow:
         else:
             reason = "the forward pass did not finish"
             if step.loads is not None and not step.loads.done and not step.loads.cancelled:
-                completion.fence_loads(state, step.loads, reason, out, cancel=True)
+                fence_loads(state, step.loads, reason, out, cancel=True)
             if step.saves is not None and step.saves.open and not step.saves.cancelled:
-                completion.cancel_uncomputed(state, step.saves, reason, out)
+                cancel_uncomputed(state, step.saves, reason, out)
         step.closed = True
         state.unsettled.append(step)
 
@@ -335,7 +334,7 @@ class Flow:
             return
         pending = session.aborting.get(event.request)
         self._state.counters.aborted_requests += pending is None
-        barrier = completion.abort(self._state, session.steps.values(), event.request, out)
+        barrier = abort(self._state, session.steps.values(), event.request, out)
         if pending is not None:
             pending.release = None  # said once, and only when what was opened since is quiet too
         if barrier.pending:
@@ -349,9 +348,9 @@ class Flow:
         for step in list(session.steps.values()) if session is not None else ():
             loads, saves = step.loads, step.saves
             if event.loads and loads is not None and not loads.done and not loads.cancelled:
-                completion.fence_loads(state, loads, event.reason, out, cancel=True)
+                fence_loads(state, loads, event.reason, out, cancel=True)
             if saves is not None and saves.open and not saves.cancelled:
-                completion.cancel_saves(state, saves, event.reason, out)
+                cancel_saves(state, saves, event.reason, out)
             state.unsettled.append(step)
 
     def _limits_changed(self, event: LimitsChanged, _: list[Command]) -> None:
@@ -370,10 +369,10 @@ class Flow:
         loads, saves = step.loads, step.saves
         if loads is not None and not loads.done and not loads.cancelled and now >= step.deadline:
             state.counters.expired_jobs += 1
-            completion.fence_loads(state, loads, reason, out, cancel=True)
+            fence_loads(state, loads, reason, out, cancel=True)
         if saves is not None and saves.open and not saves.cancelled and now >= step.save_deadline:
             state.counters.expired_jobs += 1
-            completion.cancel_saves(state, saves, reason, out)
+            cancel_saves(state, saves, reason, out)
         if now >= max(step.deadline, step.save_deadline):
             step.closed = True
         state.unsettled.append(step)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow import completion
 from layerflow.flow.commands import Command, LoadsDone, Revoke
-from layerflow.flow.completion import drained, forget
+from layerflow.flow.completion import cancel_save_parts, drained, fail_load_range, forget
 from layerflow.flow.events import BatchDone, BatchFailed, Direction
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import InFlightBatch, TransferJob
@@ -34,10 +33,10 @@ def batch_failed(state: State, event: BatchFailed, out: list[Command]) -> None:
     transfer = batch.transfer
     state.counters.batches_failed += 1
     if transfer.job.direction is Direction.LOAD:
-        completion.fail_load_range(state, transfer, (batch.lo, batch.hi), event.reason, out)
+        fail_load_range(state, transfer, (batch.lo, batch.hi), event.reason, out)
     else:
         hit = transfer.overlapping(batch.lo, batch.hi)
-        completion.cancel_save_parts(state, transfer.job.step, hit, event.reason, out)
+        cancel_save_parts(state, transfer.job.step, hit, event.reason, out)
     _landed(state, batch, out)
 
 

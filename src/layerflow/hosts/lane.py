@@ -27,7 +27,8 @@ REASON_CHARS = 500
 """Native libraries put whole traces into their errors; a failure's reason is for one line of a log."""
 
 
-HUNG_CALLS = 5
+OVERRUN_CALLS = 5
+"""Native calls' time by which a call may outlive its own before it counts as hung."""
 
 SLOWEST_BYTES_PER_S = 4 << 20
 """A call may take so much longer as its bytes take at this rate: a pool that is slower is no use."""
@@ -113,11 +114,11 @@ class Lane(abc.ABC, Generic[Item]):
     def under_way(self, nbytes: int) -> Iterator[float]:
         """Around one call of the backend: when it should have returned.
 
-        Past it by the time of :data:`HUNG_CALLS` native calls it hangs. That ends the host, and with it the memory that
-        it gives to a shared pool; so a service that is away for a while must not look like it.
+        Past it by the time of :data:`OVERRUN_CALLS` native calls it hangs. That ends the host, and with it the memory
+        that it gives to a shared pool; so a service that is away for a while must not look like it.
         """
         until = self.patience.until(nbytes, time.monotonic())
-        self.hung_at = until + HUNG_CALLS * self.patience.call_s
+        self.hung_at = until + OVERRUN_CALLS * self.patience.call_s
         try:
             yield until
         finally:

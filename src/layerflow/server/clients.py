@@ -56,6 +56,10 @@ class Clients:
         self._log = structlog.get_logger("layerflow.server")
 
     def greet(self, address: Address, frame: bytes) -> None:
+        """A client's first frame.
+
+        :raises ProtocolError: it is no greeting, or that of another protocol.
+        """
         if frame[:4] == codec.MAGIC:
             # Both ends compare: the client learns of a mismatch even where this end would not mind.
             self._send_greeting(address)
@@ -69,6 +73,10 @@ class Clients:
         return address in self._greeted
 
     def hello(self, address: Address, message: wire.ToServer) -> None:
+        """A client's first message: it has a session from now on, and is told what it needs to know.
+
+        :raises ProtocolError: it is another message, or there is no room for more clients.
+        """
         if not isinstance(message, wire.Hello):
             raise ProtocolError(f"{type(message).__name__} before Hello; introduce yourself first")
         self._greeted.pop(address, None)
@@ -106,6 +114,11 @@ class Clients:
         self._lose_session(idle, "too_many")
 
     def entered(self, token: bytes, wanted: bytes) -> bool:
+        """A client asks at the fd server for shared memory; whether it may have it.
+
+        :param token: of its session's Welcome.
+        :param wanted: which memory: ``WANT_ARENA`` or ``WANT_PRESENCE`` of :mod:`layerflow.wire.messages`.
+        """
         session = self._sessions.holding(token)
         if session is None or session.at_fd_server or session.address[0] != LOCAL:
             return False
@@ -121,6 +134,7 @@ class Clients:
             self._log.warning("session_hung_up", session=session.number, engine=session.engine, pid=session.pid)
 
     def gone(self, token: bytes, why: str) -> None:
+        """Its connection at the fd server has ended, and with it what of its process could touch memory."""
         session = self._sessions.holding(token)
         if session is None:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import re
 import shutil
@@ -21,9 +20,11 @@ from layerflow.backends import Trial, installed, named
 from layerflow.config.pool import MEMORY
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, LayerflowError
+from layerflow.findings.probes import http_get
 from layerflow.hosts.environment import environment
 
 READY_S, STOP_S = 60.0, 10.0
+HTTP_S = 5.0
 _SAID_BYTES = 1500  # of what a service printed, in an error
 
 
@@ -99,7 +100,12 @@ def _keys(kind: str, section: Mapping[str, object]) -> dict[str, object]:
 
 
 def _count(trial: Trial) -> int:
-    return sum(int(count) for count in re.findall(trial.requests, _get(trial.page).decode()))
+    if not urlsplit(trial.page).hostname:
+        raise ConfigError(f"{trial.page!r}: the bench counts metadata requests there; give the service's HTTP address")
+    why, body = http_get(trial.page, HTTP_S, most_bytes=None)
+    if why:
+        raise LayerflowError(f"{trial.page}: {why}; the bench counts metadata requests there")
+    return sum(int(count) for count in re.findall(trial.requests, body.decode()))
 
 
 # Processes ---------------------------------------------------------------------------------------
@@ -133,24 +139,4 @@ def _answers(url: str) -> bool:
     if url.startswith("unix://"):
         with socket.socket(socket.AF_UNIX) as probe:
             return not probe.connect_ex(url.removeprefix("unix://"))
-    try:
-        _get(url)
-    except (OSError, http.client.HTTPException):
-        return False
-    return True
-
-
-def _get(url: str) -> bytes:
-    place = urlsplit(url)
-    if place.hostname is None:
-        raise ConfigError(f"{url!r}: the bench counts metadata requests there; give the service's HTTP address")
-    asked = http.client.HTTPConnection(place.hostname, place.port, timeout=5)
-    try:
-        asked.request("GET", place.path)
-        answer = asked.getresponse()
-        body = answer.read()
-        if answer.status != http.HTTPStatus.OK:
-            raise ConnectionError(f"{url}: {answer.status}")
-        return body
-    finally:
-        asked.close()
+    return not http_get(url, HTTP_S)[0]

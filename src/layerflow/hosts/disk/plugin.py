@@ -10,7 +10,7 @@ from layerflow.config.fields import BackendOptions, Size, setting
 
 
 class DiskSettings(BackendOptions):
-    """A persistent tier under the arena; only with ``backend = "memory"``."""
+    """A persistent tier under the arena: with ``backend = "disk"``, or with ``path`` alone."""
 
     path: str = setting("", 'Directory of the tier, of this server alone; "" = off.')
     capacity: Size = setting(64 << 30, "Most bytes of objects kept there.", unit="bytes", ge=1 << 20)

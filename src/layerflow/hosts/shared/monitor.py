@@ -43,7 +43,7 @@ class HttpProbe:
         if self.address is None:
             return b""
         url = self._url + path
-        why, body = http_get(url, HTTP_S)
+        why, body = http_get(url, HTTP_S, most_bytes=None)  # its figures of every segment may be long
         if why:
             said = f"{self._whose} does not answer as it should at {url}: {why}"
             raise Unreachable(f"{said}; is it running? Look at its log")

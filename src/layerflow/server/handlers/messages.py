@@ -109,24 +109,24 @@ class Handlers:
             case wire.DropLease():
                 owner = lease_owner(session.engine, message.request)
                 session.leases.pop(message.request, None)
-                self._context.pool.release(owner)
-                if self._context.tier is not None:
-                    self._context.tier.drop_lease(owner)
+                context.pool.release(owner)
+                if context.tier is not None:
+                    context.tier.drop_lease(owner)
             case wire.Missed():
                 if session.spec is None:
                     raise Refused("not_attached", "attach a spec before looking up")
                 if not (1 <= message.requests <= MOST_MISSED and 0 <= message.tokens <= MOST_MISSED_TOKENS):
                     raise ProtocolError(f"{message.requests} lookups of {message.tokens} tokens cannot have missed")
-                self._context.metrics.lookups_missed(session.labels, message.requests, message.tokens)
+                context.metrics.lookups_missed(session.labels, message.requests, message.tokens)
             case wire.StatusRequest():
-                self._context.send(session, wire.Status(message.id, msgspec.json.encode(self._context.status())))
+                context.send(session, wire.Status(message.id, msgspec.json.encode(context.status())))
             case wire.Purge():
                 if session.address[0] != LOCAL:
                     raise Refused("local_only", "only clients of this machine may purge the pool")
-                self._later(session, message.id, purge(self._context, session, tier=message.tier))
+                self._later(session, message.id, purge(context, session, tier=message.tier))
             case wire.Reset():
-                told = reset_engine(self._context, session.engine)
-                self._context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
+                told = reset_engine(context, session.engine)
+                context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
             case wire.Bye():
                 if not session.memory:
                     self.lose(session, "bye")

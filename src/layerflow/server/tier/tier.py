@@ -54,7 +54,7 @@ GRACE_S = 1.0
 class Tier:
     """What lies behind the arena of one server.
 
-    :param name: ``"mooncake"``, ``"memcache"`` or ``"disk"``.
+    :param name: the backend's.
     :param options: the backend's section of the configuration.
     :param emit: gives events to the core.
     :param caps: blocks and bytes that one call may write.
