@@ -8,7 +8,6 @@ from layerflow.flow.commands import (
     Cancel,
     Command,
     Commit,
-    LayersStored,
     LoadFailed,
     LoadsDone,
     Release,
@@ -21,6 +20,7 @@ from layerflow.flow.graph.cursor import Span, joined, touches, without
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import DrainBarrier, Step, Transfer, TransferJob
 from layerflow.flow.state import State
+from layerflow.flow.writes import commit_write, follow_save, lose_parts
 
 
 def settle(state: State, step: Step, out: list[Command]) -> None:
@@ -45,13 +45,10 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
         state.deadlines.set(step, step.next_alarm())
 
 
-def tell_stored(state: State, out: list[Command]) -> None:
-    """Say of which layers more is stored now: before the commit that follows from the last of them."""
+def follow_saves(state: State, out: list[Command]) -> None:
+    """Of some saves more is stored now: before the commit that follows from the last of it."""
     for transfer in state.telling:
-        stored, step = transfer.stored(), transfer.job.step
-        if transfer.live and stored > transfer.told:
-            transfer.told = stored
-            out.append(LayersStored(step.session.number, step.number, transfer.shape.group, stored))
+        follow_save(state, transfer, out)
     state.telling.clear()
 
 
@@ -68,6 +65,8 @@ def _commit(state: State, saves: TransferJob, out: list[Command]) -> None:
         saves.open -= len(parts)
         state.counters.committed_parts += len(parts)
         out.append(Commit(saves.step.session.number, saves.step.number, tuple(sorted(parts))))
+    for transfer in ready:
+        commit_write(state, transfer, out)
 
 
 def builds_on_loads(saves: TransferJob, transfers: Iterable[Transfer]) -> bool:
@@ -122,6 +121,8 @@ def revoke(state: State, step: Step, parts: Sequence[int], reason: str, out: lis
     state.counters.revoked_parts += len(parts)
     state.unsettled.append(step)
     out.append(Revoke(step.session.number, step.number, tuple(parts), reason))
+    for transfer in saves.transfers.values():
+        lose_parts(state, transfer, parts, reason, out)
 
 
 def drained(state: State, session: Session, barrier: DrainBarrier, out: list[Command]) -> None:
@@ -149,8 +150,7 @@ def cancel_parts(state: State, job: TransferJob, positions: Iterable[int]) -> li
     if not job.cursors:
         state.dequeue(job)
     state.permit(job.step.session, job.direction)
-    if job.tell:
-        state.telling += job.transfers.values()
+    state.telling += [transfer for transfer in job.transfers.values() if transfer.write is not None]
     return fresh
 
 

@@ -15,8 +15,9 @@ from layerflow.flow.events import Direction, Event, Part, StepOpened
 from layerflow.flow.graph.cursor import Cursor, Span, joined, touches
 
 if TYPE_CHECKING:
-    from layerflow.flow.graph.host_transfer import Edge
+    from layerflow.flow.graph.fetch import Edge
     from layerflow.flow.graph.session import GroupShape, Session
+    from layerflow.flow.graph.write import WriteTransfer
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +94,7 @@ class Transfer:
     :param sealed: so many of the group's layers are sealed.
     :param committed: saves: every layer is stored, and said so.
     :param live: parts that are not dead.
-    :param told: saves: so many layers are said to be stored.
+    :param write: saves: what carries the objects on to the backend; None = nothing does (any more).
     """
 
     job: TransferJob
@@ -105,7 +106,7 @@ class Transfer:
     sealed: int = 0
     committed: bool = False
     live: int = field(init=False)
-    told: int = 0
+    write: WriteTransfer | None = None
     in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -181,7 +182,6 @@ class TransferJob:
     :param open: saves: parts neither committed nor revoked.
     :param revoked: saves: positions given back.
     :param edges: loads: what they need of fetches, until they are done.
-    :param tell: saves: say how many layers are stored.
     :param held: saves: a commit waits for the loads of an earlier step.
     """
 
@@ -200,7 +200,6 @@ class TransferJob:
     cancelled: bool = False
     done: bool = False
     edges: list[Edge] = field(default_factory=list)
-    tell: bool = False
     held: bool = False
     by_request: dict[str, list[int]] | None = None
 

@@ -12,7 +12,7 @@ from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Charge, InFlightBatch, Step, Transfer, TransferJob
 from layerflow.flow.scheduler import next_cursor
 from layerflow.flow.state import State
-from layerflow.flow.validate.hosts import validate_lane
+from layerflow.flow.validate.hosts import validate_fetches, validate_writes
 
 
 def validate(state: State) -> None:
@@ -27,8 +27,8 @@ def validate(state: State) -> None:
     for session in state.sessions.values():
         _session(state, session)
     _conserving(state)
-    for lane in state.lanes:
-        validate_lane(state, lane)
+    validate_fetches(state)
+    validate_writes(state)
     if state.unsettled or state.telling or state.loosened:
         raise InvalidTransition(
             f"{len(state.unsettled)} steps are left unsettled, {len(state.telling)} transfers untold"
@@ -168,9 +168,11 @@ def _saves(job: TransferJob) -> None:
     for transfer in job.transfers.values():
         order = [batch.layer for batch in transfer.in_flight.values()]
         _require(order == sorted(order), step, "has saves in flight out of order")
-        stored = transfer.stored() if job.tell else 0
-        _require(transfer.told <= stored, step, f"told {transfer.told} layers of {stored} that are stored")
-        _require(not transfer.live or transfer.told == stored, step, f"told {transfer.told} layers, not {stored}")
+        write = transfer.write
+        if write is not None:
+            _require(write.save is transfer and not write.closed, step, "has a write that follows another save")
+            _require(not transfer.live or write.limit == transfer.stored(), step, f"its write is at {write.limit}")
+            _require(not transfer.committed, step, "is committed, and its write still follows it")
         _require(
             not (transfer.committed and (transfer.in_flight or transfer.pending)), step, "writes a committed object"
         )
