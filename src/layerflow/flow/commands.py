@@ -38,7 +38,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The layer is complete with the batches already submitted (what remained of it died)."""
+    """The layer is complete with the batches already submitted (what remained of it was cancelled)."""
 
     session: int
     step: int

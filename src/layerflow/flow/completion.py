@@ -60,7 +60,7 @@ def _commit(state: State, saves: TransferJob, out: list[Command]) -> None:
     parts: list[int] = []
     for transfer in ready:
         transfer.committed = True
-        parts += [part for part in transfer.members if part not in saves.dead] if saves.dead else transfer.members
+        parts += [part for part in transfer.members if part not in saves.dropped] if saves.dropped else transfer.members
     if parts:
         saves.open -= len(parts)
         state.counters.committed_parts += len(parts)
@@ -77,7 +77,7 @@ def builds_on_loads(saves: TransferJob, transfers: Iterable[Transfer]) -> bool:
             break
         if step.loads is not None and step.loads.undecided:
             if requests is None:
-                live = (part for transfer in transfers for part in transfer.members if part not in saves.dead)
+                live = (part for transfer in transfers for part in transfer.members if part not in saves.dropped)
                 requests = {saves.parts[part].request for part in live}
             if not requests.isdisjoint(step.loads.requests()):
                 return True
@@ -102,7 +102,7 @@ def forget(state: State, step: Step, out: list[Command]) -> None:
 
 
 def seal_rest(job: TransferJob, out: list[Command]) -> None:
-    """Seal the layers of which nothing is left to be granted because it died."""
+    """Seal the layers of which nothing is left to be granted because it was cancelled."""
     if job.cancelled:
         return
     for transfer in job.transfers.values():
@@ -135,13 +135,13 @@ def drained(state: State, session: Session, barrier: DrainBarrier, out: list[Com
 
 
 def cancel_parts(state: State, job: TransferJob, positions: Iterable[int]) -> list[int]:
-    """Grant these parts no further. Returns those that were alive until now."""
+    """Grant these parts no further. Returns those that were not cancelled before."""
     fresh = [
         position
         for position in positions
-        if position not in job.dead and not (job.direction is Direction.SAVE and job.transfer_of(position).committed)
+        if position not in job.dropped and not (job.direction is Direction.SAVE and job.transfer_of(position).committed)
     ]
-    job.dead.update(fresh)
+    job.dropped.update(fresh)
     for position in fresh:
         job.transfer_of(position).live -= 1
     if job.cursors and fresh:
@@ -221,21 +221,21 @@ def _report(state: State, job: TransferJob, position: int, span: Span, reason: s
 def fail_load_range(state: State, transfer: Transfer, span: Span, reason: str, out: list[Command]) -> None:
     """A load batch failed.
 
-    A part that had more to come dies whole: its later layers stay behind. A part whose last layer is
+    A part that had more to come fails whole: its later layers stay behind. A part whose last layer is
     already granted loses exactly the failed blocks; the rest of it still arrives.
     """
     job = transfer.job
     coming = sorted(span for cursor in transfer.cursors() for span in cursor.spans)
-    dying: list[int] = []
+    failing: list[int] = []
     hurt: list[int] = []
     for position in transfer.overlapping(*span):
-        if position not in job.dead:
-            (dying if touches(coming, *transfer.span(position)) else hurt).append(position)
+        if position not in job.dropped:
+            (failing if touches(coming, *transfer.span(position)) else hurt).append(position)
     for position in hurt:
         lo, hi = transfer.span(position)
         _report(state, job, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
     invalidate_saves(state, job.step, hurt, reason, out)
-    fail_loads(state, job, dying, reason, out)
+    fail_loads(state, job, failing, reason, out)
 
 
 def fail_blocks(state: State, transfer: Transfer, spans: list[Span], reason: str, out: list[Command]) -> None:
@@ -244,7 +244,7 @@ def fail_blocks(state: State, transfer: Transfer, spans: list[Span], reason: str
     hurt: list[int] = []
     for span in spans:
         for position in transfer.overlapping(*span):
-            if position not in job.dead:
+            if position not in job.dropped:
                 lo, hi = transfer.span(position)
                 _report(state, job, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
                 hurt.append(position)
@@ -274,7 +274,7 @@ def fence_loads(state: State, job: TransferJob, reason: str, out: list[Command],
 
 
 def cancel_saves(state: State, job: TransferJob, reason: str, out: list[Command]) -> None:
-    """Every save part that is not committed dies, and whatever waits for compute is called back."""
+    """Every save part that is not committed is cancelled, and whatever waits for compute is called back."""
     job.cancelled = True
     out.append(Cancel(job.step.session.number, job.step.number, Direction.SAVE, reason))
     cancel_save_parts(state, job.step, range(len(job.parts)), reason, out)

@@ -88,10 +88,10 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     step.story.append(event)
     session.steps[event.step] = step
     if event.loads:
-        step.loads = _leg(state, step, Direction.LOAD, event.loads)
+        step.loads = _job(state, step, Direction.LOAD, event.loads)
         state.enqueue(step.loads)
     if event.saves:
-        saves = _leg(state, step, Direction.SAVE, event.saves)
+        saves = _job(state, step, Direction.SAVE, event.saves)
         nbytes = sum(transfer.starts[-1] * transfer.shape.tail_bytes[0] for transfer in saves.transfers.values())
         if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
             state.counters.shed_parts += len(event.saves)
@@ -124,7 +124,7 @@ def _check_needs(state: State, session: Session, event: StepOpened) -> None:
             raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
 
 
-def _leg(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> TransferJob:
+def _job(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> TransferJob:
     job = TransferJob(step, direction, parts)
     groups = {part.group for part in parts}
     arrives = direction is Direction.LOAD and any([part.needs for part in parts])

@@ -102,7 +102,8 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
                 position
                 for transfer in step.saves.transfers.values()
                 for position in transfer.members
-                if position not in step.saves.revoked and not (transfer.committed and position not in step.saves.dead)
+                if position not in step.saves.revoked
+                and not (transfer.committed and position not in step.saves.dropped)
             ]
             state.counters.revoked_parts += len(unfinished)
             reason = "the session was lost"

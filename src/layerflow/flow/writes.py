@@ -21,7 +21,7 @@ CANCELLED = "its save was cancelled"
 
 
 def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
-    """Begin, as far as the backlog has room; what belongs to parts that are dead already is lost at once.
+    """Begin, as far as the backlog has room; what belongs to parts that are cancelled already is lost at once.
 
     :raises InvalidTransition: for a number that was used, or objects that cannot be.
     """
@@ -52,7 +52,7 @@ def open_write(state: State, event: WriteOpened, out: list[Command]) -> None:
     lane.add(write)
     if _fits(state, write):
         _begin(state, write, out)
-    lose_parts(state, save, save.job.dead, CANCELLED, out)
+    lose_parts(state, save, save.job.dropped, CANCELLED, out)
     follow_save(state, save, out)
 
 
@@ -80,7 +80,7 @@ def commit_write(state: State, save: Transfer, out: list[Command]) -> None:
     write = save.write
     if write is None:
         return
-    lose_parts(state, save, save.job.dead, CANCELLED, out)
+    lose_parts(state, save, save.job.dropped, CANCELLED, out)
     follow_save(state, save, out)
     _part(write)
     state.writes.join(write)

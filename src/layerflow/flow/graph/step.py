@@ -93,7 +93,7 @@ class Transfer:
     :param pending: cursors of this transfer, waiting ones among them.
     :param sealed: so many of the group's layers are sealed.
     :param committed: saves: every layer is stored, and said so.
-    :param live: parts that are not dead.
+    :param live: parts that are not cancelled.
     :param write: saves: what carries the objects on to the backend; None = nothing does (any more).
     """
 
@@ -146,7 +146,7 @@ class Transfer:
             self.arrivals[fetch] = 0
 
     def arriving(self, fetch: int) -> Cursor | None:
-        """What waits for this fetch; None when all of it is there, or dead."""
+        """What waits for this fetch; None when all of it is there, or lost."""
         return next((c for c in self.job.cursors if c.transfer is self and c.fetch == fetch), None)
 
     def merge(self, cursor: Cursor) -> None:
@@ -172,7 +172,7 @@ class TransferJob:
     """One direction of a step.
 
     :param parts: as given in ``StepOpened``.
-    :param dead: positions of parts that will not be granted any more.
+    :param dropped: positions of cancelled parts, which are granted no further.
     :param failed: loads: the block ranges already reported as failed, of parts that were wholly granted then.
     :param flying: batches in flight.
     :param gated: batches granted before they could move, by gate; ended ones among them.
@@ -190,7 +190,7 @@ class TransferJob:
     parts: tuple[Part, ...]
     transfers: dict[int, Transfer] = field(default_factory=dict)
     cursors: list[Cursor] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
     failed: dict[int, list[Span]] = field(default_factory=dict)
     revoked: set[int] = field(default_factory=set)
     gated: list[InFlightBatch] = field(default_factory=list)
