@@ -87,8 +87,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
             raise SpecError(f"block_size {self.block_size} must be positive")
         if self.ratio < 1 or self.block_size % self.ratio or (self.ratio > 1 and KINDS[self.kind].exact):
             raise SpecError(
-                f"group of kind {self.kind!r} with ratio {self.ratio}: it must divide block_size {self.block_size}, and "
-                "be 1 for recurrent state"
+                f"group of kind {self.kind!r} with ratio {self.ratio}: it must divide block_size {self.block_size}, "
+                "and be 1 for recurrent state"
             )
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise SpecError(f"group layers {self.layers} must be ascending, unique and not empty")

@@ -106,12 +106,12 @@ def _kind(layer_spec: Any) -> str:
 
 
 def _ratio(layer_spec: Any) -> int:
-    """Tokens of one row: vLLM's ``tokens_per_state``, which was ``compress_ratio`` before 0.32; -1 = recurrent state."""
+    """Tokens of one row: vLLM's ``tokens_per_state`` (``compress_ratio`` before 0.32; -1 = recurrent state)."""
     tokens = getattr(layer_spec, "tokens_per_state", None) or getattr(layer_spec, "compress_ratio", None) or 1
     if tokens != int(tokens):
         raise Unsupported(
-            f"this model stores several rows per token ({tokens} tokens a row), which layerflow cannot move yet; run it "
-            "without the connector"
+            f"this model stores several rows per token ({tokens} tokens a row), which layerflow cannot move yet; "
+            "run it without the connector"
         )
     return max(1, int(tokens))
 
