@@ -43,6 +43,12 @@ class Kind:
         """Chunks that must exist for a hit of `hit` tokens."""
         return range(self.first_token(hit) // chunk_tokens, -(-hit // chunk_tokens))
 
+    def inside(self, held: int, shared: int) -> bool:
+        """Whether what is stored of a chunk of `held` tokens serves a hit that ends after its first `shared` ones."""
+        if self.exact and shared != held:
+            return False
+        return self.first_token(shared) // self.block_size >= self.keep(held).start
+
     def keep(self, tokens: int) -> range:
         """Blocks worth storing of a chunk that holds `tokens` tokens."""
         return range(0, -(-tokens // self.block_size))
