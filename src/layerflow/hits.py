@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import functools
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Protocol
 
-from layerflow.keys import DIGEST_BYTES, object_key
+from layerflow.keys import DIGEST_BYTES, leading_blocks, object_key
 from layerflow.kinds import Kind
 from layerflow.spec import ModelSpec
 
 MAX_TAILS = 16
 """Stored tails offered per lookup: more would mean that many prompts differ within one chunk."""
 
+MAX_SHARING = 512
+"""Stored chunks with the prompt's next block of which the one is chosen that shares most: the newest so many."""
 
 MAX_TAILS_TRIED = 256
 """Stored tails after one chunk that a lookup tries: hundreds of prompts may differ in what follows the same chunk."""
@@ -24,11 +27,39 @@ SLICE_KEYS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A longer hit, valid if `digest` is that of the prompt's next `tokens` tokens after `chunk` chunks."""
+    """A longer hit: up to the first `shared` tokens of an object that follows `chunk` chunks.
+
+    Up to all of its `tokens`, if `digest` is that of the prompt's next tokens.
+    """
 
     chunk: int
     tokens: int
     digest: bytes
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDigests:
+    """A prompt's digests after each block (:meth:`layerflow.keys.Chain.block_digests`), of some of its chunks.
+
+    :param first: the first of these chunks.
+    :param packed: of all their blocks.
+    :param count: blocks of a full chunk.
+    """
+
+    first: int = 0
+    packed: bytes = b""
+    count: int = 0
+
+    def of(self, chunk: int) -> bytes:
+        """One chunk's; empty: they are not known, or it has no whole block."""
+        size = self.count * DIGEST_BYTES
+        return (
+            self.packed[(chunk - self.first) * size : (chunk - self.first + 1) * size] if chunk >= self.first else b""
+        )
+
+
+NO_BLOCKS = BlockDigests()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +68,11 @@ class HitLength:
 
     tokens: int
     tails: tuple[Tail, ...]
+
+    def surely(self, spec: ModelSpec, prompt: int) -> int:
+        """Tokens over full chunks and shared blocks; a whole tail may add to it."""
+        ends = [spec.usable(tail.chunk * spec.chunk_tokens + tail.shared, prompt) or 0 for tail in self.tails]
+        return max(self.tokens, *ends) if ends else self.tokens
 
 
 class LookupSource(Protocol):
@@ -50,9 +86,19 @@ class LookupSource(Protocol):
         """Partial chunks that follow the object `parent`, longest first: tokens, and an object's key."""
         ...
 
+    def sharing(self, block: bytes) -> Iterable[tuple[int, bytes, bytes]]:
+        """Chunks whose first block has this digest, newest first: tokens, an object's key, and block digests."""
+        ...
+
 
 def find_hit(
-    pool: LookupSource, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int, own: bytes = b""
+    pool: LookupSource,
+    spec: ModelSpec,
+    root: bytes,
+    digests: list[bytes],
+    tokens: int,
+    own: bytes = b"",
+    blocks: BlockDigests = NO_BLOCKS,
 ) -> HitLength:
     """The longest hit that every group and every shard satisfies, leaving one token to compute.
 
@@ -61,8 +107,9 @@ def find_hit(
     :param digests: of the prompt's full chunks, in order.
     :param tokens: length of the prompt.
     :param own: digest of what the full chunks leave of the prompt; empty = nothing, or unknown.
+    :param blocks: of the chunk in which the hit may end, or of more.
     """
-    search = search_hit(pool, spec, root, digests, tokens, own)
+    search = search_hit(pool, spec, root, digests, tokens, own, blocks)
     while True:
         try:
             next(search)
@@ -72,7 +119,13 @@ def find_hit(
 
 
 def search_hit(
-    pool: LookupSource, spec: ModelSpec, root: bytes, digests: list[bytes], tokens: int, own: bytes = b""
+    pool: LookupSource,
+    spec: ModelSpec,
+    root: bytes,
+    digests: list[bytes],
+    tokens: int,
+    own: bytes = b"",
+    blocks: BlockDigests = NO_BLOCKS,
 ) -> Generator[None, None, HitLength]:
     """:func:`find_hit` in slices: it stops after every :data:`SLICE_KEYS` keys or so, and returns the hit."""
     rules = [group.rules for group in spec.groups]
@@ -90,31 +143,43 @@ def search_hit(
         parent = digests[chunk - 1] if chunk else root
         room = tokens - chunk * spec.chunk_tokens
         tried += len(rules)
-        for tail, whole in _tails(pool, spec, parent, room, own if chunk == len(digests) else b""):
+        ranked = _sharing(pool, spec, blocks.of(chunk), room)
+        tried += len(ranked) // 2
+        for shared, tail in _best(pool, spec, ranked):
+            tried += len(rules) * len(spec.shard.peers())
+            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], shared or tail[0], tokens)
+            if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
+                tails.append(Tail(chunk, *tail, shared))
+        offered = {tail.digest for tail in tails}
+        for tail, stored in _tails(pool, spec, parent, room, own if chunk == len(digests) else b""):
             tried += len(rules) * len(spec.shard.peers())
             if tried >= SLICE_KEYS:
                 yield
                 tried = 0
-            if len(tails) == MAX_TAILS:
+            if len(tails) >= MAX_TAILS:
                 break
-            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], tokens) if whole else None
+            new = stored and tail[1] not in offered
+            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], tail[0], tokens) if new else None
             if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
                 tails.append(Tail(chunk, *tail))
         if tried >= SLICE_KEYS:
             yield
             tried = 0
-        hit = _usable(spec, (chunk - 1) * spec.chunk_tokens, spec.chunk_tokens, tokens) if chunk else 0
+        hit = (
+            _usable(spec, (chunk - 1) * spec.chunk_tokens, spec.chunk_tokens, spec.chunk_tokens, tokens) if chunk else 0
+        )
         if hit and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
             return HitLength(hit, tuple(tails))
     return HitLength(0, tuple(tails))
 
 
-def _usable(spec: ModelSpec, start: int, held: int, tokens: int) -> int | None:
-    """Of how many tokens is a hit that ends in an object of `held` tokens after `start` ones? None = of none."""
-    hit = spec.usable(start + held, tokens)
-    if hit is None or hit <= start or not all(group.rules.inside(held, hit - start) for group in spec.groups):
-        return None
-    return hit
+def _usable(spec: ModelSpec, start: int, held: int, shared: int, tokens: int) -> int | None:
+    """Of how many tokens is a hit that ends in an object of `held` tokens after `start` ones? None = of none.
+
+    :param shared: so many of the object's tokens are the prompt's.
+    """
+    hit = spec.usable(start + shared, tokens)
+    return hit if hit is not None and hit > start and spec.inside(held, hit - start) else None
 
 
 def _presence(pool: LookupSource, spec: ModelSpec, digests: list[bytes]) -> Generator[None, None, list[list[bool]]]:
@@ -134,6 +199,48 @@ def _presence(pool: LookupSource, spec: ModelSpec, digests: list[bytes]) -> Gene
     return rows
 
 
+def _sharing(pool: LookupSource, spec: ModelSpec, own: bytes, room: int) -> list[tuple[int, bool, tuple[int, bytes]]]:
+    """Stored chunks that begin as the prompt's next: tokens shared, may all of them be the prompt's, tokens and digest.
+
+    Those that share most come first, and among them those that may be the prompt's as a whole.
+
+    :param own: the prompt's next block digests.
+    :param room: its tokens that are left.
+    """
+    found = []
+    for tokens, key, theirs in islice(pool.sharing(own[:DIGEST_BYTES]), MAX_SHARING) if own else ():
+        count = leading_blocks(own, theirs)
+        shared = count * spec.block_tokens
+        whole = shared < tokens <= room and count * DIGEST_BYTES == len(theirs)
+        if whole or spec.inside(tokens, shared):
+            found.append((shared, whole, (tokens, key[:DIGEST_BYTES])))
+    return sorted(found, key=lambda each: (-each[0], not each[1]))
+
+
+def _best(
+    pool: LookupSource, spec: ModelSpec, ranked: list[tuple[int, bool, tuple[int, bytes]]]
+) -> Iterator[tuple[int, tuple[int, bytes]]]:
+    """Of :func:`_sharing`, those that every group and shard has: one that shares most, and others that may do better.
+
+    Yields tokens shared (0: the object serves a hit as a whole alone), and tokens and digest.
+    """
+    keys_of = functools.partial(_keys, spec)
+    best, offered = 0, 0
+    for shared, whole, tail in ranked:
+        if offered == MAX_TAILS or (best and not (whole and shared == best)):
+            return
+        if all(pool.lookup(keys_of(tail[1]))):
+            inside = spec.inside(tail[0], shared)
+            best, offered = (shared if inside else best), offered + 1
+            yield (shared if inside else 0), tail
+
+
+def _keys(spec: ModelSpec, digest: bytes) -> list[bytes]:
+    """A chunk's objects, of every group and shard."""
+    shards = spec.shard.peers()
+    return [object_key(digest, group, shard) for group in range(len(spec.groups)) for shard in shards]
+
+
 def _tails(
     pool: LookupSource, spec: ModelSpec, parent: bytes, room: int, own: bytes
 ) -> Iterator[tuple[tuple[int, bytes], bool]]:
@@ -145,8 +252,7 @@ def _tails(
     listed = [(tokens, key[:DIGEST_BYTES]) for tokens, key in pool.tails(object_key(parent, 0, shards[0]))]
     fitting = (tail for tail in dict.fromkeys([(room, own), *listed] if own and room else listed) if tail[0] <= room)
     for tail in islice(fitting, MAX_TAILS_TRIED):
-        keys = [object_key(tail[1], group, shard) for group in range(len(spec.groups)) for shard in shards]
-        yield tail, all(pool.lookup(keys))
+        yield tail, all(pool.lookup(_keys(spec, tail[1])))
 
 
 def _satisfied(rules: list[Kind], missing: list[list[int]], chunk_tokens: int, hit: int, upto: int) -> bool:

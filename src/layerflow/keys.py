@@ -23,6 +23,7 @@ from layerflow.spec import Shard
 DIGEST_BYTES = 16
 KEY_BYTES = 24
 _MAX_TOKEN = 2**63 - 1
+_TOKEN_BYTES = 8
 _HIGH_BYTE = 7 if sys.byteorder == "little" else 0
 _PIECE_BYTES = 1024
 """hashlib lets go of the interpreter from 2 KiB on. Beside a thread that runs Python, that costs 5 ms each time, and
@@ -60,13 +61,23 @@ def chunk_digest(parent: bytes, ids: memoryview, media: Sequence[Media] = ()) ->
     :param ids: bytes of the chunk's token ids, int64, little-endian.
     :param media: those that overlap this chunk, starts relative to the chunk.
     """
-    hasher = hashlib.blake2b(parent, digest_size=DIGEST_BYTES, person=b"layerflow-chunk")
-    for start in range(0, len(ids), _PIECE_BYTES):
-        hasher.update(ids[start : start + _PIECE_BYTES])
+    hasher = chunk_hasher(parent)
+    feed(hasher, ids)
     for start, length, content in media:
         hasher.update(struct.pack("<qqI", start, length, len(content)))
         hasher.update(content)
     return hasher.digest()
+
+
+def chunk_hasher(parent: bytes) -> hashlib.blake2b:
+    """For a chunk after `parent`, before its first token."""
+    return hashlib.blake2b(parent, digest_size=DIGEST_BYTES, person=b"layerflow-chunk")
+
+
+def feed(hasher: hashlib.blake2b, ids: memoryview) -> None:
+    """Hash token ids in pieces for which hashlib keeps the interpreter."""
+    for start in range(0, len(ids), _PIECE_BYTES):
+        hasher.update(ids[start : start + _PIECE_BYTES])
 
 
 class Chain:
@@ -98,6 +109,7 @@ class Chain:
         self._media = tuple(media)
         self.digests: list[bytes] = []
         self._parents = [root]
+        self._block_digests: dict[tuple[int, int], bytes] = {}
         self._digest_full_chunks()
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
@@ -135,17 +147,48 @@ class Chain:
 
     def partial(self, chunk: int, tokens: int) -> bytes:
         """Digest of chunk `chunk` if it held only its first `tokens` tokens."""
+        media = self._media_of(chunk, tokens)
+        return chunk_digest(self._parents[chunk], self._bytes_of(chunk, tokens), media)
+
+    def block_digests(self, chunk: int, block_tokens: int, tokens: int = 0) -> bytes:
+        """:meth:`partial` of the chunk's first block, its first two, and so on, as far as there are tokens.
+
+        :param block_tokens: tokens of a block.
+        :param tokens: of the chunk; 0 = as many as it has.
+        """
+        held = min(tokens or self.chunk_tokens, len(self) - chunk * self.chunk_tokens)
+        count = max(0, held // block_tokens)
+        known = self._block_digests.get((chunk, block_tokens), b"")
+        if len(known) < count * DIGEST_BYTES:
+            known = self._digest_blocks(chunk, block_tokens, count)
+            self._block_digests[chunk, block_tokens] = known
+        return known[: count * DIGEST_BYTES]
+
+    def _digest_blocks(self, chunk: int, block_tokens: int, count: int) -> bytes:
+        held = count * block_tokens
+        if self._media_of(chunk, held):
+            return b"".join(self.partial(chunk, end) for end in range(block_tokens, held + 1, block_tokens))
+        hasher, ids = chunk_hasher(self._parents[chunk]), self._bytes_of(chunk, held)
+        digests = []
+        for end in range(block_tokens, held + 1, block_tokens):
+            feed(hasher, ids[(end - block_tokens) * _TOKEN_BYTES : end * _TOKEN_BYTES])
+            digests.append(hasher.copy().digest())
+        return b"".join(digests)
+
+    def _media_of(self, chunk: int, tokens: int) -> list[Media]:
         start = chunk * self.chunk_tokens
-        media = [
+        return [
             Media(item.start - start, item.length, item.content)
             for item in self._media
             if item.start < start + tokens and item.start + item.length > start
         ]
-        ids = self._ids
+
+    def _bytes_of(self, chunk: int, tokens: int) -> memoryview:
+        start, ids = chunk * self.chunk_tokens, self._ids
         if sys.byteorder != "little":
             ids = ids[:]
             ids.byteswap()
-        return chunk_digest(self._parents[chunk], memoryview(ids)[start : start + tokens].cast("B"), media)
+        return memoryview(ids)[start : start + tokens].cast("B")
 
 
 def _token_ids(tokens: Sequence[int] | np.ndarray) -> array[int]:
@@ -163,6 +206,19 @@ def _token_ids(tokens: Sequence[int] | np.ndarray) -> array[int]:
     if not memoryview(ids).cast("B")[_HIGH_BYTE::8].tobytes().isascii():  # a number of 64 bits, or negative in numpy
         raise BadKey(f"token ids must be 0 to {_MAX_TOKEN}; the largest is {max(ids)}")
     return ids
+
+
+def leading_blocks(own: bytes, other: bytes) -> int:
+    """How many leading blocks two chunks share, by their block digests: of these each stands for all before it."""
+    low, high = 0, min(len(own), len(other)) // DIGEST_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        at = slice((middle - 1) * DIGEST_BYTES, middle * DIGEST_BYTES)
+        if own[at] == other[at]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def object_key(digest: bytes, group: int, shard: Shard) -> bytes:

@@ -29,6 +29,8 @@ _TAILS = 0xC2B2AE3D27D4EB4F
 _SPAN = 16
 """Lengths of tails that are looked for together first: a prompt may go on with any of hundreds, and few are there."""
 _SPANS = 1 << 32
+_BLOCK = b"\xff" * 8
+"""Follows a block's digest where an object's key has the group and the ranks, which never are this."""
 
 
 def place_of(key: bytes, salt: int, buckets: int) -> tuple[int, int]:
@@ -84,6 +86,10 @@ class Presence:
     def may_hold_tails(self, parent: bytes, mark: int = 0) -> bool:
         """False: no complete partial chunk with this mark (:func:`tail_marks`) follows this 24-byte key."""
         return self._may_hold(parent, _salt(mark))
+
+    def may_hold_block(self, block: bytes) -> bool:
+        """False: no complete chunk begins with a block of this 16-byte digest."""
+        return self._may_hold(block + _BLOCK, 0)
 
     def tail_lengths(self, parent: bytes, most: int) -> list[int]:
         """Of 1 to `most` tokens, longest first: lengths that partial chunks after `parent` may have."""
@@ -153,6 +159,14 @@ class PresenceWriter(Presence):
     def discard_tails(self, parent: bytes, mark: int = 0) -> None:
         """The last such chunk after `parent`, which was added, is gone."""
         self._discard(parent, _salt(mark))
+
+    def add_block(self, block: bytes) -> None:
+        """A first chunk begins with a block of this digest."""
+        self._add(block + _BLOCK, 0)
+
+    def discard_block(self, block: bytes) -> None:
+        """The last such chunk is gone."""
+        self._discard(block + _BLOCK, 0)
 
     def _add(self, key: bytes, salt: int) -> None:
         at, tag, words = self._bucket(key, salt)

@@ -213,6 +213,19 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """Some group's hits cannot be shortened."""
         return any(group.rules.exact for group in self.groups)
 
+    @property
+    def block_tokens(self) -> int:
+        """A hit may end after every so many tokens of a chunk; 0 = only where a chunk or a stored tail ends.
+
+        Tokens of which every group has whole blocks. Recurrent state is kept at boundaries alone.
+        """
+        unit = _common_block(self)
+        return unit if unit < self.chunk_tokens and not self.exact else 0
+
+    def inside(self, held: int, shared: int) -> bool:
+        """Can a hit end after the first `shared` of the `held` tokens that an object of each group stands for?"""
+        return all(group.rules.inside(held, shared) for group in self.groups)
+
     def usable(self, stored: int, tokens: int) -> int | None:
         """How many of `stored` leading tokens a prompt of `tokens` tokens can load; None = none of them.
 
@@ -250,6 +263,11 @@ def _facts(group: GroupSpec) -> dict[str, object]:
     if group.ratio == 1:
         del facts["ratio"]
     return facts
+
+
+@functools.lru_cache(maxsize=64)
+def _common_block(spec: ModelSpec) -> int:
+    return math.lcm(*(group.block_size for group in spec.groups))
 
 
 @functools.lru_cache(maxsize=64)

@@ -21,12 +21,16 @@ from layerflow.wire.messages import NOWHERE, LoadPart, PlanPart, SavePart
 
 @dataclass(frozen=True, slots=True)
 class ObjectDescriptor:
-    """One object of a part: `blocks` are table positions, the first of them `index` blocks into the object."""
+    """One object of a part: `blocks` are table positions, the first of them `index` blocks into the object.
+
+    :param block_digests: saves of the first group: see :meth:`layerflow.keys.Chain.block_digests`.
+    """
 
     digest: bytes
     blocks: range
     index: int
     tokens: int
+    block_digests: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class PartDescriptor:
     def save_message(self) -> SavePart:
         """As the protocol has it."""
         tokens = codec.pack_u32([piece.tokens for piece in self.pieces])
-        return SavePart(self.request, self.group, self._digests(), self._counts(), tokens, self.parent)
+        blocks = b"".join(piece.block_digests for piece in self.pieces)
+        return SavePart(self.request, self.group, self._digests(), self._counts(), tokens, self.parent, blocks)
 
     def engine_blocks(self) -> np.ndarray:
         """Engine block ids of all pieces, one after the other: int64, shape ``(n,)``."""
@@ -64,6 +69,7 @@ class PartDescriptor:
         blocks = self.engine_blocks().astype("<i8", copy=False).tobytes()
         return _unpickled, (
             self.request, self.group, self._digests(), np.array(rows, "<u4").tobytes(), blocks, self.parent,
+            tuple(piece.block_digests for piece in self.pieces),
         )  # fmt: skip
 
     def _digests(self) -> bytes:
@@ -147,8 +153,10 @@ def describe_saves(spec: ModelSpec, requests: Sequence[StepRequest], partial: bo
                 if (table[piece.blocks.start : piece.blocks.stop] >= 0).all()
             )
             if kept:
-                ends_partial = kept[-1].tokens != spec.chunk_tokens
-                parts.append(PartDescriptor(request.request, number, table, kept, parent if ends_partial else b""))
+                before = parent if kept[-1].tokens != spec.chunk_tokens else b""
+                if not number and spec.block_tokens:
+                    kept = tuple(_with_block_digests(spec, request, piece) for piece in kept)
+                parts.append(PartDescriptor(request.request, number, table, kept, before))
     return parts
 
 
@@ -218,11 +226,13 @@ class _Columns:
         return Numbered(np.concatenate(self.blocks), offsets, held, index, numbers, part)
 
 
-def _unpickled(request: str, group: int, digests: bytes, rows: bytes, blocks: bytes, parent: bytes) -> PartDescriptor:
+def _unpickled(
+    request: str, group: int, digests: bytes, rows: bytes, blocks: bytes, parent: bytes, block_digests: Sequence[bytes]
+) -> PartDescriptor:
     pieces = []
     for number, (start, count, index, tokens) in enumerate(np.frombuffer(rows, "<u4").reshape(-1, 4).tolist()):
         digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        pieces.append(ObjectDescriptor(digest, range(start, start + count), index, tokens))
+        pieces.append(ObjectDescriptor(digest, range(start, start + count), index, tokens, block_digests[number]))
     table = np.full(pieces[-1].blocks.stop, -1, dtype=np.int64)
     table[np.concatenate([np.arange(piece.blocks.start, piece.blocks.stop) for piece in pieces])] = np.frombuffer(
         blocks, "<i8"
@@ -276,7 +286,11 @@ def _check_hit(spec: ModelSpec, request: StepRequest, stop: int) -> None:
     tail = hit.tail_chunk >= 0 and last >= hit.tail_chunk
     fits = last <= len(chain.digests) if tail else last < len(chain.digests)
     if tail and fits:
-        fits = last == hit.tail_chunk and chain.partial(hit.tail_chunk, hit.tail_tokens) == hit.tail_digest
+        shared, digest = hit.tail_shared, hit.shared_digest
+        if not shared:
+            shared, digest = hit.tail_tokens, hit.tail_digest
+        fits = last == hit.tail_chunk and chain.partial(hit.tail_chunk, shared) == digest
+        fits = fits and stop <= hit.stored(chunk) and spec.inside(hit.tail_tokens, shared)
     if not fits:
         raise SpecError(f"request {request.request!r}: its hit is not one of this chain; look the chain up itself")
 
@@ -295,6 +309,12 @@ def _save_pieces(
         parent = chain.parent(number)
         pieces.append(_whole(spec, group, number, rest, chain.partial(number, rest)))
     return pieces, parent
+
+
+def _with_block_digests(spec: ModelSpec, request: StepRequest, piece: ObjectDescriptor) -> ObjectDescriptor:
+    """So that hits of other prompts may end at any of its blocks."""
+    chunk = piece.blocks.start * spec.groups[0].block_size // spec.chunk_tokens
+    return replace(piece, block_digests=request.chain.block_digests(chunk, spec.block_tokens, piece.tokens))
 
 
 def _whole(spec: ModelSpec, group: GroupSpec, number: int, tokens: int, digest: bytes) -> ObjectDescriptor:

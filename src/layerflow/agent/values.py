@@ -17,15 +17,26 @@ class Hit:
     """How much of a prompt can be loaded.
 
     :param tokens: leading tokens; 0 = none. At least one token of the prompt is left to compute.
-    :param tail_chunk: the chunk that a stored partial tail covers, -1 if the hit ends with a full chunk.
-    :param tail_tokens: tokens that the tail holds.
+    :param tail_chunk: the chunk whose leading tokens come from another object than the prompt's own full chunk: from a
+        stored tail, or from a chunk that goes on differently; -1 if the hit ends with a full chunk.
+    :param tail_tokens: tokens that this object holds.
     :param tail_digest: its digest.
+    :param tail_shared: so many of its leading tokens are the prompt's; 0 = all of them.
+    :param shared_digest: digest of these, where they are not all.
     """
 
     tokens: int
     tail_chunk: int = -1
     tail_tokens: int = 0
     tail_digest: bytes = b""
+    tail_shared: int = 0
+    shared_digest: bytes = b""
+
+    def stored(self, chunk_tokens: int) -> int:
+        """Leading tokens of the prompt that are stored: the hit's, and the one left to compute if that is too."""
+        if self.tail_chunk < 0:
+            return self.tokens
+        return self.tail_chunk * chunk_tokens + (self.tail_shared or self.tail_tokens)
 
 
 MISS = Hit(0)

@@ -107,6 +107,7 @@ class IndexEntry(NamedTuple):
     blocks: int
     tokens: int
     parent: bytes
+    block_digests: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ An *owner* is any hashable name of a reader or writer, e.g. ``("session", 3)`` o
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -42,6 +42,14 @@ class Tail(NamedTuple):
     key: bytes
 
 
+class Child(NamedTuple):
+    """A stored chunk, full or partial, that a prompt may share leading blocks with: see :class:`NewObject`."""
+
+    tokens: int
+    key: bytes
+    block_digests: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class NewObject:
     """What a writer wants to store.
@@ -52,6 +60,8 @@ class NewObject:
     :param tokens: tokens of the chunk.
     :param parent: 24-byte key of what precedes a *partial* chunk (its parent's digest with the same
         group and ranks), so that a longer prompt finds the tail; ``b""`` for a full chunk.
+    :param block_digests: the digest after each of the chunk's blocks, so that a prompt which parts from it in its
+        middle finds it; kept with the objects of the first group and shard alone, else ``b""``.
     """
 
     key: bytes
@@ -59,6 +69,7 @@ class NewObject:
     blocks: int
     tokens: int
     parent: bytes = b""
+    block_digests: bytes = b""
 
 
 class Reservation(NamedTuple):
@@ -105,6 +116,10 @@ class Pool(Protocol):
 
     def tails(self, parent: bytes) -> list[Tail]:
         """Complete partial chunks that follow `parent`, longest first."""
+        ...
+
+    def sharing(self, block: bytes) -> Iterator[Child]:
+        """Complete chunks whose first block has this digest, newest first."""
         ...
 
     def acquire(self, keys: Sequence[bytes], owner: Owner, until: float) -> list[Located | None]:

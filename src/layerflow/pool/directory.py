@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from layerflow.errors import PoolError
-from layerflow.pool.base import Located, NewObject, Owner, Tail
+from layerflow.keys import DIGEST_BYTES
+from layerflow.pool.base import Child, Located, NewObject, Owner, Tail
 from layerflow.pool.eviction import Item
 from layerflow.presence import PresenceWriter, tail_marks
 
@@ -30,13 +31,14 @@ class ObjectState(enum.Enum):
 class DirectoryEntry(Item):
     """One object's place and state."""
 
-    __slots__ = ("located", "nbytes", "parent", "pins", "state", "writer")
+    __slots__ = ("block_digests", "located", "nbytes", "parent", "pins", "state", "writer")
 
     def __init__(self, new: NewObject, offset: int, room: int, writer: Owner) -> None:
         super().__init__(new.key, room)
         self.located = Located(offset, new.blocks, new.tokens)
         self.nbytes = new.nbytes
         self.parent = new.parent
+        self.block_digests = new.block_digests
         self.pins: dict[Owner, float] = {}  #: reader -> when its pin runs out
         self.state = ObjectState.WRITING
         self.writer = writer
@@ -57,6 +59,7 @@ class Directory:
         self._hidden: dict[bytes, dict[DirectoryEntry, None]] = {}
         self._tails: dict[bytes, dict[DirectoryEntry, None]] = {}
         self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and mark, see tail_marks
+        self._sharing: dict[bytes, dict[DirectoryEntry, None]] = {}  # by the digest of their first block
         self._pins: dict[Owner, dict[DirectoryEntry, None]] = {}
         self._reserved: dict[Owner, dict[DirectoryEntry, None]] = {}
         self._due: list[tuple[float, int, Owner, list[DirectoryEntry]]] = []
@@ -85,6 +88,12 @@ class Directory:
         presence = self.presence
         if presence is not None:
             presence.add(entry.key)
+        if entry.block_digests:
+            block = entry.block_digests[:DIGEST_BYTES]
+            siblings = self._sharing.setdefault(block, {})
+            if presence is not None and not siblings:
+                presence.add_block(block)
+            siblings[entry] = None
         if entry.parent:
             self._tails.setdefault(entry.parent, {})[entry] = None
             for mark in tail_marks(entry.located.tokens):
@@ -132,6 +141,14 @@ class Directory:
         presence = self.presence
         if presence is not None:
             presence.discard(entry.key)
+        if entry.block_digests:
+            block = entry.block_digests[:DIGEST_BYTES]
+            siblings = self._sharing[block]
+            del siblings[entry]
+            if not siblings:
+                del self._sharing[block]
+                if presence is not None:
+                    presence.discard_block(block)
         if entry.parent:
             siblings = self._tails[entry.parent]
             del siblings[entry]
@@ -148,6 +165,11 @@ class Directory:
         """Ready partial chunks after `parent`, longest first; ties by key."""
         found = [Tail(entry.located.tokens, entry.key) for entry in self._tails.get(parent, ())]
         return sorted(found, key=lambda tail: (-tail.tokens, tail.key))
+
+    def sharing(self, block: bytes) -> Iterator[Child]:
+        """Ready chunks whose first block has this digest, newest first."""
+        for entry in reversed(self._sharing.get(block, {})):
+            yield Child(entry.located.tokens, entry.key, entry.block_digests)
 
     # Pins ----------------------------------------------------------------------------------------
 
@@ -285,8 +307,12 @@ class Directory:
             raise PoolError("reservations by owner differ from the half-written entries")
         if {e for mine in self._tails.values() for e in mine} != {e for e in self.ready.values() if e.parent}:
             raise PoolError("the tails differ from the ready partial chunks")
+        shared = {entry: block for block, mine in self._sharing.items() for entry in mine}
+        if shared != {e: e.block_digests[:DIGEST_BYTES] for e in self.ready.values() if e.block_digests}:
+            raise PoolError("the chunks by first block differ from the ready ones")
         if self.presence is not None and not (
-            all(map(self.presence.may_hold, self.ready))
+            all(map(self.presence.may_hold_block, self._sharing))
+            and all(map(self.presence.may_hold, self.ready))
             and all(self.presence.may_hold_tails(parent, mark) for parent, mark in self._tail_counts)
         ):
             raise PoolError("the presence table lacks a ready object, or a parent that has tails")

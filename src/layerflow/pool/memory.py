@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import structlog
 from layerflow.errors import BadKey, PoolError
 from layerflow.keys import KEY_BYTES, describe_key
 from layerflow.objects import HEADER_BYTES, check_header, pack_header
-from layerflow.pool.base import Located, NewObject, Owner, PoolStatistics, Reservation, ReserveStatus, Tail
+from layerflow.pool.base import Child, Located, NewObject, Owner, PoolStatistics, Reservation, ReserveStatus, Tail
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
 from layerflow.pool.eviction import S3Fifo
 from layerflow.pool.slots import Slots
@@ -79,6 +79,10 @@ class MemoryPool:
     def tails(self, parent: bytes) -> list[Tail]:
         """Complete partial chunks that follow `parent`, longest first."""
         return self._directory.tails(parent)
+
+    def sharing(self, block: bytes) -> Iterator[Child]:
+        """Complete chunks whose first block has this digest, newest first."""
+        return self._directory.sharing(block)
 
     def acquire(self, keys: Sequence[bytes], owner: Owner, until: float) -> list[Located | None]:
         """Pin complete objects until released or until `until`; None = not there. Counts a hit or miss per key.

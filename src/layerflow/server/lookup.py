@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from layerflow.hits import SLICE_KEYS, HitLength, LookupSource, search_hit
+from layerflow.hits import NO_BLOCKS, SLICE_KEYS, BlockDigests, HitLength, LookupSource, search_hit
 from layerflow.keys import object_key
 from layerflow.objects import object_bytes
 from layerflow.pool import base
@@ -46,6 +46,12 @@ class TieredLookup:
         found = {*self.pool.tails(parent), *self.tier.tails(parent)}
         return sorted(found, key=lambda tail: (-tail.tokens, tail.key))
 
+    def sharing(self, block: bytes) -> Iterator[base.Child]:
+        """Chunks whose first block has this digest, newest first."""
+        here = {child.key: child for child in self.pool.sharing(block)}
+        yield from here.values()
+        yield from (child for child in self.tier.sharing(block) if child.key not in here)
+
 
 @dataclass(frozen=True, slots=True)
 class TierLookup:
@@ -64,6 +70,10 @@ class TierLookup:
     def tails(self, parent: bytes) -> list[base.Tail]:
         """Partial chunks that follow `parent`, longest first."""
         return sorted(self.tier.tails(parent), key=lambda tail: (-tail.tokens, tail.key))
+
+    def sharing(self, block: bytes) -> Iterator[base.Child]:
+        """Chunks whose first block has this digest, newest first."""
+        return self.tier.sharing(block)
 
 
 def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[list[bytes]]:
@@ -181,11 +191,13 @@ def find_and_bring(
     found: frozenset[bytes],
     engine: str,
     *,
+    blocks: BlockDigests = NO_BLOCKS,
     direct: bool = False,
 ) -> Generator[None, None, HitLength]:
     """The longest hit in arena and tier together; what it needs is on its way into the arena. In slices, as above.
 
-    Stored tails are brought by the step that loads them: most of those offered belong to other prompts.
+    Stored tails, and chunks that only begin as the prompt's, are brought by the step that loads them: most of those
+    offered belong to other prompts.
 
     :param shards: whose objects this machine's workers load; of the others it suffices that they exist.
     :param prompt: root digest, digests of the full chunks, tokens, and the digest of its last, partial chunk.
@@ -197,7 +209,7 @@ def find_and_bring(
     unavailable: frozenset[bytes] = frozenset()
     while True:
         there = TierLookup(tier, found, unavailable) if direct else TieredLookup(pool, tier, found, unavailable)
-        hit = yield from search_hit(there, spec, root, digests, tokens, own)
+        hit = yield from search_hit(there, spec, root, digests, tokens, own, blocks)
         stuck = yield from _bring(pool, tier, spec, shards, digests, hit.tokens, engine)
         if not stuck:
             return hit

@@ -9,10 +9,11 @@ import threading
 import time
 from typing import Any, cast
 
+import msgspec
 import structlog
 import zmq
 
-from layerflow.agent.connection.control_connection import ControlConnection, hit_of
+from layerflow.agent.connection.control_connection import ControlConnection, hit_of, lookup_of
 from layerflow.agent.connection.handshake import ClientKeys
 from layerflow.agent.values import MISS, Hit
 from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError
@@ -102,7 +103,7 @@ class Control:
             line = self._connected(deadline)
             if line.misses(chain):
                 return MISS
-            message = lookup_of(next(self._ids), request, chain, line.lease_ms)
+            message = line.question(next(self._ids), request, chain)
             found = cast(Found, self._exchange(message, Found, deadline))
         except RemoteError as error:
             log.warning("lookup_refused", request=request, code=error.code, error=error.message)
@@ -126,7 +127,9 @@ class Control:
         """
         if self._spec is None:
             raise SessionError("lookups need the model's spec; pass spec= to Control")
-        message = lookup_of(next(self._ids), "", chain, 1, written_ms=max(1, round(timeout_s * 1e3)))
+        message = msgspec.structs.replace(
+            lookup_of(next(self._ids), "", chain, 1, 0), written_ms=max(1, round(timeout_s * 1e3))
+        )
         with self._lock:
             found = cast(Found, self._exchange(message, Found, time.monotonic() + timeout_s + DEFAULT_TIMEOUT_S))
         return hit_of(found, chain, self._spec)
@@ -215,12 +218,6 @@ class Control:
         if self._line is not None:
             self._line.hang_up()
             self._line = None
-
-
-def lookup_of(number: int, request: str, chain: Chain, lease_ms: int, written_ms: int = 0) -> Lookup:
-    """The question for a prompt."""
-    digests = b"".join(chain.digests)
-    return Lookup(number, request, chain.parent(0), digests, len(chain), lease_ms, chain.tail, written_ms)
 
 
 def fetch_status(endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:

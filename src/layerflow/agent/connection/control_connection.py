@@ -7,6 +7,7 @@ it stays there is the server's to say.
 
 from __future__ import annotations
 
+import bisect
 import os
 import select
 import time
@@ -24,7 +25,7 @@ from layerflow.keys import DIGEST_BYTES, Chain, object_key
 from layerflow.memfd import SharedMemory
 from layerflow.presence import Presence
 from layerflow.spec import ModelSpec, Shard
-from layerflow.wire.messages import Attach, Bye, Found, Missed, Welcome
+from layerflow.wire.messages import Attach, Bye, Found, Lookup, Missed, Welcome
 
 BYE_LINGER_MS = 100
 LOOK_S = 0.02
@@ -64,19 +65,48 @@ class PresenceView:
         # As the server looks for tails: under the first group and shard. Of the prompt's own beginnings only those are
         # hashed whose length some stored tail has.
         parent = object_key(chain.parent(0), 0, shard)
+        if self._may_share(chain, 0):
+            return False
         if not table.may_hold_tails(parent):
             return True
         lengths = table.tail_lengths(parent, min(len(chain), chain.chunk_tokens - 1))
         return not any(table.may_hold(object_key(chain.partial(0, tokens), 0, shard)) for tokens in lengths)
 
+    def end(self, chain: Chain) -> int | None:
+        """The chunk with which the prompt leaves what is stored, as far as one sees; None: one cannot see."""
+        group = self._whole_group
+        if group is None:
+            return None
+        return bisect.bisect_left(
+            chain.digests, True, key=lambda digest: not self._table.may_hold(object_key(digest, group, self._shard))
+        )
+
+    def _may_share(self, chain: Chain, chunk: int) -> bool:
+        """May something be stored that begins with the block behind `chunk` full chunks?"""
+        unit = self._spec.block_tokens
+        block = chain.block_digests(chunk, unit, unit) if unit else b""
+        return bool(block) and self._table.may_hold_block(block)
+
     def hit(self, chain: Chain) -> Hit | None:
-        """The longest hit, by what the table shows now; None: it cannot tell, or the prompt is too long to look."""
+        """The longest hit, by what the table shows now; None: it cannot tell, or the prompt is too long to look.
+
+        It does not show which object has the blocks that a hit could end with: only the server knows that.
+        """
         shards = self._spec.shard.peers()
         if len(chain.digests) * len(self._spec.groups) * len(shards) > MOST_LOOKS:
             return None
         seen = _SeenKeys(self._table, chain, self._shard)
         found = find_hit(seen, self._spec, chain.parent(0), chain.digests, len(chain), chain.tail)
-        return hit_of(found, chain, self._spec) if seen.sure else None
+        hit = hit_of(found, chain, self._spec)
+        end = self.end(chain)
+        if not seen.sure or (end is not None and self._reach(chain, end) > hit.tokens and self._may_share(chain, end)):
+            return None
+        return hit
+
+    def _reach(self, chain: Chain, chunk: int) -> int:
+        """Tokens of the longest hit that could end at a block of `chunk`."""
+        unit, start = self._spec.block_tokens or 1, chunk * chain.chunk_tokens
+        return self._spec.usable(start + (len(chain) - start) // unit * unit, len(chain)) or 0
 
     def close(self) -> None:
         """Unmap."""
@@ -100,6 +130,10 @@ class _SeenKeys:
         self.sure &= None not in found
         return [there is True for there in found]
 
+    def sharing(self, block: bytes) -> tuple[()]:
+        """The table does not show them."""
+        return ()
+
     def tails(self, parent: bytes) -> list[tuple[int, bytes]]:
         """Those that the prompt itself goes on with."""
         table, chain = self._table, self._chain
@@ -116,11 +150,35 @@ class _SeenKeys:
 
 def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
     """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
+    best = Hit(found.tokens)
     for tail in found.tails:
-        tokens = spec.usable(tail.chunk * chain.chunk_tokens + tail.tokens, len(chain))
-        if tokens is not None and chain.partial(tail.chunk, tail.tokens) == tail.digest:
-            return Hit(tokens, tail.chunk, tail.tokens, tail.digest)
-    return Hit(found.tokens)
+        start, shared = tail.chunk * chain.chunk_tokens, tail.shared
+        if start + tail.tokens <= len(chain) and chain.partial(tail.chunk, tail.tokens) == tail.digest:
+            shared = tail.tokens
+        tokens = spec.usable(start + shared, len(chain)) if shared else None
+        if tokens is None or tokens <= best.tokens:
+            continue
+        if shared == tail.tokens:
+            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest)
+        else:
+            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, chain.partial(tail.chunk, shared))
+    return best
+
+
+def lookup_of(
+    number: int, request: str, chain: Chain, lease_ms: int, block_tokens: int, end: int | None = None
+) -> Lookup:
+    """The question for a prompt.
+
+    :param block_tokens: of the model's spec.
+    :param end: the chunk in which the hit may end at a block; None = any.
+    """
+    digests, first = b"".join(chain.digests), end or 0
+    chunks = range(first, len(chain.digests) + 1 if end is None else end + 1)
+    blocks = b"".join(chain.block_digests(chunk, block_tokens) for chunk in chunks) if block_tokens else b""
+    return Lookup(
+        number, request, chain.parent(0), digests, len(chain), lease_ms, chain.tail, 0, blocks, first if blocks else 0
+    )
 
 
 class ControlConnection:
@@ -132,6 +190,7 @@ class ControlConnection:
     def __init__(self, conversation: Handshake) -> None:
         self.conversation = conversation
         self.lease_ms = 0
+        self._block_tokens = 0
         self._sight: PresenceView | None = None
         self._life = select.poll()
         self._look_at = 0.0
@@ -158,6 +217,7 @@ class ControlConnection:
             welcome = line.conversation.introduce(engine, "control", deadline)
             line.lease_ms = welcome.lease_ms
             if spec is not None:
+                line._block_tokens = spec.block_tokens
                 line._enter(welcome, spec, deadline)
                 line.conversation.attach(Attach(spec, memory=False), deadline)
         except LayerflowError:
@@ -178,6 +238,11 @@ class ControlConnection:
     def hit(self, chain: Chain) -> Hit | None:
         """How much of this prompt is stored, by what can be seen without asking; None: ask the server."""
         return self._sight.hit(chain) if self._sight is not None else None
+
+    def question(self, number: int, request: str, chain: Chain) -> Lookup:
+        """How much of this prompt can be loaded, to the block where it may leave what is stored."""
+        end = self._sight.end(chain) if self._sight is not None else None
+        return lookup_of(number, request, chain, self.lease_ms, self._block_tokens, end)
 
     def hung_up(self) -> bool:
         """Has the server died? Seen within :data:`LOOK_S`, where it is on this machine."""

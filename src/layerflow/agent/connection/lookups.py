@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import structlog
 import zmq
 
-from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, lookup_of
+from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S
 from layerflow.agent.connection.control_connection import ControlConnection, hit_of
 from layerflow.agent.values import MISS, Hit
 from layerflow.errors import DeadlineExceeded, LayerflowError
@@ -104,7 +104,7 @@ class Lookups:
         number = next(self._numbers)
         self._open[number] = inquiry
         try:
-            line.conversation.send(lookup_of(number, request, chain, line.lease_ms))
+            line.conversation.send(line.question(number, request, chain))
         except LayerflowError as error:
             self._lost(str(error))
             return inquiry

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Generator
 
 from layerflow.errors import ProtocolError
-from layerflow.hits import HitLength, search_hit
+from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
 from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
 from layerflow.server.sessions import ClientSession
 from layerflow.server.turns import Work
+from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
@@ -62,6 +63,7 @@ class Lookups:
                 f"request {message.request!r}: a tail digest of {len(message.tail)} bytes for {message.tokens} tokens; "
                 f"{DIGEST_BYTES} bytes where the full chunks leave tokens, else none"
             )
+        blocks = _blocks_of(message, session.spec)
         most_ms = int(limits.max_deadline_s * 1e3)
         if not 0 < message.lease_ms <= most_ms:
             raise ProtocolError(
@@ -75,7 +77,7 @@ class Lookups:
         if context.tier is None:
             prompt = message.root, digests, message.tokens, message.tail
             pool, spec = context.pool, session.spec
-            yield from self._find(session, message, digests, heard, lambda: search_hit(pool, spec, *prompt))
+            yield from self._find(session, message, digests, heard, lambda: search_hit(pool, spec, *prompt, blocks))
             return
 
         number, resets = session.number, session.resets
@@ -86,7 +88,9 @@ class Lookups:
                 # Its keys are those of weights that were replaced while the tier was asked: nothing is brought for it.
                 context.send(asker, wire.Found(message.id, 0, []))
             elif asker is not None:
-                reach = functools.partial(self._reach, lookup=message, digests=digests, found=found, heard=heard)
+                reach = functools.partial(
+                    self._reach, lookup=message, digests=digests, found=found, heard=heard, blocks=blocks
+                )
                 context.turns.start(number, self._guarded(asker, message, reach))
 
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
@@ -134,6 +138,7 @@ class Lookups:
         digests: list[bytes],
         found: frozenset[bytes],
         heard: float,
+        blocks: BlockDigests,
     ) -> Work:
         """The tier has answered: what the hit needs of it is fetched from now on."""
         pool, tier, spec = self._context.pool, self._context.tier, session.spec
@@ -145,7 +150,7 @@ class Lookups:
         shards = [*through] if workers else spec.shard.peers()
         prompt = lookup.root, digests, lookup.tokens, lookup.tail
         search = functools.partial(
-            find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, direct=direct
+            find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, blocks=blocks, direct=direct
         )
         yield from self._find(session, lookup, digests, heard, search)
 
@@ -201,8 +206,30 @@ class Lookups:
 
     def _found(self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float) -> None:
         self._context.send(session, _found(message.id, hit))
-        self._context.metrics.lookup(session.labels, hit.tokens, message.tokens - hit.tokens, time.monotonic() - heard)
+        assert session.spec is not None
+        tokens = hit.surely(session.spec, message.tokens)
+        self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - heard)
 
 
 def _found(number: int, hit: HitLength) -> wire.Found:
-    return wire.Found(number, hit.tokens, [wire.TailHit(tail.chunk, tail.tokens, tail.digest) for tail in hit.tails])
+    tails = [wire.TailHit(tail.chunk, tail.tokens, tail.digest, tail.shared) for tail in hit.tails]
+    return wire.Found(number, hit.tokens, tails)
+
+
+def _blocks_of(message: wire.Lookup, spec: ModelSpec) -> BlockDigests:
+    """The prompt's block digests, as far as the client has sent them.
+
+    :raises ProtocolError: more than the prompt has, or none that a hit could end at.
+    """
+    if not message.block_digests:
+        return NO_BLOCKS
+    unit = spec.block_tokens
+    left = message.tokens - message.blocks_from * spec.chunk_tokens
+    count, rest = divmod(len(message.block_digests), DIGEST_BYTES)
+    if not unit or rest or message.blocks_from < 0 or count * unit > left:
+        raise ProtocolError(
+            f"request {message.request!r}: {len(message.block_digests)} bytes of block digests from chunk "
+            f"{message.blocks_from} on, of {message.tokens} tokens; {DIGEST_BYTES} bytes for each {unit or 'no'} "
+            "tokens belong"
+        )
+    return BlockDigests(message.blocks_from, message.block_digests, spec.chunk_tokens // unit)

@@ -287,6 +287,15 @@ def new_objects(part: SavePart, spec: ModelSpec) -> Generator[None, None, list[N
     counts = codec.unpack_u32(part.counts, len(digests), f"{where}, counts")
     if len(part.parent) not in (0, DIGEST_BYTES):
         raise ProtocolError(f"{where}: parent must be empty or {DIGEST_BYTES} bytes")
+    unit = spec.block_tokens
+    sizes = [held // unit * DIGEST_BYTES if unit else 0 for held in tokens.tolist()]
+    if part.block_digests and len(part.block_digests) != sum(sizes):
+        raise ProtocolError(
+            f"{where}: {len(part.block_digests)} bytes of block digests; {sum(sizes)} belong to its objects, or none"
+        )
+    # Found by those of the first group and shard; the others' would say the same.
+    indexed = bool(part.block_digests) and not part.group and spec.shard == spec.shard.peers()[0]
+    at = 0
     objects = []
     for position, (digest, held, blocks) in enumerate(zip(digests, tokens.tolist(), counts.tolist(), strict=True)):
         if position % SLICE_KEYS == SLICE_KEYS - 1:
@@ -304,7 +313,8 @@ def new_objects(part: SavePart, spec: ModelSpec) -> Generator[None, None, list[N
                 f"{len(group.rules.keep(held))}"
             )
         parent = object_key(part.parent, part.group, spec.shard) if partial else b""
-        objects.append(
-            NewObject(object_key(digest, part.group, spec.shard), object_bytes(group, blocks), blocks, held, parent)
-        )
+        own = part.block_digests[at : at + sizes[position]] if indexed else b""
+        at += sizes[position]
+        key = object_key(digest, part.group, spec.shard)
+        objects.append(NewObject(key, object_bytes(group, blocks), blocks, held, parent, own))
     return objects

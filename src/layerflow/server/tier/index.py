@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from layerflow.hosts.backend import IndexEntry
-from layerflow.pool.base import Tail
+from layerflow.keys import DIGEST_BYTES
+from layerflow.pool.base import Child, Tail
 
 MAX_HIDDEN_KEYS = 65_536
 
@@ -17,6 +19,7 @@ class TierIndex:
     def __init__(self) -> None:
         self._entries: dict[bytes, IndexEntry] = {}
         self._tails: dict[bytes, dict[bytes, int]] = {}
+        self._sharing: dict[bytes, dict[bytes, None]] = {}  # keys by the digest of the chunk's first block
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -27,28 +30,43 @@ class TierIndex:
     def add(self, entries: Iterable[IndexEntry]) -> None:
         """These are there."""
         for entry in entries:
+            self.discard([entry.key])
             self._entries[entry.key] = entry
             if entry.parent:
                 self._tails.setdefault(entry.parent, {})[entry.key] = entry.tokens
+            if entry.block_digests:
+                self._sharing.setdefault(entry.block_digests[:DIGEST_BYTES], {})[entry.key] = None
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """These are not (any more)."""
         for key in keys:
             entry = self._entries.pop(key, None)
             if entry is not None and entry.parent:
-                siblings = self._tails[entry.parent]
-                del siblings[key]
-                if not siblings:
-                    del self._tails[entry.parent]
+                _leave(self._tails, entry.parent, key)
+            if entry is not None and entry.block_digests:
+                _leave(self._sharing, entry.block_digests[:DIGEST_BYTES], key)
 
     def clear(self) -> None:
         """Nothing is known."""
         self._entries.clear()
         self._tails.clear()
+        self._sharing.clear()
 
     def tails(self, parent: bytes) -> list[Tail]:
         """Partial chunks that follow `parent`."""
         return [Tail(tokens, key) for key, tokens in self._tails.get(parent, {}).items()]
+
+    def sharing(self, block: bytes) -> Iterator[Child]:
+        """Chunks whose first block has this digest, newest first."""
+        for key in reversed(self._sharing.get(block, {})):
+            entry = self._entries[key]
+            yield Child(entry.tokens, key, entry.block_digests)
+
+
+def _leave(books: dict[bytes, dict[bytes, Any]], page: bytes, key: bytes) -> None:
+    del books[page][key]
+    if not books[page]:
+        del books[page]
 
 
 class NegativeCache:

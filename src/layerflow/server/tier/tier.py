@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import structlog
@@ -21,7 +21,7 @@ from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Va
 from layerflow.flow.events import Event, Hop, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.keys import describe_key
-from layerflow.pool.base import NewObject, Owner, Pool, Tail
+from layerflow.pool.base import Child, NewObject, Owner, Pool, Tail
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.index import NegativeCache, TierIndex
 from layerflow.server.tier.process import HostProcess
@@ -126,6 +126,10 @@ class Tier:
     def tails(self, parent: bytes) -> list[Tail]:
         """Partial chunks that follow `parent` and can be brought."""
         return self._index.tails(parent) if self.up else []
+
+    def sharing(self, block: bytes) -> Iterator[Child]:
+        """Chunks whose first block has this digest and that can be brought, newest first."""
+        return self._index.sharing(block) if self.up else iter(())
 
     # Loads ---------------------------------------------------------------------------------------
 
@@ -350,7 +354,7 @@ class Tier:
     def _written(self, new: NewObject) -> None:
         self._failed_reads.discard(new.key)
         if self.indexed:
-            self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent)])
+            self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent, new.block_digests)])
 
     def _write_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()

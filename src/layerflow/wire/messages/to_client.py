@@ -52,18 +52,23 @@ class Attached(Message, frozen=True, tag=102):
 
 
 class TailHit(Message, frozen=True):
-    """A stored partial chunk that may continue the prompt: its first `tokens` tokens after `chunk` full chunks."""
+    """A stored chunk that may continue the prompt: `tokens` tokens after `chunk` full chunks.
+
+    :param shared: so many of its tokens are the prompt's, by the lookup's block digests. 0: all of them or none, which
+        `digest` tells.
+    """
 
     chunk: int
     tokens: int
     digest: bytes
+    shared: int = 0
 
 
 class Found(Message, frozen=True, tag=103):
     """The longest hit over all groups and shards.
 
     :param tokens: leading tokens that can be loaded, tails not counted; below the prompt's length.
-    :param tails: longer hits, longest first, valid where the digest is that of the prompt's own tokens.
+    :param tails: longer hits: up to what is shared, and to all of it where the digest is that of the prompt's tokens.
     """
 
     id: int

@@ -41,6 +41,9 @@ class Lookup(Message, frozen=True, tag=3):
     :param written_ms: above 0, another question: of how many tokens does the pool or disk behind the arena have
         everything, for a hand-off to another node? What is on its way there is waited for, at most so long; what is not
         (any more), because its write was shed or has failed, does not count. Nothing is leased or fetched.
+    :param block_digests: of the prompt's chunks from chunk `blocks_from` on, the last and partial one included: the
+        digest after each block, as in :class:`SavePart`. Of those chunks the hit may end at a block. A client that
+        sees where the prompt leaves what is stored sends that chunk's alone.
     """
 
     id: int
@@ -51,6 +54,8 @@ class Lookup(Message, frozen=True, tag=3):
     lease_ms: int
     tail: bytes
     written_ms: int = 0
+    block_digests: bytes = b""
+    blocks_from: int = 0
 
 
 class LoadPart(Message, frozen=True):
@@ -72,6 +77,9 @@ class SavePart(Message, frozen=True):
     """One request's saves of one group: per object its chunk digest, blocks and tokens.
 
     :param parent: digest before the last object, when that object is a partial tail; else empty.
+    :param block_digests: of the first group: of each object, one after the other, the digest after each of its blocks
+        (of as many tokens as every group has whole blocks of), so that a prompt which parts from it in its middle hits
+        to the block. Empty: they hit only as a whole.
     """
 
     request: Name
@@ -80,6 +88,7 @@ class SavePart(Message, frozen=True):
     counts: bytes
     tokens: bytes
     parent: bytes
+    block_digests: bytes = b""
 
 
 class OpenStep(Message, frozen=True, tag=4):

@@ -79,7 +79,7 @@ class SavePlanner:
     def know(self, tracked: Tracked) -> None:
         """A lookup's hit is stored already."""
         hit, chunk = tracked.hit, self._spec.chunk_tokens
-        held = hit.tail_chunk * chunk + hit.tail_tokens if hit.tail_chunk >= 0 else hit.tokens
+        held = hit.stored(chunk)
         tracked.saved = max(tracked.saved, held if held >= len(tracked.chain) else held // chunk * chunk)
 
     def again(self, requests: Iterable[Tracked]) -> None:
