@@ -306,3 +306,15 @@ def test_a_hit_of_another_prompt_is_refused() -> None:
 
 def test_block_digests_are_whole() -> None:
     assert len(Chain(ROOT, range(5), CHUNK).block_digests(0, BLOCK)) == 2 * DIGEST_BYTES
+
+
+@pytest.mark.parametrize("window", [5, 6, 9, 17])
+def test_a_prompt_that_ends_where_it_stops_sharing_loads_only_what_a_window_keeps(embed: Embed, window: int) -> None:
+    """One token is left to compute: the window that is read then begins a token earlier, maybe in a block not kept."""
+    spec = small_spec(4, 4, 16, row=8, window=window)
+    with worker_on(embed(**PATIENT), spec=spec, blocks=128, lookup_timeout_s=30.0) as worker:
+        for shared, more in itertools.product(range(1, 40), (0, 1, 5)):
+            stored = worker.prompt(48)
+            worker.serve(stored)
+            other = worker.prompt(shared + more, like=stored, shared=shared)
+            assert worker.serve(other).hit.tokens >= (shared - (not more)) // 16 * 16
