@@ -97,16 +97,24 @@ def search_hit(
                 tried = 0
             if len(tails) == MAX_TAILS:
                 break
-            hit = spec.usable(chunk * spec.chunk_tokens + tail[0], tokens) if whole else None
+            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], tokens) if whole else None
             if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
                 tails.append(Tail(chunk, *tail))
         if tried >= SLICE_KEYS:
             yield
             tried = 0
-        hit = spec.usable(chunk * spec.chunk_tokens, tokens)
+        hit = _usable(spec, (chunk - 1) * spec.chunk_tokens, spec.chunk_tokens, tokens) if chunk else 0
         if hit and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
             return HitLength(hit, tuple(tails))
     return HitLength(0, tuple(tails))
+
+
+def _usable(spec: ModelSpec, start: int, held: int, tokens: int) -> int | None:
+    """Of how many tokens is a hit that ends in an object of `held` tokens after `start` ones? None = of none."""
+    hit = spec.usable(start + held, tokens)
+    if hit is None or hit <= start or not all(group.rules.inside(held, hit - start) for group in spec.groups):
+        return None
+    return hit
 
 
 def _presence(pool: LookupSource, spec: ModelSpec, digests: list[bytes]) -> Generator[None, None, list[list[bool]]]:

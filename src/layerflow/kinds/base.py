@@ -13,6 +13,7 @@ class Kind:
 
     :param block_size: tokens of one block.
     :param window: tokens that a query can see, itself included; 0 = all.
+    :param ratio: tokens that one row of a block stands for, as in DeepSeek-V4's compressed attention.
     """
 
     name: ClassVar[str]
@@ -23,14 +24,15 @@ class Kind:
     exact: ClassVar[bool] = False
     """What is stored at T serves a hit of T tokens and no other, so that a hit cannot be shortened."""
 
-    def __init__(self, block_size: int, window: int = 0) -> None:
+    def __init__(self, block_size: int, window: int = 0, ratio: int = 1) -> None:
         self.block_size = block_size
         self.window = window
+        self.ratio = ratio
 
     @property
     def entries(self) -> int:
-        """Rows of one block in each plane: one per token."""
-        return self.block_size
+        """Rows of one block in each plane: one per token, or per `ratio` tokens."""
+        return self.block_size // self.ratio
 
     def first_token(self, hit: int) -> int:
         """First position whose KV a request with `hit` cached tokens still reads.
@@ -42,6 +44,12 @@ class Kind:
     def need(self, hit: int, chunk_tokens: int) -> range:
         """Chunks that must exist for a hit of `hit` tokens."""
         return range(self.first_token(hit) // chunk_tokens, -(-hit // chunk_tokens))
+
+    def inside(self, held: int, shared: int) -> bool:
+        """Whether what is stored of a chunk of `held` tokens serves a hit that ends after its first `shared` ones."""
+        if self.exact and shared != held:
+            return False
+        return self.first_token(shared) // self.block_size >= self.keep(held).start
 
     def keep(self, tokens: int) -> range:
         """Blocks worth storing of a chunk that holds `tokens` tokens."""

@@ -54,16 +54,17 @@ def _interior(layer_spec: Any, part: int, tensor: torch.Tensor, num_blocks: int)
     name = f"part{part}" if part else "kv"
     if type(layer_spec).__name__ in _LATENT:
         return PlaneInterior(name, 0, "")
-    heads = getattr(layer_spec, "num_kv_heads", 0)
+    heads = int(getattr(layer_spec, "num_kv_heads", 1))
     if tensor.dim() != 4 or tensor.shape[:2] != (num_blocks, heads):
         return PlaneInterior(name, heads, "")  # several kernel blocks in one, keys beside values, or no head axis
-    order = sorted((axis for axis in (1, 2, 3) if tensor.shape[axis] > 1), key=lambda axis: -tensor.stride(axis))
+    strides = tensor.stride()
+    order = sorted((axis for axis in (1, 2, 3) if tensor.shape[axis] > 1), key=lambda axis: -strides[axis])
     return PlaneInterior(name, heads, "".join("BHNC"[axis] for axis in order) or "C")
 
 
 def _model_heads(model: Any, name: str) -> int:
     """KV heads of the model in one layer, over all ranks."""
-    facts = getattr(model, "model_arch_config", None)
+    facts: Any = getattr(model, "model_arch_config", None)
     if hasattr(type(facts), "__getitem__"):  # layers that differ
         layer = next((int(part) for part in name.split(".") if part.isdecimal()), 0)
         return int(facts[layer].total_num_kv_heads)
