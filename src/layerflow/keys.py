@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerflow.boxes import worker_box
 from layerflow.errors import BadKey
 from layerflow.spec import Shard
 
@@ -28,7 +29,7 @@ _HIGH_BYTE = 7 if sys.byteorder == "little" else 0
 _PIECE_BYTES = 1024
 """hashlib lets go of the interpreter from 2 KiB on. Beside a thread that runs Python, that costs 5 ms each time, and
 this happens while an engine schedules."""
-_SUFFIX = struct.Struct("<HHHxx")
+_SUFFIX = struct.Struct("<HHHBB")
 
 
 class Media(NamedTuple):
@@ -222,11 +223,36 @@ def leading_blocks(own: bytes, other: bytes) -> int:
 
 
 def object_key(digest: bytes, group: int, shard: Shard) -> bytes:
-    """24 bytes: the chunk's digest, the group and the worker's ranks."""
-    return digest + _SUFFIX.pack(group, shard.tp_rank, shard.pp_rank)
+    """24 bytes: the chunk's digest, the group, and the layers and heads that its objects of this shard cover.
+
+    Shards that hold the same ones have the same key. Where neither is known, the key holds the worker's ranks.
+    """
+    return digest + _suffix(group, shard)
+
+
+@functools.lru_cache(4096)
+def _suffix(group: int, shard: Shard) -> bytes:
+    """Little-endian, from the lowest bit: group 16; first head, or tensor rank, 16; first layer, or pipeline rank, 12;
+    layers 12 (0 = to the group's end); heads 8, less one. So an object of all layers and of one tensor rank, and one of
+    a whole model in one piece, has the same key whether or not heads and stages are known."""
+    heads, (first, end, count) = shard.heads_of(group), shard.span_of(group)
+    box = worker_box((0, 1), heads or shard.tp_size, shard.tp_rank, shard.tp_size)
+    layers = 0 if end == count else end - first
+    return _SUFFIX.pack(
+        group,
+        box.first_head,
+        (first if shard.stages else shard.pp_rank) | (layers & 0xF) << 12,
+        layers >> 4,
+        box.heads - 1,
+    )
 
 
 def describe_key(key: bytes) -> str:
-    """A key as people read it in logs: the digest's head, the group and the ranks."""
-    group, tp, pp = _SUFFIX.unpack(key[DIGEST_BYTES:])
-    return f"{key[:6].hex()}/g{group}/tp{tp}/pp{pp}"
+    """A key as people read it in logs: the digest's head, the group, the first layer and the first head.
+
+    Those of an object that is bound to its worker's ranks are the ranks.
+    """
+    group, head, place, layers, heads = _SUFFIX.unpack(key[DIGEST_BYTES:])
+    first, count = place & 0xFFF, layers << 4 | place >> 12
+    span = (f"+{count}" if count else "", f"+{heads + 1}" if heads else "")
+    return f"{key[:6].hex()}/g{group}/layer{first}{span[0]}/head{head}{span[1]}"

@@ -8,6 +8,8 @@ import math
 
 import msgspec
 
+from layerflow.boxes import Box, replica_of, worker_box
+from layerflow.boxes.box import Replica
 from layerflow.errors import SpecError
 from layerflow.kinds import KINDS, Kind
 
@@ -15,6 +17,8 @@ DEFAULT_CHUNK_TOKENS = 256
 MAX_LAYERS = 4096
 MAX_SHARDS = 1024
 """A lookup asks for every shard's objects, so this bounds what one costs."""
+MAX_HEADS = 256
+"""KV heads of a model that are counted in keys."""
 
 DTYPE_BYTES = {
     "bool": 1,
@@ -124,13 +128,24 @@ def _rules(kind: str, block_size: int, window: int, ratio: int) -> Kind:
     return KINDS[kind](block_size, window, ratio)
 
 
-class Shard(msgspec.Struct, frozen=True):
-    """Which part of the model a worker holds."""
+class Shard(msgspec.Struct, frozen=True, cache_hash=True):
+    """Which part of the model a worker holds.
+
+    Where `heads` and `stages` are known, objects are named by the layers and heads that they cover, not by ranks: ranks
+    that hold the same ones store them once, and workers of other sizes can read them.
+
+    :param heads: per group, KV heads of the model (:class:`layerflow.boxes.HeadAxis`): 1 = planes without a head axis,
+        0 = not to be cut, so each tensor rank has its own objects and its size is a fact of the keys. () = all 0.
+    :param stages: per group, how many of its layers each pipeline stage has. () = one stage has all, or, with
+        ``pp_size`` above 1, it is not known and each stage has its own objects.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    heads: tuple[int, ...] = ()
+    stages: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not (0 <= self.tp_rank < self.tp_size <= 0xFFFF and 0 <= self.pp_rank < self.pp_size <= 0xFFFF):
@@ -140,15 +155,45 @@ class Shard(msgspec.Struct, frozen=True):
             )
         if self.tp_size * self.pp_size > MAX_SHARDS:
             raise SpecError(f"shard tp {self.tp_size} x pp {self.pp_size}: at most {MAX_SHARDS} shards of one model")
+        if any(not 0 <= heads <= MAX_HEADS for heads in self.heads):
+            raise SpecError(f"shard: heads {self.heads} of its groups must be 0 to {MAX_HEADS}")
+        for layers in self.stages:
+            if len(layers) != self.pp_size or min(layers) < 1 or sum(layers) > MAX_LAYERS:
+                raise SpecError(
+                    f"shard: a group has {layers} layers on its pipeline stages; {self.pp_size} positive numbers "
+                    f"belong, at most {MAX_LAYERS} together: a stage without a layer of some group is not supported"
+                )
+
+    def heads_of(self, group: int) -> int:
+        """KV heads that boxes of a group count; 0 = it cannot be cut."""
+        return self.heads[group] if self.heads else 0
+
+    def span_of(self, group: int) -> tuple[int, int, int]:
+        """First and end layer of this stage within a group, and the group's layers; ends of 0 = all of them."""
+        if not self.stages:
+            return 0, 0, 0
+        before, layers = sum(self.stages[group][: self.pp_rank]), self.stages[group]
+        return before, before + layers[self.pp_rank], sum(layers)
+
+    def copy_of(self, group: int) -> Replica:
+        """Which of the tensor ranks that have the same objects of a group this is."""
+        heads = self.heads_of(group)
+        return replica_of(heads, self.tp_rank, self.tp_size) if heads else Replica(0, 1)
 
     def peers(self) -> tuple[Shard, ...]:
-        """All shards of the model, tensor ranks innermost."""
-        return _peers(self.tp_size, self.pp_size)
+        """The shards that make up the model, tensor ranks innermost; of those that hold the same, the first."""
+        return _peers(self.tp_size, self.pp_size, self.heads, self.stages)
 
 
 @functools.lru_cache(256)
-def _peers(tp_size: int, pp_size: int) -> tuple[Shard, ...]:
-    return tuple(Shard(tp, tp_size, pp, pp_size) for pp in range(pp_size) for tp in range(tp_size))
+def _peers(
+    tp_size: int, pp_size: int, heads: tuple[int, ...], stages: tuple[tuple[int, ...], ...]
+) -> tuple[Shard, ...]:
+    first: dict[tuple[int, ...], int] = {}
+    for tp in range(tp_size):
+        held = tuple(worker_box((0, 1), count or tp_size, tp, tp_size).first_head for count in heads or (0,))
+        first.setdefault(held, tp)
+    return tuple(Shard(tp, tp_size, pp, pp_size, heads, stages) for pp in range(pp_size) for tp in first.values())
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -194,6 +239,34 @@ class ModelSpec(msgspec.Struct, frozen=True):
                 f"model {self.name!r}: its groups name layers {sorted(seen)[:8]}...; cached layers are numbered "
                 f"0, 1, 2, ... without a gap, at most {MAX_LAYERS}"
             )
+        self._check_shard()
+
+    def _check_shard(self) -> None:
+        shard, count = self.shard, len(self.groups)
+        if len(shard.heads) not in (0, count) or len(shard.stages) not in (0, count):
+            raise SpecError(
+                f"model {self.name!r} has {count} groups; its shard tells heads of {len(shard.heads)} and stages of "
+                f"{len(shard.stages)}"
+            )
+        for number, group in enumerate(self.groups):
+            if shard.stages and shard.stages[number][shard.pp_rank] != len(group.layers):
+                raise SpecError(
+                    f"model {self.name!r}, group {number}: {len(group.layers)} layers, but its stages "
+                    f"{shard.stages[number]} tell of {shard.stages[number][shard.pp_rank]} on stage {shard.pp_rank}"
+                )
+            held = self.box(number).heads
+            if any(plane.token_bytes * group.entries % held for plane in group.planes):
+                raise SpecError(
+                    f"model {self.name!r}, group {number}: blocks cannot be {held} heads of equal size each; its "
+                    f"planes have {[plane.token_bytes * group.entries for plane in group.planes]} bytes"
+                )
+
+    def box(self, group: int) -> Box:
+        """The layers and heads that this worker holds of a group; where it cannot be cut, ranks count as heads."""
+        shard = self.shard
+        first, end, _ = shard.span_of(group)
+        span = (first, end) if shard.stages else (0, len(self.groups[group].layers))
+        return worker_box(span, shard.heads_of(group) or shard.tp_size, shard.tp_rank, shard.tp_size)
 
     @property
     def num_layers(self) -> int:
@@ -256,12 +329,18 @@ def _alignment(spec: ModelSpec) -> int:
     return math.lcm(*(group.ratio for group in spec.groups))
 
 
-def _facts(group: GroupSpec) -> dict[str, object]:
+def _facts(spec: ModelSpec, number: int) -> dict[str, object]:
     """What of a group changes its bytes. What it had when there was no `ratio` yet still has the same keys."""
     # Whether an engine declares a block's bytes does not change them.
-    facts = msgspec.structs.asdict(msgspec.structs.replace(group, block_bytes=0))
+    group, shard = msgspec.structs.replace(spec.groups[number], block_bytes=0), spec.shard
+    facts = msgspec.structs.asdict(group)
     if group.ratio == 1:
         del facts["ratio"]
+    if shard.stages:
+        facts["layers"] = shard.span_of(number)[2]
+    if shard.heads_of(number):
+        facts["heads"], held = shard.heads_of(number), spec.box(number).heads
+        facts["planes"] = [(plane.name, plane.dtype, plane.token_bytes // held) for plane in group.planes]
     return facts
 
 
@@ -272,11 +351,12 @@ def _common_block(spec: ModelSpec) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _fingerprint(spec: ModelSpec) -> bytes:
+    shard, groups = spec.shard, range(len(spec.groups))
     facts = {
         "content": spec.content,
-        "groups": [_facts(group) for group in spec.groups],
-        "tp_size": spec.shard.tp_size,
-        "pp_size": spec.shard.pp_size,
+        "groups": [_facts(spec, number) for number in groups],
+        "tp_size": 1 if all(shard.heads_of(number) for number in groups) else shard.tp_size,
+        "pp_size": 1 if shard.stages else shard.pp_size,
         "attention": spec.attention,
         "quantization": spec.quantization,
         "chunk_tokens": spec.chunk_tokens,

@@ -127,7 +127,7 @@ def test_object_keys_differ_by_group_and_rank() -> None:
     keys = {object_key(digest, group, shard) for group in range(3) for shard in Shard(tp_size=2, pp_size=2).peers()}
     assert len(keys) == 12
     assert {len(key) for key in keys} == {KEY_BYTES}
-    assert describe_key(object_key(digest, 2, Shard(1, 2))).endswith("/g2/tp1/pp0")
+    assert describe_key(object_key(digest, 2, Shard(1, 2))).endswith("/g2/layer0/head1")
 
 
 def test_keys_do_not_depend_on_the_process() -> None:

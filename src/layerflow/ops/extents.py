@@ -8,9 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from layerflow.boxes import Box
 from layerflow.errors import ExtentError
 from layerflow.objects import HEADER_BYTES, plane_offsets
 from layerflow.ops.paged import Int64, PagedMemory, PagedPlane
+from layerflow.spec import GroupSpec
 
 
 class Extents(NamedTuple):
@@ -34,6 +36,66 @@ def joined(pieces: Sequence[Extents]) -> Extents:
         return pieces[0]
     arena, engine, nbytes, totals = zip(*pieces, strict=True)
     return Extents(np.concatenate(arena), np.concatenate(engine), np.concatenate(nbytes), sum(totals))
+
+
+class ObjectPart(NamedTuple):
+    """What a worker reads or writes of an object whose box may be another than its own.
+
+    :param worker: the box that the worker's memory holds.
+    :param stored: the object's.
+    :param wanted: layers and heads to move, within both.
+    """
+
+    worker: Box
+    stored: Box
+    wanted: Box
+
+
+class _PlanePart(NamedTuple):
+    """The same of one plane, in bytes. Both blocks are in physical order, outermost axis first.
+
+    :param start: where the plane starts in a stored layer, in bytes per block that the object holds.
+    :param stored_bytes: one stored block.
+    :param inside: the first byte wanted of a stored block.
+    :param lo: with `hi`: the bytes of the worker's block.
+    """
+
+    start: int
+    stored_bytes: int
+    inside: int
+    lo: int
+    hi: int
+
+
+def _plane_parts(number: int, spec: GroupSpec, part: ObjectPart | None) -> tuple[_PlanePart, ...]:
+    """:raises ExtentError: for boxes that do not lie in each other, or are not the group's."""
+    sizes = [plane.token_bytes * spec.entries for plane in spec.planes]
+    if part is None:
+        return tuple(_PlanePart(at, size, 0, 0, size) for at, size in zip(plane_offsets(spec), sizes, strict=True))
+    worker, stored, wanted = part
+    if not (wanted.cells and worker.encloses(wanted) and stored.encloses(wanted)):
+        raise ExtentError(f"group {number}: {wanted} are not in the worker's {worker} and the object's {stored}")
+    if worker.layers != len(spec.layers) or any(size % worker.heads for size in sizes):
+        raise ExtentError(
+            f"group {number} has {len(spec.layers)} layers and planes of {sizes} bytes a block, which cannot be the "
+            f"worker's box of {worker}"
+        )
+    parts, start = [], 0
+    for size in sizes:
+        head = size // worker.heads
+        inside, lo = wanted.first_head - stored.first_head, wanted.first_head - worker.first_head
+        parts.append(_PlanePart(start, stored.heads * head, inside * head, lo * head, (lo + wanted.heads) * head))
+        start += stored.heads * head
+    return tuple(parts)
+
+
+def _within(plane: PagedPlane, lo: int, hi: int) -> tuple[Int64, Int64, Int64]:
+    """Bytes `lo` to `hi` of a block as ranges: where each starts within them, where in engine memory, and its bytes."""
+    starts = np.arange(plane.pieces.size, dtype=np.int64) * plane.piece_bytes
+    low = np.maximum(starts, lo)
+    nbytes = np.minimum(starts + plane.piece_bytes, hi) - low
+    kept = nbytes > 0
+    return (low - lo)[kept], (plane.pieces + low - starts)[kept], nbytes[kept]
 
 
 class _Cut(NamedTuple):
@@ -62,6 +124,7 @@ class BlockList:
     :param object_offsets: int64, shape ``(n,)``: arena offset of the header of the object that holds it.
     :param object_blocks: int64, shape ``(n,)``: blocks per layer of that object.
     :param index: int64, shape ``(n,)``: the block's position within that object.
+    :param part: which layers and heads of the objects; None = they are of the worker's own box, and all of it.
     :raises ExtentError: naming the first block that is outside.
     """
 
@@ -74,6 +137,7 @@ class BlockList:
         object_offsets: Int64,
         object_blocks: Int64,
         index: Int64,
+        part: ObjectPart | None = None,
     ) -> None:
         arrays = (engine_blocks, object_offsets, object_blocks, index)
         if any(a.dtype != np.int64 or a.shape != engine_blocks.shape or a.ndim != 1 for a in arrays):
@@ -86,14 +150,22 @@ class BlockList:
         spec = memory.spec.groups[group]
         self._memory = memory
         self._group = group
-        self._block_bytes = spec.bytes_per_block
-        self._check(arena_bytes, *arrays)
+        self._parts = _plane_parts(group, spec, part)
+        self._block_bytes = sum(plane.hi - plane.lo for plane in self._parts)
+        stored_bytes = sum(plane.stored_bytes for plane in self._parts)
+        count = len(spec.layers)
+        self._first_stored, self._positions = 0, range(count)
+        if part is not None:
+            worker, stored, wanted = part
+            count, self._first_stored = stored.layers, stored.first_layer - worker.first_layer
+            self._positions = range(wanted.first_layer - worker.first_layer, wanted.end_layer - worker.first_layer)
+        self._check(stored_bytes * count, arena_bytes, *arrays)
         self._blocks = engine_blocks.copy()
-        self._layer_step = object_blocks * self._block_bytes
-        self._plane_starts = plane_offsets(spec)
+        self._layer_step = object_blocks * stored_bytes
+        self._worker_starts = plane_offsets(spec)
         self._arena = tuple(
-            object_offsets + (HEADER_BYTES + object_blocks * start + index * plane.block_bytes)
-            for start, plane in zip(self._plane_starts, memory.planes(spec.layers[0]), strict=True)
+            object_offsets + (HEADER_BYTES + object_blocks * plane.start + index * plane.stored_bytes + plane.inside)
+            for plane in self._parts
         )
         # Blocks that do not continue the one before.
         self._breaks: Int64 = (
@@ -124,15 +196,21 @@ class BlockList:
         """
         if byte_lo or byte_hi:
             self._check_range([layer], lo, hi)
-            return self._part(layer, self._memory.place(layer)[1], lo, hi, byte_lo, byte_hi)
+            return self._bytes_of_block(layer, self._memory.place(layer)[1], lo, hi, byte_lo, byte_hi)
         return self.layers([layer], lo, hi)
 
     def layers(self, layers: Sequence[int], lo: int, hi: int) -> Extents:
         """As :meth:`extents` of whole blocks, one layer after the other; each has equally many ranges.
 
-        :param layers: of this group, with blocks that lie alike (:attr:`PagedMemory.shapes`).
+        :param layers: of this group, with blocks that lie alike (:attr:`shapes`).
         :raises ExtentError: for a layer of another group or another shape, or a range outside the list.
         """
+        arena, engine, nbytes = self.rows(layers, lo, hi)
+        total = (hi - lo) * self._block_bytes * len(layers)
+        return Extents(arena.ravel(), engine.ravel(), nbytes.ravel(), total)
+
+    def rows(self, layers: Sequence[int], lo: int, hi: int) -> tuple[Int64, Int64, Int64]:
+        """What :meth:`layers` makes one list of: arena, engine, nbytes, each of shape ``(layers, ranges)``."""
         self._check_range(layers, lo, hi)
         memory, shape = self._memory, self._memory.shapes[layers[0]]
         if any(memory.shapes[layer] != shape for layer in layers):
@@ -141,34 +219,35 @@ class BlockList:
         if cut is None:
             cut = self._cuts[lo, hi, shape] = self._cut(memory.planes(layers[0]), lo, hi)
         positions, bases = memory.origins(layers)
-        arena = cut.arena + positions[:, None] * cut.layer_step
+        arena = cut.arena + (positions[:, None] - self._first_stored) * cut.layer_step
         engine = cut.engine + (bases if bases.shape[1] == 1 else bases[:, cut.plane])
         nbytes = np.empty(arena.shape, np.int64)
         nbytes[:] = cut.nbytes
-        total = (hi - lo) * self._block_bytes * len(layers)
-        return Extents(arena.ravel(), engine.ravel(), nbytes.ravel(), total)
+        return arena, engine, nbytes
 
     def _cut(self, planes: tuple[PagedPlane, ...], lo: int, hi: int) -> _Cut:
         """Blocks `lo` to `hi` as ranges in the group's first layer, and where other layers of its shape differ."""
         heads = self._heads(lo, hi)
         merged = heads.size < hi - lo
         columns: list[list[Int64]] = [[], [], [], [], []]
-        for number, plane in enumerate(planes):
+        for number, (plane, part) in enumerate(zip(planes, self._parts, strict=True)):
             arena, engine, step = (
                 self._arena[number][lo:hi],
                 self._blocks[lo:hi] * plane.stride,
                 self._layer_step[lo:hi],
             )
-            if plane.pieces.size > 1:
-                inside = np.arange(plane.pieces.size, dtype=np.int64) * plane.piece_bytes
-                arena = (arena[:, None] + inside).ravel()
-                engine = (engine[:, None] + plane.pieces).ravel()
-                step = step.repeat(plane.pieces.size)
-            elif plane.dense and merged:
+            inside, pieces, sizes = _within(plane, part.lo, part.hi)
+            joins = merged and plane.dense and part.hi - part.lo == plane.block_bytes == part.stored_bytes
+            if joins:
                 arena, engine, step = arena[heads], engine[heads], step[heads]
+            elif sizes.size > 1:
+                arena, engine = (arena[:, None] + inside).ravel(), (engine[:, None] + pieces).ravel()
+                step = step.repeat(sizes.size)
+            else:
+                engine = engine + pieces
             nbytes, plane_number = np.empty((2, arena.size), np.int64)
-            nbytes[:], plane_number[:] = plane.piece_bytes, number
-            if plane.dense and merged:
+            nbytes.reshape(-1, sizes.size)[:], plane_number[:] = sizes, number
+            if joins:
                 nbytes[:-1] *= heads[1:] - heads[:-1]
                 nbytes[-1:] *= hi - lo - heads[-1:]
             for column, values in zip(columns, (arena, engine, nbytes, step, plane_number), strict=True):
@@ -185,7 +264,7 @@ class BlockList:
         np.subtract(self._breaks[first:last], lo, out=heads[1:])
         return heads
 
-    def _part(self, layer: int, position: int, lo: int, hi: int, byte_lo: int, byte_hi: int) -> Extents:
+    def _bytes_of_block(self, layer: int, position: int, lo: int, hi: int, byte_lo: int, byte_hi: int) -> Extents:
         block_bytes = self._memory.block_bytes(layer)
         if hi != lo + 1 or not 0 <= byte_lo < byte_hi <= block_bytes:
             raise ExtentError(
@@ -193,28 +272,37 @@ class BlockList:
                 f"of {block_bytes} bytes"
             )
         arena, engine, nbytes = [], [], []
-        for number, plane in enumerate(self._memory.planes(layer)):
-            starts = np.arange(plane.pieces.size, dtype=np.int64) * plane.piece_bytes
-            low = np.maximum(starts, byte_lo - self._plane_starts[number])
-            length = np.minimum(starts + plane.piece_bytes, byte_hi - self._plane_starts[number]) - low
-            kept = length > 0
-            arena.append(self._arena[number][lo] + self._layer_step[lo] * position + low[kept])
-            engine.append(plane.base + self._blocks[lo] * plane.stride + (plane.pieces + low - starts)[kept])
-            nbytes.append(length[kept])
-        return Extents(np.concatenate(arena), np.concatenate(engine), np.concatenate(nbytes), byte_hi - byte_lo)
+        for number, (plane, part) in enumerate(zip(self._memory.planes(layer), self._parts, strict=True)):
+            start = self._worker_starts[number]
+            low, high = max(part.lo, byte_lo - start), min(part.hi, byte_hi - start)
+            inside, pieces, sizes = _within(plane, low, high)
+            first = self._arena[number][lo] + self._layer_step[lo] * (position - self._first_stored) + (low - part.lo)
+            arena.append(first + inside)
+            engine.append(plane.base + self._blocks[lo] * plane.stride + pieces)
+            nbytes.append(sizes)
+        sizes = np.concatenate(nbytes)
+        return Extents(np.concatenate(arena), np.concatenate(engine), sizes, int(sizes.sum()))
 
     def _check_range(self, layers: Sequence[int], lo: int, hi: int) -> None:
         for layer in layers:
-            if self._memory.place(layer)[0] != self._group:
+            group, position = self._memory.place(layer)
+            if group != self._group:
                 raise ExtentError(f"layer {layer} is not in group {self._group}")
+            if position not in self._positions:
+                raise ExtentError(f"layer {layer} is not among the layers that are moved of group {self._group}")
         if not 0 <= lo <= hi <= self._blocks.size:
             raise ExtentError(f"layer {layers[0]}: blocks {lo} to {hi} are outside the list of {self._blocks.size}")
 
     def _check(
-        self, arena_bytes: int | Int64, engine_blocks: Int64, object_offsets: Int64, object_blocks: Int64, index: Int64
+        self,
+        row_bytes: int,
+        arena_bytes: int | Int64,
+        engine_blocks: Int64,
+        object_offsets: Int64,
+        object_blocks: Int64,
+        index: Int64,
     ) -> None:
-        spec = self._memory.spec.groups[self._group]
-        row_bytes = self._block_bytes * len(spec.layers)  # one block of an object over all layers
+        """:param row_bytes: of one block of an object, over all its layers."""
         num_blocks = self._memory.num_blocks[self._group]
         room = arena_bytes - HEADER_BYTES
         # Products of impossible sizes may overflow: their blocks are refused whatever comes out.

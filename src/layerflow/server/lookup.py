@@ -224,7 +224,8 @@ def _bring(
     for number, group in enumerate(spec.groups):
         need = group.rules.need(hit, spec.chunk_tokens) if hit else range(0)
         chunks = digests[need.start : need.stop]
-        keys = [object_key(digest, number, shard) for digest in chunks for shard in shards]
+        # Shards that hold the same heads have the same key.
+        keys = list(dict.fromkeys(object_key(digest, number, shard) for digest in chunks for shard in shards))
         missing = [key for key, there in zip(keys, pool.lookup(keys), strict=True) if not there]
         if missing:
             tier.bring([stored_object(spec, number, key) for key in missing], group.layers, engine)

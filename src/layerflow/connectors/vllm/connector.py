@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from layerflow.agent import Agent
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
+from layerflow.connectors.vllm.heads import wanted_layout
 from layerflow.connectors.vllm.layout import layout_of
 from layerflow.connectors.vllm.options import parse_options
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout
@@ -250,6 +251,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> TransferStats | None:
         """What was moved."""
         return self._worker.stats() if self._worker is not None else None
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """One that engines of other tensor sizes can read, where the kernels allow it."""
+        return wanted_layout(vllm_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:

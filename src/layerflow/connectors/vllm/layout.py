@@ -12,13 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import structlog
 import torch
 
+from layerflow.boxes import HeadAxis
+from layerflow.connectors.vllm.heads import group_axis
 from layerflow.connectors.vllm.identity import arithmetic_of, content_of
 from layerflow.connectors.vllm.options import Options
 from layerflow.errors import Unsupported
 from layerflow.kinds import KINDS
 from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane, Shard
+
+log = structlog.get_logger("layerflow.vllm")
 
 _KINDS = {spec: kind for kind in KINDS.values() for spec in kind.vllm}
 
@@ -59,6 +65,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
             places.setdefault((index, layer_spec, widths), []).append(name)
     numbers = {name: number for number, name in enumerate(sorted(planes, key=_forward_order))}
     groups: list[GroupSpec] = []
+    axes: list[HeadAxis] = []
     vllm_groups: list[int] = []
     for (index, layer_spec, widths), names in places.items():
         kind = _kind(layer_spec)
@@ -67,11 +74,16 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         window = layer_spec.sliding_window if KINDS[kind].windowed else 0
         groups.append(GroupSpec(kind, layer_spec.block_size, layers, own, window, ratio=_ratio(layer_spec)))
         vllm_groups.append(index)
+        axes.append(
+            group_axis(
+                vllm_config, kind, {name: (layer_spec, _parts(kv_caches[name])) for name in names}, cache.num_blocks
+            )
+        )
     spec = ModelSpec(
         name=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
         content=content_of(vllm_config, options.model_content),
         groups=tuple(groups),
-        shard=shard,
+        shard=_boxed(shard, groups, axes),
         attention=_packing(vllm_config, cache, planes),
         quantization=arithmetic_of(vllm_config),
         chunk_tokens=chunk_tokens([group.block_size for group in groups], options.chunk_tokens),
@@ -125,6 +137,17 @@ def _shard(parallel: Any) -> Shard:
     return Shard(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size)
 
 
+def _boxed(shard: Shard, groups: Sequence[GroupSpec], axes: Sequence[HeadAxis]) -> Shard:
+    """The shard with the heads and layers that other tensor sizes know it by, as far as its caches can be cut."""
+    for number, axis in enumerate(axes):
+        if axis.refusal:
+            log.info("bound_to_tensor_size", group=number, tp_size=shard.tp_size, reason=axis.refusal)
+    heads = tuple(0 if axis.refusal else axis.heads for axis in axes)
+    if not any(heads):
+        return shard
+    return msgspec.structs.replace(shard, heads=heads, stages=tuple((len(group.layers),) for group in groups))
+
+
 def _layer_spec(group_spec: Any, name: str) -> Any:
     per_layer = getattr(group_spec, "kv_cache_specs", None)  # layers of one block table, but of several shapes
     return group_spec if per_layer is None else per_layer[name]
@@ -138,14 +161,17 @@ def _forward_order(name: str) -> tuple[int, str]:
 def _planes(name: str, layer_spec: Any, registered: Any, num_blocks: int) -> tuple[torch.Tensor, ...]:
     """The layer's blocks as uint8 tensors of shape ``(num_blocks, entries, bytes)``, sharing memory."""
     entries = KINDS[_kind(layer_spec)](layer_spec.block_size, ratio=_ratio(layer_spec)).entries
-    parts = list(registered) if isinstance(registered, list | tuple) else [registered]
     views: list[torch.Tensor] = []
-    for tensor in parts:
+    for tensor in _parts(registered):
         if tensor.shape[0] % num_blocks and tensor.dim() > 1 and tensor.shape[1] % num_blocks == 0:
             views += [_blocks(name, half, num_blocks, entries) for half in tensor]  # keys and values apart
         else:
             views.append(_blocks(name, tensor, num_blocks, entries))
     return tuple(views)
+
+
+def _parts(registered: Any) -> list[torch.Tensor]:
+    return list(registered) if isinstance(registered, list | tuple) else [registered]
 
 
 def _blocks(name: str, tensor: torch.Tensor, num_blocks: int, entries: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor
 from layerflow.connectors.vllm.plan import ChunkKey
 from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.keys import object_key
 from layerflow.spec import ModelSpec
 
 FORGET_S = 60.0
@@ -33,7 +34,7 @@ class _Pending:
     """A chunk on its way.
 
     :param event: told once it is stored.
-    :param missing: how many stores are still missing: one per rank and layerflow group of the vLLM group.
+    :param missing: how many stores are still missing: per layerflow group of the vLLM group, one for each box.
     :param asked_at: monotonic seconds.
     """
 
@@ -55,13 +56,17 @@ class ChunkEvents:
         ]
         self._spec: ModelSpec | None = None
         self._vllm_groups: tuple[int, ...] = ()
-        self._ranks = 0
+        self._stores: list[int] = []
         self._pending: dict[ChunkKey, _Pending] = {}
         self._news: list[Any] = []
 
-    def meet_workers(self, spec: ModelSpec, vllm_groups: Iterable[int], ranks: int) -> None:
+    def meet_workers(self, spec: ModelSpec, vllm_groups: Iterable[int]) -> None:
         """All workers have registered their caches; see :class:`.layout.Layout`."""
-        self._spec, self._vllm_groups, self._ranks = spec, tuple(vllm_groups), ranks
+        self._spec, self._vllm_groups = spec, tuple(vllm_groups)
+        # What several ranks hold is stored by one of them.
+        self._stores = [
+            len({object_key(b"", group, shard) for shard in spec.shard.peers()}) for group in range(len(spec.groups))
+        ]
 
     def planned(self, parts: Iterable[PartDescriptor], requests: Mapping[str, Tracked]) -> None:
         """A step saves these parts."""
@@ -122,4 +127,5 @@ class ChunkEvents:
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
         )
-        return _Pending(event, self._ranks * self._vllm_groups.count(vllm_group), time.monotonic())
+        stores = [self._stores[own] for own, theirs in enumerate(self._vllm_groups) if theirs == vllm_group]
+        return _Pending(event, sum(stores), time.monotonic())

@@ -117,7 +117,7 @@ class SchedulerSide:
         self._advisor = LoadPolicy(self.spec)
         self._saves = SavePlanner(self.spec, first.vllm_groups, self.options)
         if self.events is not None:
-            self.events.meet_workers(self.spec, first.vllm_groups, self._ranks)
+            self.events.meet_workers(self.spec, first.vllm_groups)
         waiting, self._unmet = self._unmet or {}, None
         for request in waiting.values():
             self.arrived(request)
