@@ -179,7 +179,9 @@ def _usable(spec: ModelSpec, start: int, held: int, shared: int, tokens: int) ->
     :param shared: so many of the object's tokens are the prompt's.
     """
     hit = spec.usable(start + shared, tokens)
-    return hit if hit is not None and hit > start and spec.inside(held, hit - start) else None
+    if hit is None or hit < start or (hit > start and not spec.inside(held, hit - start)):
+        return None
+    return hit
 
 
 def _presence(pool: LookupSource, spec: ModelSpec, digests: list[bytes]) -> Generator[None, None, list[list[bool]]]:
