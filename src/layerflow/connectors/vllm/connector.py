@@ -214,11 +214,18 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._forward = forward_context.attn_metadata is not None
         if self._worker is not None:
             self._worker.wait_tails()
+            if self._vllm_config.device_config.device_type == "npu":
+                self._worker.wait_unasked(forward_context.attn_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Before a layer's attention."""
         if self._worker is not None:
             self._worker.wait_layer(layer_name)
+
+    def on_kv_cache_written(self, layer_name: str = "") -> None:
+        """VLLM-Ascend, between a layer's writes and its attention; its plain attention does not say which layer's."""
+        if self._worker is not None:
+            self._worker.layer_done(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """After it."""
