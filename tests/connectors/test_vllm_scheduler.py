@@ -149,7 +149,7 @@ class TestArrival:
 
     def test_an_adapter_that_cannot_be_read_is_not_cached(self) -> None:
         house = House()
-        lora = SimpleNamespace(lora_name="a", lora_path="/nowhere", load_inplace=True)
+        lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/nowhere", load_inplace=False)
         made = house.arrive(lora_request=lora)
         assert house.side.matched(made, 0) == (0, False)
         assert house.side.finished(made) == (False, None)

@@ -14,7 +14,7 @@ from typing import Any
 import models
 import pytest
 import scenario
-from scenario import Answer, Prompt
+from scenario import PLAIN, Answer, Prompt, Terms
 
 START_S = 120.0
 ANSWER_S = 120.0
@@ -110,13 +110,13 @@ class Engine:
             self.kill()
             raise
 
-    def generate(self, *prompts: Prompt, max_tokens: int = 6) -> list[Answer]:
-        """Serve prompts that arrive together."""
-        return self._ask("generate", list(prompts), max_tokens)
+    def generate(self, *prompts: Prompt, max_tokens: int = 6, terms: Sequence[Terms] = ()) -> list[Answer]:
+        """Serve prompts that arrive together, each on its terms where there are any."""
+        return self._ask("generate", list(prompts), max_tokens, list(terms))
 
-    def one(self, prompt: Prompt, max_tokens: int = 6) -> Answer:
+    def one(self, prompt: Prompt, max_tokens: int = 6, terms: Terms = PLAIN) -> Answer:
         """Serve one prompt."""
-        return self.generate(prompt, max_tokens=max_tokens)[0]
+        return self.generate(prompt, max_tokens=max_tokens, terms=[terms])[0]
 
     def begin(self, prompts: Sequence[Prompt], max_tokens: int, aborts: dict[int, int] | None = None) -> None:
         """Serve prompts that arrive together, without waiting for the answers; some are aborted before a step."""

@@ -32,6 +32,35 @@ class Answer:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as vLLM is told of it.
+
+    :param number: vLLM's id: it reads the files at `path` once per id.
+    :param inplace: read them again, under the same id.
+    """
+
+    name: str
+    number: int
+    path: str
+    inplace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a request says besides its prompt.
+
+    :param images: (first placeholder, placeholders, identifier); only the connector sees them, the model has no eyes.
+    """
+
+    adapter: Adapter | None = None
+    salt: str | None = None
+    images: tuple[tuple[int, int, str], ...] = ()
+
+
+PLAIN = Terms()
+
+
 class Scenario:
     """One vLLM and what a test may ask of it. Greedy; never stops at an end token.
 
@@ -56,11 +85,13 @@ class Scenario:
 
         scheduler._preempt_request = counted
 
-    def generate(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Answer]:
-        """Serve prompts that arrive together."""
-        return self.churn(prompts, max_tokens, {})
+    def generate(self, prompts: Sequence[Prompt], max_tokens: int, terms: Sequence[Terms]) -> list[Answer]:
+        """Serve prompts that arrive together, each on its terms where there are any."""
+        return self.churn(prompts, max_tokens, {}, terms)
 
-    def churn(self, prompts: Sequence[Prompt], max_tokens: int, aborts: dict[int, int]) -> list[Answer]:
+    def churn(
+        self, prompts: Sequence[Prompt], max_tokens: int, aborts: dict[int, int], terms: Sequence[Terms] = ()
+    ) -> list[Answer]:
         """Serve prompts that arrive together.
 
         :param aborts: numbers of prompts, to the step before which they are aborted.
@@ -70,7 +101,7 @@ class Scenario:
         names = {str(next(self._names)): index for index, _ in enumerate(prompts)}
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
         for name, index in names.items():
-            self._engine.add_request(name, {"prompt_token_ids": list(prompts[index])}, sampling)
+            self._add(name, prompts[index], sampling, terms[index] if terms else PLAIN)
         answers = [Answer((), 0, "abort") for _ in prompts]
         for step in itertools.count():
             gone = [name for name, index in names.items() if aborts.get(index) == step]
@@ -84,6 +115,32 @@ class Scenario:
                     said = Answer(tuple(made.token_ids), output.num_cached_tokens or 0, str(made.finish_reason))
                     answers[names[output.request_id]] = said
         raise AssertionError("unreachable")
+
+    def _add(self, name: str, asked: Prompt, sampling: Any, terms: Terms) -> None:
+        from vllm.lora.request import LoRARequest
+
+        tokens: dict[str, Any] = {"prompt_token_ids": list(asked)}
+        if terms.salt is not None:
+            tokens["cache_salt"] = terms.salt
+        lora = None
+        if terms.adapter is not None:
+            told = terms.adapter
+            lora = LoRARequest(told.name, told.number, told.path, load_inplace=told.inplace)
+        if not terms.images:
+            return self._engine.add_request(name, tokens, sampling, lora_request=lora)
+        connector = self._engine.engine_core.engine_core.scheduler.connector
+        arrived = connector.on_new_request
+
+        def seeing(request: Any) -> None:
+            request.mm_features = [feature(*image) for image in terms.images]
+            arrived(request)
+            request.mm_features = []
+
+        connector.on_new_request = seeing
+        try:
+            self._engine.add_request(name, tokens, sampling, lora_request=lora)
+        finally:
+            connector.on_new_request = arrived
 
     def preemptions(self) -> int:
         """How often a running request's blocks were taken away."""
@@ -156,6 +213,14 @@ class Scenario:
     def close(self) -> None:
         """End the engine as vLLM ends it."""
         self._engine.engine_core.shutdown()
+
+
+def feature(offset: int, length: int, identifier: str) -> Any:
+    """An image as vLLM's Request has it; its data is with vLLM's own caches."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    where = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=where)
 
 
 def schedule_ahead() -> None:

@@ -19,14 +19,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from layerflow.agent import Agent
+from layerflow.connectors.vllm.adapters import Adapters
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
 from layerflow.connectors.vllm.heads import wanted_layout
+from layerflow.connectors.vllm.identity import RequestKeys, media_salt_of
 from layerflow.connectors.vllm.layout import layout_of
 from layerflow.connectors.vllm.options import parse_options
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
-from layerflow.connectors.vllm.versions import check_version
+from layerflow.connectors.vllm.versions import check_version, release
 from layerflow.connectors.vllm.worker.hook_times import ENVIRONMENT, HookTimes
 from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
 from layerflow.connectors.vllm.worker.worker import WorkerSide
@@ -88,6 +90,9 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 trusts_sight=transfer.kv_load_failure_policy == "recompute"
                 and not vllm_config.scheduler_config.async_scheduling,
                 events=ChunkEvents(kv_cache_config) if self._events else None,
+                keys=RequestKeys(
+                    Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32)), media_salt_of(vllm_config)
+                ),
             )
         self._times: HookTimes | None = None
         if os.environ.get(ENVIRONMENT):
@@ -210,11 +215,18 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._forward = forward_context.attn_metadata is not None
         if self._worker is not None:
             self._worker.wait_tails()
+            if self._vllm_config.device_config.device_type == "npu":
+                self._worker.wait_unasked(forward_context.attn_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Before a layer's attention."""
         if self._worker is not None:
             self._worker.wait_layer(layer_name)
+
+    def on_kv_cache_written(self, layer_name: str = "") -> None:
+        """VLLM-Ascend, between a layer's writes and its attention; its plain attention does not say which layer's."""
+        if self._worker is not None:
+            self._worker.layer_done(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """After it."""

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
-from layerflow.content import folder_content, model_content, renewed_content
-from layerflow.errors import ConfigError, LayerflowError
+from layerflow.connectors.vllm.adapters import Adapters, folder_of
+from layerflow.content import model_content, renewed_content
+from layerflow.errors import ConfigError, LayerflowError, Unsupported
 from layerflow.keys import Chain, Media, root_digest
 from layerflow.spec import ModelSpec
+
+_ADAPTERS = ("target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras", "enable_mixed_moe_lora_format")
+"""Of vLLM's LoRAConfig: what changes the numbers that an adapter's files give."""
+
+_MEDIA = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+)
+"""Of vLLM's MultiModalConfig: what changes an input's embeddings, and is not in the identifier that vLLM gives it."""
 
 
 def content_of(vllm_config: Any, named: str = "") -> str:
@@ -30,7 +43,7 @@ def content_of(vllm_config: Any, named: str = "") -> str:
         facts = model.hf_config.to_json_string(use_diff=False)
         return f"dummy:{model.seed}:{facts}{extra}"
     try:
-        return model_content(_folder(model.model, getattr(model, "revision", None))) + extra
+        return model_content(folder_of(model.model, getattr(model, "revision", None))) + extra
     except (LayerflowError, OSError, ValueError) as error:
         raise ConfigError(
             f"the model's content cannot be told from {model.model}: {error}; set model_content in "
@@ -55,51 +68,67 @@ def name_of(written: str) -> str:
 
 
 def arithmetic_of(vllm_config: Any) -> str:
-    """What besides the weights decides the cached numbers: quantisation, dtypes and the cache's own scales."""
+    """What besides the weights decides the cached numbers: quantisation, dtypes, the cache's own scales.
+
+    And how adapters are applied and multimodal inputs are read, where that is not vLLM's default.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    facts = {
+    facts: dict[str, Any] = {
         "quantization": str(model.quantization or ""),
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
         "scales": bool(getattr(cache, "calculate_kv_scales", False)),
     }
-    return json.dumps(facts, sort_keys=True)
+    lora = vllm_config.lora_config
+    for name in _ADAPTERS:
+        if value := getattr(lora, name, None):
+            facts[name] = sorted(value) if isinstance(value, list) else value
+    if lora is not None and str(lora.lora_dtype) not in ("auto", str(model.dtype)):
+        facts["lora_dtype"] = str(lora.lora_dtype)
+    for name in _MEDIA:
+        if value := getattr(model.multimodal_config, name, None):
+            facts[name] = value
+    return json.dumps(facts, sort_keys=True, default=str)
 
 
-def chain_of(spec: ModelSpec, request: Any) -> Chain:
-    """A request's digests: its tokens, adapter, salt and multimodal inputs.
+class RequestKeys:
+    """The digests of requests of one engine.
 
-    :param request: vLLM's Request.
-    :raises LayerflowError: its adapter's files cannot be read.
+    :param media_salt: makes multimodal inputs this engine's own, see :func:`media_salt_of`.
     """
-    media = [
-        Media(feature.mm_position.offset, feature.mm_position.length, str(feature.identifier).encode())
-        for feature in request.mm_features
-    ]
-    adapter = adapter_of(request.lora_request) if request.lora_request is not None else ""
-    root = root_digest(spec.fingerprint, adapter=adapter, salt=request.cache_salt or "")
-    return Chain(root, request.prompt_token_ids, spec.chunk_tokens, media)
+
+    def __init__(self, adapters: Adapters | None = None, media_salt: str = "") -> None:
+        self.adapters = adapters or Adapters()
+        self._media_salt = media_salt
+
+    def chain(self, spec: ModelSpec, request: Any) -> Chain:
+        """A request's digests: its tokens, adapter, salt and multimodal inputs.
+
+        :param request: vLLM's Request.
+        :raises LayerflowError: its adapter's content cannot be told, or its prompt is not final.
+        """
+        if getattr(request, "resumable", False):
+            raise Unsupported("a streaming session is not cached: its prompt and its multimodal inputs go on to change")
+        media = [
+            Media(
+                feature.mm_position.offset,
+                feature.mm_position.length,
+                f"{self._media_salt}{feature.identifier}".encode(),
+            )
+            for feature in request.mm_features
+        ]
+        adapter = self.adapters.content(request.lora_request)
+        root = root_digest(spec.fingerprint, adapter=adapter, salt=request.cache_salt or "")
+        return Chain(root, request.prompt_token_ids, spec.chunk_tokens, media)
 
 
-def adapter_of(lora: Any) -> str:
-    """A LoRA adapter by its content, never by its slot or name."""
-    if lora.load_inplace:
-        raise ConfigError(f"adapter {lora.lora_name!r} is replaced in place: its content cannot be told")
-    path = _folder(lora.lora_path, None)
-    stamps = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir() if file.is_file()))
-    return _adapter_content(path, stamps)
+def media_salt_of(vllm_config: Any) -> str:
+    """What keeps one engine's multimodal inputs apart from another's, "" where vLLM names them by their content.
 
-
-@functools.lru_cache(maxsize=256)
-def _adapter_content(path: Path, stamps: tuple[tuple[str, int], ...]) -> str:
-    return folder_content(path, "adapter_config.json")
-
-
-def _folder(name: str, revision: str | None) -> Path:
-    """A checkpoint's folder: a path, or a hub's name of something vLLM has downloaded already."""
-    path = Path(name)
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download  # noqa: PLC0415  vLLM brings it; nothing else needs it
-
-    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    Without its processor's cache and its prefix cache vLLM only counts them: each engine has a first image.
+    """
+    media = vllm_config.model_config.multimodal_config
+    counted = (
+        media is not None and not media.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching
+    )
+    return f"{secrets.token_hex(16)}:" if counted else ""

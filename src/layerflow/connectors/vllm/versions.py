@@ -12,12 +12,19 @@ OLDEST, NEWEST = (0, 27), (0, 32)
 
 def check_version(version: str) -> None:
     """:raises Unsupported: a vLLM that the connector was not tested with."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
-        raise Unsupported(f"vLLM calls itself {version!r}; the connector needs a release from 0.27 to 0.32")
-    number = (int(found[1]), int(found[2]))
-    if not OLDEST <= number <= NEWEST:
+    if not OLDEST <= release(version) <= NEWEST:
         raise Unsupported(
             f"vLLM {version}: this layerflow connector knows vLLM 0.27 to 0.32; install one of these, or a layerflow "
             "that knows yours"
         )
+
+
+def release(version: str) -> tuple[int, int]:
+    """Its first two numbers.
+
+    :raises Unsupported: it has none.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise Unsupported(f"vLLM calls itself {version!r}; the connector needs a release from 0.27 to 0.32")
+    return int(found[1]), int(found[2])

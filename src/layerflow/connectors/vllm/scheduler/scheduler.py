@@ -21,7 +21,7 @@ from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.values import MISS
-from layerflow.connectors.vllm.identity import chain_of
+from layerflow.connectors.vllm.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.loads import describe_hit
@@ -63,6 +63,7 @@ class SchedulerSide:
     :param can_fail_in_background: vLLM can be told that a background load of several groups has failed.
     :param trusts_sight: vLLM recovers from a load that fails, so that a hit need not wait for its lease.
     :param events: takes what is stored, where vLLM's KV cache events are on.
+    :param keys: hashes its requests.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class SchedulerSide:
         can_fail_in_background: bool,
         trusts_sight: bool = False,
         events: ChunkEvents | None = None,
+        keys: RequestKeys | None = None,
     ) -> None:
         self.options = options
         self.events = events
         self.spec: ModelSpec | None = None
         self._engine_id = engine_id
         self._in_step = groups == 1
+        self._keys = keys or RequestKeys()
         self._trusts_sight = trusts_sight
         self._may_load = options.load and (self._in_step or can_fail_in_background)
         self._tracked: dict[str, Tracked] = {}
@@ -131,10 +134,9 @@ class SchedulerSide:
         if self.spec is None or request.prompt_embeds is not None or not request.prompt_token_ids:
             return
         try:
-            chain = chain_of(self.spec, request)
-        except (LayerflowError, OSError) as error:
-            log.warning("request_not_cached", request=request.request_id, error=str(error))
-            return
+            chain = self._keys.chain(self.spec, request)
+        except LayerflowError as error:
+            return self._unknown(request, error)
         may_load, may_save = wishes(request.kv_transfer_params)
         may_load &= self._may_load and not request.skip_reading_prefix_cache
         tracked = Tracked(request, chain, may_load, may_save and self.options.save)
@@ -292,7 +294,10 @@ class SchedulerSide:
         self._replaced = True
         # vLLM cannot forget blocks that are in use: it goes on to find them in its own cache.
         self._vllm_kept = bool(self._held) or any(t.request.num_computed_tokens > 0 for t in self._tracked.values())
-        self._outdate()
+        if not self._vllm_kept:
+            self._keys.adapters.forget_cached()
+        for tracked in self._tracked.values():
+            self._end(tracked)
         if self.events is not None:
             self.events.cleared()
         try:
@@ -301,14 +306,15 @@ class SchedulerSide:
             log.warning("reset_not_told", error=str(error))
         return True
 
-    def _outdate(self) -> None:
-        assert self._lookups is not None
-        assert self._saves is not None
-        for tracked in self._tracked.values():
-            if tracked.may_hold_lease:
-                self._lookups.drop_lease(tracked.id)
+    def _end(self, tracked: Tracked) -> None:
+        """Nothing of the request is loaded or saved any more, unless it starts anew."""
+        if self._saves is not None:
             self._saves.close(tracked)
-            tracked.outdate()
+        if tracked.load is not None:
+            return  # the next plan loads it, as vLLM was told
+        if tracked.may_hold_lease and self._lookups is not None:
+            self._lookups.drop_lease(tracked.id)
+        tracked.outdate()
 
     def _is_current(self, tracked: Tracked, num_computed: int) -> bool:
         """May the request, which starts now, load and save? What it takes from vLLM's own cache must be current too."""
@@ -316,17 +322,29 @@ class SchedulerSide:
         assert self._saves is not None
         if self._weights.unnamed and (name := self._weights.name()):
             self.spec = msgspec.structs.replace(self.spec, content=renewed_content(self.spec.content, name))
-            self._outdate()
-        if self._vllm_kept and num_computed:
-            self._saves.close(tracked)
-            tracked.outdate()
-        elif tracked.outdated:
-            try:
-                tracked.renew(chain_of(self.spec, tracked.request))
-            except (LayerflowError, OSError) as error:
-                log.warning("request_not_cached", request=tracked.id, error=str(error))
-            self._saves.open(tracked)
-        return not tracked.outdated
+            for other in self._tracked.values():
+                self._end(other)
+        if num_computed and (self._vllm_kept or self._keys.adapters.mixed(tracked.request.lora_request)):
+            self._end(tracked)
+            return False
+        try:
+            if tracked.outdated:
+                tracked.renew(self._keys.chain(self.spec, tracked.request))
+                self._saves.open(tracked)
+            else:
+                self._keys.adapters.content(tracked.request.lora_request)  # which vLLM reads now, if not before
+        except LayerflowError as error:
+            self._unknown(tracked.request, error)
+            return False
+        return True
+
+    def _unknown(self, request: Any, error: LayerflowError) -> None:
+        """The request has no keys; where its adapter is to blame, others of that adapter have none any more."""
+        log.warning("request_not_cached", request=request.request_id, error=str(error))
+        for tracked in self._tracked.values():
+            if self._keys.adapters.lost(tracked.request.lora_request):
+                tracked.may_save = False
+                self._end(tracked)
 
     def close(self) -> None:
         """Hang up."""

@@ -10,6 +10,7 @@ import functools
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import structlog
@@ -61,6 +62,7 @@ class WorkerSide:
         self._plan: StepPlan | None = None
         self._hooked = False
         self._late = False
+        self._layer = ""
         self._put_off: StepPlan | None = None
         self._computed_at: DeviceEvent | None = None
         self._step: Step | NoStep | None = None
@@ -96,7 +98,7 @@ class WorkerSide:
             self._cut_off()
         if self._put_off is not None:
             self._hand_over(self._put_off)
-        self._plan, self._hooked, self._late = plan, False, False
+        self._plan, self._hooked, self._late, self._layer = plan, False, False, ""
         if plan.empty:
             return
         self._judge(plan.verdicts)
@@ -133,19 +135,30 @@ class WorkerSide:
         if self._tails is not None:
             self._check(self._tails, self._tails.wait_all())
 
+    def wait_unasked(self, metadata: Any) -> None:
+        """Before a forward pass of vLLM-Ascend: wait for all layers where its latent attention waits for none.
+
+        That skips the hook in a pass without prefills, and a hit of all but a few tokens counts as no prefill.
+
+        :param metadata: of the pass's attention; usually by layer.
+        """
+        layers = metadata.values() if isinstance(metadata, dict) else [metadata]
+        if self._step is not None and any(getattr(layer, "num_prefills", None) == 0 for layer in layers):
+            self._check(self._step, self._step.wait_all())
+
     def wait_layer(self, name: str) -> None:
         """Before the layer's attention."""
         number = self._layout.numbers.get(name)
-        self._hooked = True
+        self._hooked, self._layer = True, name
         if self._step is not None and number is not None:
             outcome = self._step.wait_layer(number)
             if not outcome.ready:
                 self._check(self._step, outcome)
 
     def layer_done(self, name: str) -> None:
-        """The layer's new keys and values are written."""
-        number = self._layout.numbers.get(name)
-        if self._step is not None and number is not None:
+        """The new keys and values of a layer, "" = of the one last waited for, are written; told again, it is known."""
+        number = self._layout.numbers.get(name or self._layer)
+        if isinstance(self._step, Step) and number is not None and not self._step.is_done(number):
             self._step.layer_done(number)
 
     # -- after it -----------------------------------------------------------------------------------

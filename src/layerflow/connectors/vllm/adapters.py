@@ -1,0 +1,110 @@
+"""What a request's LoRA adapter is called in its keys: by its files' content, never by its name or its slot.
+
+vLLM reads an adapter's files once per id (``lora_int_id``) and computes with what it has read, whatever becomes of the
+files. So where an id's files are others than at its first request, the weights behind it are not known: nothing of that
+id is loaded or saved from then on. An adapter that is loaded anew gets a new id.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from layerflow.content import folder_content
+from layerflow.errors import ConfigError, LayerflowError
+
+
+class Adapters:
+    """The adapters of one engine, as its scheduler's side meets them.
+
+    :param keyed_by_path: vLLM's own prefix cache tells adapters apart by name and path; older ones do by name alone.
+    """
+
+    def __init__(self, *, keyed_by_path: bool = True) -> None:
+        self._keyed_by_path = keyed_by_path
+        self._contents: dict[int, str] = {}  #: by vLLM's id; "" = not known any more
+        self._cached: dict[tuple[str, str], str] = {}  #: what vLLM's own cache may hold, by how that calls it
+        self._mixed: set[tuple[str, str]] = set()
+
+    def content(self, lora: Any) -> str:
+        """The adapter's identity in keys; "" = no adapter.
+
+        :param lora: vLLM's LoRARequest, or None.
+        :raises ConfigError: its files cannot be read, or it is not known which of them vLLM computes with.
+        """
+        if lora is None:
+            return ""
+        if lora.load_inplace:
+            self._contents[lora.lora_int_id] = ""
+            raise ConfigError(f"adapter {lora.lora_name!r} is replaced in place: its content cannot be told")
+        known = self._contents.get(lora.lora_int_id)
+        if known and not _is_there(lora):
+            return known
+        content = content_of_files(lora)
+        if self._contents.setdefault(lora.lora_int_id, content) != content:
+            self._contents[lora.lora_int_id] = ""
+            raise ConfigError(
+                f"adapter {lora.lora_name!r}: {lora.lora_path} is not what the id {lora.lora_int_id} stood for before, "
+                "and vLLM does not read it again: load the adapter under a new id"
+            )
+        name = self._name(lora)
+        if self._cached.setdefault(name, content) != content:
+            self._mixed.add(name)
+        return content
+
+    def lost(self, lora: Any) -> bool:
+        """Is it not known any more what vLLM computes with under this adapter's id?"""
+        return lora is not None and self._contents.get(lora.lora_int_id) == ""
+
+    def mixed(self, lora: Any) -> bool:
+        """May blocks that vLLM's own prefix cache finds for this adapter be those of another?"""
+        return lora is not None and self._name(lora) in self._mixed
+
+    def forget_cached(self) -> None:
+        """VLLM's own prefix cache is empty."""
+        self._cached.clear()
+        self._mixed.clear()
+
+    def _name(self, lora: Any) -> tuple[str, str]:
+        return lora.lora_name, lora.lora_path if self._keyed_by_path else ""
+
+
+def content_of_files(lora: Any) -> str:
+    """Digest of what lies at an adapter's path now.
+
+    :raises ConfigError: it is no adapter in safetensors files.
+    """
+    try:
+        path = folder_of(lora.lora_path, None)
+        content = _content(path, _stamps(path))
+    except (LayerflowError, OSError, ValueError) as error:  # the hub's client has a ValueError for what is no name
+        raise ConfigError(f"adapter {lora.lora_name!r}: its content cannot be told: {error}") from error
+    return f"{content}+3d" if getattr(lora, "is_3d_lora_weight", False) else content
+
+
+def _is_there(lora: Any) -> bool:
+    """May vLLM still read the adapter from its path? A hub's name always has one."""
+    path = Path(lora.lora_path).expanduser()
+    return path.exists() or not path.is_absolute()
+
+
+def folder_of(name: str, revision: str | None) -> Path:
+    """A checkpoint's folder: a path, or a hub's name of something vLLM has downloaded already."""
+    path = Path(name).expanduser()
+    if path.is_dir() or path.is_absolute():
+        return path
+    from huggingface_hub import snapshot_download  # noqa: PLC0415  vLLM brings it; nothing else needs it
+
+    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+
+
+def _stamps(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    found = [(file.name, file.stat()) for file in folder.iterdir() if file.is_file()]
+    # Copies may keep the time of the original's last change; the inode's own change time tells them apart.
+    return tuple(sorted((name, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for name, stat in found))
+
+
+@functools.lru_cache(maxsize=256)
+def _content(folder: Path, stamps: tuple[tuple[str, int, int, int], ...]) -> str:
+    return folder_content(folder, "adapter_config.json")

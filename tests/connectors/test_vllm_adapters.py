@@ -1,0 +1,190 @@
+"""Adapters are keyed by what vLLM computes with; where that is not known, nothing of them is loaded or saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_vllm_scheduler import House, fakes  # noqa: F401  the stand-ins are an autouse fixture
+from vllm_fakes import pieces
+
+from layerflow.agent.values import Hit
+from layerflow.connectors.vllm.adapters import Adapters
+from layerflow.connectors.vllm.identity import RequestKeys
+from layerflow.errors import ConfigError
+
+
+def written(folder: Path, weight: int) -> Path:
+    """An adapter of one tensor of 16 bytes, all of this value; replaces what is there."""
+    header = json.dumps({"lora_A": {"dtype": "U8", "shape": [16], "data_offsets": [0, 16]}}).encode()
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 1}')
+    (folder / "adapter_model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes([weight]) * 16
+    )
+    return folder
+
+
+def lora(path: Path | str, number: int = 1, name: str = "a", *, inplace: bool = False, **more: bool) -> SimpleNamespace:
+    """vLLM's LoRARequest."""
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), load_inplace=inplace, **more)
+
+
+class TestContent:
+    def test_neither_name_nor_path_nor_id_matter(self, tmp_path: Path) -> None:
+        one = Adapters().content(lora(written(tmp_path / "one", 1)))
+        assert one
+        assert Adapters().content(lora(written(tmp_path / "two", 1), 7, "b")) == one
+        assert Adapters().content(lora(written(tmp_path / "one", 2))) != one
+        assert Adapters().content(None) == ""
+
+    def test_how_its_experts_lie_matters(self, tmp_path: Path) -> None:
+        path = written(tmp_path / "a", 1)
+        flat, deep = (Adapters().content(lora(path, is_3d_lora_weight=deep)) for deep in (False, True))
+        assert flat != deep
+
+    def test_a_copy_that_keeps_the_time_of_the_original_is_seen(self, tmp_path: Path) -> None:
+        path = written(tmp_path / "a", 1)
+        old, times = Adapters().content(lora(path)), {file: file.stat().st_mtime_ns for file in path.iterdir()}
+        written(path, 2)
+        for file, time in times.items():
+            os.utime(file, ns=(time, time))
+        assert Adapters().content(lora(path)) != old
+
+    def test_other_files_under_an_id_are_not_what_vllm_computes_with(self, tmp_path: Path) -> None:
+        adapters, path = Adapters(), written(tmp_path / "a", 1)
+        old = adapters.content(lora(path))
+        written(path, 2)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="under a new id"):
+                adapters.content(lora(path))
+        assert adapters.content(lora(path, 2)) not in (old, "")
+        written(path, 1)
+        with pytest.raises(ConfigError):  # vLLM may have dropped it, and have read the other one meanwhile
+            adapters.content(lora(path))
+
+    def test_an_id_that_is_given_twice(self, tmp_path: Path) -> None:
+        adapters = Adapters()
+        adapters.content(lora(written(tmp_path / "a", 1)))
+        with pytest.raises(ConfigError):
+            adapters.content(lora(written(tmp_path / "b", 2), 1, "b"))
+
+    def test_after_a_replacement_in_place_the_id_says_nothing(self, tmp_path: Path) -> None:
+        adapters, path = Adapters(), written(tmp_path / "a", 1)
+        for inplace in (True, False):
+            with pytest.raises(ConfigError):
+                adapters.content(lora(path, inplace=inplace))
+
+    def test_files_that_are_gone_have_been_read(self, tmp_path: Path) -> None:
+        adapters, path = Adapters(), written(tmp_path / "a", 1)
+        known = adapters.content(lora(path))
+        shutil.rmtree(path)
+        assert adapters.content(lora(path)) == known
+        with pytest.raises(ConfigError):
+            adapters.content(lora(path, 2))
+
+    @pytest.mark.parametrize("path", ["/nowhere/at all", "~/nowhere/at all"])
+    def test_what_cannot_be_read_is_an_error_of_ours(self, path: str) -> None:
+        with pytest.raises(ConfigError, match="cannot be told"):
+            Adapters().content(lora(path))
+
+    def test_half_an_adapter_is_an_error_of_ours(self, tmp_path: Path) -> None:
+        (written(tmp_path / "a", 1) / "adapter_config.json").unlink()
+        with pytest.raises(ConfigError, match="cannot be told"):
+            Adapters().content(lora(tmp_path / "a"))
+
+
+class TestMixed:
+    @pytest.mark.parametrize("by_path", [True, False])
+    def test_what_vllms_own_cache_cannot_tell_apart(self, by_path: bool, tmp_path: Path) -> None:
+        adapters, path = Adapters(keyed_by_path=by_path), written(tmp_path / "a", 1)
+        adapters.content(lora(path))
+        assert not adapters.mixed(lora(path))
+        adapters.content(lora(written(tmp_path / "b", 2), 2))
+        assert adapters.mixed(lora(tmp_path / "b", 2)) is not by_path
+        written(path, 3)
+        adapters.content(lora(path, 3))
+        assert adapters.mixed(lora(path, 3))
+        adapters.forget_cached()
+        assert not adapters.mixed(lora(path, 3))
+        assert not adapters.mixed(None)
+
+
+class TestRequests:
+    def test_an_adapter_that_changes_while_its_request_waits(self, tmp_path: Path) -> None:
+        """vLLM reads it when the request starts."""
+        house, path = House(), written(tmp_path / "a", 1)
+        made = house.arrive(hit=Hit(128), lora_request=lora(path))
+        written(path, 2)
+        assert house.side.matched(made, 0) == (0, False)
+        assert house.lookups.dropped == ["r"]
+        house.admit(made, 0)
+        assert not house.plan(scheduled=150, computed=0).saves
+
+    def test_a_replacement_in_place_ends_the_saves_of_requests_that_run(self, tmp_path: Path) -> None:
+        house, path = House(), written(tmp_path / "a", 1)
+        others = {"r": lora(path), "other": lora(written(tmp_path / "b", 2), 2, "b"), "none": None}
+        for name, adapter in others.items():
+            made = house.arrive(name, hit=Hit(0), lora_request=adapter)
+            house.side.matched(made, 0)
+            house.admit(made, 0)
+        house.arrive("new", lora_request=lora(path, inplace=True))
+        assert not house.plan("r", 150, 0).saves
+        for name in ("other", "none"):
+            assert [part[0] for part in pieces(house.plan(name, 150, 0).saves.parts)] == [name]
+
+    def test_a_load_that_is_on_goes_on(self, tmp_path: Path) -> None:
+        house, path = House(), written(tmp_path / "a", 1)
+        made = house.arrive(hit=Hit(128), lora_request=lora(path))
+        assert house.side.matched(made, 0) == (128, False)
+        house.admit(made, 128)
+        waiting = house.arrive("new", lora_request=lora(path), hit=Hit(0))
+        written(path, 2)
+        assert house.side.matched(waiting, 0) == (0, False)
+        plan = house.plan()
+        assert [part[0] for part in pieces(plan.loads)] == ["r"]
+        assert not plan.saves
+
+    def test_old_blocks_that_vllm_finds_by_name_are_not_stored_as_new_ones(self, tmp_path: Path) -> None:
+        house, path = House(), written(tmp_path / "a", 1)
+        house.arrive("old", hit=Hit(0), lora_request=lora(path))
+        written(path, 2)
+        made = house.arrive(hit=Hit(128), lora_request=lora(path, 2))
+        assert house.side.matched(made, 64) == (0, False)
+        house.admit(made, 0)
+        assert not house.plan(scheduled=86, computed=64).saves
+        whole = house.arrive("whole", hit=Hit(0), lora_request=lora(path, 2))
+        house.side.matched(whole, 0)
+        house.admit(whole, 0)
+        assert house.plan("whole", 150, 0).saves
+
+    def test_once_vllm_has_forgotten_its_blocks_its_own_hits_are_saved_on(self, tmp_path: Path) -> None:
+        house, path = House(), written(tmp_path / "a", 1)
+        house.side.finished(house.arrive("old", hit=Hit(0), lora_request=lora(path)))
+        written(path, 2)
+        house.side.finished(house.arrive("new", hit=Hit(0), lora_request=lora(path, 2)))
+        house.side.reset()
+        made = house.arrive(hit=Hit(0), lora_request=lora(path, 2))
+        house.side.matched(made, 64)
+        house.admit(made, 0)
+        assert house.plan(scheduled=86, computed=64).saves
+
+    def test_a_session_whose_prompt_changes_is_not_cached(self) -> None:
+        house = House()
+        made = house.arrive(resumable=True)
+        assert house.lookups.asked == []
+        assert house.side.matched(made, 0) == (0, False)
+
+    def test_images_are_known_by_what_vllm_calls_them_and_by_whose_they_are(self) -> None:
+        house = House()
+        image = SimpleNamespace(mm_position=SimpleNamespace(offset=70, length=4), identifier="cat")
+        made = house.arrive(mm_features=[image])
+        assert house.side.spec is not None
+        ours, theirs = (RequestKeys(media_salt=salt).chain(house.side.spec, made) for salt in ("", "engine:"))
+        assert ours.digests == house.lookups.asked[0].chain.digests
+        assert ours.digests[0] == theirs.digests[0]
+        assert ours.digests[1] != theirs.digests[1]
