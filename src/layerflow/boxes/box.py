@@ -61,12 +61,12 @@ class Replica(NamedTuple):
     number: int
     copies: int
 
-    def stores(self, turn: int) -> bool:
-        """Is the chunk this worker's to store? For each turn that is true of exactly one of the equal workers.
+    def stores(self, key: bytes) -> bool:
+        """Is an object this worker's to store? It is exactly one's of the equal workers, each one's equally often.
 
-        :param turn: a number that all of them derive alike, e.g. from the chunk's digest.
+        :param key: of the object, or its digest.
         """
-        return turn % self.copies == self.number
+        return self.copies == 1 or int.from_bytes(key[:8], "little") % self.copies == self.number
 
 
 def worker_box(stage: tuple[int, int], heads: int, tp_rank: int, tp_size: int) -> Box:
@@ -95,16 +95,6 @@ def replica_of(heads: int, tp_rank: int, tp_size: int) -> Replica:
     head = tp_rank * heads // tp_size
     first, end = -(-head * tp_size // heads), -(-(head + 1) * tp_size // heads)
     return Replica(tp_rank - first, end - first)
-
-
-def turn_of(first_digest: bytes, position: int) -> int:
-    """Whose turn a chunk is, see :meth:`Replica.stores`: within a prompt one rank after the other, each prompt from
-    another rank on.
-
-    :param first_digest: of the prompt's first chunk, which every chunk of a shared prefix has in common.
-    :param position: of the chunk within the prompt.
-    """
-    return int.from_bytes(first_digest[:8], "little") + position
 
 
 def layer_span(group_layers: Sequence[int], stage: tuple[int, int]) -> tuple[int, int]:

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from layerflow.boxes import Replica
+from layerflow.keys import object_key
 from layerflow.server.transport.fd_server import TOKEN_BYTES
 from layerflow.spec import ModelSpec
 
@@ -99,6 +101,20 @@ class Sessions:
     def workers_of(self, engine: str) -> list[ClientSession]:
         """Engine workers of one serving engine."""
         return [session for session in self._by_number.values() if session.memory and session.engine == engine]
+
+    def replicas_of(self, session: ClientSession) -> list[Replica]:
+        """Per group, which of its engine's workers here that hold the same heads a worker is."""
+        assert session.spec is not None
+        own = session.spec.shard
+        replicas = [own.copy_of(group) for group in range(len(session.spec.groups))]
+        if any(replica.copies > 1 for replica in replicas):
+            specs = [worker.spec for worker in self.workers_of(session.engine)]
+            shards = sorted({spec.shard for spec in specs if spec is not None}, key=lambda shard: shard.tp_rank)
+            for group, replica in enumerate(replicas):
+                if replica.copies > 1:
+                    equal = [shard for shard in shards if object_key(b"", group, shard) == object_key(b"", group, own)]
+                    replicas[group] = Replica(equal.index(own), len(equal))
+        return replicas
 
     def workers(self) -> int:
         """Attached engine workers."""

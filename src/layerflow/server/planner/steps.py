@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from layerflow.boxes import Replica
 from layerflow.errors import ProtocolError
 from layerflow.flow.events import Event, Need, Part, StepOpened
 from layerflow.hits import SLICE_KEYS
@@ -127,18 +129,25 @@ def _moved(spec: ModelSpec, wanted: Wanted) -> int:
 
 
 def plan_step(
-    pool: Pool, tier: Tier | None, session: ClientSession, message: OpenStep, checked: CheckedStep
+    pool: Pool,
+    tier: Tier | None,
+    session: ClientSession,
+    message: OpenStep,
+    checked: CheckedStep,
+    replicas: Sequence[Replica],
 ) -> Opening:
     """Pin the objects to load, reserve room for those to save, and number the blocks.
 
     What the arena lacks is fetched from the tier.
+
+    :param replicas: per group, which of the workers that hold the same heads this one is: they take turns in storing.
     """
     spec = session.spec
     assert spec is not None
     loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step))
     load_plan, load_parts, bad = _plan_loads(pool, tier, session, book, loads, message.deadline)
-    save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad)
+    save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad, replicas)
     opened = StepOpened(
         session.number,
         message.step,
@@ -153,7 +162,8 @@ def plan_step(
             events += tier.plan(
                 (session.number, message.step), session.engine, group, len(spec.groups[group].layers), objects, parts
             )
-    loaded = [(wanted.request, wanted.keys) for wanted in loads]
+    # Objects that other ranks load too stay leased for them, until the lease ends.
+    loaded = [(wanted.request, wanted.keys) for wanted in loads if spec.shard.copy_of(wanted.group).copies == 1]
     plan = Plan(message.step, load_plan, save_plan)
     return Opening(events, plan, book, loaded, full, len(bad))
 
@@ -215,18 +225,26 @@ def _bring(tier: Tier, session: ClientSession, loads: list[Wanted], located: lis
 
 
 def _plan_saves(
-    pool: Pool, book: StepBook, saves: list[tuple[Wanted, list[NewObject]]], bad: set[str]
+    pool: Pool,
+    book: StepBook,
+    saves: list[tuple[Wanted, list[NewObject]]],
+    bad: set[str],
+    replicas: Sequence[Replica],
 ) -> tuple[list[PlanPart], list[Part], int, dict[int, tuple[list[tuple[NewObject, int]], list[int]]]]:
     """The last of the results, by group: objects with their places, and each one's part."""
     plans, parts, full = [], [], 0
     placed: dict[int, tuple[list[tuple[NewObject, int]], list[int]]] = {}
     for position, (wanted, objects) in enumerate(saves):
         # What a request computes on top of a hit that is not there would be wrong: it is not stored.
-        room = [] if wanted.request in bad else pool.reserve(objects, book.owner)
-        offsets = [place.offset if place.outcome is ReserveStatus.RESERVED else NOWHERE for place in room]
+        turn = [replicas[wanted.group].stores(new.key) for new in objects]
+        room = [] if wanted.request in bad else pool.reserve([*compress(objects, turn)], book.owner)
+        offsets = [NOWHERE] * len(objects)
+        for at, place in zip(compress(range(len(objects)), turn), room, strict=False):
+            if place.outcome is ReserveStatus.RESERVED:
+                offsets[at] = place.offset
         full += sum(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room)
-        keys = [key for key, offset in zip(wanted.keys, offsets, strict=False) if offset != NOWHERE]
-        blocks = sum(count for count, offset in zip(wanted.counts.tolist(), offsets, strict=False) if offset != NOWHERE)
+        keys = [key for key, offset in zip(wanted.keys, offsets, strict=True) if offset != NOWHERE]
+        blocks = sum(count for count, offset in zip(wanted.counts.tolist(), offsets, strict=True) if offset != NOWHERE)
         if keys:
             book.save_parts.append(position)
             book.save_keys.append(keys)
@@ -234,7 +252,7 @@ def _plan_saves(
             mine, owners = placed.setdefault(wanted.group, ([], []))
             mine += [pair for pair in zip(objects, offsets, strict=True) if pair[1] != NOWHERE]
             owners += [len(parts) - 1] * len(keys)
-        plans.append(PlanPart(codec.pack_u64(offsets or [NOWHERE] * len(objects)), b""))
+        plans.append(PlanPart(codec.pack_u64(offsets), b""))
     return plans, parts, full, placed
 
 
