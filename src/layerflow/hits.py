@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -145,7 +144,7 @@ def search_hit(
         tried += len(rules)
         ranked = _sharing(pool, spec, blocks.of(chunk), room)
         tried += len(ranked) // 2
-        for shared, tail in _best(pool, spec, ranked):
+        for shared, tail in islice(_best(pool, spec, ranked), MAX_TAILS - len(tails)):
             tried += len(rules) * len(spec.shard.peers())
             hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], shared or tail[0], tokens)
             if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
@@ -226,14 +225,13 @@ def _best(
 
     Yields tokens shared (0: the object serves a hit as a whole alone), and tokens and digest.
     """
-    keys_of = functools.partial(_keys, spec)
-    best, offered = 0, 0
+    best = 0
     for shared, whole, tail in ranked:
-        if offered == MAX_TAILS or (best and not (whole and shared == best)):
+        if best and not (whole and shared == best):
             return
-        if all(pool.lookup(keys_of(tail[1]))):
+        if all(pool.lookup(_keys(spec, tail[1]))):
             inside = spec.inside(tail[0], shared)
-            best, offered = (shared if inside else best), offered + 1
+            best = shared if inside else best
             yield (shared if inside else 0), tail
 
 

@@ -12,6 +12,7 @@ from layerflow.connectors.vllm.layout import chunk_tokens
 from layerflow.connectors.vllm.scheduler.requests import wishes
 from layerflow.connectors.vllm.versions import check_version
 from layerflow.errors import Unsupported
+from layerflow.spec import GroupSpec, Plane
 
 
 @pytest.mark.parametrize(
@@ -59,11 +60,28 @@ def test_what_a_response_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "wanted", "expected"),
-    [([16], 0, 256), ([32, 16], 0, 256), ([48], 0, 288), ([16, 272], 0, 272), ([1024], 0, 1024), ([32], 64, 64)],
+    ("sizes", "window", "wanted", "expected"),
+    [
+        ([16], 0, 0, 256),
+        ([32, 16], 0, 0, 256),
+        ([48], 0, 0, 288),
+        ([16, 272], 0, 0, 272),
+        ([1024], 0, 0, 1024),
+        ([32], 0, 64, 64),
+        ([16], 128, 0, 128),
+        ([32, 16], 100, 0, 96),
+        ([16], 1024, 0, 256),
+        ([32], 8, 0, 32),
+        ([16], 128, 512, 512),
+    ],
 )
-def test_a_chunk_is_about_256_tokens(sizes: list[int], wanted: int, expected: int) -> None:
-    assert chunk_tokens(sizes, wanted) == expected
+def test_a_chunk_is_about_256_tokens_and_no_more_than_a_window(
+    sizes: list[int], window: int, wanted: int, expected: int
+) -> None:
+    plane = (Plane("kv", "uint8", (1,)),)
+    groups = [GroupSpec("full", size, (layer,), plane) for layer, size in enumerate(sizes)]
+    groups += [GroupSpec("sliding", sizes[0], (len(sizes),), plane, window)] if window else []
+    assert chunk_tokens(groups, wanted) == expected
 
 
 @pytest.mark.parametrize("version", ["0.27.0", "0.27.1+cpu", "0.30.0rc1", "0.32.0", "0.32.9.dev3+gabc"])

@@ -46,7 +46,8 @@ class Comparison:
         wanted = self.plain.generate(*prompts, max_tokens=MAX_TOKENS)
         answers = self.engine.generate(*prompts, max_tokens=MAX_TOKENS)
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
-        hits = [expected_hit(each, self.stored, self.chunk_tokens, self.tails) for each in prompts]
+        block = self.engine.facts["block_size"]
+        hits = [expected_hit(each, self.stored, self.chunk_tokens, self.tails, block) for each in prompts]
         hits = hits if self.loads else [0] * len(hits)
         assert [answer.cached for answer in answers] == hits
         settled(self.endpoint)
@@ -59,16 +60,19 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [source.randrange(10, 2000) for _ in range(tokens)]
 
 
-def expected_hit(asked: Prompt, stored: Sequence[Prompt], chunk_tokens: int, tails: bool = True) -> int:
+def expected_hit(
+    asked: Prompt, stored: Sequence[Prompt], chunk_tokens: int, tails: bool = True, block: int = 32
+) -> int:
     """Tokens of `asked` that a pool holds after prompts `stored`.
 
-    :param tails: partial last chunks are stored too; they help prompts that begin with the whole stored one.
+    :param tails: partial last chunks are stored too.
+    :param block: hits end at a block, or where a stored prompt does.
     """
     best = 0
     for other in stored:
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, other, strict=False)))
-        whole = common // chunk_tokens * chunk_tokens
-        best = max(best, common if tails and common == len(other) else whole)
+        end = len(other) if tails else len(other) // chunk_tokens * chunk_tokens
+        best = max(best, end if common >= end else common // block * block)
     return min(best, len(asked) - 1)
 
 

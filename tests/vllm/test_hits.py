@@ -45,6 +45,31 @@ def test_a_chunk_is_256_tokens_where_nothing_else_is_said(serve: Serve, vllm: St
     both.serve(first[:200] + prompt(2, 50))
 
 
+@pytest.mark.parametrize("tails", [True, False], ids=["tails", "whole chunks"])
+def test_prefixes_of_any_length_hit_to_the_block(tails: bool, serve: Serve, vllm: Start, plain: Start) -> None:
+    """As far as vLLM's own prefix cache would: with chunks of 256 tokens, and suffixes that nobody shares."""
+    server = serve()
+    config = connector(server.endpoint, mode="layerwise", discard_partial_chunks=not tails)
+    engine = vllm("llama", kv_transfer_config=config)
+    both = Comparison(plain("llama"), engine, server.endpoint, 256, tails)
+    for seed, length in enumerate((40, 300, 777, 1500)):
+        for suffix in range(3):
+            both.serve(prompt(seed, length) + prompt(100 * length + suffix, 64))
+    engine.assert_no_block_lost()
+
+
+def test_a_conversation_hits_all_that_was_said(serve: Serve, vllm: Start, plain: Start) -> None:
+    server = serve()
+    engine = vllm("llama", kv_transfer_config=connector(server.endpoint, mode="layerwise"))
+    both = Comparison(plain("llama"), engine, server.endpoint, 256)
+    talks = [prompt(1, 70) + prompt(10 + number, 30) for number in range(2)]
+    for turn in range(8):
+        for number, talk in enumerate(talks):
+            both.serve(talk)
+            talks[number] = talk + prompt(1000 * turn + number, 37 + turn)
+    engine.assert_no_block_lost()
+
+
 def test_requests_of_one_step_with_prefixes_of_their_own(serve: Serve, vllm: Start, plain: Start) -> None:
     server = serve()
     engine = vllm("llama", kv_transfer_config=connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK))
@@ -66,7 +91,7 @@ def test_what_vllm_holds_itself_is_not_loaded(serve: Serve, vllm: Start, plain: 
     settled(server.endpoint)
     engine = vllm("llama", kv_transfer_config=config, enable_prefix_caching=True)
     begun = first[:100] + prompt(2, 10)
-    assert engine.one(begun).cached == CHUNK
+    assert engine.one(begun).cached == 96  # three blocks: of the second chunk the first one
     settled(server.endpoint)
     assert engine.one(begun).cached == len(begun) - 1  # three blocks of its own, the tail from layerflow
     before = settled(server.endpoint)["flow"]["loaded_bytes"]

@@ -86,7 +86,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         shard=_boxed(shard, groups, axes),
         attention=_packing(vllm_config, cache, planes),
         quantization=arithmetic_of(vllm_config),
-        chunk_tokens=chunk_tokens([group.block_size for group in groups], options.chunk_tokens),
+        chunk_tokens=chunk_tokens(groups, options.chunk_tokens),
     )
     tensors = {
         numbers[name]: {f"part{part}" if part else "kv": plane for part, plane in enumerate(parts)}
@@ -95,12 +95,17 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     return Layout(spec, tensors, numbers, tuple(vllm_groups))
 
 
-def chunk_tokens(block_sizes: Sequence[int], wanted: int = 0) -> int:
-    """Tokens of a chunk: `wanted` if given, else the least multiple of every block size from 256 tokens on."""
+def chunk_tokens(groups: Sequence[GroupSpec], wanted: int = 0) -> int:
+    """Tokens of a chunk: `wanted` if given, else the least multiple of every block size from 256 tokens on.
+
+    No more than the smallest window: of a longer chunk only its end would be kept, and no hit could end within it.
+    """
     if wanted:
         return wanted
-    unit = math.lcm(*block_sizes)
-    return unit * -(-DEFAULT_CHUNK_TOKENS // unit)
+    unit = math.lcm(*(group.block_size for group in groups))
+    default = unit * -(-DEFAULT_CHUNK_TOKENS // unit)
+    window = min((group.window for group in groups if group.window), default=default)
+    return min(default, max(unit, window // unit * unit))
 
 
 def _kind(layer_spec: Any) -> str:
