@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -284,6 +286,48 @@ def test_a_chunk_that_left_between_lookup_and_load_fails_its_blocks_alone(embed:
         assert worker.agent.wait_idle(run.name, 20)
         again = worker.prompt(40, like=stored, shared=28)
         assert worker.serve(again).hit.tokens == 16, "what is hidden is offered no more"
+
+
+def test_a_disk_remembers_blocks_over_a_restart(embed: Embed, tmp_path: Path) -> None:
+    """And chunks that left the arena are brought back for a hit that ends in their middle."""
+    disk = {**PATIENT, "pool__size": "4MiB", "pool__lookup_timeout_ms": 10_000}
+    disk["pool__disk"] = {"path": str(tmp_path / "tier"), "capacity": 256 << 20}
+    server = embed(**disk)
+    with make(server) as worker:
+        assert eventually(lambda: tier_of(server)["up"])
+        prompts = [worker.prompt(61) for _ in range(3)]
+        for prompt in prompts:
+            worker.serve(prompt)
+        assert eventually(lambda: tier_of(server)["indexed_objects"] == 3 * 4)
+        server.call(server.server.pool.clear)  # as if other prompts had driven them out
+        assert worker.serve(worker.prompt(70, like=prompts[0], shared=42)).hit.tokens == 40
+        server.call(server.server.pool.clear)
+        assert worker.serve(worker.prompt(70, like=prompts[0], shared=58)).hit.tokens == 56
+        assert eventually(lambda: not tier_of(server)["writing_jobs"])
+    server.close()
+    server = embed(**disk)
+    with make(server) as worker:
+        assert eventually(lambda: tier_of(server)["indexed_objects"] >= 3 * 4)
+        other = worker.prompt(70, like=prompts[1], shared=42)
+
+        def hit() -> int:
+            name = f"look-{next(numbers)}"
+            found = worker.agent.lookup(name, other).tokens
+            worker.agent.drop_lease(name)
+            return found
+
+        numbers = itertools.count()
+        assert eventually(lambda: hit() == 40), "the block digests of its files are read a moment later"
+        assert worker.serve(other).hit.tokens == 40
+        assert worker.serve(worker.prompt(70, like=prompts[2], shared=61)).hit.tokens == 61
+
+
+def tier_of(server: EmbeddedServer) -> dict[str, Any]:
+    seen = observe(server)
+    try:
+        return seen.status()["tier"]
+    finally:
+        seen.close()
 
 
 def test_a_hit_of_another_prompt_is_refused() -> None:

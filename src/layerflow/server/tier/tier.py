@@ -354,10 +354,11 @@ class Tier:
                 waiting.set_result(Cleared(number, 0, reason))
 
     def _hold(self, message: Indexed) -> None:
-        parents = dict(message.parents)
+        parents, digests = dict(message.parents), dict(message.block_digests)
         rows = zip(split_keys(message.keys), unpack_u32(message.blocks), unpack_u32(message.tokens), strict=True)
         self._index.add(
-            IndexEntry(key, blocks, tokens, parents.get(at, b"")) for at, (key, blocks, tokens) in enumerate(rows)
+            IndexEntry(key, blocks, tokens, parents.get(at, b""), digests.get(at, b""))
+            for at, (key, blocks, tokens) in enumerate(rows)
         )
         self.up = self.up or message.last
 
