@@ -24,7 +24,7 @@ from layerflow.hosts.lane import SLOWEST_BYTES_PER_S
 from layerflow.keys import describe_key
 from layerflow.pool.base import Child, NewObject, Owner, Pool, Tail
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
-from layerflow.server.tier.index import NegativeCache, TierIndex
+from layerflow.server.tier.index import MAX_RECENT_CHUNKS, NegativeCache, SharedBlocks, TierIndex
 from layerflow.server.tier.process import HostProcess
 from layerflow.server.tier.questions import Questions
 from layerflow.server.tier.statistics import TierStatistics
@@ -79,6 +79,7 @@ class Tier:
         self._outcomes: Counter[str] = Counter()
         self._log = structlog.get_logger("layerflow.server.tier.tier")
         self._index = TierIndex()
+        self._recent = SharedBlocks(MAX_RECENT_CHUNKS)  # of a backend without an index: what this server wrote to it
         self._failed_reads = NegativeCache()
         self._clearing: dict[int, asyncio.Future[Cleared]] = {}
         self._numbers = 0
@@ -133,8 +134,9 @@ class Tier:
         return self._index.tails(parent) if self.up else []
 
     def sharing(self, block: bytes) -> Iterator[Child]:
-        """Chunks whose first block has this digest and that can be brought, newest first."""
-        return self._index.sharing(block) if self.up else iter(())
+        """Chunks whose first block has this digest, newest first. Whether they are there is to be asked."""
+        known = self._index if self.indexed else self._recent
+        return known.sharing(block) if self.up else iter(())
 
     # Loads ---------------------------------------------------------------------------------------
 
@@ -374,6 +376,8 @@ class Tier:
         self._failed_reads.discard(new.key)
         if self.indexed:
             self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent, new.block_digests)])
+        elif new.block_digests:
+            self._recent.add(Child(new.tokens, new.key, new.block_digests))
 
     def _write_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()
