@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench.vllm import crowd, hits, misses, report
+from bench.vllm import crowd, hits, misses, report, shared
 from bench.vllm.children import BenchFailed
 from bench.vllm.contenders import (
     BLOCK_SIZE,
@@ -36,7 +36,12 @@ from layerflow.errors import LayerflowError
 from layerflow_cli.output import console, write_json
 
 Advance = Callable[[str], None]
-PARTS = {"hit": (PREFIX, LMCACHE_MP, LAYERWISE, BULK), "c8": (LMCACHE_MP, LAYERWISE), "miss": (PLAIN, LAYERWISE)}
+PARTS = {
+    "hit": (PREFIX, LMCACHE_MP, LAYERWISE, BULK),
+    "shared": (PREFIX, LAYERWISE),
+    "c8": (LMCACHE_MP, LAYERWISE),
+    "miss": (PLAIN, LAYERWISE),
+}
 POOL_GIB = 4
 SPARE_BLOCKS = 16
 """Beyond what a part's requests fill: blocks that are freed late, because they are still being saved."""
@@ -56,6 +61,7 @@ class Sizes:
 
     tokens: int = 2048
     rounds: int = 9
+    shared_rounds: int = 5
     warm_ups: int = 2
     crowd_rounds: int = 12
     stored: int = 8
@@ -71,13 +77,19 @@ class Sizes:
         """Of each vLLM's cache: small, so that warm-ups touch all of it."""
         blocks = self.tokens // BLOCK_SIZE + 1
         short = crowd.MISS_TOKENS // BLOCK_SIZE + 1
-        needed = {"hit": 2 * blocks, "c8": crowd.HITS * blocks + 2 * crowd.MISSES * short, "miss": blocks}[part]
+        needed = {
+            "hit": 2 * blocks,
+            "shared": 2 * (shared.MOST_TOKENS // BLOCK_SIZE + 1),
+            "c8": crowd.HITS * blocks + 2 * crowd.MISSES * short,
+            "miss": blocks,
+        }[part]
         return max(needed + SPARE_BLOCKS, MAX_MODEL_LEN // BLOCK_SIZE + 1) * BLOCK_SIZE * TOKEN_BYTES
 
 
 QUICK = Sizes(
     tokens=512,
     rounds=2,
+    shared_rounds=1,
     warm_ups=1,
     crowd_rounds=2,
     stored=5,
@@ -93,8 +105,12 @@ QUICK = Sizes(
 
 def bench(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Takes the result as JSON.")],
-    parts: Annotated[str, typer.Option(help="Which of hit, c8, miss, with commas between.")] = "hit,c8,miss",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of hit and of c8; 9 and 12 if not given.")] = None,
+    parts: Annotated[
+        str, typer.Option(help="Which of hit, shared, c8, miss, with commas between.")
+    ] = "hit,shared,c8,miss",
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of hit, shared and c8; 9, 5 and 12 if not given.")
+    ] = None,
     pairs: Annotated[
         int | None,
         typer.Option(min=1, help="Pairs of miss; 1,200 short, 240 decoding and 36 long if not given, of 12 launches."),
@@ -108,7 +124,7 @@ def bench(
         raise typer.BadParameter(f"no part {unknown[0]!r}; there are: {', '.join(PARTS)}")
     sizes = QUICK if quick else Sizes()
     if rounds:
-        sizes = dataclasses.replace(sizes, rounds=rounds, crowd_rounds=rounds)
+        sizes = dataclasses.replace(sizes, rounds=rounds, shared_rounds=rounds, crowd_rounds=rounds)
     if pairs:
         turns = min(pairs, sizes.turns)
         sizes = dataclasses.replace(sizes, short_pairs=pairs, decoding_pairs=pairs, turns=turns, long_pairs=pairs)
@@ -152,6 +168,10 @@ def _measure(
         if part == "hit":
             result = hits.measure(
                 running, names, rounds=sizes.rounds, warm_ups=sizes.warm_ups, tokens=sizes.tokens, advance=advance
+            )
+        elif part == "shared":
+            result = shared.measure(
+                running, names, rounds=sizes.shared_rounds, warm_ups=sizes.warm_ups, advance=advance
             )
         else:
             result = crowd.measure(

@@ -20,7 +20,7 @@ BLOCK_SIZE = 32
 """Tokens of a block."""
 CHUNK_TOKENS = 256
 """LMCache's default, and what layerflow comes to with this block size."""
-MAX_MODEL_LEN = 2560
+MAX_MODEL_LEN = 3200
 TOKEN_BYTES = LAYERS * 2 * KV_HEADS * HEAD * 2
 
 ENVIRONMENT = {

@@ -39,12 +39,13 @@ def summary(
     :param hooks: by part, what vLLM spent in each hook, microseconds.
     :param about: sizes, versions, machine.
     """
-    hit, crowd, miss = (parts.get(name, {}) for name in ("hit", "c8", "miss"))
+    hit, shared, crowd, miss = (parts.get(name, {}) for name in ("hit", "shared", "c8", "miss"))
     ttft = hit.get("ttft_ms", {})
     return {
         "ttft_ms": {name: ttft.get(name) for name in ("cold", "prefix", "lmcache", "layerwise", "bulk")},
         "vs_lmcache": hit.get("vs_lmcache"),
         "vs_prefix": hit.get("vs_prefix"),
+        "vs_prefix_shared": {"ttft": shared.get("vs_prefix"), "tokens_hit": shared.get("tokens_hit")},
         "vs_lmcache_c8_p99": crowd.get("vs_lmcache_p99"),
         "miss_ratio": miss.get("miss_ratio"),
         "decode_ratio": miss.get("decode_ratio"),
@@ -95,6 +96,17 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
         for name, figures in hit["contenders"].items():
             if figures["loads"]:
                 table.add_row(f"overlap of its loads: {SHOWN[name]}", _number(figures["overlap"], 3))
+        yield table
+    if shared := result.get("shared"):
+        table = _table("Prompts that share a beginning, time to first token, ms",
+                       "", "median", "p25", "p75", "min", "max", "prompts", "tokens hit")  # fmt: skip
+        for kind, taken in shared["kinds"].items():
+            for name in (name for name in SHOWN if name in taken):
+                cells = _cells(taken[name]["ttft_ms"])
+                table.add_row(f"{kind}: {SHOWN[name]}", *cells, f"{taken[name]['cached']} of {taken[name]['asked']}")
+            if "vs_prefix_by_turn" in taken:
+                pairs = {point: taken["vs_prefix_by_turn"][point] for point in taken[name]["ttft_ms"]}
+                table.add_row(f"{kind}: layerflow ÷ vLLM's own", *_cells(pairs, 3), _number(taken["tokens_hit"], 3))
         yield table
     if crowd := result.get("c8"):
         table = _table(f"Eight at once, 5 hits of {crowd['tokens']} tokens, 3 misses of {crowd['miss_tokens']}: "

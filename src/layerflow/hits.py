@@ -218,6 +218,20 @@ def _sharing(pool: LookupSource, spec: ModelSpec, own: bytes, room: int) -> list
     return sorted(found, key=lambda each: (-each[0], not each[1]))
 
 
+def sharing_chunks(
+    pool: LookupSource, spec: ModelSpec, digests: Sequence[bytes], tokens: int, blocks: BlockDigests
+) -> Generator[None, None, list[bytes]]:
+    """Digests of other chunks that share blocks with the prompt's: of each of its chunks the two that share most."""
+    found: dict[bytes, None] = {}
+    for chunk in range(len(digests) + 1):
+        if chunk % (SLICE_KEYS // 8) == SLICE_KEYS // 8 - 1:
+            yield
+        ranked = _sharing(pool, spec, blocks.of(chunk), tokens - chunk * spec.chunk_tokens)
+        if ranked and not (chunk < len(digests) and ranked[0][2][1] == digests[chunk]):
+            found |= dict.fromkeys(digest for _, _, (_, digest) in ranked[:2])
+    return list(found)
+
+
 def _best(
     pool: LookupSource, spec: ModelSpec, ranked: list[tuple[int, bool, tuple[int, bytes]]]
 ) -> Iterator[tuple[int, tuple[int, bytes]]]:

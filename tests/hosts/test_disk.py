@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 
@@ -43,6 +44,23 @@ class TestDisk(BackendContract):
         bench = DiskBench(tmp_path / "tier")
         yield bench
         bench.close()
+
+
+def test_block_digests_survive_a_restart_and_a_file_without_them_is_read_as_before(bench):
+    digests = bytes(range(48))
+    with_them, without = (bench.thing(name, tokens=64) for name in ("with", "without"))
+    first = bench.first
+    places = [with_them.at(first, 0), without.at(first, 1 << 20)]
+    places[0] = dataclasses.replace(places[0], block_digests=digests)
+    put(bench, [with_them, without], [0, 1 << 20])
+    backend = first.backend
+    assert outcomes(backend.open_write(places, soon())) == [OK, OK]
+    assert outcomes(backend.write(places, 0, places[0].layers, soon())) == [OK, OK]
+    assert outcomes(backend.commit(places, soon())) == [OK, OK]
+    attached = bench.restart()
+    found = {entry.key: entry.block_digests for entry in attached.index}
+    assert found == {with_them.key: digests, without.key: b""}
+    assert [outcome for outcome, _ in load(bench, bench.first, [with_them, without], ARENA // 2, (1, 2))] == [OK, OK]
 
 
 def test_a_restart_finds_everything(bench):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -284,6 +287,90 @@ def test_a_chunk_that_left_between_lookup_and_load_fails_its_blocks_alone(embed:
         assert worker.agent.wait_idle(run.name, 20)
         again = worker.prompt(40, like=stored, shared=28)
         assert worker.serve(again).hit.tokens == 16, "what is hidden is offered no more"
+
+
+def test_a_disk_remembers_blocks_over_a_restart(embed: Embed, tmp_path: Path) -> None:
+    """And chunks that left the arena are brought back for a hit that ends in their middle."""
+    disk = {**PATIENT, "pool__size": "4MiB", "pool__lookup_timeout_ms": 10_000}
+    disk["pool__disk"] = {"path": str(tmp_path / "tier"), "capacity": 256 << 20}
+    server = embed(**disk)
+    with make(server) as worker:
+        assert eventually(lambda: tier_of(server)["up"])
+        prompts = [worker.prompt(61) for _ in range(3)]
+        for prompt in prompts:
+            worker.serve(prompt)
+        assert eventually(lambda: tier_of(server)["indexed_objects"] == 3 * 4)
+        server.call(server.server.pool.clear)  # as if other prompts had driven them out
+        assert worker.serve(worker.prompt(70, like=prompts[0], shared=42)).hit.tokens == 40
+        server.call(server.server.pool.clear)
+        assert worker.serve(worker.prompt(70, like=prompts[0], shared=58)).hit.tokens == 56
+        assert eventually(lambda: not tier_of(server)["writing_jobs"])
+    server.close()
+    server = embed(**disk)
+    with make(server) as worker:
+        assert eventually(lambda: tier_of(server)["indexed_objects"] >= 3 * 4)
+        other = worker.prompt(70, like=prompts[1], shared=42)
+
+        def hit() -> int:
+            name = f"look-{next(numbers)}"
+            found = worker.agent.lookup(name, other).tokens
+            worker.agent.drop_lease(name)
+            return found
+
+        numbers = itertools.count()
+        assert eventually(lambda: hit() == 40), "the block digests of its files are read a moment later"
+        assert worker.serve(other).hit.tokens == 40
+        assert worker.serve(worker.prompt(70, like=prompts[2], shared=61)).hit.tokens == 61
+
+
+def tier_of(server: EmbeddedServer) -> dict[str, Any]:
+    seen = observe(server)
+    try:
+        return seen.status()["tier"]
+    finally:
+        seen.close()
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_every_rank_must_have_the_chunk(embed: Embed, window: int) -> None:
+    server = embed(**PATIENT)
+    shards = [Shard(rank, 2) for rank in range(2)]
+    specs = [small_spec(4, 4, 16, row=8, window=window, shard=shard) for shard in shards]
+    with contextlib.ExitStack() as ranks:
+        one, two = (ranks.enter_context(worker_on(server, spec=spec, lookup_timeout_s=30.0)) for spec in specs)
+        stored = one.prompt(40)
+        others = [one.prompt(50, like=stored, shared=30) for _ in range(3)]
+        one.serve(stored)
+        assert one.serve(others[0]).hit.tokens == 0
+        two.serve(stored)
+        for worker, other in zip((two, one, two), others, strict=True):
+            run = worker.admit(other)
+            with worker.agent.open_step([run.request()], None) as step:
+                assert worker.forward(step, [run]) == 0
+            assert (run.hit.tokens, run.failed) == (28, {})
+            assert worker.agent.wait_idle(run.name, 20)
+
+
+def test_a_corrupted_chunk_is_computed_and_not_offered_again(embed: Embed, tmp_path: Path) -> None:
+    server = embed(**PATIENT, pool__disk={"path": str(tmp_path / "tier")}, pool__lookup_timeout_ms=10_000)
+    with make(server) as worker:
+        assert eventually(lambda: tier_of(server)["up"])
+        stored = worker.prompt(61)
+        worker.serve(stored)
+        assert eventually(lambda: tier_of(server)["indexed_objects"] == 4)
+        server.call(server.server.pool.clear)
+        (file,) = (tmp_path / "tier").rglob(f"{stored.digests[1].hex()}*")
+        data = bytearray(file.read_bytes())
+        data[100] ^= 1
+        file.write_bytes(data)
+        other = worker.prompt(70, like=stored, shared=26)
+        run = worker.admit(other)
+        assert run.hit.tokens == 24
+        with worker.agent.open_step([run.request()], None) as step:
+            worker.forward(step, [run])
+        assert set(run.failed[0]) == {4, 5}, "of the broken object's blocks those that were asked for"
+        assert worker.agent.wait_idle(run.name, 20)
+        assert worker.serve(other).hit.tokens == 16
 
 
 def test_a_hit_of_another_prompt_is_refused() -> None:

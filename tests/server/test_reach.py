@@ -12,14 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerflow.agent.connection.control_connection import hit_of as hit_of_prompt
+from layerflow.agent.connection.control_connection import lookup_of
 from layerflow.config.settings import PoolSettings
-from layerflow.hits import find_hit
-from layerflow.keys import object_key
+from layerflow.hits import BlockDigests, find_hit
+from layerflow.keys import Chain, object_key
 from layerflow.pool.arena import Arena as PoolArena
-from layerflow.pool.base import Tail
+from layerflow.pool.base import Child, Tail
 from layerflow.pool.memory import MemoryPool
 from layerflow.server.lookup import FEW_CHUNKS, TieredLookup, ask_tier
 from layerflow.server.tier import tier as real
+from layerflow.server.tier.index import SharedBlocks
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from layerflow.wire.host_messages import Ask, Present
 
@@ -46,6 +49,9 @@ class Arena:
 
     def tails(self, parent: bytes) -> list[Tail]:
         return []
+
+    def sharing(self, block: bytes) -> Iterator[Child]:
+        return iter(())
 
 
 class Tier(Arena):
@@ -200,3 +206,41 @@ async def test_a_question_past_its_deadline_is_not_asked(tier):
     answers: list[frozenset[bytes]] = []
     asked.ask([bytes(24)], answers.append, time.monotonic())
     assert answers == [frozenset()] and not sent
+
+
+class Remembering(Tier):
+    """Lists nothing, and remembers what it was given."""
+
+    def __init__(self, spec: ModelSpec, stored: Sequence[Chain]) -> None:
+        self.recent = SharedBlocks(100)
+        keys = []
+        for chain in stored:
+            keys += keys_of(spec, [*chain.digests, chain.tail] if chain.tail else chain.digests)
+            for chunk, digest in enumerate(chain.digests):
+                child = Child(CHUNK, object_key(digest, 0, spec.shard), chain.block_digests(chunk, BLOCK))
+                self.recent.add(child)
+        super().__init__(keys)
+
+    def sharing(self, block: bytes) -> Iterator[Child]:
+        return self.recent.sharing(block)
+
+
+@pytest.mark.parametrize("chunks", [2, 60])
+@pytest.mark.parametrize("gone", [False, True])
+def test_of_a_pool_that_lists_nothing_hits_end_at_blocks_of_what_was_written(chunks: int, gone: bool) -> None:
+    """With no more questions, and not of what the pool has evicted since."""
+    spec = spec_of([0], shards=2)
+    stored = Chain(ROOT, range((chunks + 1) * CHUNK), CHUNK)
+    prompt = Chain(ROOT, [*range(chunks * CHUNK + BLOCK + 1), 10**6, 10**6], CHUNK)
+    tier = Remembering(spec, [stored])
+    if gone:
+        tier.keys -= {object_key(stored.digests[-1], 0, Shard(1, 2))}
+    asked = lookup_of(1, "r", prompt, 1, spec.block_tokens)
+    blocks = BlockDigests(asked.blocks_from, asked.block_digests, CHUNK // BLOCK)
+    answers: list[frozenset[bytes]] = []
+    told = prompt.digests, len(prompt), prompt.tail
+    run(ask_tier(Arena(), tier, spec, told, answers.append, run, blocks=blocks))  # type: ignore[arg-type]
+    there = TieredLookup(Arena(), tier, answers[0])  # type: ignore[arg-type]
+    found = find_hit(there, spec, ROOT, prompt.digests, len(prompt), prompt.tail, blocks)
+    assert hit_of_prompt(found, prompt, spec).tokens == chunks * CHUNK + (0 if gone else BLOCK)
+    assert len(tier.asked) == (1 if chunks < FEW_CHUNKS else 2)

@@ -79,6 +79,8 @@ class ObjectLocation:
     :param blocks: blocks in each layer; in the header.
     :param tokens: tokens of the chunk; 0 where the reader does not know.
     :param parent: 24-byte key of what precedes a partial chunk; ``b""`` for a full one.
+    :param block_digests: the digest after each of the chunk's blocks, kept with some objects; a backend with an index
+        of its own keeps them too.
     """
 
     key: bytes
@@ -89,6 +91,7 @@ class ObjectLocation:
     blocks: int
     tokens: int = 0
     parent: bytes = b""
+    block_digests: bytes = b""
 
     @property
     def nbytes(self) -> int:

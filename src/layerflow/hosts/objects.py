@@ -41,12 +41,14 @@ def places_of(objects: Objects, arena: SharedMemory) -> list[ObjectLocation]:
             f"a job of {len(keys)} keys, {len(offsets)} offsets, {len(sizes)} sizes, {len(blocks)} block counts and "
             f"{len(tokens)} token counts over {objects.layers} layers"
         )
-    parents = dict(objects.parents)
+    parents, digests = dict(objects.parents), dict(objects.block_digests)
     if any(not 0 <= at < len(keys) or len(parent) != KEY_BYTES for at, parent in parents.items()):
         raise ProtocolError(f"a job of {len(keys)} keys with a parent at no position of it, or of the wrong size")
     base = arena.address
     places = [
-        ObjectLocation(key, offset, base + offset, size, objects.layers, count, length, parents.get(at, b""))
+        ObjectLocation(
+            key, offset, base + offset, size, objects.layers, count, length, parents.get(at, b""), digests.get(at, b"")
+        )
         for at, (key, offset, size, count, length) in enumerate(zip(keys, offsets, sizes, blocks, tokens, strict=True))
     ]
     for place in places:
@@ -59,7 +61,7 @@ def places_of(objects: Objects, arena: SharedMemory) -> list[ObjectLocation]:
 
 
 PIECE = 4096
-"""Entries of one message: some 130 KB."""
+"""Entries of one message: some 130 KB, and some 260 bytes more for each that has block digests."""
 
 
 class IndexReporter:
@@ -120,7 +122,9 @@ class IndexReporter:
         with self._lock:
             if self._entries is not None:
                 for place in places:
-                    self._entries[place.key] = IndexEntry(place.key, place.blocks, place.tokens, place.parent)
+                    self._entries[place.key] = IndexEntry(
+                        place.key, place.blocks, place.tokens, place.parent, place.block_digests
+                    )
             self._tell(report)
 
     def _say(self) -> None:
@@ -138,5 +142,8 @@ class IndexReporter:
                     pack_u32([entry.tokens for entry in piece]),
                     tuple((position, entry.parent) for position, entry in enumerate(piece) if entry.parent),
                     at + PIECE >= len(entries),
+                    tuple(
+                        (position, entry.block_digests) for position, entry in enumerate(piece) if entry.block_digests
+                    ),
                 )
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from layerflow.hits import NO_BLOCKS, SLICE_KEYS, BlockDigests, HitLength, LookupSource, search_hit
+from layerflow.hits import NO_BLOCKS, SLICE_KEYS, BlockDigests, HitLength, LookupSource, search_hit, sharing_chunks
 from layerflow.keys import object_key
 from layerflow.objects import object_bytes
 from layerflow.pool import base
@@ -111,6 +111,7 @@ def ask_tier(
     then: Callable[[frozenset[bytes]], None],
     go: Callable[[Generator[None, None, None]], None],
     *,
+    blocks: BlockDigests = NO_BLOCKS,
     direct: bool = False,
 ) -> Generator[None, None, None]:
     """Ask for what the tier may add to a hit, in at most two questions. In slices, as :func:`.hits.search_hit`.
@@ -118,11 +119,13 @@ def ask_tier(
     A group that needs every chunk from the first on ends the hit at the first chunk that is missing. So of a long
     prompt some chunks at doubling distances are asked for first, and the others only up to the first of those that is
     missing: twice the hit's chunks at most, and a few where nothing is stored. All of a hit's chunks are asked for:
-    what a pool evicts is not always the end of a prompt, and a hit that cannot be loaded costs more than keys.
+    what a pool evicts is not always the end of a prompt, and a hit that cannot be loaded costs more than keys. With the
+    rest are asked for chunks of other prompts that begin as the prompt's next one, where this server knows some.
 
     :param prompt: digests of the full chunks, tokens, and the digest of its last, partial chunk (or ``b""``).
     :param then: told the keys that the tier has, once, within ``pool.lookup_timeout_ms``.
     :param go: runs what is left to do, slice by slice, once the first question is answered.
+    :param blocks: the prompt's, to find these.
     :param direct: for workers to whom the arena does not matter.
     """
     digests, tokens, own = prompt
@@ -131,17 +134,19 @@ def ask_tier(
     prefixes = [group for group in every if not spec.groups[group].rules.first_token(tokens)]
     known: LookupSource = TierLookup(tier) if direct else TieredLookup(pool, tier)
     first = yield from unknown_keys(known, spec, digests, prefixes)
+    others = yield from sharing_chunks(known, spec, digests, tokens, blocks)
+    more = [digest for digest in (own, *others) if digest]
     lacking = [chunk for chunk, keys in enumerate(first) if keys]
     if len(lacking) <= FEW_CHUNKS:
-        asked = yield from unknown_keys(known, spec, [*digests, own] if own else digests, every)
+        asked = yield from unknown_keys(known, spec, list(dict.fromkeys([*digests, *more])), every)
         tier.ask(list(chain.from_iterable(asked)), then, until)
         return
     probed = [lacking[at] for at in (*doubling(len(lacking) - 1), len(lacking) - 1)]
 
     def ask_rest(found: frozenset[bytes]) -> Generator[None, None, None]:
         end = next((chunk for chunk in probed if not found.issuperset(first[chunk])), len(digests))
-        left = digests[:end] if end < len(digests) or not own else [*digests, own]
-        asked = yield from unknown_keys(known, spec, left, every)
+        left = [*digests[:end], *(more if end == len(digests) else others)]
+        asked = yield from unknown_keys(known, spec, list(dict.fromkeys(left)), every)
         keys = [key for key in chain.from_iterable(asked) if key not in found]
         tier.ask(keys, lambda more: then(found | more), until)
 

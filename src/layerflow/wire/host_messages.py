@@ -33,6 +33,7 @@ class Objects(msgspec.Struct, array_like=True, frozen=True):
     :param layer_bytes: u64 each.
     :param tokens: u32 each; 0 = unknown to the reader.
     :param parents: for partial chunks: (position, 24-byte key).
+    :param block_digests: (position, digests): see :class:`layerflow.pool.base.NewObject`.
     """
 
     layers: int
@@ -42,6 +43,7 @@ class Objects(msgspec.Struct, array_like=True, frozen=True):
     layer_bytes: bytes
     tokens: bytes
     parents: tuple[tuple[int, bytes], ...] = ()
+    block_digests: tuple[tuple[int, bytes], ...] = ()
 
 
 # To the host -----------------------------------------------------------------------------------
@@ -173,13 +175,15 @@ class Down(msgspec.Struct, tag="down", frozen=True):
 
 
 class Indexed(msgspec.Struct, tag="held", frozen=True):
-    """What a backend with an index holds: keys (24 bytes each), blocks and tokens (u32 each), parents of tails."""
+    """What a backend with an index holds: keys (24 bytes each), blocks and tokens (u32 each), parents of tails, block
+    digests. An object that is told again replaces what was told of it."""
 
     keys: bytes
     blocks: bytes
     tokens: bytes
     parents: tuple[tuple[int, bytes], ...] = ()
     last: bool = True
+    block_digests: tuple[tuple[int, bytes], ...] = ()
 
 
 class Evicted(msgspec.Struct, tag="gone", frozen=True):

@@ -74,12 +74,14 @@ class PresenceView:
 
     def end(self, chain: Chain) -> int | None:
         """The chunk with which the prompt leaves what is stored, as far as one sees; None: one cannot see."""
-        group = self._whole_group
+        table, group, shards = self._table, self._whole_group, self._spec.shard.peers()
         if group is None:
             return None
-        return bisect.bisect_left(
-            chain.digests, True, key=lambda digest: not self._table.may_hold(object_key(digest, group, self._shard))
-        )
+
+        def lacking(digest: bytes) -> bool:
+            return not all(table.may_hold(object_key(digest, group, shard)) for shard in shards)
+
+        return bisect.bisect_left(chain.digests, True, key=lacking)
 
     def _may_share(self, chain: Chain, chunk: int) -> bool:
         """May something be stored that begins with the block behind `chunk` full chunks?"""

@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 
 from layerflow.hosts.backend import Unreachable, Unusable
-from layerflow.hosts.disk.format import FORMAT, StoredFile, parse_name
+from layerflow.hosts.disk.format import FORMAT, StoredFile, parse_name, unpack_sums
 
 log = structlog.get_logger(__name__)
 
@@ -120,6 +120,20 @@ class Folder:
                     nbytes += stored.room
             progress(len(found) - before, nbytes)
         return [stored for _, stored in sorted(found.values(), key=_moment)]
+
+    def block_digests(self, stored: StoredFile) -> bytes:
+        """Those of a complete file; empty: it is gone, or its end is not its own, which a read will tell."""
+        try:
+            fd = self.open_whole(stored)
+        except FileNotFoundError:
+            return b""
+        try:
+            said = unpack_sums(
+                stored.name, os.pread(fd, stored.end_bytes, stored.nbytes - stored.end_bytes), stored.layers
+            )
+        finally:
+            os.close(fd)
+        return said[1] if said is not None else b""
 
     def same(self) -> bool:
         """Whether this is still the folder that was opened and is held, and not an empty mount point or a new one.

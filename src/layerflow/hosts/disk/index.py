@@ -109,6 +109,17 @@ class DiskIndex:
                     self._policy.park(stored)
                     self._policy.unpark(stored)
 
+    def describe(self, described: Iterable[tuple[StoredFile, bytes]]) -> bool:
+        """Block digests were read of files that were found. False: none of them is held any more."""
+        with self.lock:
+            known = []
+            for stored, digests in described:
+                if self._held.get(stored.key) is stored:
+                    stored.block_digests = digests
+                    known.append(entry_of(stored))
+            self._found(known)
+            return bool(known)
+
     def shrink_to_capacity(self, most: int) -> list[StoredFile]:
         """Evict what is too much, at most so many objects; they must be removed."""
         with self.lock:
@@ -267,4 +278,4 @@ class DiskIndex:
 
 def entry_of(stored: StoredFile) -> IndexEntry:
     """As the server is told of it."""
-    return IndexEntry(stored.key, stored.blocks, stored.tokens, stored.parent)
+    return IndexEntry(stored.key, stored.blocks, stored.tokens, stored.parent, stored.block_digests)

@@ -12,7 +12,7 @@ import structlog
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus
 from layerflow.hosts.disk.folder import Folder
-from layerflow.hosts.disk.format import StoredFile, checksum, sums_bytes, unpack_sums
+from layerflow.hosts.disk.format import StoredFile, checksum, unpack_sums
 from layerflow.hosts.disk.index import DiskIndex
 from layerflow.keys import describe_key
 from layerflow.memfd import SharedMemory
@@ -76,13 +76,13 @@ class DiskReads:
         return result
 
     def _open_file(self, place: ObjectLocation, stored: StoredFile) -> ObjectResult:
-        fd, end = -1, sums_bytes(stored.layers)
+        fd, end = -1, stored.end_bytes
         try:
             fd = self._folder().open_whole(stored)
-            sums = unpack_sums(stored.name, os.pread(fd, end, stored.nbytes - end))
-            if sums is None or len(sums) != 1 + stored.layers:
+            said = unpack_sums(stored.name, os.pread(fd, end, stored.nbytes - end), stored.layers)
+            if said is None:
                 return self._broken(stored, "its checksums are not its own")
-            self._open[place.key, place.offset] = Reading(stored, fd, sums)
+            self._open[place.key, place.offset] = Reading(stored, fd, said[0])
             fd = -1
             return OK
         except OSError as error:

@@ -8,6 +8,7 @@ import time
 import structlog
 
 from layerflow.hosts.disk.folder import Folder
+from layerflow.hosts.disk.format import StoredFile
 from layerflow.hosts.disk.index import DiskIndex
 
 log = structlog.get_logger(__name__)
@@ -15,6 +16,8 @@ log = structlog.get_logger(__name__)
 BATCH = 4096
 """Objects that enter the index under one holding of its lock; as many as one message to the server names."""
 REMOVE_BATCH = 64
+DESCRIBED = 256
+"""Objects whose block digests are told at once."""
 
 
 class Scan:
@@ -79,6 +82,15 @@ class Scan:
             removed=removed,
             took_s=round(time.monotonic() - self._began, 3),
         )
+        self._describe([stored for stored in reversed(found) if stored.digests])
+
+    def _describe(self, found: list[StoredFile]) -> None:
+        """Block digests are in the files: a read of each that has some, the newest first. They are offered whole until
+        then."""
+        for at in range(0, len(found), DESCRIBED):
+            few = [(stored, self._folder.block_digests(stored)) for stored in found[at : at + DESCRIBED]]
+            if not self._index.describe(few):  # another scan reads the folder, which was opened anew
+                raise _Superseded
 
     def _count(self, objects: int, nbytes: int) -> None:
         self.objects += objects

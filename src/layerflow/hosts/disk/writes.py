@@ -124,7 +124,7 @@ class DiskWrites:
         header = bytes(self._view[place.offset : place.offset + HEADER_BYTES])
         try:
             _write_from(writing.fd, memoryview(header), 0)
-            end = pack_sums(stored.name, [checksum(header), *writing.sums])
+            end = pack_sums(stored.name, [checksum(header), *writing.sums], stored.block_digests)
             _write_from(writing.fd, memoryview(end), stored.nbytes - len(end))
             fd, writing.fd = writing.fd, -1
             os.close(fd)  # some file systems say only now that a write failed

@@ -96,7 +96,9 @@ class Lookups:
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
         prompt_digests = digests, message.tokens, message.tail
         go = functools.partial(self._go_on, number, message)
-        yield from ask_tier(context.pool, context.tier, session.spec, prompt_digests, answer, go, direct=direct)
+        yield from ask_tier(
+            context.pool, context.tier, session.spec, prompt_digests, answer, go, blocks=blocks, direct=direct
+        )
 
     def _go_on(self, number: int, message: wire.Lookup, work: Work) -> None:
         """Go on with a client's lookup, in its turn, once something it waited for has come."""

@@ -236,4 +236,5 @@ def describe(placed: Sequence[tuple[NewObject, int]], layers: int) -> Objects:
         pack_u64([(new.nbytes - HEADER_BYTES) // layers for new in objects]),
         pack_u32([new.tokens for new in objects]),
         tuple((position, new.parent) for position, new in enumerate(objects) if new.parent),
+        tuple((position, new.block_digests) for position, new in enumerate(objects) if new.block_digests),
     )

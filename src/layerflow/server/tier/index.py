@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from layerflow.hosts.backend import IndexEntry
 from layerflow.keys import DIGEST_BYTES
 from layerflow.pool.base import Child, Tail
 
 MAX_HIDDEN_KEYS = 65_536
+MAX_RECENT_CHUNKS = 16_384
+"""Chunks of a pool that lists nothing, of which is remembered with which blocks they begin: some 700 bytes each."""
 
 
 class TierIndex:
@@ -19,7 +20,7 @@ class TierIndex:
     def __init__(self) -> None:
         self._entries: dict[bytes, IndexEntry] = {}
         self._tails: dict[bytes, dict[bytes, int]] = {}
-        self._sharing: dict[bytes, dict[bytes, None]] = {}  # keys by the digest of the chunk's first block
+        self._shared = SharedBlocks()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -35,22 +36,25 @@ class TierIndex:
             if entry.parent:
                 self._tails.setdefault(entry.parent, {})[entry.key] = entry.tokens
             if entry.block_digests:
-                self._sharing.setdefault(entry.block_digests[:DIGEST_BYTES], {})[entry.key] = None
+                self._shared.add(Child(entry.tokens, entry.key, entry.block_digests))
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """These are not (any more)."""
         for key in keys:
             entry = self._entries.pop(key, None)
             if entry is not None and entry.parent:
-                _leave(self._tails, entry.parent, key)
+                siblings = self._tails[entry.parent]
+                del siblings[key]
+                if not siblings:
+                    del self._tails[entry.parent]
             if entry is not None and entry.block_digests:
-                _leave(self._sharing, entry.block_digests[:DIGEST_BYTES], key)
+                self._shared.discard(key)
 
     def clear(self) -> None:
         """Nothing is known."""
         self._entries.clear()
         self._tails.clear()
-        self._sharing.clear()
+        self._shared = SharedBlocks()
 
     def tails(self, parent: bytes) -> list[Tail]:
         """Partial chunks that follow `parent`."""
@@ -58,15 +62,40 @@ class TierIndex:
 
     def sharing(self, block: bytes) -> Iterator[Child]:
         """Chunks whose first block has this digest, newest first."""
-        for key in reversed(self._sharing.get(block, {})):
-            entry = self._entries[key]
-            yield Child(entry.tokens, key, entry.block_digests)
+        return self._shared.sharing(block)
 
 
-def _leave(books: dict[bytes, dict[bytes, Any]], page: bytes, key: bytes) -> None:
-    del books[page][key]
-    if not books[page]:
-        del books[page]
+class SharedBlocks:
+    """Chunks by the digest of their first block.
+
+    :param most: the oldest are forgotten beyond so many; 0 = none is.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        self._most = most
+        self._children: OrderedDict[bytes, Child] = OrderedDict()
+        self._by_block: dict[bytes, dict[bytes, None]] = {}
+
+    def add(self, child: Child) -> None:
+        """One more, the newest."""
+        self.discard(child.key)
+        self._children[child.key] = child
+        self._by_block.setdefault(child.block_digests[:DIGEST_BYTES], {})[child.key] = None
+        if self._most and len(self._children) > self._most:
+            self.discard(next(iter(self._children)))
+
+    def discard(self, key: bytes) -> None:
+        """It is gone, if it was there."""
+        child = self._children.pop(key, None)
+        if child is not None:
+            block = child.block_digests[:DIGEST_BYTES]
+            del self._by_block[block][key]
+            if not self._by_block[block]:
+                del self._by_block[block]
+
+    def sharing(self, block: bytes) -> Iterator[Child]:
+        """Chunks whose first block has this digest, newest first."""
+        return (self._children[key] for key in reversed(self._by_block.get(block, {})))
 
 
 class NegativeCache:

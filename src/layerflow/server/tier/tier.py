@@ -23,7 +23,7 @@ from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.pool.base import Child, NewObject, Owner, Pool, Tail
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
-from layerflow.server.tier.index import NegativeCache, TierIndex
+from layerflow.server.tier.index import MAX_RECENT_CHUNKS, NegativeCache, SharedBlocks, TierIndex
 from layerflow.server.tier.process import HostProcess
 from layerflow.server.tier.questions import Questions
 from layerflow.server.tier.statistics import TierStatistics
@@ -75,6 +75,7 @@ class Tier:
         self._outcomes: Counter[str] = Counter()
         self._log = structlog.get_logger("layerflow.server.tier.tier")
         self._index = TierIndex()
+        self._recent = SharedBlocks(MAX_RECENT_CHUNKS)  # of a backend without an index: what this server wrote to it
         self._failed_reads = NegativeCache()
         self._clearing: dict[int, asyncio.Future[Cleared]] = {}
         self._numbers = 0
@@ -128,8 +129,9 @@ class Tier:
         return self._index.tails(parent) if self.up else []
 
     def sharing(self, block: bytes) -> Iterator[Child]:
-        """Chunks whose first block has this digest and that can be brought, newest first."""
-        return self._index.sharing(block) if self.up else iter(())
+        """Chunks whose first block has this digest, newest first. Whether they are there is to be asked."""
+        known = self._index if self.indexed else self._recent
+        return known.sharing(block) if self.up else iter(())
 
     # Loads ---------------------------------------------------------------------------------------
 
@@ -336,10 +338,11 @@ class Tier:
                 waiting.set_result(Cleared(number, 0, reason))
 
     def _hold(self, message: Indexed) -> None:
-        parents = dict(message.parents)
+        parents, digests = dict(message.parents), dict(message.block_digests)
         rows = zip(split_keys(message.keys), unpack_u32(message.blocks), unpack_u32(message.tokens), strict=True)
         self._index.add(
-            IndexEntry(key, blocks, tokens, parents.get(at, b"")) for at, (key, blocks, tokens) in enumerate(rows)
+            IndexEntry(key, blocks, tokens, parents.get(at, b""), digests.get(at, b""))
+            for at, (key, blocks, tokens) in enumerate(rows)
         )
         self.up = self.up or message.last
 
@@ -355,6 +358,8 @@ class Tier:
         self._failed_reads.discard(new.key)
         if self.indexed:
             self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent, new.block_digests)])
+        elif new.block_digests:
+            self._recent.add(Child(new.tokens, new.key, new.block_digests))
 
     def _write_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()
