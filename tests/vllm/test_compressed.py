@@ -97,7 +97,7 @@ def _translated(config: Any, cache: Any, views: dict[str, torch.Tensor]) -> layo
         patch.setattr(layouts, "content_of", lambda *_: "deepseek-v4-flash")
         patch.setattr(layouts, "arithmetic_of", lambda *_: "")
         patch.setattr(layouts, "_packing", lambda *_: "packed")
-        config.model_config = SimpleNamespace(served_model_name="v4", model="v4")
+        config.model_config = SimpleNamespace(served_model_name="v4", model="v4", get_total_num_kv_heads=lambda: 1)
         return layouts.layout_of(config, cache, views, Options())
 
 
