@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("f30a70dea379d0c5c51223bbffcfde78")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("ce99478acb4d474a301f7c9b536fdf05")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10

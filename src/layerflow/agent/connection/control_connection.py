@@ -20,7 +20,7 @@ from layerflow.agent.connection.handshake import ClientKeys, Handshake, dial, fe
 from layerflow.agent.values import Hit
 from layerflow.errors import LayerflowError, ServerLost
 from layerflow.hits import HitLength, find_hit
-from layerflow.keys import DIGEST_BYTES, Chain, object_key
+from layerflow.keys import DIGEST_BYTES, Chain, object_key, several_key
 from layerflow.memfd import SharedMemory
 from layerflow.presence import Presence
 from layerflow.spec import ModelSpec, Shard
@@ -51,6 +51,7 @@ class PresenceView:
         whole = [n for n, group in enumerate(spec.groups) if not (group.rules.windowed or group.rules.exact)]
         self._whole_group = whole[0] if whole else None
         self._shard = spec.shard.peers()[0]
+        self._several = several_key(spec.fingerprint)
 
     def misses(self, chain: Chain) -> bool:
         """Is nothing of this prompt stored, for certain?
@@ -59,6 +60,8 @@ class PresenceView:
         follows nothing. Where no group reads all tokens, a hit may begin anywhere: only the server knows.
         """
         table, group, shard = self._table, self._whole_group, self._shard
+        if table.may_hold(self._several):
+            return False
         if group is None or (chain.digests and table.may_hold(object_key(chain.digests[0], group, shard))):
             return False
         # As the server looks for tails: under the first group and shard. Of the prompt's own beginnings only those are
@@ -72,6 +75,8 @@ class PresenceView:
     def hit(self, chain: Chain) -> Hit | None:
         """The longest hit, by what the table shows now; None: it cannot tell, or the prompt is too long to look."""
         shards = self._spec.shard.peers()
+        if self._table.may_hold(self._several):
+            return None
         if len(chain.digests) * len(self._spec.groups) * len(shards) > MOST_LOOKS:
             return None
         seen = _SeenKeys(self._table, chain, self._shard)
