@@ -98,13 +98,13 @@ class CoveringPool(MemoryPool):
 
     def _sources(self, key: bytes) -> list[tuple[Box, bytes]]:
         """Complete objects that together cover the key's; none if something is missing."""
+        ready, digest = self._directory.ready, key[:DIGEST_BYTES]
         for box, others in self._boxes_of(key):
-            named = [(other, key[:DIGEST_BYTES] + end) for other, end in others]
-            ready = super().lookup([name for _, name in named])
-            there = [each for each, complete in zip(named, ready, strict=True) if complete]
-            pieces, missing = cover(box, tuple(other for other, _ in there))
-            if not missing:
-                return [there[source] for source in dict.fromkeys(piece.source for piece in pieces)]
+            there = [(other, name) for other, end in others if (name := digest + end) in ready]
+            if there:
+                pieces, missing = cover(box, tuple(other for other, _ in there))
+                if not missing:
+                    return [there[source] for source in dict.fromkeys(piece.source for piece in pieces)]
         return []
 
     def _others(self, key: bytes) -> list[tuple[Box, bytes]]:
