@@ -230,6 +230,11 @@ def object_key(digest: bytes, group: int, shard: Shard) -> bytes:
     return digest + _suffix(group, shard)
 
 
+def several_key(fingerprint: bytes) -> bytes:
+    """What stands in the presence table once a model runs in several partitions: then it does not tell of a miss."""
+    return fingerprint + b"\xff" * (KEY_BYTES - DIGEST_BYTES)
+
+
 @functools.lru_cache(4096)
 def _suffix(group: int, shard: Shard) -> bytes:
     """Little-endian, from the lowest bit: group 16; first head, or tensor rank, 16; first layer, or pipeline rank, 12;

@@ -175,6 +175,16 @@ class Shard(msgspec.Struct, frozen=True, cache_hash=True):
         before, layers = sum(self.stages[group][: self.pp_rank]), self.stages[group]
         return before, before + layers[self.pp_rank], sum(layers)
 
+    @property
+    def shareable(self) -> bool:
+        """Workers of other tensor and pipeline sizes can read its objects, and it theirs."""
+        return bool(self.stages) and all(self.heads) and bool(self.heads)
+
+    def box(self, group: int) -> Box:
+        """The layers and heads of a group that are here; `stages` must be known."""
+        first, end, _ = self.span_of(group)
+        return worker_box((first, end), self.heads_of(group) or self.tp_size, self.tp_rank, self.tp_size)
+
     def copy_of(self, group: int) -> Replica:
         """Which of the tensor ranks that have the same objects of a group this is."""
         heads = self.heads_of(group)
@@ -264,8 +274,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def box(self, group: int) -> Box:
         """The layers and heads that this worker holds of a group; where it cannot be cut, ranks count as heads."""
         shard = self.shard
-        first, end, _ = shard.span_of(group)
-        span = (first, end) if shard.stages else (0, len(self.groups[group].layers))
+        if shard.stages:
+            return shard.box(group)
+        span = 0, len(self.groups[group].layers)
         return worker_box(span, shard.heads_of(group) or shard.tp_size, shard.tp_rank, shard.tp_size)
 
     @property

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from layerflow.boxes import HeadAxis
+from layerflow.connectors.vllm import heads
 from layerflow.connectors.vllm.heads import group_axis, wanted_layout
 
 BLOCKS = 5
@@ -92,8 +93,11 @@ def test_a_draft_model_and_recurrent_state_bind_to_the_tensor_size() -> None:
     assert "recurrent state" in group_axis(config(), "state", layers(cache()), BLOCKS).refusal
 
 
-def test_the_layout_asked_for() -> None:
+def test_the_layout_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "_LAYOUTS", "layerflow")  # a vLLM that names its layouts
     assert wanted_layout(config()) == "LBHNC"
     latent, unknown = config(), config()
     latent.model_config.use_mla, unknown.model_config = True, None
     assert wanted_layout(latent) is None and wanted_layout(unknown) is None
+    monkeypatch.setattr(heads, "_LAYOUTS", "no_such_module")
+    assert wanted_layout(config()) is None

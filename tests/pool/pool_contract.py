@@ -11,7 +11,7 @@ import pytest
 
 from layerflow.errors import PoolError
 from layerflow.objects import HEADER_BYTES, check_header
-from layerflow.pool.base import NewObject, Pool, Reservation, ReserveStatus
+from layerflow.pool.base import Located, NewObject, Pool, Reservation, ReserveStatus
 
 OBJECT = 4096  # bytes of an ordinary object in these tests
 WRITER, READER, OTHER = ("session", 1), ("engine", "a", "request-1"), ("engine", "b", "request-2")
@@ -73,7 +73,7 @@ class PoolContract:
     def test_place_and_shape_come_back(self, pool):
         one = new("one", tokens=100, blocks=7)
         [offset] = self.store(pool, one)
-        assert pool.acquire([key_of("absent"), one.key], READER, 9.0) == [None, (offset, 7, 100)]
+        assert pool.acquire([key_of("absent"), one.key], READER, 9.0) == [None, Located(offset, 7, 100)]
 
     def test_header_is_in_the_arena_at_commit_not_before(self, pool, bench):
         one = new("one")

@@ -47,6 +47,7 @@ def test_a_rank_whose_equals_are_gone_stores_all(embed: Embed) -> None:
     first, *others = ranks_on(server, 1, 3)
     for other in others:
         other.agent.close()
+    assert eventually(lambda: sum(session["memory"] for session in control.status()["sessions"]) == 1)
     chain = first.prompt(TOKENS)
     first.serve(chain, look=False)
     assert first.serve(chain).hit.tokens == TOKENS - 1

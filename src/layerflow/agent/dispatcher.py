@@ -20,11 +20,13 @@ from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
+from layerflow.boxes import Box
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.device.poller import Poller
 from layerflow.errors import LayerflowError
 from layerflow.ops.base import Copier
 from layerflow.ops.copier import copier_for
+from layerflow.ops.covered import ChunkPlaces, CoveredBlocks
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import (
@@ -251,8 +253,15 @@ class Dispatcher:
         if step is None or attachment is None:
             return
 
-        def bind(group: int, blocks: Numbered) -> BlockList:
+        covered = {
+            each.offset: ChunkPlaces(tuple(Box(*box) for box in each.boxes), tuple(each.offsets))
+            for each in plan.covered
+        }
+
+        def bind(group: int, blocks: Numbered) -> BlockList | CoveredBlocks:
             columns = (blocks.engine_blocks, blocks.object_offsets, blocks.object_blocks, blocks.index)
+            if not covered.keys().isdisjoint(blocks.object_offsets.tolist()):
+                return CoveredBlocks.of(self._memory, group, attachment.arena.nbytes, covered, columns)
             ends = leases.ends(blocks.object_offsets) if leases is not None else attachment.arena.nbytes
             return BlockList(self._memory, group, ends, *columns)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -104,6 +104,28 @@ class CoveredBlocks:
         self.shapes: tuple[int, ...] = tuple(  #: as of :attr:`PagedMemory.shapes`: where the sources are the same too
             kinds.setdefault((shape, tuple(layer in stretch.layers for stretch in self._stretches)), len(kinds))
             for layer, shape in enumerate(memory.shapes)
+        )
+
+    @classmethod
+    def of(
+        cls,
+        memory: PagedMemory,
+        group: int,
+        arena_bytes: int,
+        covered: Mapping[int, ChunkPlaces],
+        columns: tuple[Int64, Int64, Int64, Int64],
+    ) -> CoveredBlocks:
+        """For a part of whose objects some are stored as the worker's own.
+
+        :param covered: by the offset that stands for it, where each of the others is.
+        :param columns: as of :class:`BlockList`, the offsets being such ones.
+        """
+        worker = memory.spec.box(group)
+        engine_blocks, offsets, object_blocks, index = columns
+        own, chunk = np.unique(offsets, return_inverse=True)
+        chunks = [covered.get(offset) or ChunkPlaces((worker,), (offset,)) for offset in own.tolist()]
+        return cls(
+            memory, group, lambda _: arena_bytes, worker, chunks, engine_blocks, chunk.ravel(), object_blocks, index
         )
 
     def __len__(self) -> int:

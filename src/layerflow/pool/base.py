@@ -12,7 +12,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from layerflow.boxes import Box
 from layerflow.presence import Presence
+from layerflow.spec import ModelSpec
 
 Owner = Hashable
 
@@ -28,11 +30,15 @@ class ReserveStatus(enum.Enum):
 
 
 class Located(NamedTuple):
-    """A complete object: where its header starts in the arena, and its shape."""
+    """A complete object: where its header starts in the arena, and its shape.
+
+    :param pieces: where it was not stored itself: the boxes of the objects that cover it, and their offsets.
+    """
 
     offset: int
     blocks: int
     tokens: int
+    pieces: tuple[tuple[Box, int], ...] = ()
 
 
 class Tail(NamedTuple):
@@ -108,6 +114,10 @@ class Pool(Protocol):
 
         None: this backend cannot tell, and clients ask for every prompt.
         """
+        ...
+
+    def learn(self, spec: ModelSpec) -> None:
+        """A worker of this model has attached."""
         ...
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:

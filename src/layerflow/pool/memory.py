@@ -173,7 +173,7 @@ class MemoryPool:
             entry = self._directory.owned(key, owner)
             if entry is None:
                 continue
-            offset, blocks, tokens = entry.located
+            offset, blocks, tokens, _ = entry.located
             header = pack_header(key, blocks=blocks, tokens=tokens, payload=entry.nbytes - HEADER_BYTES)
             self._view[offset : offset + HEADER_BYTES] = header
             self._directory.publish(entry)
@@ -341,7 +341,7 @@ class MemoryPool:
         entry = self._directory.ready.get(key)
         if entry is None:
             return True
-        offset, blocks, _ = entry.located
+        offset, blocks, *_ = entry.located
         try:
             check_header(self._view[offset : offset + HEADER_BYTES], key, blocks)
         except PoolError as error:

@@ -20,7 +20,7 @@ from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
-from layerflow.pool.memory import MemoryPool
+from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
 from layerflow.server import behind
 from layerflow.server.clients import Clients
@@ -60,7 +60,7 @@ class Server:
         self._warmer = Warmer(self._arena)
         # A table of the arena alone would hide from clients what lies behind it.
         self._presence = PresenceWriter(self._arena.nbytes) if tier is None else None
-        self.pool = MemoryPool(self._arena, self._presence)
+        self.pool = CoveringPool(self._arena, self._presence)
         self.sessions = Sessions()
         self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
         self.tier: Tier | None = None

@@ -21,7 +21,7 @@ from layerflow.agent.connection.handshake import ClientKeys, Handshake, dial, fe
 from layerflow.agent.values import Hit
 from layerflow.errors import LayerflowError, ServerLost
 from layerflow.hits import HitLength, find_hit
-from layerflow.keys import DIGEST_BYTES, Chain, object_key
+from layerflow.keys import DIGEST_BYTES, Chain, object_key, several_key
 from layerflow.memfd import SharedMemory
 from layerflow.presence import Presence
 from layerflow.spec import ModelSpec, Shard
@@ -52,6 +52,7 @@ class PresenceView:
         whole = [n for n, group in enumerate(spec.groups) if not (group.rules.windowed or group.rules.exact)]
         self._whole_group = whole[0] if whole else None
         self._shard = spec.shard.peers()[0]
+        self._several = several_key(spec.fingerprint)
 
     def misses(self, chain: Chain) -> bool:
         """Is nothing of this prompt stored, for certain?
@@ -60,6 +61,8 @@ class PresenceView:
         follows nothing. Where no group reads all tokens, a hit may begin anywhere: only the server knows.
         """
         table, group, shard = self._table, self._whole_group, self._shard
+        if table.may_hold(self._several):
+            return False
         if group is None or (chain.digests and table.may_hold(object_key(chain.digests[0], group, shard))):
             return False
         # As the server looks for tails: under the first group and shard. Of the prompt's own beginnings only those are
@@ -75,7 +78,7 @@ class PresenceView:
     def end(self, chain: Chain) -> int | None:
         """The chunk with which the prompt leaves what is stored, as far as one sees; None: one cannot see."""
         table, group, shards = self._table, self._whole_group, self._spec.shard.peers()
-        if group is None:
+        if group is None or table.may_hold(self._several):
             return None
 
         def lacking(digest: bytes) -> bool:
@@ -95,6 +98,8 @@ class PresenceView:
         It does not show which object has the blocks that a hit could end with: only the server knows that.
         """
         shards = self._spec.shard.peers()
+        if self._table.may_hold(self._several):
+            return None
         if len(chain.digests) * len(self._spec.groups) * len(shards) > MOST_LOOKS:
             return None
         seen = _SeenKeys(self._table, chain, self._shard)

@@ -164,15 +164,15 @@ def _copied(first: CopyTask, copy: CoalescedCopy) -> int:
 def _ranges(step: Step, copy: CoalescedCopy) -> tuple[Extents, Int64]:
     """The extents of all batches, and where each batch ends in them. What layers share is worked out once."""
     lists = step.blocks[copy.direction]
-    shapes = next(iter(lists.values())).shapes
 
-    def likeness(batch: Batch) -> tuple[int, int, int, int]:
+    def likeness(batch: Batch) -> tuple[int, int, int, int, int]:
         # A part of a block is like no other batch.
-        return shapes[batch.layer], batch.lo, batch.hi, batch.batch if batch.byte_hi else 0
+        group = step.group_of(batch.layer)
+        return group, lists[group].shapes[batch.layer], batch.lo, batch.hi, batch.batch if batch.byte_hi else 0
 
     pieces: list[Extents] = []
     counts: list[int] = []
-    for (_, lo, hi, part), batches in itertools.groupby(copy.batches, likeness):
+    for (_, _, lo, hi, part), batches in itertools.groupby(copy.batches, likeness):
         alike = list(batches)
         blocks = lists[step.group_of(alike[0].layer)]
         if part:

@@ -18,6 +18,7 @@ from layerflow.agent.step.loads import LoadState
 from layerflow.agent.step.saves import SaveReads
 from layerflow.agent.step.times import LayerTimes
 from layerflow.device.base import Device, DeviceEvent
+from layerflow.ops.covered import CoveredBlocks
 from layerflow.ops.extents import BlockList
 from layerflow.wire.messages import Batch, Plan
 
@@ -83,7 +84,7 @@ class StepTransfers:
         self.loads = loads
         self.saves = saves
         self.num_layers = len(groups)
-        self.blocks: tuple[dict[int, BlockList], dict[int, BlockList]] = ({}, {})
+        self.blocks: tuple[dict[int, BlockList | CoveredBlocks], dict[int, BlockList | CoveredBlocks]] = ({}, {})
         self.frontier = -1
         self.closed = False
         self.reads = SaveReads(saves, groups, block_bytes)
@@ -103,7 +104,7 @@ class StepTransfers:
 
     # -- the link: what the server has planned and granted ------------------------------------------
 
-    def planned(self, plan: Plan, bind: Callable[[int, Numbered], BlockList]) -> None:
+    def planned(self, plan: Plan, bind: Callable[[int, Numbered], BlockList | CoveredBlocks]) -> None:
         """The server's answer: number the blocks, fail what is not there.
 
         :param bind: makes the group's block list, bounds-checked.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +12,15 @@ from layerflow.boxes import HeadAxis, PlaneInterior, head_axis
 
 HEAD_MAJOR = "LBHNC"
 """The name of vLLM's layout in which a block's heads lie one after the other (HND)."""
+_LAYOUTS = "vllm.v1.kv_cache_layout"
 _LATENT = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
 def wanted_layout(vllm_config: Any) -> str | None:
     """The layout to ask vLLM for; it takes another one, with a warning, where its kernels cannot read this one."""
     model = vllm_config.model_config
-    return None if model is None or model.use_mla else HEAD_MAJOR
+    named = importlib.util.find_spec(_LAYOUTS) is not None  # before, a layer was viewed in as many ways as backends
+    return HEAD_MAJOR if named and model is not None and not model.use_mla else None
 
 
 def group_axis(

@@ -175,6 +175,7 @@ class Handlers:
             spec = message.spec
             shapes = tuple(LayerShape(group, spec.groups[group].bytes_per_block) for group, _ in spec.layer_places())
             context.driver.handle(SessionOpened(session.number, shapes))
+            context.pool.learn(spec)
         session.spec = message.spec
         session.memory = message.memory
         session.direct = message.memory and message.direct

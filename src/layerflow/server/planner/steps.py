@@ -20,7 +20,7 @@ from layerflow.server.lookup import stored_object
 from layerflow.server.sessions import ClientSession
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
-from layerflow.wire.messages import NOWHERE, LoadPart, OpenStep, Plan, PlanPart, SavePart
+from layerflow.wire.messages import NOWHERE, Covered, LoadPart, OpenStep, Plan, PlanPart, SavePart
 
 if TYPE_CHECKING:
     from layerflow.server.tier.tier import Tier
@@ -146,7 +146,7 @@ def plan_step(
     assert spec is not None
     loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step))
-    load_plan, load_parts, bad = _plan_loads(pool, tier, session, book, loads, message.deadline)
+    load_plan, load_parts, bad, covered = _plan_loads(pool, tier, session, book, loads, message.deadline)
     save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad, replicas)
     opened = StepOpened(
         session.number,
@@ -164,7 +164,7 @@ def plan_step(
             )
     # Objects that other ranks load too stay leased for them, until the lease ends.
     loaded = [(wanted.request, wanted.keys) for wanted in loads if spec.shard.copy_of(wanted.group).copies == 1]
-    plan = Plan(message.step, load_plan, save_plan)
+    plan = Plan(message.step, load_plan, save_plan, covered)
     return Opening(events, plan, book, loaded, full, len(bad))
 
 
@@ -175,7 +175,7 @@ def _plan_loads(
     book: StepBook,
     loads: list[Wanted],
     deadline: float,
-) -> tuple[list[PlanPart], list[Part], set[str]]:
+) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
     # A pin outlives the deadline by far: it ends with the step, and only a lost server forgets it.
     located = [pool.acquire(wanted.keys, book.owner, deadline + MAX_STEP_S) for wanted in loads]
     if tier is not None:
@@ -183,6 +183,7 @@ def _plan_loads(
     plans: list[PlanPart] = []
     parts: list[Part] = []
     bad: set[str] = set()
+    covered: list[Covered] = []
     numbered: dict[int, int] = {}
     for wanted, found in zip(loads, located, strict=True):
         offsets, stored, blocks = [], [], 0
@@ -199,6 +200,9 @@ def _plan_loads(
                 continue
             if coming is not None:
                 needs.append(Need(coming.job.number, coming.position, blocks, blocks + count))
+            if place is not None and place.pieces:
+                boxes, pieces = zip(*place.pieces, strict=True)
+                covered.append(Covered(place.offset, [list(box) for box in boxes], list(pieces)))
             offsets.append(source.offset)
             stored.append(source.blocks)
             objects.append((at + blocks, key))
@@ -207,7 +211,7 @@ def _plan_loads(
         plans.append(PlanPart(codec.pack_u64(offsets), codec.pack_u32(stored)))
         if blocks:
             parts.append(Part(wanted.request, wanted.group, blocks, tuple(needs)))
-    return plans, parts, bad
+    return plans, parts, bad, covered
 
 
 def _bring(tier: Tier, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:
@@ -311,8 +315,9 @@ def new_objects(part: SavePart, spec: ModelSpec) -> Generator[None, None, list[N
         raise ProtocolError(
             f"{where}: {len(part.block_digests)} bytes of block digests; {sum(sizes)} belong to its objects, or none"
         )
-    # Found by those of the first group and shard; the others' would say the same.
-    indexed = bool(part.block_digests) and not part.group and spec.shard == spec.shard.peers()[0]
+    # Found by those of the first group and shard, or of a rank that holds the same; the others' would say the same.
+    named = object_key(b"", 0, spec.shard) == object_key(b"", 0, spec.shard.peers()[0])
+    indexed = bool(part.block_digests) and not part.group and named
     at = 0
     objects = []
     for position, (digest, held, blocks) in enumerate(zip(digests, tokens.tolist(), counts.tolist(), strict=True)):

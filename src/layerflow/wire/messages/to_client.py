@@ -86,6 +86,19 @@ class PlanPart(Message, frozen=True):
     stored: bytes
 
 
+class Covered(Message, frozen=True):
+    """An object that was not stored, and those that cover it.
+
+    :param offset: what the plan names as its place: the first of `offsets`.
+    :param boxes: of each of them, first and end layer within the group over all stages, first and end head.
+    :param offsets: where their headers lie.
+    """
+
+    offset: int
+    boxes: list[list[int]]
+    offsets: list[int]
+
+
 class Plan(Message, frozen=True, tag=104):
     """The answer to OpenStep: parts in the order of the request. Blocks of objects that are NOWHERE are not
     numbered; a load object that is NOWHERE has failed."""
@@ -93,6 +106,7 @@ class Plan(Message, frozen=True, tag=104):
     step: int
     loads: list[PlanPart]
     saves: list[PlanPart]
+    covered: list[Covered] = []
 
 
 class Batch(Message, frozen=True):

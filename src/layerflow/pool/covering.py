@@ -1,0 +1,126 @@
+"""A pool in which an object that was never stored can be read from others that cover its layers and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from layerflow.boxes import Box, cover
+from layerflow.keys import DIGEST_BYTES, object_key, several_key
+from layerflow.pool.base import Located, Owner, Tail
+from layerflow.pool.memory import ArenaMemory, MemoryPool
+from layerflow.presence import PresenceWriter
+from layerflow.spec import ModelSpec, Shard
+
+MOST_PARTITIONS = 4
+"""Partitions of one model whose objects are looked for: the newest so many."""
+
+
+class _Alternatives(NamedTuple):
+    """What may stand in for the objects of one box: boxes of other partitions that overlap it, and their keys' ends."""
+
+    box: Box
+    others: tuple[tuple[Box, bytes], ...]
+
+
+class CoveringPool(MemoryPool):
+    """A :class:`MemoryPool` that knows in which partitions (tensor and pipeline sizes) its models run.
+
+    Where a key is not stored, objects of other partitions that cover its box stand in for it. A model that runs in one
+    partition costs nothing.
+    """
+
+    def __init__(self, arena: ArenaMemory, presence: PresenceWriter | None = None) -> None:
+        super().__init__(arena, presence)
+        self._writer = presence
+        self._partitions: dict[bytes, list[Shard]] = {}
+        self._alternatives: dict[bytes, dict[bytes, _Alternatives]] = {}
+
+    def learn(self, spec: ModelSpec) -> None:
+        """A worker of this model has attached: its partition's objects are looked for from now on."""
+        model, first = spec.fingerprint, spec.shard.peers()[0]
+        known = self._partitions.setdefault(model, [])
+        if not spec.shard.shareable or first in known:
+            return
+        known.append(first)
+        del known[:-MOST_PARTITIONS]
+        self._alternatives.pop(model, None)
+        if len(known) > 1:
+            self._alternatives[model] = _alternatives(known, len(spec.groups))
+            if self._writer is not None and not self._writer.may_hold(several_key(model)):
+                self._writer.add(several_key(model))
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects are complete, or covered by complete ones."""
+        found = super().lookup(keys)
+        if self._alternatives:
+            return [there or bool(self._sources(key)) for key, there in zip(keys, found, strict=True)]
+        return found
+
+    def tails(self, parent: bytes) -> list[Tail]:
+        """As the base class; those that another partition has stored too."""
+        tails = super().tails(parent)
+        if self._alternatives:
+            end = parent[DIGEST_BYTES:]
+            for _, other in self._others(parent):
+                tails += [Tail(tail.tokens, tail.key[:DIGEST_BYTES] + end) for tail in super().tails(other)]
+            tails = sorted(dict.fromkeys(tails), key=lambda tail: (-tail.tokens, tail.key))
+        return tails
+
+    def acquire(self, keys: Sequence[bytes], owner: Owner, until: float) -> list[Located | None]:
+        """As the base class; of an object that is covered, the pieces are told and pinned."""
+        places = super().acquire(keys, owner, until)
+        if self._alternatives and None in places:
+            for at, place in enumerate(places):
+                if place is None:
+                    places[at] = self._acquire_pieces(keys[at], owner, until)
+        return places
+
+    def hide(self, keys: Sequence[bytes]) -> int:
+        """As the base class; of an object that is covered, what covers it."""
+        if self._alternatives:
+            there = super().lookup(keys)
+            keys = [
+                part
+                for key, whole in zip(keys, there, strict=True)
+                for part in ([key] if whole else [source for _, source in self._sources(key)])
+            ]
+        return super().hide(keys)
+
+    def _acquire_pieces(self, key: bytes, owner: Owner, until: float) -> Located | None:
+        sources = self._sources(key)
+        found = super().acquire([source for _, source in sources], owner, until)
+        whole = [place for place in found if place is not None]
+        if not whole or len(whole) < len(found) or len({place[1:3] for place in whole}) > 1:
+            return None
+        pieces = tuple((box, place.offset) for (box, _), place in zip(sources, whole, strict=True))
+        return whole[0]._replace(pieces=pieces)
+
+    def _sources(self, key: bytes) -> list[tuple[Box, bytes]]:
+        """Complete objects that together cover the key's; none if something is missing."""
+        ready, digest = self._directory.ready, key[:DIGEST_BYTES]
+        for box, others in self._boxes_of(key):
+            there = [(other, name) for other, end in others if (name := digest + end) in ready]
+            if there:
+                pieces, missing = cover(box, tuple(other for other, _ in there))
+                if not missing:
+                    return [there[source] for source in dict.fromkeys(piece.source for piece in pieces)]
+        return []
+
+    def _others(self, key: bytes) -> list[tuple[Box, bytes]]:
+        return [(other, key[:DIGEST_BYTES] + end) for _, others in self._boxes_of(key) for other, end in others]
+
+    def _boxes_of(self, key: bytes) -> list[_Alternatives]:
+        end = key[DIGEST_BYTES:]
+        return [boxes[end] for boxes in self._alternatives.values() if end in boxes]
+
+
+def _alternatives(partitions: Sequence[Shard], groups: int) -> dict[bytes, _Alternatives]:
+    """By the end of its keys, each box of a model's partitions."""
+    found: dict[bytes, _Alternatives] = {}
+    for group in range(groups):
+        ends = {object_key(b"", group, peer): peer.box(group) for first in partitions for peer in first.peers()}
+        for end, box in ends.items():
+            overlapping = ((other, key) for key, other in ends.items() if key != end and box.overlap(other).cells)
+            found[end] = _Alternatives(box, tuple(overlapping))
+    return found

@@ -1,0 +1,152 @@
+"""Objects of other partitions stand in for one that was never stored: looked up, pinned, hidden together."""
+
+from __future__ import annotations
+
+import pytest
+from pool_contract import OBJECT, READER, WRITER, PoolContract
+
+from layerflow.boxes import Box
+from layerflow.keys import object_key, several_key
+from layerflow.pool.arena import Arena
+from layerflow.pool.base import NewObject, Pool
+from layerflow.pool.covering import MOST_PARTITIONS, CoveringPool
+from layerflow.presence import PresenceWriter
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
+
+DIGEST, TAIL = b"D" * 16, b"T" * 16
+FOREVER = 1e18
+
+
+def spec(tp: int = 1, rank: int = 0, heads: tuple[int, ...] = (16,), content: str = "c") -> ModelSpec:
+    groups = (GroupSpec("full", 16, (0, 1), (Plane("kv", "uint8", (16 // tp, 2)),)),)
+    return ModelSpec("m", content, groups, Shard(rank, tp, heads=heads, stages=((2,),)))
+
+
+def keys(tp: int, digest: bytes = DIGEST) -> list[bytes]:
+    return [object_key(digest, 0, shard) for shard in spec(tp).shard.peers()]
+
+
+def store(pool: CoveringPool, *names: bytes, parent: bytes = b"", tokens: int = 256) -> None:
+    pool.reserve([NewObject(name, OBJECT, 16, tokens, parent) for name in names], WRITER)
+    assert pool.commit(names, WRITER) == len(names)
+
+
+class CoveringBench:
+    """A pool whose model runs in two partitions."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.arena = Arena(nbytes)
+        self.pool = CoveringPool(self.arena)
+        self.pool.learn(spec(1))
+        self.pool.learn(spec(2))
+        self.memory = Arena.attach(self.arena.fd, self.arena.nbytes).array
+
+
+class TestCoveringPool(PoolContract):
+    @pytest.fixture
+    def bench(self):
+        bench = CoveringBench(16 * OBJECT)
+        yield bench
+        bench.pool.validate()
+
+
+@pytest.fixture
+def pool() -> CoveringPool:
+    pool = CoveringPool(Arena(64 * OBJECT))
+    pool.learn(spec(2))
+    pool.learn(spec(1))
+    return pool
+
+
+def test_is_a_pool() -> None:
+    pool: Pool = CoveringPool(Arena(OBJECT))
+    assert pool.statistics().capacity_bytes == OBJECT
+
+
+def test_there_when_all_of_it_is(pool: CoveringPool) -> None:
+    [whole], halves = keys(1), keys(2)
+    store(pool, halves[0])
+    assert pool.lookup([whole]) == [False] and pool.acquire([whole], READER, FOREVER) == [None]
+    store(pool, halves[1])
+    assert pool.lookup([whole]) == [True]
+    [place] = pool.acquire([whole], READER, FOREVER)
+    own = pool.acquire(halves, READER, FOREVER)
+    assert place is not None and place[1:3] == (16, 256)
+    assert place.pieces == tuple(
+        (box, at.offset) for box, at in zip((Box(0, 2, 0, 8), Box(0, 2, 8, 16)), own, strict=True) if at is not None
+    )
+    pool.validate()
+
+
+def test_a_part_of_a_larger_one_is_there(pool: CoveringPool) -> None:
+    [whole], halves = keys(1), keys(2)
+    store(pool, whole)
+    first, second = pool.acquire(halves, READER, FOREVER)
+    assert first is not None and first.pieces == second.pieces == ((Box(0, 2, 0, 16), first.offset),)
+
+
+def test_the_own_object_goes_first(pool: CoveringPool) -> None:
+    [whole] = keys(1)
+    store(pool, *keys(2), whole)
+    [place] = pool.acquire([whole], READER, FOREVER)
+    assert place is not None and not place.pieces
+
+
+def test_pieces_are_pinned(pool: CoveringPool) -> None:
+    [whole], halves = keys(1), keys(2)
+    store(pool, *halves)
+    pool.acquire([whole], READER, FOREVER)
+    for n in range(100, 180):
+        store(pool, bytes([n]) * 24)
+    assert pool.lookup(halves) == [True, True]
+    pool.release(READER)
+    for n in range(10, 90):
+        store(pool, bytes([n]) * 24)
+    assert pool.lookup([*halves, whole]) == [False, False, False]
+    pool.validate()
+
+
+def test_hiding_it_hides_its_pieces(pool: CoveringPool) -> None:
+    [whole], halves = keys(1), keys(2)
+    store(pool, *halves)
+    assert pool.hide([whole]) == 2
+    assert pool.lookup([whole, *halves]) == [False] * 3
+
+
+def test_tails_of_others_are_told_by_the_readers_keys(pool: CoveringPool) -> None:
+    [parent], parents = keys(1), keys(2)
+    for own, name in zip(parents, keys(2, TAIL), strict=True):
+        store(pool, name, parent=own, tokens=7)
+    assert pool.tails(parent) == [(7, keys(1, TAIL)[0])]
+    assert pool.lookup(keys(1, TAIL)) == [True]
+
+
+def test_other_models_and_what_cannot_be_cut_stand_apart() -> None:
+    pool = CoveringPool(Arena(64 * OBJECT))
+    pool.learn(spec(1))
+    pool.learn(spec(2, content="other"))
+    pool.learn(spec(2, heads=(0,)))
+    store(pool, *keys(2))
+    assert pool.lookup(keys(1)) == [False]
+
+
+def test_the_newest_partitions_are_looked_for() -> None:
+    pool = CoveringPool(Arena(64 * OBJECT))
+    sizes = (16, 1, 2, 4, 8)
+    assert len(sizes) == MOST_PARTITIONS + 1
+    for size in sizes:
+        pool.learn(spec(size))
+    store(pool, *keys(16))
+    assert pool.lookup(keys(1)) == [False]
+    store(pool, *keys(4))
+    assert pool.lookup(keys(1)) == [True]
+
+
+def test_the_table_says_when_it_does_not_tell() -> None:
+    presence = PresenceWriter(1 << 16)
+    pool = CoveringPool(Arena(64 * OBJECT), presence)
+    pool.learn(spec(1))
+    assert not presence.may_hold(several_key(spec(1).fingerprint))
+    pool.learn(spec(2))
+    assert presence.may_hold(several_key(spec(1).fingerprint))
+    pool.validate()

@@ -1,0 +1,49 @@
+"""Engines of other tensor sizes share one pool: what one has stored the other hits, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from comparison import Comparison, prompt, settled
+from engines import UNSERVED, Engine, connector
+
+from layerflow_cli.bench.harness import ServerProcess
+
+CHUNK = 64
+
+
+def size(ranks: int) -> dict[str, Any]:
+    return {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if ranks == 2 else {}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("writing", "reading"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
+@pytest.mark.parametrize(
+    "model",
+    ["llama", pytest.param("mla", marks=pytest.mark.skipif("mla" in UNSERVED, reason="not served by this vLLM"))],
+)
+def test_what_one_size_stored_another_hits(
+    model: str,
+    writing: int,
+    reading: int,
+    serve: Callable[..., ServerProcess],
+    vllm: Callable[..., Engine],
+    plain: Callable[..., Engine],
+) -> None:
+    server = serve()
+    config = connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK)
+    writer = vllm(model, kv_transfer_config=config, **size(writing))
+    first, second = prompt(1, 600), prompt(2, 333)
+    writer.generate(first, second)
+    status = settled(server.endpoint)
+    shares = writing if model == "llama" else 1
+    assert status["pool"]["objects"] == shares * (10 + 6), "the latent is stored once, heads once each"
+    writer.close()
+    reader = vllm(model, kv_transfer_config=config, **size(reading))
+    both = Comparison(plain(model), reader, server.endpoint, CHUNK, stored=[first, second])
+    both.serve(first)
+    both.serve(second + prompt(3, 40), first[:300] + prompt(4, 50))
+    both.serve(second + prompt(3, 40))
+    reader.assert_no_block_lost()
