@@ -125,3 +125,23 @@ def test_what_is_incomplete_is_no_hit(embed: Embed) -> None:
     writers[1].run("w", chain, Hit(0), save=True)
     assert reader.agent.lookup("whole", chain).tokens == TOKENS - 1
     leave([reader, *writers])
+
+
+@pytest.mark.parametrize(
+    ("writing", "reading"), [((2, (6,)), (1, (6,))), ((1, (6,)), (3, (6,))), ((8, (6,)), (2, (6,)))]
+)
+def test_a_prompt_that_parts_in_the_middle_of_a_chunk_hits_the_blocks_of_other_sizes(
+    embed: Embed, writing: tuple[int, tuple[int, ...]], reading: tuple[int, tuple[int, ...]]
+) -> None:
+    server = embed()
+    writers, shared = everyone(server, *writing), 2 * CHUNK + 2 * BLOCK
+    for writer in writers:
+        writer.run("w", writer.agent.chain(np.arange(TOKENS)), Hit(0), save=True)
+    readers = everyone(server, *reading)
+    prompt = np.concatenate([np.arange(shared), np.arange(1000, 1000 + TOKENS - shared)])
+    hit = readers[0].agent.lookup("r", readers[0].agent.chain(prompt))
+    assert hit.tokens == shared
+    for reader in readers:
+        reader.run("r", reader.agent.chain(prompt), hit, save=False)
+        reader.check(shared)
+    leave([*writers, *readers])
