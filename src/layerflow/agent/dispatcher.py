@@ -51,6 +51,7 @@ class Dispatcher:
 
     def __init__(
         self,
+        *,
         memory: PagedMemory,
         device: Device,
         control: Control,
