@@ -39,16 +39,16 @@ class Scene:
         deadline = time.monotonic() + timeout_s
         self.step = Step(
             1,
-            [0, 0],
-            [SPEC.groups[0].bytes_per_block],
-            loads,
-            [],
-            deadline,
-            deadline,
-            device or device_for("cpu"),
-            self._attend,
-            lambda _, reason: self.fenced.append(reason),
-            lambda _, ok: self.closed.append(ok),
+            groups=[0, 0],
+            block_bytes=[SPEC.groups[0].bytes_per_block],
+            loads=loads,
+            saves=[],
+            deadline=deadline,
+            save_deadline=deadline,
+            device=device or device_for("cpu"),
+            attend=self._attend,
+            on_fenced=lambda _, reason: self.fenced.append(reason),
+            on_closed=lambda _, ok: self.closed.append(ok),
         )
         self.bound: list[Numbered] = []
         offsets = [[0, NOWHERE if missing else 4096], [8192, 12288]]

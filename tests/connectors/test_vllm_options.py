@@ -110,5 +110,12 @@ def test_what_is_refused_says_what_to_use(extra: dict[str, Any], says: str) -> N
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("endpoint", [{}, {"endpoint": ENDPOINT}])
+def test_a_backend_that_cannot_be_used_says_why(monkeypatch: pytest.MonkeyPatch, endpoint: dict[str, Any]) -> None:
+    monkeypatch.setattr("layerflow.config.pool.broken", lambda: {"odd": "odd:thing cannot be imported"})
+    with pytest.raises(ConfigError, match="backend odd cannot be used: odd:thing cannot be imported"):
+        both({"backend": "odd", **endpoint})
+
+
 def test_backends_of_a_running_server_are_its_own_business() -> None:
     assert both({"endpoint": ENDPOINT, "backend": "mooncake"}).endpoint == ENDPOINT

@@ -117,3 +117,34 @@ def test_loads_and_saves_outlast_a_stop_longer_than_their_leases(
 
         assert eventually(at_rest, PATIENCE_S), fetch_status(server.endpoint)
         assert worker.agent.statistics().attachments == 1
+
+
+@rounds(2, 20)
+def test_a_hit_outlasts_a_stop_although_its_room_is_wanted(
+    serve: Callable[..., ServerProcess], stopped: Callable[[ServerProcess], None], rounds: int
+) -> None:
+    """Behind the stop the first message to be read asks for all of the arena; the second loads what was leased before.
+
+    A server that let leases run out at once would give the hit's room away between the two.
+    """
+    server = serve(pool__lease_ms=LEASE_MS, pool__size="512KiB")
+    with KnownWorker(server.endpoint, small_spec(LAYERS), 512, lookup_timeout_s=PATIENCE_S) as worker:
+        chain = worker.prompt(512)
+        worker.serve(chain)
+        for _ in range(rounds):
+            loading, pressing = worker.admit(chain), worker.admit(worker.prompt(1024))
+            assert loading.hit.tokens == 511
+            stopped(server)
+            first = step_of(worker.agent.open_step([pressing.request()], PATIENCE_S))
+            second = step_of(worker.agent.open_step([loading.request()], PATIENCE_S))
+            sent = time.monotonic()
+            assert eventually(lambda sent=sent: time.monotonic() > sent + STOPPED_LEASES * LEASE_MS / 1e3)
+            os.kill(server.process.pid, signal.SIGCONT)
+            with first:
+                assert worker.forward(first, [pressing]) == 0
+            with second:
+                assert worker.forward(second, [loading]) == 0, "wrong bytes"
+            assert not loading.failed, "the leased objects were pushed out"
+            for run in (loading, pressing):
+                assert worker.agent.wait_idle(run.name, PATIENCE_S), "a session is frozen"
+                worker.retire(run)

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from e2e.known import KnownWorker, eventually, layerflow_threads, open_fds, small_spec
+from e2e.stopping import stop
 
 from layerflow.agent import Control
 from layerflow.config.settings import Settings
-from layerflow.errors import LayerflowError
+from layerflow.errors import DeadlineExceeded, LayerflowError
 from layerflow.server import EmbeddedServer
+from layerflow.server.tier import process
 from layerflow.spec import Shard
 from server.support import Embed, observe, worker_on
 
@@ -73,6 +75,24 @@ def test_the_server_ends_before_its_agent(agent_first: bool) -> None:
         assert worker.forward(step, [run]) == 0
     assert not worker.agent.busy(run.name)
     worker.agent.close()
+
+
+def test_a_server_whose_host_sigkill_does_not_end_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an uninterruptible call of a disk's driver; the error says what still holds the arena's memory."""
+    monkeypatch.setattr(process, "KILL_S", 0.1)
+    monkeypatch.setattr(process, "DEATH_S", 0.1)
+    disk = {"path": str(tmp_path), "capacity": "4MiB"}
+    server = EmbeddedServer(Settings(pool={"size": "4MiB", "disk": disk}, server={"drain_timeout_s": 0.1}))
+    tier = lambda: server.call(server.server.status)["tier"]  # type: ignore[index] # noqa: E731
+    assert eventually(lambda: tier()["up"])
+    stop(server.server.tier._host.state.pid)  # type: ignore[union-attr]
+    with monkeypatch.context() as patch:
+        patch.setattr("os.killpg", lambda group, number: None)
+        server.close()
+    assert isinstance(server._failure, DeadlineExceeded)
+    assert "host process was killed and does not die" in str(server._failure)
 
 
 def test_closing_an_agent_cuts_its_steps_off(embed: Embed) -> None:

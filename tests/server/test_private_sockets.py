@@ -35,6 +35,15 @@ def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path, mode: int)
         make_private_directory(f"ipc://{tmp_path}/control")
 
 
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    make_private_directory(f"ipc://{tmp_path}/control")
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    with pytest.raises(ConfigError, match="another user owns"):
+        make_private_directory(f"ipc://{tmp_path}/control")
+
+
 @pytest.mark.usefixtures("open_umask")
 def test_sockets_are_the_user_s_own_whatever_the_umask(tmp_path: Path) -> None:
     folder = tmp_path / "own"

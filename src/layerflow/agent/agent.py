@@ -79,7 +79,12 @@ class Agent:
         context = context or zmq.Context.instance()
         self._control = Control(endpoint, engine_id, spec, context=context, lookup_timeout_s=lookup_timeout_s)
         self._dispatcher = Dispatcher(
-            self.memory, self.device, self._control, self._open_steps, self._tally, LoadPolicy(spec)
+            memory=self.memory,
+            device=self.device,
+            control=self._control,
+            open_steps=self._open_steps,
+            tally=self._tally,
+            advisor=LoadPolicy(spec),
         )
         self._link = self._dispatcher.link = Link(context, endpoint, engine_id, spec, self._dispatcher)
         self._opener = StepOpener(self.memory, self.device, self._dispatcher, self._open_steps, self._link)

@@ -53,6 +53,7 @@ class Dispatcher:
 
     def __init__(
         self,
+        *,
         memory: PagedMemory,
         device: Device,
         control: Control,

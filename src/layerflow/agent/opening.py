@@ -57,10 +57,18 @@ class StepOpener:
         loading_s = timeout_s if timeout_s is not None else terms.step_timeout_ms / 1e3 if terms is not None else 0.0
         saving_s = terms.save_timeout_ms / 1e3 if terms is not None else 0.0
         step = Step(
-            next(self._numbers), self._groups, self._block_bytes, list(loads), list(saves),
-            now + loading_s, now + max(loading_s, saving_s), self._device,
-            dispatcher.attend, dispatcher.fenced, dispatcher.closed,
-        )  # fmt: skip
+            next(self._numbers),
+            groups=self._groups,
+            block_bytes=self._block_bytes,
+            loads=list(loads),
+            saves=list(saves),
+            deadline=now + loading_s,
+            save_deadline=now + max(loading_s, saving_s),
+            device=self._device,
+            attend=dispatcher.attend,
+            on_fenced=dispatcher.fenced,
+            on_closed=dispatcher.closed,
+        )
         step.work = work
         step.on_wait = dispatcher.wake_loads
         messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])

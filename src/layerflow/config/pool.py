@@ -79,12 +79,7 @@ class _OwnPoolSettings(Section):
     @field_validator("backend")
     @classmethod
     def _known(cls, value: str) -> str:
-        name = canonical(value.strip().lower())
-        if name in broken():
-            raise ValueError(f"backend {name} cannot be used: {broken()[name]}; mend its package")
-        if name not in backends():
-            raise ValueError(f"no such backend; there are {', '.join(backends())}")
-        return name
+        return usable_backend(value)
 
     @model_validator(mode="after")
     def _one_tier(self) -> PoolSettings:
@@ -127,6 +122,19 @@ class _OwnPoolSettings(Section):
 def backends() -> tuple[str, ...]:
     """What ``pool.backend`` may be."""
     return (MEMORY, *installed())
+
+
+def usable_backend(name: str) -> str:
+    """The backend's own name, for what a user wrote.
+
+    :raises ValueError: there is no such backend, or it cannot be used; the message says why.
+    """
+    own = canonical(name.strip().lower())
+    if own in broken():
+        raise ValueError(f"backend {own} cannot be used: {broken()[own]}; mend its package")
+    if own not in backends():
+        raise ValueError(f"no such backend; there are {', '.join(backends())}")
+    return own
 
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -12,8 +12,13 @@ from prometheus_client.registry import Collector
 
 from layerflow._version import __version__
 from layerflow.observe.by_engine import LABELS, ByEngine, EngineLabels
-from layerflow.observe.readings import FlowLike, LimitsLike, MeasuredLike, PoolLike
 from layerflow.observe.tier_metrics import TierLike, TierMetrics
+
+if TYPE_CHECKING:
+    from layerflow.flow.events import Limits
+    from layerflow.flow.state import FlowStatistics
+    from layerflow.pool.base import PoolStatistics
+    from layerflow.wire.messages import Figures
 
 EXPOSED_BUCKETS_S: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 LOOKUP_BUCKETS_S: Final = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -165,7 +170,7 @@ class Metrics:
         """A batch was reported so long after its grant."""
         self._batch.labels(direction).observe(max(0.0, seconds))
 
-    def step_measured(self, of: EngineLabels, measured: MeasuredLike) -> None:
+    def step_measured(self, of: EngineLabels, measured: Figures) -> None:
         """An agent reported a finished step's times; see :func:`layerflow.observe.trace.figures`."""
         if measured.load_transfer_s > 0 or measured.load_exposed_s > 0:
             self._exposed_load.observe(measured.load_exposed_s)
@@ -219,7 +224,7 @@ class Metrics:
             self._largest_lag = seconds
             self._lag_max.set(seconds)
 
-    def limits(self, limits: LimitsLike) -> None:
+    def limits(self, limits: Limits) -> None:
         """These caps hold from now on."""
         self._limit_layers.set(limits.prefetch_layers)
         self._limit_blocks.set(limits.max_transfer_blocks)
@@ -228,7 +233,7 @@ class Metrics:
         self._limit_backlog.set(limits.save_backlog_bytes)
         self._limit_stagger.set(limits.stagger_us / 1e6)
 
-    def pool(self, statistics: PoolLike) -> None:
+    def pool(self, statistics: PoolStatistics) -> None:
         """A fresh snapshot of the pool. Its counts since start become counters; a restarted pool adds on."""
         self._capacity.set(statistics.capacity_bytes)
         self._used.set(statistics.used_bytes)
@@ -244,7 +249,7 @@ class Metrics:
         ):
             self._rise(counter, count)
 
-    def flow(self, statistics: FlowLike) -> None:
+    def flow(self, statistics: FlowStatistics) -> None:
         """A fresh snapshot of the core."""
         self._open_steps.set(statistics.steps)
         self._inflight.labels("load").set(statistics.load_inflight_bytes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from layerflow.observe.readings import MeasuredLike
+if TYPE_CHECKING:
+    from layerflow.wire.messages import Figures
 
 PERIOD_S: Final = 1.0
 """At most one line per engine worker in this time; steps that are left out are counted in the next line."""
@@ -36,7 +37,7 @@ class SlowSteps:
         self._said: dict[int, tuple[float, int]] = {}
         self._log = structlog.get_logger("layerflow.server.steps")
 
-    def see(self, worker: WorkerLike, figures: MeasuredLike) -> None:
+    def see(self, worker: WorkerLike, figures: Figures) -> None:
         """A step has ended; say so if it was slow."""
         limit = self._limit_s()
         if limit <= 0 or figures.load_exposed_s < limit:

@@ -210,7 +210,7 @@ class Control:
             # However long the answer may take: a server that is there says hello at once.
             by = min(deadline, time.monotonic() + DEFAULT_TIMEOUT_S)
             self._line = ControlConnection.connect(
-                self._context, self._endpoint, self._engine, self._spec, by, self._keys
+                self._context, self._endpoint, self._engine, self._spec, by, keys=self._keys
             )
         return self._line
 

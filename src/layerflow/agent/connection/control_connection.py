@@ -212,6 +212,7 @@ class ControlConnection:
         engine: str,
         spec: ModelSpec | None,
         deadline: float,
+        *,
         keys: ClientKeys | None = None,
     ) -> ControlConnection:
         """Say hello and, with a spec, attach to look up.

@@ -185,7 +185,7 @@ def fetch_presence(path: Path, token: bytes, deadline: float) -> tuple[socket.so
 
 
 _signs_of_life: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""Doorway connections of this process. A forked child closes its copies: it would keep a dead engine alive."""
+"""Connections of this process to fd servers. A forked child closes its copies: it would keep a dead engine alive."""
 
 
 def _close_in_child() -> None:

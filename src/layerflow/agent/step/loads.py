@@ -22,7 +22,7 @@ class LoadFailures:
     def __init__(self, parts: Sequence[PartDescriptor]) -> None:
         self._parts = parts
         self._numbered: dict[int, Numbered] = {}
-        self._dead: dict[int, np.ndarray] = {}
+        self._failed_at: dict[int, np.ndarray] = {}
         self._failed: dict[int, tuple[set[int], str]] = {}
 
     def __bool__(self) -> bool:
@@ -31,7 +31,7 @@ class LoadFailures:
     def number(self, numbered: dict[int, Numbered]) -> None:
         """The plan is there: blocks have numbers, and those of objects that are gone have failed."""
         self._numbered = numbered
-        self._dead = {group: np.zeros(len(column.numbers), dtype=bool) for group, column in numbered.items()}
+        self._failed_at = {group: np.zeros(len(column.numbers), dtype=bool) for group, column in numbered.items()}
         for position, part in enumerate(self._parts):
             column = numbered.get(part.group)
             there = column.numbers[column.part == position] if column is not None else np.empty(0, np.int64)
@@ -72,10 +72,10 @@ class LoadFailures:
 
     def live(self, group: int, lo: int, hi: int) -> list[tuple[int, int]]:
         """The ranges of a group's blocks `lo` to `hi` that have not failed."""
-        dead = self._dead[group][lo:hi]
-        if not dead.any():
+        failed = self._failed_at[group][lo:hi]
+        if not failed.any():
             return [(lo, hi)]
-        edges = np.flatnonzero(np.diff(np.concatenate(([True], dead, [True])).astype(np.int8))) + lo
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], failed, [True])).astype(np.int8))) + lo
         return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
     def blocks(self, but: set[str]) -> tuple[FailedBlocks, ...]:
@@ -87,7 +87,7 @@ class LoadFailures:
         )
 
     def _fail_chosen(self, group: int, column: Numbered, chosen: np.ndarray, reason: str) -> None:
-        self._dead[group][chosen] = True
+        self._failed_at[group][chosen] = True
         parts = column.part[chosen]
         for position in np.unique(parts).tolist():
             self._fail(position, set(column.numbers[chosen[parts == position]].tolist()), reason)

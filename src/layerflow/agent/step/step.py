@@ -67,6 +67,7 @@ class Step(StepTransfers):
     def __init__(
         self,
         number: int,
+        *,
         groups: Sequence[int],
         block_bytes: Sequence[int],
         loads: list[PartDescriptor],
@@ -78,7 +79,7 @@ class Step(StepTransfers):
         on_fenced: Callable[[Step, str], None],
         on_closed: Callable[[Step, bool], None],
     ) -> None:
-        super().__init__(number, groups, block_bytes, loads, saves, device)
+        super().__init__(number, groups=groups, block_bytes=block_bytes, loads=loads, saves=saves, device=device)
         self.thread = threading.get_native_id()
         self.deadline = deadline
         self.save_deadline = save_deadline

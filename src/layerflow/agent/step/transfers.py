@@ -74,6 +74,7 @@ class StepTransfers:
     def __init__(
         self,
         number: int,
+        *,
         groups: Sequence[int],
         block_bytes: Sequence[int],
         loads: list[PartDescriptor],

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from layerflow.backends import canonical, installed
-from layerflow.config.pool import backends
+from layerflow.backends import installed
+from layerflow.config.pool import usable_backend
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
 
@@ -140,10 +140,12 @@ def _mode(extra: Mapping[str, Any]) -> ModeSetting:
 def _backend(extra: Mapping[str, Any]) -> str:
     """The backend by layerflow's name, "" if not given; checked with an endpoint too, though it decides there."""
     written = _text(extra, "backend")
-    name = canonical(written)
-    if written and name not in backends():
-        raise ConfigError(f"{_WHERE}: backend {written!r}: should be one of {', '.join(backends())}")
-    return name
+    if not written:
+        return ""
+    try:
+        return usable_backend(written)
+    except ValueError as error:
+        raise ConfigError(f"{_WHERE}: backend = {written!r}: {error}") from None
 
 
 def _table(extra: Mapping[str, Any], key: str) -> dict[str, Any]:
