@@ -60,19 +60,24 @@ def bench(
 
 
 def _round(running: Fleet, config: Path, prompt: list[int], number: int) -> dict[int, float]:
-    """A prompt once cold, then with each depth in an order that moves on."""
+    """A prompt once cold, then with each depth in an order that moves on.
+
+    Hits answer alike. The cold prompt may not: in bfloat16 its last row, one of many, is rounded elsewhere.
+    """
     server = running.servers[LAYERWISE.name]
-    cold = server.ask(prompt)
+    server.ask(prompt)
     running.settle(LAYERWISE.name)
     shift = number % len(DEPTHS)
     taken: dict[int, float] = {}
+    answers: set[tuple[int, ...]] = set()
     for depth in (*DEPTHS[shift:], *DEPTHS[:shift]):
         _write(config, depth)
         _applied(running.endpoint, depth)
         hit = server.ask(prompt)
         running.settle(LAYERWISE.name)
-        if hit.cached != len(prompt) - 1 or hit.tokens != cold.tokens:
-            raise BenchFailed(f"depth {depth}: {hit.cached} of {len(prompt) - 1} tokens hit, or the answer is another")
+        answers.add(tuple(hit.tokens))
+        if hit.cached != len(prompt) - 1 or len(answers) > 1:
+            raise BenchFailed(f"depth {depth}: {hit.cached} of {len(prompt) - 1} tokens hit, answers {answers}")
         taken[depth] = hit.first_ms
     return taken
 

@@ -146,7 +146,7 @@ def search_hit(
         tried += len(ranked) // 2
         for shared, tail in islice(_best(pool, spec, ranked), MAX_TAILS - len(tails)):
             tried += len(rules) * len(spec.shard.peers())
-            hit = spec.usable(chunk * spec.chunk_tokens + (shared or tail[0]), tokens)
+            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], tokens, shared)
             if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
                 tails.append(Tail(chunk, *tail, shared))
         offered = {tail.digest for tail in tails}
@@ -158,16 +158,27 @@ def search_hit(
             if len(tails) >= MAX_TAILS:
                 break
             new = stored and tail[1] not in offered
-            hit = spec.usable(chunk * spec.chunk_tokens + tail[0], tokens) if new else None
+            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], tokens) if new else None
             if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
                 tails.append(Tail(chunk, *tail))
         if tried >= SLICE_KEYS:
             yield
             tried = 0
-        hit = spec.usable(chunk * spec.chunk_tokens, tokens)
+        hit = _usable(spec, (chunk - 1) * spec.chunk_tokens, spec.chunk_tokens, tokens) if chunk else 0
         if hit and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
             return HitLength(hit, tuple(tails))
     return HitLength(0, tuple(tails))
+
+
+def _usable(spec: ModelSpec, start: int, held: int, tokens: int, shared: int = 0) -> int | None:
+    """Of how many tokens is a hit that ends in an object of `held` tokens after `start` ones? None = of none.
+
+    :param shared: of these, the prompt's; 0 = all.
+    """
+    hit = spec.usable(start + (shared or held), tokens)
+    if hit is None or hit <= start or not spec.inside(held, hit - start):
+        return None
+    return hit
 
 
 def _presence(pool: LookupSource, spec: ModelSpec, digests: list[bytes]) -> Generator[None, None, list[list[bool]]]:

@@ -68,6 +68,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
     :param window: of a windowed kind: tokens a query sees, itself included.
     :param block_bytes: bytes of one block of one layer over all planes, where the engine declares
         them; checked against the planes. 0 = not declared.
+    :param ratio: tokens that one row of a block stands for; above 1 the cache is compressed, and a hit ends at a
+        multiple of it: the row that the next token belongs to is computed, never half loaded.
     """
 
     kind: str
@@ -76,12 +78,18 @@ class GroupSpec(msgspec.Struct, frozen=True):
     planes: tuple[Plane, ...]
     window: int = 0
     block_bytes: int = 0
+    ratio: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise SpecError(f"group kind {self.kind!r} is unknown; use one of {sorted(KINDS)}")
         if self.block_size <= 0:
             raise SpecError(f"block_size {self.block_size} must be positive")
+        if self.ratio < 1 or self.block_size % self.ratio or (self.ratio > 1 and KINDS[self.kind].exact):
+            raise SpecError(
+                f"group of kind {self.kind!r} with ratio {self.ratio}: it must divide block_size {self.block_size}, "
+                "and be 1 for recurrent state"
+            )
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise SpecError(f"group layers {self.layers} must be ascending, unique and not empty")
         names = [plane.name for plane in self.planes]
@@ -102,18 +110,18 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def entries(self) -> int:
-        """Rows of one block in each plane: `block_size` tokens, or one state."""
+        """Rows of one block in each plane: `block_size` tokens (`ratio` of them in a row), or one state."""
         return self.rules.entries
 
     @property
     def rules(self) -> Kind:
         """The kind's need and keep rules for this group."""
-        return _rules(self.kind, self.block_size, self.window)
+        return _rules(self.kind, self.block_size, self.window, self.ratio)
 
 
 @functools.lru_cache(256)
-def _rules(kind: str, block_size: int, window: int) -> Kind:
-    return KINDS[kind](block_size, window)
+def _rules(kind: str, block_size: int, window: int, ratio: int) -> Kind:
+    return KINDS[kind](block_size, window, ratio)
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -221,11 +229,17 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def usable(self, stored: int, tokens: int) -> int | None:
         """How many of `stored` leading tokens a prompt of `tokens` tokens can load; None = none of them.
 
-        One token is left to compute. A hit is shortened for it where every group allows that.
+        At least one token is left to compute, and compressed rows are loaded whole or not at all. A hit is shortened
+        for that where every group allows it.
         """
-        if stored < tokens:
-            return stored
-        return None if self.exact else tokens - 1
+        most = min(stored, tokens - 1)
+        most -= most % self.alignment
+        return None if self.exact and most != stored else most
+
+    @property
+    def alignment(self) -> int:
+        """Hits end at multiples of so many tokens; 1 = anywhere."""
+        return _alignment(self)
 
     def layer_places(self) -> tuple[tuple[int, int], ...]:
         """For every layer: its group and its index within that group."""
@@ -243,11 +257,24 @@ def _common_block(spec: ModelSpec) -> int:
 
 
 @functools.lru_cache(maxsize=64)
+def _alignment(spec: ModelSpec) -> int:
+    return math.lcm(*(group.ratio for group in spec.groups))
+
+
+def _facts(group: GroupSpec) -> dict[str, object]:
+    """What of a group changes its bytes. What it had when there was no `ratio` yet still has the same keys."""
+    # Whether an engine declares a block's bytes does not change them.
+    facts = msgspec.structs.asdict(msgspec.structs.replace(group, block_bytes=0))
+    if group.ratio == 1:
+        del facts["ratio"]
+    return facts
+
+
+@functools.lru_cache(maxsize=64)
 def _fingerprint(spec: ModelSpec) -> bytes:
     facts = {
         "content": spec.content,
-        # Whether an engine declares a block's bytes does not change them.
-        "groups": [msgspec.structs.replace(group, block_bytes=0) for group in spec.groups],
+        "groups": [_facts(group) for group in spec.groups],
         "tp_size": spec.shard.tp_size,
         "pp_size": spec.shard.pp_size,
         "attention": spec.attention,

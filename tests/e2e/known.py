@@ -52,10 +52,10 @@ def kv_bytes(tokens: np.ndarray, layer: int, plane: int, row: int) -> np.ndarray
     with np.errstate(over="ignore"):
         prefix = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * odd * _GOLDEN, dtype=np.uint64)
         x = prefix[:, None] + np.uint64(layer * 1009 + plane * 31 + 7) * _GOLDEN
-        x = x + np.arange(row // 8, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+        x = x + np.arange(-(-row // 8), dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))).view(np.uint8).reshape(len(tokens), row)
+    return (x ^ (x >> np.uint64(31))).view(np.uint8).reshape(len(tokens), -(-row // 8) * 8)[:, :row]
 
 
 @dataclass
@@ -80,22 +80,34 @@ class Run:
 
 
 class KnownWorker:
-    """See the module. `blocks` are the blocks of every group."""
+    """See the module. `blocks` are the blocks of every group.
+
+    :param tensors: uint8, by layer and plane, to use instead of new ones.
+    :param aliased: all groups share their memory, as in vLLM's packed layout: a block id is one group's at a time, and
+        a request has only the blocks that its layers can read or that are kept of a chunk.
+    """
 
     _names = itertools.count()
 
     def __init__(
-        self, endpoint: str, spec: ModelSpec | None = None, blocks: int = 256, engine: str = "e2e", **more: Any
+        self,
+        endpoint: str,
+        spec: ModelSpec | None = None,
+        blocks: int = 256,
+        engine: str = "e2e",
+        tensors: dict[int, dict[str, torch.Tensor]] | None = None,
+        aliased: bool = False,
+        **more: Any,
     ) -> None:
         self.spec = spec or small_spec()
         self.block_size = self.spec.groups[0].block_size
         self.blocks = blocks
-        self.tensors = {
+        self.tensors = tensors or {
             layer: {
-                plane.name: torch.full((blocks, self.block_size, plane.shape[0]), POISON, dtype=torch.uint8)
-                for plane in self.spec.groups[group].planes
+                plane.name: torch.full((blocks, group.entries, plane.shape[0]), POISON, dtype=torch.uint8)
+                for plane in group.planes
             }
-            for layer, (group, _) in enumerate(self.spec.layer_places())
+            for layer, group in enumerate(self.spec.groups[number] for number, _ in self.spec.layer_places())
         }
         self._arrays = {
             layer: [tensor.numpy() for tensor in tensors.values()] for layer, tensors in self.tensors.items()
@@ -103,6 +115,9 @@ class KnownWorker:
         self._places = self.spec.layer_places()
         self._random = np.random.default_rng(11)
         self._free = [list(self._random.permutation(blocks)) for _ in self.spec.groups]
+        if aliased:
+            self._free = [self._free[0]] * len(self.spec.groups)
+        self._aliased = aliased
         self.agent = Agent(endpoint, self.spec, self.tensors, engine, **more)
 
     def __enter__(self) -> KnownWorker:
@@ -124,12 +139,25 @@ class KnownWorker:
         """Look the prompt up, give it blocks, and poison them."""
         name = f"request-{next(self._names)}"
         hit = self.agent.lookup(name, chain) if look else MISS
-        count = -(-len(chain) // self.block_size)
-        tables = tuple(np.array([free.pop() for _ in range(count)], dtype=np.int64) for free in self._free)
+        tables = tuple(self._table(group, chain, hit) for group in range(len(self.spec.groups)))
         run = Run(name, chain, hit, tables)
         for layer in range(self.spec.num_layers):
-            self.fill(run, layer, range(count), POISON)
+            self.fill(run, layer, range(len(tables[self._places[layer][0]])), POISON)
         return run
+
+    def _table(self, number: int, chain: Chain, hit: Hit) -> np.ndarray:
+        group, free = self.spec.groups[number], self._free[number]
+        table = np.full(-(-len(chain) // group.block_size), -1, dtype=np.int64)
+        wanted = set(range(len(table)))
+        if self._aliased:
+            first = group.rules.first_token(hit.tokens) // group.block_size
+            wanted = set(range(first, -(-hit.tokens // group.block_size)))
+            for start in range(0, len(chain), self.spec.chunk_tokens):
+                kept = group.rules.keep(min(self.spec.chunk_tokens, len(chain) - start))
+                wanted |= {start // group.block_size + block for block in kept}
+        for block in sorted(wanted):
+            table[block] = free.pop()
+        return table
 
     def retire(self, run: Run) -> None:
         """Its blocks may be used again; call once it is idle."""
@@ -146,22 +174,22 @@ class KnownWorker:
 
     def compute(self, run: Run, layer: int, start: int, stop: int) -> None:
         """Write the right KV of tokens ``start:stop``; blocks that the table no longer has are left out."""
-        positions, place = self._where(run, layer, start, stop)
+        rows, last, place = self._where(run, layer, start, stop)
         for plane, array in enumerate(self._arrays[layer]):
             known = kv_bytes(run.tokens[:stop], layer, plane, array.shape[-1])
-            array[place, positions % self.block_size] = known[positions]
+            array[place, rows % array.shape[1]] = known[last]
 
     def wrong_bytes(
         self, run: Run, layer: int, start: int, stop: int, but: set[int] | frozenset[int] = frozenset()
     ) -> int:
         """Bytes of tokens ``start:stop`` that are not the right KV, blocks in `but` left out."""
-        positions, place = self._where(run, layer, start, stop)
-        kept = ~np.isin(positions // self.block_size, sorted(but))
-        positions, place = positions[kept], place[kept]
+        rows, last, place = self._where(run, layer, start, stop)
+        kept = ~np.isin(last // self.spec.groups[self._places[layer][0]].block_size, sorted(but))
+        rows, last, place = rows[kept], last[kept], place[kept]
         wrong = 0
         for plane, array in enumerate(self._arrays[layer]):
-            known = kv_bytes(run.tokens[:stop], layer, plane, array.shape[-1])[positions]
-            wrong += int((array[place, positions % self.block_size] != known).sum())
+            known = kv_bytes(run.tokens[:stop], layer, plane, array.shape[-1])[last]
+            wrong += int((array[place, rows % array.shape[1]] != known).sum())
         return wrong
 
     def changed_bytes(self, run: Run, layer: int, numbers: Sequence[int] | set[int], value: int) -> int:
@@ -176,10 +204,13 @@ class KnownWorker:
     def group_of(self, layer: int) -> int:
         return self._places[layer][0]
 
-    def _where(self, run: Run, layer: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.arange(start, stop)
-        place = run.tables[self._places[layer][0]][positions // self.block_size]
-        return positions[place >= 0], place[place >= 0]
+    def _where(self, run: Run, layer: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows that become whole with tokens ``start:stop``: their numbers, each one's last token, and its block."""
+        group = self.spec.groups[self._places[layer][0]]
+        rows = np.arange(start // group.ratio, stop // group.ratio)
+        last = (rows + 1) * group.ratio - 1
+        place = run.tables[self._places[layer][0]][last // group.block_size]
+        return rows[place >= 0], last[place >= 0], place[place >= 0]
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ def covered(ranges: list[tuple[int, int]], lo: int, hi: int) -> bool:
 
 @dataclass
 class Side:
-    """One direction of a step, as the model sees it; `told`: layers by group."""
+    """One direction of a step, as the model sees it."""
 
     parts: list
     ranges: list[tuple[int, int]]
@@ -27,7 +27,6 @@ class Side:
     sealed: list[int] = field(default_factory=list)
     failed: list[tuple[int, int, int]] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
-    told: dict[int, list[int]] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
     revoked: set[int] = field(default_factory=set)
     cut: bool = False

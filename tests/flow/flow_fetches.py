@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from layerflow.flow.commands import Arrived, Call, FetchLost, TransferDone, Vacate
+from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.events import FetchOpened, Limits, Need
 
 
@@ -74,8 +74,8 @@ class Fetches:
             assert index not in fetch.whole and index not in fetch.lost
             fetch.whole.add(index)
 
-    def lose(self, command: FetchLost) -> None:
-        fetch = self.all[command.fetch]
+    def lose(self, command: ObjectsLost) -> None:
+        fetch = self.all[command.transfer]
         assert command.objects and not set(command.objects) & (fetch.lost | fetch.whole)
         fetch.lost |= set(command.objects)
 

@@ -9,6 +9,7 @@ import sys
 
 from flow_books import Pass, Side, covered, side_of
 from flow_fetches import Fetches
+from flow_writes import Writes
 
 from layerflow.flow import Flow
 from layerflow.flow.commands import (
@@ -17,10 +18,9 @@ from layerflow.flow.commands import (
     Cancel,
     Command,
     Commit,
-    FetchLost,
-    LayersStored,
     LoadFailed,
     LoadsDone,
+    ObjectsLost,
     Release,
     Revoke,
     Seal,
@@ -29,6 +29,8 @@ from layerflow.flow.commands import (
     TransferDone,
     Vacate,
     WakeAt,
+    WriteBegun,
+    Written,
 )
 from layerflow.flow.events import (
     BatchDone,
@@ -39,6 +41,7 @@ from layerflow.flow.events import (
     FetchLeased,
     FetchOpened,
     FrontierReached,
+    Hop,
     HostLost,
     Item,
     LayersComputed,
@@ -54,6 +57,7 @@ from layerflow.flow.events import (
     StepClosed,
     StepOpened,
     Tick,
+    WriteOpened,
 )
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
@@ -69,6 +73,7 @@ class World:
         self.most = most
         self.now = 100.0
         self.layers: dict[int, tuple[LayerShape, ...]] = {}
+        self.layers_ever: dict[int, tuple[LayerShape, ...]] = {}
         self.steps: dict[tuple[int, int], Pass] = {}
         self.live: dict[tuple[int, int], Pass] = {}
         self.flying: dict[int, Submit] = {}
@@ -78,15 +83,27 @@ class World:
         self.wake: float | None = None
         self.sharing = 0
         self.fetches = Fetches()
+        self.writes = Writes(self)
 
     # -- events
 
     def open_session(self, session: int, layers) -> list[Command]:
-        self.layers[session] = tuple(LayerShape(*shape) for shape in layers)
+        self.layers[session] = self.layers_ever[session] = tuple(LayerShape(*shape) for shape in layers)
         return self.send(SessionOpened(session, self.layers[session]))
 
-    def open(self, session, step, loads=(), saves=(), deadline=1e6, save_deadline=1e6, tell=False) -> list[Command]:
-        return self.send(StepOpened(session, step, deadline, save_deadline, tuple(loads), tuple(saves), tell))
+    def open(self, session, step, loads=(), saves=(), deadline=1e6, save_deadline=1e6, write=False) -> list[Command]:
+        """:param write: what it saves is written to the backend, by writes that are numbered onwards."""
+        commands = self.send(StepOpened(session, step, deadline, save_deadline, tuple(loads), tuple(saves)))
+        for group in sorted({part.group for part in saves}) if write else ():
+            commands += self.write(session, step, group, saves)
+        return commands
+
+    def write(self, session, step, group, saves, source="e", size=1) -> list[Command]:
+        """Each part is an object of `size` bytes a block and layer."""
+        parts = [index for index, part in enumerate(saves) if part.group == group]
+        items = tuple(Item(size * saves[index].blocks, saves[index].blocks) for index in parts)
+        number = len(self.writes.all) + 1
+        return self.send(WriteOpened(number, source, session, step, group, items, tuple(parts)))
 
     def bring(self, fetch, layers, items=1, source="e", size=1) -> list[Command]:
         numbers = layers if isinstance(layers, tuple) else tuple(range(layers))
@@ -102,7 +119,14 @@ class World:
         return said
 
     def end_call(self, call: Call, *failed: int, reason: str = "gone") -> list[Command]:
-        return self.send(CallDone(call.call, tuple((index, reason) for index in failed)))
+        return self.send(CallDone(call.hop, call.call, tuple((index, reason) for index in failed)))
+
+    def written(self) -> list[Command]:
+        """End the calls of all writes, until none is left."""
+        said = []
+        while self.writes.calls:
+            said += self.end_call(next(iter(self.writes.calls.values())))
+        return said
 
     def done(self, batch: Submit) -> list[Command]:
         return self.send(BatchDone(batch.session, batch.batch))
@@ -128,8 +152,6 @@ class World:
                 self._obey(command, None)
             commands += rest
         assert not self.flow.paused
-        told = [(c.session, c.step, c.group) for c in of(commands, LayersStored)]
-        assert len(set(told)) == len(told), "told twice at once"
         if lost is not None:
             assert not [key for key in self.live if key[0] == lost]
             del self.layers[lost]
@@ -175,10 +197,13 @@ class World:
                 self.fetches.open(event)
             case FetchLeased(fetch=fetch, leased=leased) if fetch in self.fetches.all:
                 self.fetches.all[fetch].leased = leased
-            case CallDone(call=call, failed=failed) if call in self.fetches.calls:
-                self.fetches.ended(call, {index for index, _ in failed})
+            case WriteOpened():
+                self.writes.open(event)
+            case CallDone(hop=hop, call=call, failed=failed) if call in self._calls(hop):
+                (self.fetches if hop is Hop.FETCH else self.writes).ended(call, {index for index, _ in failed})
             case HostLost():
                 self.fetches.calls.clear()
+                self.writes.calls.clear()
             case RequestAborted(session=session, request=request):
                 watch = set()
                 for (owner, _), one in self.live.items():
@@ -203,6 +228,9 @@ class World:
         return None
 
     # -- books
+
+    def _calls(self, hop: Hop) -> dict[int, Call]:
+        return self.fetches.calls if hop is Hop.FETCH else self.writes.calls
 
     def _side_of(self, submit: Submit) -> Side:
         return self.steps[submit.session, submit.step].sides[submit.direction]
@@ -294,8 +322,6 @@ class World:
                 self.live[session, step].sides[direction].cut = True
                 if direction is LOAD or reason in ("deadline", "replaced"):
                     self._call_back(session, step, direction)
-            case LayersStored(session=session, step=step):
-                self._layers_stored(self.live[session, step], command)
             case Commit(session=session, step=step, parts=parts):
                 self._commit(session, self.live[session, step], parts)
             case Revoke(session=session, step=step, parts=parts):
@@ -316,20 +342,26 @@ class World:
             case StepDone(session=session, step=step):
                 one = self.live.pop((session, step))
                 self._step_done(one, command, lost == session)
-            case Call():
+            case Call(hop=Hop.FETCH):
                 self.fetches.call(command, self.limits)
+            case Call():
+                self.writes.call(command)
+            case WriteBegun():
+                self.writes.begun(command)
+            case Written():
+                self.writes.written(command)
             case Arrived():
                 self.fetches.arrived(command)
                 for session, step, objects in command.readers:
                     assert not self.live[session, step].loads_done, "pins for loads that are over"
                     assert {(command.fetch, index) for index in objects} <= self._needed(session, step)
-            case FetchLost():
-                self.fetches.lose(command)
+            case ObjectsLost(hop=hop):
+                (self.fetches if hop is Hop.FETCH else self.writes).lose(command)
             case Vacate():
                 keys = [key for key, one in self.live.items() if not one.loads_done]
                 self.fetches.vacate(command, {need for key in keys for need in self._needed(*key)})
-            case TransferDone():
-                self.fetches.done(command)
+            case TransferDone(hop=hop):
+                (self.fetches if hop is Hop.FETCH else self.writes).done(command)
             case WakeAt(when=when):
                 assert when != self.wake
                 self.wake = when
@@ -400,24 +432,7 @@ class World:
         assert parts and not set(parts) & (side.committed | side.revoked | side.dead), "commit of the dead"
         for part in parts:
             assert self._whole(session, side, part, "done"), "commit before every layer is stored"
-            group = side.parts[part].group
-            last = [shape.group for shape in self.layers[session]].count(group)
-            assert not one.event.tell_stored or side.told[group][-1] == last, "commit before that is told"
         side.committed |= set(parts)
-
-    def _layers_stored(self, one: Pass, command: LayersStored) -> None:
-        side, layers = one.sides[SAVE], self.layers[command.session]
-        told = side.told.setdefault(command.group, [0])
-        assert one.event.tell_stored and command.layers > told[-1]
-        told.append(command.layers)
-        first = [i for i, shape in enumerate(layers) if shape.group == command.group][: command.layers]
-        assert len(first) == command.layers
-        live = [i for i, part in enumerate(side.parts) if part.group == command.group and i not in side.dead]
-        assert live, "told of the dead"
-        for layer in first:
-            size = layers[layer].block_bytes
-            for lo, hi in (side.ranges[i] for i in live):
-                assert covered(side.done.get(layer, []), lo * size, hi * size), "told before it was stored"
 
     def _whole(self, session: int, side: Side, part: int, book: str) -> bool:
         lo, hi = side.ranges[part]
@@ -488,6 +503,11 @@ class World:
             self.send(StepClosed(session, step, True))
         while self.flying:
             self.done(next(iter(self.flying.values())))
+        self.written()
+        for number, write in self.writes.all.items():
+            assert write.done, f"write {number} never ends"
+        for side, part in self.writes.cancelled:
+            assert part in side.revoked or part in side.dead, "gave up what its save went on with"
         assert not self.live, f"steps {list(self.live)} never end"
         statistics = self.flow.statistics()
         assert statistics.steps == statistics.load_inflight_bytes == statistics.save_inflight_bytes == 0
@@ -496,7 +516,8 @@ class World:
         state = self.flow._state
         assert not state.in_flight and not state.unsettled and not state.loosened and not len(state.deadlines)
         assert not any(ring.queue for ring in state.rings)
-        for lane in state.lanes:
+        assert not state.telling and not state.writes.backlog
+        for lane in (state.fetches, state.writes):
             assert not (lane.transfers or lane.calls or lane.sources or lane.ring.queue or lane.inflight)
         for number, fetch in self.fetches.all.items():
             assert fetch.done and fetch.vacated == fetch.lost, f"fetch {number} keeps room"

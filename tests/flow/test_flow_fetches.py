@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 from flow_world import LOAD, SAVE, World, coming, of, submits
 
-from layerflow.flow.commands import Arrived, Call, Commit, FetchLost, LoadFailed, LoadsDone, Seal, TransferDone, Vacate
+from layerflow.flow.commands import (
+    Arrived,
+    Call,
+    Commit,
+    LoadFailed,
+    LoadsDone,
+    ObjectsLost,
+    Seal,
+    TransferDone,
+    Vacate,
+)
 from layerflow.flow.events import (
     FetchLeased,
     FetchOpened,
@@ -103,7 +113,7 @@ def test_exactly_the_blocks_of_a_lost_object_fail_and_the_leading_ones_load():
     out = world.end_call(call, 1)
     assert failed(out) == [("a", 2, 4, "not fetched: gone")]
     assert [s[:3] for s in carved(out)] == [(i, lo, hi) for i in range(3) for lo, hi in ((0, 2), (4, 6))]
-    assert of(out, FetchLost)[0].objects == (1,) and not of(out, Vacate), "the step may read its room"
+    assert of(out, ObjectsLost)[0].objects == (1,) and not of(out, Vacate), "the step may read its room"
     done = [c for s in submits(out, LOAD) for c in world.done(s)]
     assert of(done, LoadsDone) and of(done, Vacate) == [Vacate(1, (1,))]
     assert done.index(of(done, LoadsDone)[0]) < done.index(of(done, Vacate)[0])
@@ -160,7 +170,7 @@ def test_a_step_whose_deadline_had_passed_when_it_opened_holds_nothing():
     world.bring(1, 3)
     out = world.open(0, 1, [coming("a", 0, 2, 1)], deadline=world.now - 1)
     assert failed(out) and of(out, LoadsDone)
-    assert not world.flow._state.lanes[0].transfers[1].edges
+    assert not world.flow._state.fetches.transfers[1].edges
     assert [command.readers for command in of(world.fetched(1, 3), Arrived)] == [()]
     world.drain()
 
@@ -171,7 +181,7 @@ def test_a_lost_session_holds_nothing(one_layer):
     world.open(0, 1, [coming("a", 0, 2, 1)], [Part("a", 0, 2)])
     assert of(world.send(SessionLost(0)), LoadsDone)
     out = [c for call in list(world.fetches.calls.values()) for c in world.end_call(call)]
-    assert of(out, FetchLost) and of(out, Vacate) and of(out, TransferDone) and not world.fetches.calls
+    assert of(out, ObjectsLost) and of(out, Vacate) and of(out, TransferDone) and not world.fetches.calls
     world.drain()
 
 

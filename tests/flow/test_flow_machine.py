@@ -20,6 +20,7 @@ from layerflow.flow.events import (
     FetchLeased,
     FetchOpened,
     FrontierReached,
+    Hop,
     HostLost,
     Item,
     LayersComputed,
@@ -34,6 +35,8 @@ from layerflow.flow.events import (
     StepOpened,
     StepsRevoked,
     Tick,
+    WriteOpened,
+    WritesRevoked,
 )
 
 SHAPES = (
@@ -49,6 +52,7 @@ limits = st.builds(
     max_transfer_bytes=st.sampled_from([6, 16, 1000]),
     max_inflight_bytes=st.sampled_from([2, 20, 60, 10_000]),
     save_backlog_bytes=st.sampled_from([150, 100_000, 100_000]),
+    write_backlog_bytes=st.sampled_from([40, 100_000, 100_000]),
     fetch_timeout_s=st.sampled_from([1.0, 8.0, 1000.0]),
 )
 REQUESTS = st.sampled_from("abcde")
@@ -128,14 +132,25 @@ class FlowMachine(RuleBasedStateMachine):
         self.world.send(FetchLeased(data.draw(st.sampled_from(sorted(self.world.fetches.all))), leased))
 
     @rule(data=st.data(), fails=st.sampled_from([False, False, True]), times=st.integers(1, 4))
-    @precondition(lambda self: self.world.fetches.calls)
+    @precondition(lambda self: self._host_calls())
     def call_done(self, data, fails, times):
         for _ in range(times):
-            if self.world.fetches.calls:
-                call = data.draw(st.sampled_from(list(self.world.fetches.calls.values())))
-                everything = len(self.world.fetches.all[call.transfer].event.objects)
+            if calls := self._host_calls():
+                call = data.draw(st.sampled_from(calls))
+                known = self.world.fetches if call.hop is Hop.FETCH else self.world.writes
+                everything = len(known.all[call.transfer].event.objects)
                 failed = data.draw(st.sets(st.integers(0, everything - 1))) if fails else ()
                 self.world.end_call(call, *sorted(failed))
+
+    def _host_calls(self):
+        return [*self.world.fetches.calls.values(), *self.world.writes.calls.values()]
+
+    @rule(sure=st.sampled_from([False, False, True]))
+    @precondition(lambda self: any(one.left for one in self.world.writes.all.values()))
+    def writes_revoked(self, sure):
+        if sure:
+            self.world.send(WritesRevoked("purged"))
+            assert not any(one.left for one in self.world.writes.all.values())
 
     @rule(sure=st.sampled_from([False, False, True]), unwanted=st.booleans())
     @precondition(lambda self: any(one.coming for one in self._fetches()))
@@ -148,10 +163,11 @@ class FlowMachine(RuleBasedStateMachine):
             assert after == {number: coming if number in wanted else [] for number, coming in before.items()}
 
     @rule(sure=st.sampled_from([False, False, True]))
-    @precondition(lambda self: any(one.coming for one in self._fetches()))
+    @precondition(lambda self: self._host_calls() or any(one.coming for one in self._fetches()))
     def host_lost(self, sure):
         if sure:
             self.world.send(HostLost("signal 9"))
+            assert all(one.done for one in self.world.writes.all.values()), "writes to a dead host"
             assert not any(one.coming for one in self._fetches()), "waits for a dead host"
 
     @rule(data=st.data(), count=st.integers(1, 8))
@@ -243,7 +259,10 @@ class FlowMachine(RuleBasedStateMachine):
                     StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 0, 2, (Need(10**9, 0, 0, 2),)),)),
                     FetchOpened(0, "x", (0,), (Item(1, 1),)),
                     FetchLeased(10**9, True),
-                    CallDone(10**9),
+                    WriteOpened(0, "x", session, step, 0, (Item(1, 1),), (0,)),
+                    WriteOpened(10**9, "x", session, step, 0, (Item(1, 1),), ()),
+                    CallDone(Hop.FETCH, 10**9),
+                    CallDone(Hop.WRITE, 10**9),
                     FrontierReached(session, step, 99),
                     LayersComputed(session, step, 99),
                     BatchDone(session, 10**9),

@@ -15,7 +15,7 @@ from layerflow.hosts.lane import BackendCalls, Lane
 from layerflow.hosts.objects import places_of
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
-from layerflow.wire.host_messages import Objects, ToServer, pack_u32, pack_u64
+from layerflow.wire.host_messages import EndWrite, Objects, Push, ToServer, Write, pack_u32, pack_u64
 
 PATIENCE_S = 20.0
 
@@ -57,6 +57,15 @@ class Thing:
             "tokens": pack_u32([16] * self.count),
         }
         return Objects(**(fields | changes))
+
+    def writing(self, number: int) -> tuple[Write, Push, Push, EndWrite]:
+        """What a host is told to write all of it as job `number`: its reports are those of two calls."""
+        layers = Push(number, 1, 0, self.count, 0, self.layers)
+        return Write(number, self.said()), layers, self.publishing(number), EndWrite(number)
+
+    def publishing(self, number: int, call: int = 2) -> Push:
+        """The call that publishes all of it."""
+        return Push(number, call, 0, self.count, self.layers, self.layers)
 
     def fill(self, arena: SharedMemory) -> None:
         """The bytes that these objects have, headers included."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from hosts.bench import PATIENCE_S
+from hosts.bench import PATIENCE_S, Thing
 from hosts.fake_backend import NAME
 from layerflow.memfd import SharedMemory
 from layerflow.server.tier.process import HostProcess
-from layerflow.wire.host_messages import Pong, ToServer
+from layerflow.wire.host_messages import Pong, ToServer, Written
 
 
 class Served:
@@ -65,3 +65,11 @@ class Served:
     async def __aexit__(self, *error: object) -> None:
         await self.host.close()
         self.arena.close()
+
+
+async def write(it: Served, number: int, thing: Thing) -> None:
+    """Write and publish all of it, as a job of this number."""
+    thing.fill(it.arena)
+    for message in thing.writing(number):
+        it.host.send(message)
+    assert [await it.hear(Written), await it.hear(Written)] == [Written(number, 1), Written(number, 2)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hosts.bench import Thing, key_of
 from hosts.disk_bench import files, torn
-from hosts.served import Served
+from hosts.served import Served, write
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.wire.host_messages import (
     Ask,
@@ -17,10 +17,10 @@ from layerflow.wire.host_messages import (
     Evicted,
     Fetch,
     Fetched,
-    Finish,
     Indexed,
     Present,
     Pull,
+    Push,
     Up,
     Write,
     Written,
@@ -31,13 +31,6 @@ DONE, HALF = Thing(101, 2, 3, 4096), Thing(201, 2, 3, 4096, at=200_000)
 
 def served(path: Path) -> Served:
     return Served(backend="disk", path=str(path), capacity=1 << 20)
-
-
-async def save(it: Served, number: int, thing: Thing) -> None:
-    thing.fill(it.arena)
-    it.host.send(Write(number, thing.said(), 1, 10_000))
-    it.host.send(Finish(number))
-    assert await it.hear() == Written(number)
 
 
 async def load(it: Served, number: int, thing: Thing) -> Fetched:
@@ -58,9 +51,11 @@ async def test_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
     async with served(path) as it:
         assert (await it.hear(Up)).indexed
         assert (await it.hear(Indexed)).keys == b""
-        await save(it, 1, DONE)
+        await write(it, 1, DONE)
         HALF.fill(it.arena)
-        it.host.send(Write(2, HALF.said(), 2, 10_000))
+        it.host.send(Write(2, HALF.said()))
+        it.host.send(Push(2, 1, 0, 2, 0, 2))
+        assert await it.hear() == Written(2, 1)
         it.host.send(Ask(3, key_of(201), 10_000))
         assert (await it.hear(Present)).present == b"\0"
         while len(torn(path)) < 2:
@@ -73,7 +68,7 @@ async def test_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
         assert torn(path) == []
         assert await load(it, 4, DONE) == Fetched(4, 1)
         assert DONE.intact(it.arena) == [True, True]
-        await save(it, 5, HALF)
+        await write(it, 5, HALF)
     async with served(path) as it:  # and another server finds all of it
         await it.hear(Up)
         assert len((await it.hear(Indexed)).keys) == 4 * 24
@@ -86,7 +81,7 @@ async def test_a_corrupt_object(tmp_path: Path) -> None:
     async with served(path) as it:
         await it.hear(Up)
         await it.hear(Indexed)
-        await save(it, 1, DONE)
+        await write(it, 1, DONE)
         [name] = [name for name in files(path) if DONE.keys[1].hex() in name]
         flip(name)
         DONE.wipe(it.arena)
@@ -103,7 +98,7 @@ async def test_a_folder_that_goes_and_comes_back(tmp_path: Path) -> None:
     async with served(path) as it:
         await it.hear(Up)
         await it.hear(Indexed)
-        await save(it, 1, DONE)
+        await write(it, 1, DONE)
         os.rename(path, tmp_path / "away")
         assert not (await it.hear(Down)).fatal
         os.rename(tmp_path / "away", path)

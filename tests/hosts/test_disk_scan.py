@@ -12,11 +12,11 @@ import pytest
 from hosts import slow_disk
 from hosts.bench import PATIENCE_S, Thing
 from hosts.disk_bench import DiskBench, files
-from hosts.served import Served
+from hosts.served import Served, write
 from layerflow.hosts.disk import backend as disk
 from layerflow.hosts.disk.backend import Disk
 from layerflow.hosts.disk.folder import Folder
-from layerflow.wire.host_messages import Fetch, Fetched, Finish, Indexed, Pull, Up, Write, Written
+from layerflow.wire.host_messages import Fetch, Fetched, Indexed, Pull, Up
 from layerflow_testing import ARENA, OK, load, save, soon
 
 
@@ -215,10 +215,3 @@ async def test_the_host_answers_and_writes_while_the_folder_is_read(tmp_path: Pa
                 it.host.send(message)
             assert await it.hear(Fetched) == Fetched(number, number)
             assert thing.intact(it.arena) == [True, True]
-
-
-async def write(it: Served, number: int, thing: Thing) -> None:
-    thing.fill(it.arena)
-    it.host.send(Write(number, thing.said(), 3, 10_000))
-    it.host.send(Finish(number))
-    assert await it.hear() == Written(number)

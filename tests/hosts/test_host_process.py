@@ -19,24 +19,22 @@ from e2e.stopping import stop
 
 from hosts.bench import PATIENCE_S, Thing, key_of
 from hosts.fake_backend import NAME
-from hosts.served import Served
+from hosts.served import Served, write
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.server.tier import child as host_child
 from layerflow.server.tier import output as host_output
 from layerflow.server.tier import process as host_process
 from layerflow.wire.host_messages import (
-    Advance,
     Ask,
     Down,
     EndFetch,
+    EndWrite,
     Fetch,
     Fetched,
-    Finish,
     Indexed,
     Present,
     Pull,
     Up,
-    Write,
     Written,
     split_keys,
     unpack_u32,
@@ -53,9 +51,9 @@ async def test_a_save_and_a_load() -> None:
         state = it.host.state
         assert (state.state, state.reason, state.restarts) == ("up", "", 0) and state.pid and state.up_since
         TWO.fill(it.arena)
-        for message in (Write(1, TWO.said(), 1, 10_000), Advance(1, 2), Finish(1)):
+        for message in TWO.writing(1):
             assert it.host.send(message)
-        assert await it.hear() == Written(1)
+        assert [await it.hear(), await it.hear()] == [Written(1, 1), Written(1, 2)]
         TWO.wipe(it.arena)
         it.host.send(Ask(1, b"".join([*TWO.keys, key_of(9)]), 10_000))
         assert await it.hear() == Present(1, b"\1\1\0")
@@ -65,7 +63,7 @@ async def test_a_save_and_a_load() -> None:
         assert TWO.intact(it.arena) == [True, True]
         while it.host.statistics.get("calls", 0) < 9:  # attach, 3 to write, 4 to fetch, a lookup; checks
             await it.answer()
-    assert it.host.state.state == "stopped" and not it.host.send(Finish(1))
+    assert it.host.state.state == "stopped" and not it.host.send(EndWrite(1))
     assert await it.lose() == "the server stops"
 
 
@@ -73,9 +71,7 @@ async def test_broken_bytes_are_hidden_by_the_host_itself() -> None:
     async with Served(spoilt=[TWO.keys[1].hex()]) as it:
         await it.hear(Up)
         TWO.fill(it.arena)
-        it.host.send(Write(1, TWO.said(), 3, 10_000))
-        it.host.send(Finish(1))
-        assert await it.hear() == Written(1)
+        await write(it, 1, TWO)
         it.host.send(Fetch(2, TWO.said()))
         it.host.send(Pull(2, 1, 0, 2, 0, 3))
         first = await it.hear(Fetched)
@@ -107,9 +103,7 @@ async def test_away_at_first_and_again_later(tmp_path: Path) -> None:
         await it.hear(Up)
         assert len((await it.hear(Indexed)).keys) == 24
         TWO.fill(it.arena)
-        it.host.send(Write(1, TWO.said(), 3, 10_000))
-        it.host.send(Finish(1))
-        assert await it.hear() == Written(1)
+        await write(it, 1, TWO)
         away.touch()
         assert await it.hear() == Down("it is away")
         await refused(it)
@@ -125,8 +119,8 @@ async def refused(it: Served) -> None:
     assert await it.hear() == Present(7, b"\0", "unreachable: it is away")
     it.host.send(Fetch(8, TWO.said()))
     it.host.send(Pull(8, 1, 0, 2, 0, 3))
-    it.host.send(Write(9, TWO.said(), 3, 10_000))
-    it.host.send(Finish(9))
+    for message in TWO.writing(9)[:2]:
+        it.host.send(message)
     for ended in (await it.hear(Fetched), await it.hear(Written)):
         assert [failure.reason for failure in ended.failed] == ["unreachable: it is away"] * 2
     await it.answer()
@@ -139,7 +133,7 @@ async def test_an_unusable_backend_is_tried_again_much_later(monkeypatch: pytest
         assert await it.lose() == "the library is of 1970; install another"
         assert (it.host.state.state, it.host.state.pid) == ("restarting", 0)
         assert it.host.state.reason == "the library is of 1970; install another"
-        assert not it.host.send(Finish(1))
+        assert not it.host.send(EndWrite(1))
     assert log.fields("host_lost")[0]["again_in_s"] == 30
 
 
@@ -207,9 +201,7 @@ async def test_a_lookup_that_hangs_costs_lookups_and_not_the_host(tmp_path: Path
             found = [it.said.get_nowait() for _ in range(it.said.qsize())]
         assert found[0] == Present(2, b"\0", "an earlier lookup hangs in the backend")
         TWO.fill(it.arena)
-        it.host.send(Write(1, TWO.said(), 3, 10_000))
-        it.host.send(Finish(1))
-        assert await it.hear() == Written(1)
+        await write(it, 1, TWO)
         opened = os.open(gate, os.O_RDWR)
         os.write(opened, bytes(64))
         assert await it.hear() == Present(1, b"\0")
@@ -224,10 +216,10 @@ async def test_one_call_that_outlives_its_time_ends_the_host(tmp_path: Path, met
     async with Served(gates={method: str(gate)}, timeout_ms=100) as it:
         await it.hear(Up)
         TWO.fill(it.arena)
-        it.host.send(Write(1, TWO.said(), 3, 60_000))
-        it.host.send(Finish(1))
+        for message in TWO.writing(1):
+            it.host.send(message)
         if name == "fetch":
-            assert await it.hear() == Written(1)
+            assert [await it.hear(), await it.hear()] == [Written(1, 1), Written(1, 2)]
             it.host.send(Fetch(2, TWO.said()))
             it.host.send(Pull(2, 1, 0, 2, 0, 3))
         assert (await it.hear(Down)).reason == f"a {name} hangs in the backend"
@@ -330,7 +322,7 @@ async def test_a_host_that_sigkill_does_not_end(monkeypatch: pytest.MonkeyPatch)
             it.host.kill("for a test")
             async with asyncio.timeout(PATIENCE_S):
                 assert f"process {pid}" in await it.stuck.get()
-            assert it.host.state.state == "down" and it.lost.empty() and not it.host.send(Finish(1))
+            assert it.host.state.state == "down" and it.lost.empty() and not it.host.send(EndWrite(1))
             async with asyncio.timeout(PATIENCE_S):
                 assert not await it.host.close()
         os.kill(pid, signal.SIGKILL)

@@ -14,7 +14,7 @@ from layerflow.errors import Unsupported
 from layerflow.hosts.memcache import environment
 from layerflow.server.tier import process as host_process
 from layerflow.server.tier.process import HostState
-from layerflow.wire.host_messages import Finish, Up
+from layerflow.wire.host_messages import EndWrite, Up
 
 pytestmark = pytest.mark.usefixtures("fake_on_path")
 
@@ -83,7 +83,7 @@ async def test_a_build_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "build.sh").write_text(f"read -r reason <{gate}; echo $reason >&2; exit 1")
     failed = Failures(monkeypatch)
     async with Served(backend="memcache", cann_emulator=str(tmp_path)) as it:
-        assert it.host.state == HostState("starting") and not it.host.send(Finish(1))
+        assert it.host.state == HostState("starting") and not it.host.send(EndWrite(1))
         await asyncio.to_thread(gate.write_text, "the loop has run\n")
         assert "the loop has run" in (await failed.next())["reason"]
 

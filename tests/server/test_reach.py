@@ -179,9 +179,7 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[real.Tier, list[Ask]
     sent: list[Ask] = []
     with contextlib.closing(PoolArena(1 << 20)) as arena:
         pool, settings = MemoryPool(arena), PoolSettings()
-        tier = real.Tier(
-            "disk", {}, settings, pool, (arena.fd, arena.nbytes), lambda events: None, lambda: (4096, 1 << 20)
-        )
+        tier = real.Tier("disk", {}, settings, pool, (arena.fd, arena.nbytes), lambda events: None)
         monkeypatch.setattr(tier._questions, "_send", lambda ask: sent.append(ask) or True)
         tier.up = True
         yield tier, sent

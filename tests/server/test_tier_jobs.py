@@ -9,17 +9,36 @@ import anyio
 import pytest
 
 from layerflow.flow import Flow
-from layerflow.flow.commands import Arrived, Call, Command, FetchLost, LoadFailed, LoadsDone, TransferDone, Vacate
+from layerflow.flow.commands import (
+    Arrived,
+    Call,
+    Command,
+    Commit,
+    LoadFailed,
+    LoadsDone,
+    ObjectsLost,
+    Revoke,
+    Submit,
+    TransferDone,
+    Vacate,
+    WriteBegun,
+)
+from layerflow.flow.commands import Written as WrittenCommand
 from layerflow.flow.events import (
+    BatchDone,
     Event,
+    Hop,
     HostLost,
+    LayersComputed,
     LayerShape,
     Limits,
     LoadsFenced,
     Need,
     Part,
+    RequestAborted,
     SessionLost,
     SessionOpened,
+    StepClosed,
     StepOpened,
 )
 from layerflow.hosts.backend import ObjectStatus
@@ -31,14 +50,14 @@ from layerflow.pool.memory import MemoryPool
 from layerflow.server.tier.fetches import Fetches
 from layerflow.server.tier.writes import Writes
 from layerflow.wire.host_messages import (
-    Advance,
     Drop,
     EndFetch,
+    EndWrite,
     Fetch,
     Fetched,
-    Finish,
     ObjectFailure,
     Pull,
+    Push,
     ToHost,
     Write,
     Written,
@@ -65,14 +84,17 @@ class World:
 
     def __init__(self, room: int = 8, backlog: int = 1 << 30) -> None:
         self.pool = MemoryPool(Arena(room * (NBYTES + 4096)))
-        self.flow = Flow(Limits())
+        self.flow = Flow(Limits(write_backlog_bytes=backlog))
         self.sent: list[ToHost] = []
         self.commands: list[Command] = []
         self.failed: list[tuple[bytes, int]] = []
         self.written: list[bytes] = []
         self.alive = True
         self.fetches = Fetches(self.pool, self.send, self.emit, self.fail)
-        self.writes = Writes(self.pool, backlog, self.send, lambda one: self.written.append(one.key), self.fail)
+        self.writes = Writes(self.pool, self.send, self.emit, lambda one: self.written.append(one.key), self.fail)
+        self.batches: list[Submit] = []
+        self.saved: dict[tuple[int, int], list[bytes]] = {}
+        self.ended_calls = 0
         self.emit([SessionOpened(STEP[0], (LayerShape(0, 512),) * LAYERS)])
 
     def emit(self, events: Sequence[Event]) -> None:
@@ -81,11 +103,28 @@ class World:
             for command in self.flow.handle(event, 0.0):
                 self.commands.append(command)
                 match command:
-                    case Call() | Arrived() | FetchLost() | Vacate() | TransferDone():
+                    case Arrived() | Vacate() | Call(hop=Hop.FETCH):
                         self.fetches.obey(command)
+                    case ObjectsLost(hop=Hop.FETCH) | TransferDone(hop=Hop.FETCH):
+                        self.fetches.obey(command)
+                    case Call() | ObjectsLost() | TransferDone() | WriteBegun() | WrittenCommand():
+                        self.writes.obey(command)
+                    case Submit():
+                        self.batches.append(command)
+                    case Commit() | Revoke():
+                        self._settle(command)
                     case LoadsDone():
                         self.pool.release(("step", command.session, command.step))
             self.flow.validate()
+
+    def _settle(self, command: Commit | Revoke) -> None:
+        step = (command.session, command.step)
+        keys = [self.saved[step][part] for part in command.parts]
+        if isinstance(command, Commit):
+            self.pool.commit(keys, ("step", *step))
+            self.writes.committed(step, keys)
+        else:
+            self.pool.revoke(keys, ("step", *step))
 
     def send(self, message: ToHost) -> bool:
         if self.alive:
@@ -116,12 +155,34 @@ class World:
         self.sent.append(report)  # so that the next one is counted
         self.fetches.heard(report)
 
-    def save(self, *names: int, until: float = 9.0, now: float = 0.0) -> list[tuple[NewObject, int]]:
-        objects = [new(name) for name in names]
-        reserved = self.pool.reserve(objects, "saver")
+    def save(self, *names: int, step: int = 1) -> None:
+        """A step is about to save these, a request each."""
+        objects, key_of_step = [new(name) for name in names], (STEP[0], step)
+        reserved = self.pool.reserve(objects, ("step", *key_of_step))
         placed = [(one, place.offset) for one, place in zip(objects, reserved, strict=True)]
-        self.writes.plan(STEP, 0, LAYERS, placed, until, now)
-        return placed
+        self.saved[key_of_step] = [one.key for one in objects]
+        opened = self.writes.plan(key_of_step, "engine", 0, LAYERS, placed, range(len(names)))
+        parts = tuple(Part(str(name), 0, 2) for name in names)
+        self.emit([StepOpened(*key_of_step, 9.0, 9.0, (), parts), opened])
+
+    def store(self, layers: int = LAYERS, step: int = 1) -> None:
+        """So many layers of a step are computed, and saved in the arena."""
+        self.emit([LayersComputed(STEP[0], step, layers)])
+        mine = [batch for batch in self.batches if batch.step == step and batch.layer < layers]
+        for batch in mine:
+            self.batches.remove(batch)
+            self.emit([BatchDone(batch.session, batch.batch)])
+
+    def wrote(self, *failed: ObjectFailure) -> None:
+        """The host ends its oldest call of a write."""
+        push = self.said(Push)[self.ended_calls]
+        self.ended_calls += 1
+        self.writes.heard(Written(push.id, push.call, failed))
+
+    def write_all(self) -> None:
+        """The host ends all its calls of writes."""
+        while self.ended_calls < len(self.said(Push)):
+            self.wrote()
 
 
 @pytest.fixture
@@ -181,14 +242,13 @@ def test_the_death_of_the_host_fails_exactly_what_it_carried(world):
     world.heard()
     world.begin(2)
     world.step(2)
-    world.save(3)
-    world.writes.stored(STEP, 0, 1, 0.0)
+    world.save(3, step=2)
+    world.store(1, step=2)
     assert world.fetches.coming_objects == 1
     world.emit([HostLost("the host process is gone: signal 9")])
-    world.writes.host_lost("signal 9")
     [lost] = [command for command in world.commands if isinstance(command, LoadFailed)]
     assert lost.reason == "not fetched: the host process is gone: signal 9"
-    assert world.failed == [(key(3), ObjectStatus.FAILED)], "a dead host is no fault of the object that it was fetching"
+    assert world.failed == [] and len(world.writes) == 0, "a dead host is no fault of the objects that it carried"
     assert world.pool.lookup([key(1)]) == [True]
     assert world.pool.statistics().half_written == 1, "the step still saves into the arena"
     assert world.writes.backlog_bytes == 0 and world.fetches.coming_objects == 0
@@ -256,77 +316,89 @@ def test_without_a_host_nothing_begins(world):
     world.alive = False
     world.fetches.begin([new(1)], range(LAYERS), "engine")
     assert key(1) not in world.fetches and world.pool.statistics().half_written == 0
-    world.save(2)
-    assert world.writes.shed_objects == 1 and len(world.writes) == 0
 
 
-def test_a_write_follows_the_layers_and_ends_with_the_commit(world):
-    world.save(1, 2, now=4.0)
+def test_a_write_follows_the_layers_and_ends_after_the_commit(world):
+    world.save(1, 2)
     [write] = world.said(Write)
-    assert world.writes.planned(STEP)
-    assert write.layers == 0 and write.timeout_ms == 5000
-    for stored in (1, 1, 3):
-        world.writes.stored(STEP, 0, stored, 4.0)
-    assert world.said(Advance) == [Advance(write.id, 1), Advance(write.id, 3)]
-    world.pool.commit([key(1), key(2)], "saver")
-    world.writes.committed(STEP, [key(1), key(2)])
-    assert world.sent[-1] == Finish(write.id)
+    assert split_keys(write.objects.keys) == [key(1), key(2)] and not world.said(Push)
+    world.store(1)
+    world.store(3)
+    assert world.said(Push) == [
+        Push(write.id, 1, 0, 2, 0, 1),
+        Push(write.id, 2, 0, 2, 1, 2),
+        Push(write.id, 3, 0, 2, 2, 3),
+    ]
+    world.store()
+    world.emit([StepClosed(*STEP, True)])
     assert world.pool.statistics().pinned == 2 and world.writes.backlog_bytes == 2 * NBYTES
-    world.writes.forget_step(STEP)
-    world.writes.heard(Written(write.id, (ObjectFailure(1, ObjectStatus.EXISTS, ""),)))
+    for _ in range(4):
+        world.wrote()
+    assert world.said(Push)[-1] == Push(write.id, 5, 0, 2, LAYERS, LAYERS)
+    assert world.writes.pending_objects == 2 and not world.written
+    world.wrote(ObjectFailure(1, ObjectStatus.EXISTS, ""))
     assert world.pool.statistics().pinned == 0 and world.writes.backlog_bytes == 0
     assert world.written == [key(1)] and world.failed == [(key(2), ObjectStatus.EXISTS)]
-    assert world.writes.written_bytes == NBYTES
+    assert world.writes.written_bytes == NBYTES and world.sent[-1] == EndWrite(write.id) and not world.said(Drop)
 
 
-def test_what_was_revoked_is_dropped_before_and_after_the_write_began(world):
-    world = World(backlog=4 * NBYTES - 1)
-    world.save(1, 2, 3, 4)
-    assert not world.said(Write), "there is no room for it before something of it is dropped"
-    world.writes.revoked(STEP, [key(2)])
-    world.writes.stored(STEP, 0, 1, 0.0)
+def test_what_was_aborted_is_dropped_and_its_room_is_free(world):
+    world.save(1, 2, 3)
+    world.store(1)
+    world.emit([RequestAborted(STEP[0], "2")])
     [write] = world.said(Write)
-    assert split_keys(write.objects.keys) == [key(1), key(3), key(4)] and write.layers == 1
-    world.writes.revoked(STEP, [key(3)])
-    world.pool.commit([key(1)], "saver")
-    world.writes.committed(STEP, [key(1)])
-    assert [unpack_u32(drop.positions) for drop in world.said(Drop)] == [[1], [2]]
-    world.writes.heard(
-        Written(write.id, (ObjectFailure(1, ObjectStatus.FAILED, "dropped"), ObjectFailure(2, ObjectStatus.FAILED, "")))
-    )
-    assert world.written == [key(1)] and world.failed == []
+    assert not world.said(Drop), "a batch may still write its room"
+    world.store()
+    assert [unpack_u32(drop.positions) for drop in world.said(Drop)] == [[1]]
+    world.write_all()
+    assert world.written == [key(1), key(3)] and world.failed == []
+    assert world.said(EndWrite) == [EndWrite(write.id)] and world.pool.statistics().pinned == 0
 
 
-def test_a_step_that_ends_unfinished_leaves_nothing(world):
+def test_a_failure_that_the_host_has_told_is_not_told_back(world):
+    world.save(1, 2)
+    world.store(1)
+    world.wrote(ObjectFailure(0, ObjectStatus.FULL, "no room"))
+    world.wrote() if len(world.said(Push)) > world.ended_calls else None
+    world.store()
+    world.write_all()
+    assert not world.said(Drop) and world.failed == [(key(1), ObjectStatus.FULL)] and world.written == [key(2)]
+
+
+def test_a_session_that_is_lost_leaves_nothing(world):
     world.save(1)
-    world.writes.stored(STEP, 0, 2, 0.0)
-    world.writes.forget_step(STEP)
+    world.store(2)
+    world.emit([SessionLost(STEP[0])])
     [write] = world.said(Write)
     assert [unpack_u32(drop.positions) for drop in world.said(Drop)] == [[0]]
-    world.writes.heard(Written(write.id))
-    assert world.written == [] and len(world.writes) == 0 and not world.writes.planned(STEP)
+    world.write_all()
+    assert world.written == [] and len(world.writes) == 0 and world.sent[-1] == EndWrite(write.id)
 
 
-def test_past_the_backlog_objects_are_shed_whole():
-    world = World(backlog=2 * NBYTES - 1)
+def test_past_the_backlog_objects_are_shed_whole_and_stay_in_the_arena():
+    world = World(backlog=2 * LAYERS * 1024 - 1)
     world.save(1, 2)
-    assert world.writes.planned(STEP) and world.writes.shed_objects == 0, (
-        "the backlog may be shorter by the first layer"
-    )
-    world.writes.stored(STEP, 0, 1, 0.0)
-    assert world.writes.shed_objects == 2 and not world.sent and not world.writes.planned(STEP)
+    assert world.writes.shed_objects == 0, "the backlog may be shorter by the first layer"
+    world.store()
+    assert world.writes.shed_objects == 2 and not world.sent and len(world.writes) == 0
+    assert world.pool.lookup([key(1), key(2)]) == [True, True] and world.pool.statistics().pinned == 0
+
+
+def test_a_purge_gives_up_what_is_committed_too(world):
+    world.save(1)
+    world.store()
+    assert world.writes.revoke("purged") == 1
+    world.write_all()
+    assert world.written == [] and world.pool.statistics().pinned == 0 and len(world.writes) == 0
 
 
 async def test_draining_ends_with_the_last_write(world):
     world.save(1)
-    world.writes.stored(STEP, 0, LAYERS, 0.0)
-    world.pool.commit([key(1)], "saver")
-    world.writes.committed(STEP, [key(1)])
-    [write] = world.said(Write)
+    world.store()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.writes.idle)
         await anyio.lowlevel.checkpoint()
-        world.writes.heard(Written(write.id))
+        world.write_all()
     assert world.written == [key(1)]
 
 
@@ -339,28 +411,27 @@ def test_who_waits_for_writes_hears_of_their_end_whatever_it_was(world):
     wait("unknown", 9)
     assert ended == ["unknown"], "nothing of it is on its way"
     world.save(1, 2)
-    world.writes.plan((7, 2), 0, LAYERS, [(new(3), 0)], 9.0, 0.0)
-    first, second = world.said(Write)
+    world.save(3, step=2)
     wait("both", 1, 3)
     wait("second", 3)
-    world.writes.committed(STEP, [key(1), key(2)])
+    world.store()
     assert ended == ["unknown"]
-    world.writes.heard(Written(first.id))
+    world.write_all()
     assert ended == ["unknown"]
-    world.writes.revoked((7, 2), [key(3)])
-    world.writes.heard(Written(second.id, (ObjectFailure(0, ObjectStatus.FAILED, "dropped"),)))
+    world.emit([RequestAborted(STEP[0], "3")])
+    assert ended == ["unknown"], "a batch may still write its room"
+    world.store(step=2)
     assert ended == ["unknown", "both", "second"]
 
 
-def test_who_waits_for_a_write_that_is_shed_or_never_begins_hears_of_it(world):
-    world.alive = False
-    ended: list[str] = []
-    world.writes.room = 0
-    for step, name in (((7, 1), 1), ((7, 2), 2)):
-        world.writes.plan(step, 0, LAYERS, [(new(name), 0)], 9.0, 0.0)
-        world.writes.when_ended([key(name)], lambda name=name: ended.append(name))
+def test_who_waits_for_a_write_that_is_shed_or_never_begins_hears_of_it():
+    world = World(backlog=0)
+    ended: list[int] = []
+    for step in (1, 2):
+        world.save(step, step=step)
+        world.writes.when_ended([key(step)], lambda step=step: ended.append(step))
     assert ended == []
-    world.writes.stored((7, 1), 0, 1, 0.0)
+    world.store(1, step=1)
     assert ended == [1] and world.writes.shed_objects == 1
-    world.writes.forget_step((7, 2))
+    world.emit([SessionLost(STEP[0])])
     assert ended == [1, 2]

@@ -38,7 +38,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The layer is complete with the batches already submitted (what remained of it died)."""
+    """The layer is complete with the batches already submitted (what remained of it was cancelled)."""
 
     session: int
     step: int
@@ -71,20 +71,6 @@ class Cancel:
     step: int
     direction: Direction
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LayersStored:
-    """The first layers of the group's save parts that are not dead are wholly stored; see ``StepOpened.tell_stored``.
-
-    :param layers: how many, counted within the layers of `group`; it only rises, and all of them come before the
-        commit. Nothing is said of a group whose save parts are all dead.
-    """
-
-    session: int
-    step: int
-    group: int
-    layers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +122,8 @@ class StepDone:
 class Call:
     """The host moves layers `layer_lo` to `layer_hi` (counted within the group) of objects `lo` to `hi`, in one call.
 
-    Objects that have failed are left out. The host ends its calls of one hop in order.
+    No layers (both ends are the number of layers): it publishes these objects, which are wholly written.
+    Objects that are lost are left out. The host ends its calls of one hop in order.
     """
 
     hop: Hop
@@ -162,10 +149,14 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchLost:
-    """These objects of a fetch will not come. Their room is taken until Vacate."""
+class ObjectsLost:
+    """These objects of a fetch or write will not be published.
 
-    fetch: int
+    The room of fetched ones is taken until Vacate. What the host knows of written ones it is to give up.
+    """
+
+    hop: Hop
+    transfer: int
     objects: tuple[int, ...]
     reason: str
 
@@ -175,6 +166,21 @@ class Vacate:
     """Neither the host nor a step touches the room of these lost objects any more."""
 
     fetch: int
+    objects: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBegun:
+    """The backlog has room for this write: the host may prepare it."""
+
+    write: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """These objects of a write are published at the backend."""
+
+    write: int
     objects: tuple[int, ...]
 
 
@@ -198,7 +204,6 @@ Command = (
     | Seal
     | LoadFailed
     | Cancel
-    | LayersStored
     | Commit
     | Revoke
     | LoadsDone
@@ -206,8 +211,10 @@ Command = (
     | StepDone
     | Call
     | Arrived
-    | FetchLost
+    | ObjectsLost
     | Vacate
+    | WriteBegun
+    | Written
     | TransferDone
     | WakeAt
 )

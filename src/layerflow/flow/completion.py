@@ -8,7 +8,6 @@ from layerflow.flow.commands import (
     Cancel,
     Command,
     Commit,
-    LayersStored,
     LoadFailed,
     LoadsDone,
     Release,
@@ -21,6 +20,7 @@ from layerflow.flow.graph.cursor import Span, joined, touches, without
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import DrainBarrier, Step, Transfer, TransferJob
 from layerflow.flow.state import State
+from layerflow.flow.writes import commit_write, follow_save, lose_parts
 
 
 def settle(state: State, step: Step, out: list[Command]) -> None:
@@ -45,13 +45,10 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
         state.deadlines.set(step, step.next_alarm())
 
 
-def tell_stored(state: State, out: list[Command]) -> None:
-    """Say of which layers more is stored now: before the commit that follows from the last of them."""
+def follow_saves(state: State, out: list[Command]) -> None:
+    """Of some saves more is stored now: before the commit that follows from the last of it."""
     for transfer in state.telling:
-        stored, step = transfer.stored(), transfer.job.step
-        if transfer.live and stored > transfer.told:
-            transfer.told = stored
-            out.append(LayersStored(step.session.number, step.number, transfer.shape.group, stored))
+        follow_save(state, transfer, out)
     state.telling.clear()
 
 
@@ -63,11 +60,13 @@ def _commit(state: State, saves: TransferJob, out: list[Command]) -> None:
     parts: list[int] = []
     for transfer in ready:
         transfer.committed = True
-        parts += [part for part in transfer.members if part not in saves.dead] if saves.dead else transfer.members
+        parts += [part for part in transfer.members if part not in saves.dropped] if saves.dropped else transfer.members
     if parts:
         saves.open -= len(parts)
         state.counters.committed_parts += len(parts)
         out.append(Commit(saves.step.session.number, saves.step.number, tuple(sorted(parts))))
+    for transfer in ready:
+        commit_write(state, transfer, out)
 
 
 def builds_on_loads(saves: TransferJob, transfers: Iterable[Transfer]) -> bool:
@@ -78,7 +77,7 @@ def builds_on_loads(saves: TransferJob, transfers: Iterable[Transfer]) -> bool:
             break
         if step.loads is not None and step.loads.undecided:
             if requests is None:
-                live = (part for transfer in transfers for part in transfer.members if part not in saves.dead)
+                live = (part for transfer in transfers for part in transfer.members if part not in saves.dropped)
                 requests = {saves.parts[part].request for part in live}
             if not requests.isdisjoint(step.loads.requests()):
                 return True
@@ -103,7 +102,7 @@ def forget(state: State, step: Step, out: list[Command]) -> None:
 
 
 def seal_rest(job: TransferJob, out: list[Command]) -> None:
-    """Seal the layers of which nothing is left to be granted because it died."""
+    """Seal the layers of which nothing is left to be granted because it was cancelled."""
     if job.cancelled:
         return
     for transfer in job.transfers.values():
@@ -122,6 +121,8 @@ def revoke(state: State, step: Step, parts: Sequence[int], reason: str, out: lis
     state.counters.revoked_parts += len(parts)
     state.unsettled.append(step)
     out.append(Revoke(step.session.number, step.number, tuple(parts), reason))
+    for transfer in saves.transfers.values():
+        lose_parts(state, transfer, parts, reason, out)
 
 
 def drained(state: State, session: Session, barrier: DrainBarrier, out: list[Command]) -> None:
@@ -134,13 +135,13 @@ def drained(state: State, session: Session, barrier: DrainBarrier, out: list[Com
 
 
 def cancel_parts(state: State, job: TransferJob, positions: Iterable[int]) -> list[int]:
-    """Grant these parts no further. Returns those that were alive until now."""
+    """Grant these parts no further. Returns those that were not cancelled before."""
     fresh = [
         position
         for position in positions
-        if position not in job.dead and not (job.direction is Direction.SAVE and job.transfer_of(position).committed)
+        if position not in job.dropped and not (job.direction is Direction.SAVE and job.transfer_of(position).committed)
     ]
-    job.dead.update(fresh)
+    job.dropped.update(fresh)
     for position in fresh:
         job.transfer_of(position).live -= 1
     if job.cursors and fresh:
@@ -149,8 +150,7 @@ def cancel_parts(state: State, job: TransferJob, positions: Iterable[int]) -> li
     if not job.cursors:
         state.dequeue(job)
     state.permit(job.step.session, job.direction)
-    if job.tell:
-        state.telling += job.transfers.values()
+    state.telling += [transfer for transfer in job.transfers.values() if transfer.write is not None]
     return fresh
 
 
@@ -221,21 +221,21 @@ def _report(state: State, job: TransferJob, position: int, span: Span, reason: s
 def fail_load_range(state: State, transfer: Transfer, span: Span, reason: str, out: list[Command]) -> None:
     """A load batch failed.
 
-    A part that had more to come dies whole: its later layers stay behind. A part whose last layer is
+    A part that had more to come fails whole: its later layers stay behind. A part whose last layer is
     already granted loses exactly the failed blocks; the rest of it still arrives.
     """
     job = transfer.job
     coming = sorted(span for cursor in transfer.cursors() for span in cursor.spans)
-    dying: list[int] = []
+    failing: list[int] = []
     hurt: list[int] = []
     for position in transfer.overlapping(*span):
-        if position not in job.dead:
-            (dying if touches(coming, *transfer.span(position)) else hurt).append(position)
+        if position not in job.dropped:
+            (failing if touches(coming, *transfer.span(position)) else hurt).append(position)
     for position in hurt:
         lo, hi = transfer.span(position)
         _report(state, job, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
     invalidate_saves(state, job.step, hurt, reason, out)
-    fail_loads(state, job, dying, reason, out)
+    fail_loads(state, job, failing, reason, out)
 
 
 def fail_blocks(state: State, transfer: Transfer, spans: list[Span], reason: str, out: list[Command]) -> None:
@@ -244,7 +244,7 @@ def fail_blocks(state: State, transfer: Transfer, spans: list[Span], reason: str
     hurt: list[int] = []
     for span in spans:
         for position in transfer.overlapping(*span):
-            if position not in job.dead:
+            if position not in job.dropped:
                 lo, hi = transfer.span(position)
                 _report(state, job, position, (max(lo, span[0]), min(hi, span[1])), reason, out)
                 hurt.append(position)
@@ -274,7 +274,7 @@ def fence_loads(state: State, job: TransferJob, reason: str, out: list[Command],
 
 
 def cancel_saves(state: State, job: TransferJob, reason: str, out: list[Command]) -> None:
-    """Every save part that is not committed dies, and whatever waits for compute is called back."""
+    """Every save part that is not committed is cancelled, and whatever waits for compute is called back."""
     job.cancelled = True
     out.append(Cancel(job.step.session.number, job.step.number, Direction.SAVE, reason))
     cancel_save_parts(state, job.step, range(len(job.parts)), reason, out)

@@ -77,6 +77,8 @@ class Limits:
         pass, until it is reported.
     :param save_backlog_bytes: a step whose saves would take a session's unsaved bytes past this has
         them shed.
+    :param write_backlog_bytes: what is on its way to the backend is at most so much; what finds no room when its
+        first layer is stored is shed.
     :param stagger_us: distance of neighbouring stagger slots, which lanes keep; 0 = off.
     :param fetch_timeout_s: a fetch of which nothing has come for so long is given up.
 
@@ -89,6 +91,7 @@ class Limits:
     max_transfer_bytes: int = 64 << 20
     max_inflight_bytes: int = 256 << 20
     save_backlog_bytes: int = 4 << 30
+    write_backlog_bytes: int = 1 << 30
     stagger_us: int = 0
     fetch_timeout_s: float = 10.0
 
@@ -117,7 +120,6 @@ class StepOpened:
 
     :param deadline: when unfinished loads fail.
     :param save_deadline: when unfinished saves are revoked.
-    :param tell_stored: say with ``LayersStored`` how far its saves are.
     """
 
     session: int
@@ -126,7 +128,6 @@ class StepOpened:
     save_deadline: float
     loads: tuple[Part, ...] = ()
     saves: tuple[Part, ...] = ()
-    tell_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +156,40 @@ class FetchLeased:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteOpened:
+    """Objects that a step saves of one group are to be written to the backend, layer by layer as they are stored.
+
+    They are published there once they are committed in the arena; those of revoked parts are given up.
+
+    :param write: numbers ascend and are never reused.
+    :param source: who it is for; sources share the host evenly.
+    :param parts: of each object, its position in ``StepOpened.saves``.
+    """
+
+    write: int
+    source: str
+    session: int
+    step: int
+    group: int
+    objects: tuple[Item, ...]
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WritesRevoked:
+    """Nothing that is on its way to the backend now may be published there, as far as the host hears of it in time."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallDone:
-    """The host has ended a call: its layers have moved, but for the objects that failed.
+    """The host has ended a call: its layers have moved, or its objects are published, but for those that failed.
 
     :param failed: positions in the transfer, of this call or not, with what happened.
     """
 
+    hop: Hop
     call: int
     failed: tuple[tuple[int, str], ...] = ()
 
@@ -278,6 +307,8 @@ Event = (
     | StepOpened
     | FetchOpened
     | FetchLeased
+    | WriteOpened
+    | WritesRevoked
     | CallDone
     | FetchesRevoked
     | HostLost

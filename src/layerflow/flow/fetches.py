@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.commands import Arrived, Command, FetchLost, TransferDone, Vacate
+from layerflow.flow.commands import Arrived, Command, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.completion import fail_blocks
-from layerflow.flow.events import CallDone, FetchesRevoked, FetchLeased, FetchOpened, Hop, HostLost, Part
+from layerflow.flow.events import CallDone, FetchesRevoked, FetchLeased, FetchOpened, Hop, Part
 from layerflow.flow.graph.cursor import Span, joined
-from layerflow.flow.graph.host_transfer import Edge, HostTransfer
+from layerflow.flow.graph.fetch import Edge, FetchTransfer, fetch_of
 from layerflow.flow.graph.step import Transfer, TransferJob
 from layerflow.flow.state import State
 
@@ -27,19 +27,19 @@ def open_fetch(state: State, event: FetchOpened, now: float) -> None:
 
     :raises InvalidTransition: for a number that was used, or objects that cannot be.
     """
-    lane = state.lanes[Hop.FETCH]
+    lane = state.fetches
     if event.fetch <= lane.newest:
         raise InvalidTransition(f"fetch {event.fetch} was opened after fetch {lane.newest}; numbers ascend")
     if not event.layers or not event.objects or any(min(item) < 1 for item in event.objects):
         raise InvalidTransition(f"fetch {event.fetch} has no layers, no objects, or an object without bytes or blocks")
-    fetch = HostTransfer(Hop.FETCH, event.fetch, lane.source(event.source), event.layers, event.objects)
+    fetch = fetch_of(event.fetch, lane.source(event.source), event.layers, event.objects)
     lane.add(fetch)
     state.deadlines.set(fetch, now + state.budget.limits.fetch_timeout_s)
 
 
 def lease_fetch(state: State, event: FetchLeased, out: list[Command]) -> None:
     """Lookups lease it, or no longer do."""
-    lane = state.lanes[Hop.FETCH]
+    lane = state.fetches
     fetch = lane.transfers.get(event.fetch)
     if fetch is None or fetch.closed:
         if event.fetch > lane.newest:
@@ -59,12 +59,12 @@ def check_needs(state: State, part: Part, layers: tuple[int, ...]) -> str:
     """
     end = 0
     for need in part.needs:
-        fetch = state.lanes[Hop.FETCH].transfers.get(need.fetch)
+        fetch = state.fetches.transfers.get(need.fetch)
         if fetch is None or fetch.closed or not 0 <= need.item < len(fetch.objects):
             return f"needs object {need.item} of fetch {need.fetch}, which is not on its way"
-        if fetch.layers != layers:
+        if fetch.numbers != layers:
             return f"needs fetch {need.fetch}, which has other layers than its group"
-        if need.item in fetch.dead or need.item in fetch.whole:
+        if need.item in fetch.lost or need.item in fetch.whole:
             return f"needs object {need.item} of fetch {need.fetch}, which has come or failed"
         if not end <= need.lo < need.hi <= part.blocks:
             return f"needs blocks {need.lo} to {need.hi} of {part.blocks}, after block {end}"
@@ -89,59 +89,48 @@ def lay_out(state: State, transfer: Transfer) -> None:
     if ready:
         transfer.add_cursor(joined(ready))
     for number, spans in needs.items():
-        fetch = state.lanes[Hop.FETCH].transfers[number]
+        fetch = state.fetches.transfers[number]
         transfer.add_cursor(joined(span for mine in spans.values() for span in mine), number)
         edge = Edge(fetch, transfer, spans, sorted(spans))
         fetch.edges.append(edge)
         fetch.claimed = True
         transfer.job.edges.append(edge)
-        state.lanes[Hop.FETCH].join(fetch)
+        state.fetches.join(fetch)
         _progress(state, edge)
 
 
-def call_done(state: State, event: CallDone, now: float, out: list[Command]) -> None:
+def fetch_done(state: State, event: CallDone, now: float, out: list[Command]) -> None:
     """The host has ended a call.
 
     :raises InvalidTransition: for a call that was never handed out, or objects that the fetch does not have.
     """
-    lane = state.lanes[Hop.FETCH]
-    fetch = lane.calls.get(event.call)
-    if fetch is None:
-        if not 0 < event.call < lane.next_call:
-            raise InvalidTransition(f"the host ended call {event.call}, which it was never given")
+    taken = state.fetches.take(event, now)
+    if taken is None:
         state.counters.late_reports += 1
         return
-    call = fetch.calls[event.call]
-    if any(not 0 <= index < len(fetch.objects) for index, _ in event.failed):
-        raise InvalidTransition(f"the host failed objects that fetch {fetch.number} does not have: {event.failed[:3]}")
-    del fetch.calls[event.call]
-    lane.ended(call, now)
-    reasons: dict[str, list[int]] = {}
-    for index, reason in event.failed:
-        if index not in fetch.dead and index not in fetch.whole:
-            reasons.setdefault(reason, []).append(index)
-    for reason, lost in reasons.items():
+    fetch, call = taken
+    for reason, lost in fetch.fresh(event.failed).items():
         _lose(state, fetch, lost, reason, out)
-    moved = [index for index in range(call.lo, call.hi) if index not in fetch.dead]
+    moved = [index for index in range(call.lo, call.hi) if index not in fetch.lost]
     if moved:
         state.counters.fetched_bytes += sum(fetch.objects[index].layer_bytes for index in moved) * (
             call.layer_hi - call.layer_lo
         )
-        if len(fetch.dead) + len(fetch.whole) < len(fetch.objects):
+        if len(fetch.lost) + len(fetch.whole) < len(fetch.objects):
             state.deadlines.set(fetch, now + state.budget.limits.fetch_timeout_s)
-    layers = len(fetch.layers)
-    _publish(state, fetch, [i for i in moved if i not in fetch.whole and fetch.reached((i,)) == layers], out)
+    come = [index for index in moved if index not in fetch.whole and fetch.reached((index,)) == fetch.layers]
+    _publish(state, fetch, come, out)
     for edge in fetch.edges:
         _progress(state, edge)
     settle_fetch(state, fetch, out)
 
 
-def host_lost(state: State, event: HostLost, out: list[Command]) -> None:
-    """Nothing of any fetch moves any more."""
-    lane = state.lanes[Hop.FETCH]
+def lose_fetches(state: State, reason: str, out: list[Command]) -> None:
+    """The host is dead: nothing of any fetch moves any more."""
+    lane = state.fetches
     for fetch in list(lane.transfers.values()):
         fetch.calls.clear()
-        _lose(state, fetch, fetch.unfinished(), event.reason, out)
+        _lose(state, fetch, fetch.unfinished(), reason, out)
         settle_fetch(state, fetch, out)
     lane.lost()
 
@@ -149,14 +138,14 @@ def host_lost(state: State, event: HostLost, out: list[Command]) -> None:
 def revoke_fetches(state: State, event: FetchesRevoked, out: list[Command]) -> None:
     """What has not come is given up. It can be fetched again once the host has ended its calls."""
     reason = event.reason
-    for fetch in list(state.lanes[Hop.FETCH].transfers.values()):
+    for fetch in list(state.fetches.transfers.values()):
         if event.unwanted and (fetch.leased or any(not edge.transfer.job.cancelled for edge in fetch.edges)):
             continue
         _lose(state, fetch, fetch.unfinished(), reason, out)
         settle_fetch(state, fetch, out)
 
 
-def expire_fetch(state: State, fetch: HostTransfer, out: list[Command]) -> None:
+def expire_fetch(state: State, fetch: FetchTransfer, out: list[Command]) -> None:
     """Nothing has come of it for too long."""
     state.counters.expired_fetches += 1
     timeout = state.budget.limits.fetch_timeout_s
@@ -173,13 +162,13 @@ def release_edges(state: State, job: TransferJob, out: list[Command]) -> None:
         settle_fetch(state, fetch, out)
 
 
-def settle_fetch(state: State, fetch: HostTransfer, out: list[Command]) -> None:
+def settle_fetch(state: State, fetch: FetchTransfer, out: list[Command]) -> None:
     """Say what has become true of a fetch, and forget it when nothing is left."""
-    lane = state.lanes[Hop.FETCH]
+    lane = state.fetches
     if not fetch.closed and not fetch.wanted and not fetch.calls:
         _lose(state, fetch, fetch.unfinished(), UNWANTED, out)
     _vacate(fetch, out)
-    over = not fetch.calls and len(fetch.dead) + len(fetch.whole) == len(fetch.objects)
+    over = not fetch.calls and len(fetch.lost) + len(fetch.whole) == len(fetch.objects)
     if over and not fetch.closed:
         fetch.closed = True
         state.deadlines.set(fetch, math.inf)
@@ -189,7 +178,7 @@ def settle_fetch(state: State, fetch: HostTransfer, out: list[Command]) -> None:
         lane.transfers.pop(fetch.number, None)
 
 
-def _vacate(fetch: HostTransfer, out: list[Command]) -> None:
+def _vacate(fetch: FetchTransfer, out: list[Command]) -> None:
     if not fetch.occupied or fetch.calls:
         return
     held = {index for edge in fetch.edges for index in edge.spans}
@@ -199,7 +188,7 @@ def _vacate(fetch: HostTransfer, out: list[Command]) -> None:
         out.append(Vacate(fetch.number, tuple(free)))
 
 
-def _publish(state: State, fetch: HostTransfer, objects: Sequence[int], out: list[Command]) -> None:
+def _publish(state: State, fetch: FetchTransfer, objects: Sequence[int], out: list[Command]) -> None:
     if not objects:
         return
     fetch.whole.update(objects)
@@ -213,12 +202,12 @@ def _publish(state: State, fetch: HostTransfer, objects: Sequence[int], out: lis
     out.append(Arrived(fetch.number, tuple(objects), tuple(readers)))
 
 
-def _lose(state: State, fetch: HostTransfer, objects: Sequence[int], reason: str, out: list[Command]) -> None:
+def _lose(state: State, fetch: FetchTransfer, objects: Sequence[int], reason: str, out: list[Command]) -> None:
     """These will not come: the blocks that need them fail, for whoever waits."""
     if not objects:
         return
-    fetch.kill(objects)
-    out.append(FetchLost(fetch.number, tuple(objects), reason))
+    fetch.lose(objects)
+    out.append(ObjectsLost(Hop.FETCH, fetch.number, tuple(objects), reason))
     gone = set(objects)
     for edge in list(fetch.edges):
         lost = [index for index in edge.waiting if index in gone]
@@ -238,7 +227,7 @@ def _progress(state: State, edge: Edge) -> None:
     if layers <= transfer.arrivals[fetch.number]:
         return
     transfer.arrivals[fetch.number] = layers
-    if layers == len(fetch.layers):
+    if layers == fetch.layers:
         edge.waiting = []
     cursor = transfer.arriving(fetch.number)
     if cursor is None:

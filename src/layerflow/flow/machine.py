@@ -1,4 +1,4 @@
-"""__KEEP__"""
+"""The core as one object: a handler for each event; then what follows from it, and what may move now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from typing import Any
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import Command, Revoke, WakeAt
-from layerflow.flow.completion import abort, cancel_saves, cancel_uncomputed, drained, fence_loads, settle, tell_stored
+from layerflow.flow.completion import (
+    abort,
+    cancel_saves,
+    cancel_uncomputed,
+    drained,
+    fence_loads,
+    follow_saves,
+    settle,
+)
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
@@ -36,14 +44,16 @@ from layerflow.flow.events import (
     StepOpened,
     StepsRevoked,
     Tick,
+    WriteOpened,
+    WritesRevoked,
 )
 from layerflow.flow.fetches import (
-    call_done,
     check_needs,
     expire_fetch,
-    host_lost,
+    fetch_done,
     lay_out,
     lease_fetch,
+    lose_fetches,
     open_fetch,
     release_edges,
     revoke_fetches,
@@ -55,6 +65,7 @@ from layerflow.flow.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
 from layerflow.flow.validate.steps import validate
+from layerflow.flow.writes import lose_writes, open_write, revoke_writes, write_done
 
 
 def open_step(state: State, session: Session, event: StepOpened, out: list[Command]) -> None:
@@ -77,10 +88,10 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     step.story.append(event)
     session.steps[event.step] = step
     if event.loads:
-        step.loads = _leg(state, step, Direction.LOAD, event.loads)
+        step.loads = _job(state, step, Direction.LOAD, event.loads)
         state.enqueue(step.loads)
     if event.saves:
-        saves = _leg(state, step, Direction.SAVE, event.saves)
+        saves = _job(state, step, Direction.SAVE, event.saves)
         nbytes = sum(transfer.starts[-1] * transfer.shape.tail_bytes[0] for transfer in saves.transfers.values())
         if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
             state.counters.shed_parts += len(event.saves)
@@ -89,7 +100,6 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
         else:
             session.unsaved += nbytes
             saves.open = len(event.saves)
-            saves.tell = event.tell_stored
             step.saves = saves
             state.enqueue(saves)
     state.deadlines.set(step, step.next_alarm())
@@ -114,7 +124,7 @@ def _check_needs(state: State, session: Session, event: StepOpened) -> None:
             raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
 
 
-def _leg(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> TransferJob:
+def _job(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> TransferJob:
     job = TransferJob(step, direction, parts)
     groups = {part.group for part in parts}
     arrives = direction is Direction.LOAD and any([part.needs for part in parts])
@@ -150,6 +160,8 @@ class Flow:
             StepOpened: self._step_opened,
             FetchOpened: self._fetch_opened,
             FetchLeased: self._fetch_leased,
+            WriteOpened: self._write_opened,
+            WritesRevoked: self._writes_revoked,
             CallDone: self._call_done,
             FetchesRevoked: self._fetches_revoked,
             HostLost: self._host_lost,
@@ -189,7 +201,7 @@ class Flow:
             else:
                 expire_fetch(state, due, out)
         if state.telling:
-            tell_stored(state, out)
+            follow_saves(state, out)
         if state.unsettled:
             for step in state.unsettled:
                 settle(state, step, out)
@@ -199,9 +211,10 @@ class Flow:
                 release_edges(state, job, out)
             state.loosened.clear()
         grant(state, out, most)
-        for lane in state.lanes:
-            if lane.ring.queue:
-                grant_calls(lane, state.budget, now, out)
+        if state.fetches.ring.queue:
+            grant_calls(state.fetches, state.budget, now, out)
+        if state.writes.ring.queue:
+            grant_calls(state.writes, state.budget, now, out)
         earliest = state.deadlines.earliest()
         if earliest not in (state.wake, math.inf):
             state.wake = earliest
@@ -227,8 +240,11 @@ class Flow:
             load_inflight_batches=batches[Direction.LOAD],
             save_inflight_batches=batches[Direction.SAVE],
             unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
-            fetches=len(state.lanes[Hop.FETCH].transfers),
-            fetch_inflight_bytes=state.lanes[Hop.FETCH].inflight,
+            fetches=len(state.fetches.transfers),
+            fetch_inflight_bytes=state.fetches.inflight,
+            writes=len(state.writes.transfers),
+            write_inflight_bytes=state.writes.inflight,
+            write_backlog_bytes=state.writes.backlog,
             **asdict(state.counters),
         )
 
@@ -255,14 +271,22 @@ class Flow:
     def _fetch_leased(self, event: FetchLeased, out: list[Command]) -> None:
         lease_fetch(self._state, event, out)
 
+    def _write_opened(self, event: WriteOpened, out: list[Command]) -> None:
+        open_write(self._state, event, out)
+
+    def _writes_revoked(self, event: WritesRevoked, out: list[Command]) -> None:
+        revoke_writes(self._state, event, out)
+
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
-        call_done(self._state, event, self._now, out)
+        done = fetch_done if event.hop is Hop.FETCH else write_done
+        done(self._state, event, self._now, out)
 
     def _fetches_revoked(self, event: FetchesRevoked, out: list[Command]) -> None:
         revoke_fetches(self._state, event, out)
 
     def _host_lost(self, event: HostLost, out: list[Command]) -> None:
-        host_lost(self._state, event, out)
+        lose_fetches(self._state, event.reason, out)
+        lose_writes(self._state, event.reason, out)
 
     def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)

@@ -9,6 +9,7 @@ from layerflow.flow.events import BatchDone, BatchFailed, Direction
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import InFlightBatch, TransferJob
 from layerflow.flow.state import State
+from layerflow.flow.writes import lose_parts
 
 
 def batch_done(state: State, event: BatchDone, out: list[Command]) -> None:
@@ -68,7 +69,7 @@ def _land(state: State, event: BatchDone | BatchFailed) -> InFlightBatch | None:
     job.flying -= 1
     state.budget.give(batch)
     if job.direction is Direction.SAVE:
-        if job.tell:
+        if transfer.write is not None:
             state.telling.append(transfer)
         step.session.unsaved -= batch.nbytes
     return batch
@@ -101,10 +102,14 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
                 position
                 for transfer in step.saves.transfers.values()
                 for position in transfer.members
-                if position not in step.saves.revoked and not (transfer.committed and position not in step.saves.dead)
+                if position not in step.saves.revoked
+                and not (transfer.committed and position not in step.saves.dropped)
             ]
             state.counters.revoked_parts += len(unfinished)
-            out.append(Revoke(session.number, step.number, tuple(sorted(unfinished)), "the session was lost"))
+            reason = "the session was lost"
+            out.append(Revoke(session.number, step.number, tuple(sorted(unfinished)), reason))
+            for transfer in step.saves.transfers.values():
+                lose_parts(state, transfer, unfinished, reason, out)
         if step.loads is not None and not step.loads.done:
             step.loads.done = True
             state.loosened.append(step.loads)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
 from layerflow.flow.events import Direction, Event, Hop, Limits
-from layerflow.flow.graph.host_transfer import HostTransfer
+from layerflow.flow.graph.fetch import FetchTransfer
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Charge, InFlightBatch, Step, Transfer, TransferJob
+from layerflow.flow.graph.write import WriteTransfer
 from layerflow.flow.hosts.lane import HostLane
 from layerflow.flow.ring import SessionRing
 
@@ -37,6 +38,9 @@ class Counters:
     fetched_objects: int = 0
     fetched_bytes: int = 0
     expired_fetches: int = 0
+    written_objects: int = 0
+    written_bytes: int = 0
+    shed_writes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class FlowStatistics:
     :param revoked_parts: save parts given back, shed ones included.
     :param expired_jobs: loads or saves of a step cut at their deadline.
     :param expired_fetches: fetches given up because nothing came of them.
+    :param write_backlog_bytes: of objects that are on their way to the backend.
+    :param shed_writes: objects for which the backlog had no room.
     :param late_reports: events about steps, batches or sessions that are gone; harmless.
     """
 
@@ -59,6 +65,9 @@ class FlowStatistics:
     unsaved_bytes: int
     fetches: int
     fetch_inflight_bytes: int
+    writes: int
+    write_inflight_bytes: int
+    write_backlog_bytes: int
     batches: int
     batches_failed: int
     loaded_bytes: int
@@ -75,15 +84,18 @@ class FlowStatistics:
     fetched_objects: int
     fetched_bytes: int
     expired_fetches: int
+    written_objects: int
+    written_bytes: int
+    shed_writes: int
 
 
-Timed = Step | HostTransfer
+Timed = Step | FetchTransfer
 
 _SLACK = 16
 
 
 class Deadlines:
-    """When which step or transfer next wants to be looked at. Each has at most one valid entry: its `alarm`."""
+    """When which step or fetch next wants to be looked at. Each has at most one valid entry: its `alarm`."""
 
     __slots__ = ("_armed", "_heap", "_number")
 
@@ -134,8 +146,8 @@ class State:
         "budget",
         "counters",
         "deadlines",
+        "fetches",
         "in_flight",
-        "lanes",
         "loosened",
         "newest_session",
         "next_batch",
@@ -145,12 +157,14 @@ class State:
         "telling",
         "unsettled",
         "wake",
+        "writes",
     )
 
     def __init__(self, limits: Limits) -> None:
         self.budget = Budget(limits)
         self.rings = (SessionRing(Direction.LOAD), SessionRing(Direction.SAVE))
-        self.lanes = (HostLane(Hop.FETCH), HostLane(Hop.WRITE))
+        self.fetches: HostLane[FetchTransfer] = HostLane(Hop.FETCH)
+        self.writes: HostLane[WriteTransfer] = HostLane(Hop.WRITE)
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.sessions: dict[int, Session] = {}

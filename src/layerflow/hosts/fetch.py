@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from layerflow.errors import LayerflowError, PoolError
+from layerflow.errors import PoolError
 from layerflow.hosts.backend import OK, Backend, ObjectLocation, ObjectResult, ObjectStatus
-from layerflow.hosts.lane import REASON_CHARS, BackendCalls, Lane, Patience, Tell
-from layerflow.hosts.objects import places_of
+from layerflow.hosts.lane import BackendCalls, HostJob, Patience, Tell, TransferLane, refuse
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, check_header
 from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, ObjectFailure, Pull
 
 
-@dataclass(slots=True, eq=False)
-class FetchJob:
-    """:param places: objects that have not failed, by position. :param opened: to be closed when the job ends.
-
-    :param begun: its first call has come. :param refused: why none of it can be fetched.
-    """
-
-    places: dict[int, ObjectLocation]
-    opened: list[ObjectLocation] = field(default_factory=list)
-    begun: bool = False
-    refused: str = ""
-
-
-class FetchLane(Lane[Fetch | Pull | EndFetch]):
+class FetchLane(TransferLane[Fetch | Pull | EndFetch]):
     """Items are messages.
 
     :param hide: told keys whose bytes are not those of the object.
@@ -44,57 +28,23 @@ class FetchLane(Lane[Fetch | Pull | EndFetch]):
         hide: Callable[[Sequence[bytes]], None],
         patience: Patience | None = None,
     ) -> None:
-        super().__init__("fetch", patience)
-        self._backend, self._arena, self._tell, self._backend_calls, self._hide = (
-            backend,
-            arena,
-            tell,
-            backend_calls,
-            hide,
-        )
-        self._jobs: dict[int, FetchJob] = {}
-        self._waiting: deque[Fetch | Pull | EndFetch] = deque()
+        super().__init__("fetch", backend, arena, backend_calls, patience)
+        self._tell, self._hide = tell, hide
 
-    def _accept(self, item: Fetch | Pull | EndFetch) -> None:
-        self._waiting.append(item)
-
-    def _patience(self) -> float | None:
-        return 0 if self._waiting else None
-
-    def _turn(self) -> None:
-        if not self._waiting:
-            return
-        match self._waiting.popleft():
-            case Fetch() as message:
-                self._begin(message)
-            case Pull() as message:
-                self._pull(message)
-            case EndFetch() as message:
+    def _obey(self, message: Fetch | Pull | EndFetch) -> None:
+        match message:
+            case Fetch():
+                self._begin(message.id, message.objects)
+            case Pull():
+                self._call(
+                    message,
+                    lambda job, failed: self._move(job, message, failed),
+                    lambda failed: self._tell(Fetched(message.id, message.call, failed)),
+                )
+            case EndFetch():
                 self._end(message.id)
 
-    def _begin(self, message: Fetch) -> None:
-        try:
-            self._jobs[message.id] = FetchJob(dict(enumerate(places_of(message.objects, self._arena))))
-        except LayerflowError as error:
-            self._jobs[message.id] = FetchJob({}, refused=str(error))
-            raise
-
-    def _pull(self, message: Pull) -> None:
-        """One call. Whatever happens, it is reported."""
-        failed: list[ObjectFailure] = []
-        try:
-            job = self._jobs.get(message.id, FetchJob({}, refused="the host does not know of this fetch"))
-            if job.refused:
-                failed = refuse(message, job.refused)
-            else:
-                self._move(job, message, failed)
-        except BaseException:
-            failed = refuse(message, "the host failed; see its log")
-            raise
-        finally:
-            self._tell(Fetched(message.id, message.call, tuple(failed)))
-
-    def _move(self, job: FetchJob, message: Pull, failed: list[ObjectFailure]) -> None:
+    def _move(self, job: HostJob, message: Pull, failed: list[ObjectFailure]) -> None:
         lo, hi = message.layer_lo, message.layer_hi
         if not job.begun:
             self._open(job, failed)
@@ -114,7 +64,7 @@ class FetchLane(Lane[Fetch | Pull | EndFetch]):
         if broken:
             self._hide(broken)
 
-    def _open(self, job: FetchJob, failed: list[ObjectFailure]) -> None:
+    def _open(self, job: HostJob, failed: list[ObjectFailure]) -> None:
         """All objects at once: what that asks of the pool does not grow with the calls."""
         job.begun = True
         positions, places = list(job.places), list(job.places.values())
@@ -124,14 +74,6 @@ class FetchLane(Lane[Fetch | Pull | EndFetch]):
             )
         self._settle(job, positions, results, failed)
         job.opened = list(job.places.values())
-
-    def _settle(
-        self, job: FetchJob, positions: list[int], results: list[ObjectResult], failed: list[ObjectFailure]
-    ) -> None:
-        for position, (outcome, reason) in zip(positions, results, strict=True):
-            if outcome is not ObjectStatus.OK:
-                del job.places[position]
-                failed.append(ObjectFailure(position, int(outcome), reason[:REASON_CHARS]))
 
     def _compare(self, place: ObjectLocation, result: ObjectResult) -> ObjectResult:
         """The header has come with the first layer: is it that of the object?"""
@@ -156,8 +98,3 @@ class FetchLane(Lane[Fetch | Pull | EndFetch]):
                 self._tell(Fetched(message.id, message.call, tuple(refuse(message, "the host stops"))))
         for number in list(self._jobs):
             self._end(number)
-
-
-def refuse(message: Pull, reason: str) -> list[ObjectFailure]:
-    """All that a call carries has failed."""
-    return [ObjectFailure(at, int(ObjectStatus.FAILED), reason) for at in range(message.lo, message.hi)]

@@ -7,19 +7,26 @@ import contextlib
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import structlog
 
-from layerflow.hosts.backend import BackendError, ObjectLocation, ObjectResult, ObjectStatus, Unreachable
-from layerflow.wire.host_messages import ObjectFailure, ToServer
+from layerflow.errors import LayerflowError
+from layerflow.hosts.backend import Backend, BackendError, ObjectLocation, ObjectResult, ObjectStatus, Unreachable
+from layerflow.hosts.objects import places_of
+from layerflow.memfd import SharedMemory
+from layerflow.wire.host_messages import ObjectFailure, Objects, Pull, Push, ToServer
 
 log = structlog.get_logger(__name__)
 
 Tell = Callable[[ToServer], None]
 """Sends to the server; any thread."""
+
+Report = Callable[[tuple[ObjectFailure, ...]], None]
+"""Tells of the end of a call: what failed since the one before."""
 
 Item = TypeVar("Item")
 
@@ -136,38 +143,87 @@ class HostJob:
     """Objects that travel together.
 
     :param places: those that have not failed, by position in the server's message.
-    :param until: on the monotonic clock.
-    :param failures: not told to the server yet.
+    :param opened: the backend was told of these, and is to be told of their end.
+    :param begun: it was told.
+    :param refused: why none of it can be moved.
     """
 
-    id: int
     places: dict[int, ObjectLocation]
-    layers: int
-    until: float
-    failures: list[ObjectFailure] = field(default_factory=list)
+    opened: list[ObjectLocation] = field(default_factory=list)
+    begun: bool = False
+    refused: str = ""
 
-    def settle(self, positions: Sequence[int], results: Sequence[ObjectResult]) -> list[ObjectLocation]:
+
+class TransferLane(Lane[Item]):
+    """A lane that moves the objects of jobs, by calls that the server hands out; it ends them in order."""
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        arena: SharedMemory,
+        backend_calls: BackendCalls,
+        patience: Patience | None,
+    ) -> None:
+        super().__init__(name, patience)
+        self._backend, self._arena, self._backend_calls = backend, arena, backend_calls
+        self._jobs: dict[int, HostJob] = {}
+        self._waiting: deque[Item] = deque()
+
+    @abc.abstractmethod
+    def _obey(self, message: Item) -> None:
+        """Carry one message out. May raise, having reported what it was at."""
+
+    def _accept(self, item: Item) -> None:
+        self._waiting.append(item)
+
+    def _patience(self) -> float | None:
+        return 0 if self._waiting else None
+
+    def _turn(self) -> None:
+        if self._waiting:
+            self._obey(self._waiting.popleft())
+
+    def _begin(self, number: int, objects: Objects) -> HostJob:
+        """:raises LayerflowError: the job is impossible; its calls will be refused."""
+        try:
+            job = HostJob(dict(enumerate(places_of(objects, self._arena))))
+        except LayerflowError as error:
+            self._jobs[number] = HostJob({}, refused=str(error))
+            raise
+        self._jobs[number] = job
+        return job
+
+    def _call(self, message: Pull | Push, move: Callable[[HostJob, list[ObjectFailure]], None], tell: Report) -> None:
+        """One call. Whatever happens, it is reported."""
+        failed: list[ObjectFailure] = []
+        try:
+            job = self._jobs.get(message.id, HostJob({}, refused="the host does not know of this job"))
+            if job.refused:
+                failed = refuse(message, job.refused)
+            else:
+                move(job, failed)
+        except BaseException:
+            failed = refuse(message, "the host failed; see its log")
+            raise
+        finally:
+            tell(tuple(failed))
+
+    def _settle(
+        self, job: HostJob, positions: Sequence[int], results: Sequence[ObjectResult], failed: list[ObjectFailure]
+    ) -> list[ObjectLocation]:
         """What became of these; those that are not OK leave the job, and are returned."""
         left: list[ObjectLocation] = []
         for position, (outcome, reason) in zip(positions, results, strict=True):
             if outcome is not ObjectStatus.OK:
-                left.append(self.places.pop(position))
-                self.failures.append(ObjectFailure(position, int(outcome), reason[:REASON_CHARS]))
+                left.append(job.places.pop(position))
+                failed.append(ObjectFailure(position, int(outcome), reason[:REASON_CHARS]))
         return left
 
-    def fail(self, reason: str) -> list[ObjectLocation]:
-        """All that is left of it has failed."""
-        return self.settle(list(self.places), [ObjectResult(ObjectStatus.FAILED, reason)] * len(self.places))
 
-    def take_failures(self) -> tuple[ObjectFailure, ...]:
-        """For the next report."""
-        taken, self.failures = tuple(self.failures), []
-        return taken
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer of all that is left."""
-        return sum(place.layer_bytes for place in self.places.values())
+def refuse(message: Pull | Push, reason: str) -> list[ObjectFailure]:
+    """All that a call carries has failed."""
+    return [ObjectFailure(at, int(ObjectStatus.FAILED), reason) for at in range(message.lo, message.hi)]
 
 
 class BackendCalls:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from layerflow.errors import ExtentError, ProtocolError
 from layerflow.hosts.backend import BackendInfo, IndexEntry, ObjectLocation
-from layerflow.hosts.lane import Tell
 from layerflow.keys import KEY_BYTES
 from layerflow.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     Evicted,
     Indexed,
     Objects,
+    ToServer,
     Up,
     Written,
     pack_u32,
@@ -60,11 +60,6 @@ def places_of(objects: Objects, arena: SharedMemory) -> list[ObjectLocation]:
     return places
 
 
-def count_of(objects: Objects) -> int:
-    """How many objects a job names, whatever else is wrong with it."""
-    return len(objects.keys) // KEY_BYTES
-
-
 PIECE = 4096
 """Entries of one message: some 130 KB, and some 260 bytes more for each that has block digests."""
 
@@ -75,7 +70,7 @@ class IndexReporter:
     :param tell: sends to the server.
     """
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Callable[[ToServer], None]) -> None:
         self._tell = tell
         self._lock = threading.Lock()
         self._details: dict[str, Any] = {}
@@ -123,7 +118,7 @@ class IndexReporter:
                 self._tell(Evicted(b"".join(keys)))
 
     def published(self, places: Sequence[ObjectLocation], report: Written) -> None:
-        """A write has ended and published these."""
+        """A call of a write has ended and published these."""
         with self._lock:
             if self._entries is not None:
                 for place in places:

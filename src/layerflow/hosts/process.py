@@ -13,33 +13,31 @@ from typing import Any
 import structlog
 
 from layerflow.errors import ProtocolError
-from layerflow.hosts.backend import Backend, BackendInfo, ObjectStatus, Unreachable, Unusable
-from layerflow.hosts.fetch import FetchLane, refuse
+from layerflow.hosts.backend import Backend, BackendInfo, Unreachable, Unusable
+from layerflow.hosts.fetch import FetchLane
 from layerflow.hosts.health import HealthCheck
-from layerflow.hosts.lane import BackendCalls, Lane, Patience, describe
+from layerflow.hosts.lane import BackendCalls, Lane, Patience, describe, refuse
 from layerflow.hosts.lookup import Hide, LookupLane, unknown
-from layerflow.hosts.objects import IndexReporter, count_of
+from layerflow.hosts.objects import IndexReporter
 from layerflow.hosts.registry import make
 from layerflow.hosts.write import WriteLane
 from layerflow.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     STOP_S,
-    Advance,
     Ask,
     Clear,
     Cleared,
     Down,
     Drop,
     EndFetch,
+    EndWrite,
     Fetch,
     Fetched,
-    Finish,
     Frames,
-    ObjectFailure,
-    Objects,
     Ping,
     Pong,
     Pull,
+    Push,
     Start,
     Stop,
     ToHost,
@@ -152,8 +150,8 @@ class HostMain:
                 self._tell(Cleared(message.id, 0, f"unreachable: {reason}"))
             case Pull():
                 self._tell(Fetched(message.id, message.call, tuple(refuse(message, f"unreachable: {reason}"))))
-            case Write():
-                self._tell(Written(message.id, _all_failed(message.objects, reason)))
+            case Push():
+                self._tell(Written(message.id, message.call, tuple(refuse(message, f"unreachable: {reason}"))))
             case Stop():
                 raise _Ended(alone=False)
 
@@ -166,7 +164,7 @@ class HostMain:
         fetch = FetchLane(
             backend, self._arena, self._tell, backend_calls, lambda keys: ask.put(Hide(keys)), self._patience
         )
-        write = WriteLane(backend, self._arena, self._tell, backend_calls, self._holding.published, self._patience)
+        write = WriteLane(backend, self._arena, backend_calls, self._holding.published, self._patience)
         self._check, self._movers = check, (fetch, write)
         self._holding.attach(attached)
         parts = (ask, fetch, write, check)
@@ -176,7 +174,7 @@ class HostMain:
             while True:
                 message = self._hear(None)
                 assert message is not None
-                if check.reason and isinstance(message, Ask | Clear | Pull | Write):
+                if check.reason and isinstance(message, Ask | Clear | Pull | Push):
                     self._refuse(message, check.reason)
                     continue
                 match message:
@@ -188,8 +186,8 @@ class HostMain:
                         ask.put((message, time.monotonic()))
                     case Fetch() | Pull() | EndFetch():
                         fetch.put(message)
-                    case Write() | Advance() | Finish() | Drop():
-                        write.put((message, time.monotonic()))
+                    case Write() | Push() | Drop() | EndWrite():
+                        write.put(message)
                     case Stop():
                         raise _Ended(alone=False)
                     case Start():
@@ -257,9 +255,3 @@ class HostMain:
                 log.error("host_misled", error=str(error))
                 raise _Ended(alone=True) from None
         return self._messages.popleft()
-
-
-def _all_failed(objects: Objects, reason: str) -> tuple[ObjectFailure, ...]:
-    return tuple(
-        ObjectFailure(at, int(ObjectStatus.FAILED), f"unreachable: {reason}") for at in range(count_of(objects))
-    )

@@ -13,6 +13,7 @@ class Kind:
 
     :param block_size: tokens of one block.
     :param window: tokens that a query can see, itself included; 0 = all.
+    :param ratio: tokens that one row of a block stands for, as in DeepSeek-V4's compressed attention.
     """
 
     name: ClassVar[str]
@@ -23,14 +24,15 @@ class Kind:
     exact: ClassVar[bool] = False
     """What is stored at T serves a hit of T tokens and no other, so that a hit cannot be shortened."""
 
-    def __init__(self, block_size: int, window: int = 0) -> None:
+    def __init__(self, block_size: int, window: int = 0, ratio: int = 1) -> None:
         self.block_size = block_size
         self.window = window
+        self.ratio = ratio
 
     @property
     def entries(self) -> int:
-        """Rows of one block in each plane: one per token."""
-        return self.block_size
+        """Rows of one block in each plane: one per token, or per `ratio` tokens."""
+        return self.block_size // self.ratio
 
     def first_token(self, hit: int) -> int:
         """First position whose KV a request with `hit` cached tokens still reads.

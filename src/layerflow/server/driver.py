@@ -18,10 +18,9 @@ from layerflow.flow.commands import (
     Cancel,
     Command,
     Commit,
-    FetchLost,
-    LayersStored,
     LoadFailed,
     LoadsDone,
+    ObjectsLost,
     Release,
     Revoke,
     Seal,
@@ -30,6 +29,8 @@ from layerflow.flow.commands import (
     TransferDone,
     Vacate,
     WakeAt,
+    WriteBegun,
+    Written,
 )
 from layerflow.flow.events import Event, Limits, Tick
 from layerflow.observe.metrics import Metrics
@@ -103,8 +104,6 @@ class Driver:
     def discard(self, key: tuple[int, int]) -> None:
         """Forget a step that the core refused, and give back what was planned for it."""
         self._pool.drop_owner(self._books.pop(key).owner)
-        if self.tier is not None:
-            self.tier.step_done(key)
 
     def handle(self, *events: Event) -> None:
         """Tell the core, then do what it wants; each session gets one Grant, or two of many batches, and one Notice.
@@ -185,20 +184,15 @@ class Driver:
                 self._stored(command, True, "")
             case Revoke():
                 self._stored(command, False, command.reason)
-            case LayersStored():
-                if self.tier is not None:
-                    self.tier.stored((command.session, command.step), command.group, command.layers)
             case LoadsDone():
                 self._pool.release(self._books[command.session, command.step].owner)
             case Release():
                 self._notice(command.session).released.append(command.request)
             case StepDone():
                 del self._books[command.session, command.step]
-                if self.tier is not None:
-                    self.tier.step_done((command.session, command.step))
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
-            case Call() | Arrived() | FetchLost() | Vacate() | TransferDone():
+            case Call() | Arrived() | ObjectsLost() | Vacate() | WriteBegun() | Written() | TransferDone():
                 assert self.tier is not None
                 self.tier.obey(command)
             case WakeAt():
@@ -232,10 +226,10 @@ class Driver:
     def _settle(self, step: tuple[int, int], book: StepBook, keys: list[bytes], committed: bool) -> None:
         if committed:
             self._pool.commit(keys, book.owner)
+            if self.tier is not None:
+                self.tier.committed(step, keys)
         else:
             self._pool.revoke(keys, book.owner)
-        if self.tier is not None:
-            (self.tier.committed if committed else self.tier.revoked)(step, keys)
 
     def _grant(self, session: int) -> Grant:
         grant = self._grants.get(session)

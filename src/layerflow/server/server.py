@@ -62,13 +62,13 @@ class Server:
         self._presence = PresenceWriter(self._arena.nbytes) if tier is None else None
         self.pool = MemoryPool(self._arena, self._presence)
         self.sessions = Sessions()
-        self.driver = Driver(self.pool, limits_of(settings), self.metrics, self._send_number, self._step_done)
+        self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
         self.tier: Tier | None = None
         if tier is not None:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
 
             arena = self._arena.fd, self._arena.nbytes
-            self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news, self._caps)
+            self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news)
             self.driver.tier = self.tier
         self._server_context = ServerContext(
             pool=self.pool,
@@ -85,7 +85,7 @@ class Server:
             direct=bool(behind.direct_options(settings)),
         )
         self._handlers = Handlers(self._server_context)
-        self.metrics.limits(limits_of(settings))
+        self.metrics.limits(self._limits(settings))
         self._routers: dict[str, Router] = {}
         self._clients = Clients(
             lambda: self.settings,
@@ -153,9 +153,8 @@ class Server:
         if events:
             self.driver.handle(*events)
 
-    def _caps(self) -> tuple[int, int]:
-        limits = limits_of(self.settings)
-        return limits.max_transfer_blocks, min(limits.max_transfer_bytes, limits.max_inflight_bytes)
+    def _limits(self, settings: Settings) -> Limits:
+        return limits_of(settings, self._arena.nbytes)
 
     def apply(self, settings: Settings) -> None:
         """Take new values of the live keys; steps in flight go on under the new limits.
@@ -169,8 +168,8 @@ class Server:
             for session in self.sessions:
                 if session.spec is not None:
                     self._send(session, self._terms())
-            self.driver.handle(LimitsChanged(limits_of(settings)))
-            self.metrics.limits(limits_of(settings))
+            self.driver.handle(LimitsChanged(self._limits(settings)))
+            self.metrics.limits(self._limits(settings))
             self._log.info("settings_applied", changes=changes)
 
     def status(self) -> dict[str, object]:
@@ -327,8 +326,8 @@ class Server:
         )
 
 
-def limits_of(settings: Settings) -> Limits:
-    """The core's limits out of the settings."""
+def limits_of(settings: Settings, arena_bytes: int) -> Limits:
+    """The core's limits out of the settings. What waits to be written is pinned: at most half of the arena."""
     transfer = settings.transfer
     return Limits(
         prefetch_layers=transfer.prefetch_layers,
@@ -336,6 +335,7 @@ def limits_of(settings: Settings) -> Limits:
         max_transfer_bytes=transfer.max_transfer_bytes,
         max_inflight_bytes=transfer.max_inflight_bytes,
         save_backlog_bytes=transfer.save_backlog_bytes,
+        write_backlog_bytes=min(settings.pool.write_backlog, arena_bytes // 2),
         stagger_us=transfer.h2d_stagger_us,
         fetch_timeout_s=settings.pool.fetch_timeout_ms / 1e3,
     )

@@ -92,37 +92,38 @@ class EndFetch(msgspec.Struct, tag="endfetch", frozen=True):
 
 
 class Write(msgspec.Struct, tag="write", frozen=True):
-    """These will be written. Their first `layers` layers are in the arena already (0 = none yet).
-
-    :param most_blocks: of one call, which writes at least one layer of one object. :param most_bytes: of one call.
-    """
+    """Objects that will be written, by the calls (:class:`Push`) that follow: ask the pool for their room."""
 
     id: int
     objects: Objects
-    layers: int
-    timeout_ms: int
-    most_blocks: int = 4096
-    most_bytes: int = 64 << 20
 
 
-class Advance(msgspec.Struct, tag="advance", frozen=True):
-    """The first `layers` layers of write `id` are in the arena."""
+class Push(msgspec.Struct, tag="push", frozen=True):
+    """Write layers `layer_lo` to `layer_hi` of objects `lo` to `hi` of write `id`, in one call of the backend.
 
-    id: int
-    layers: int
-
-
-class Finish(msgspec.Struct, tag="finish", frozen=True):
-    """Every layer of write `id` is in the arena, and the headers: write the rest and publish."""
+    No layers (both are the number of layers): every one is written, and the headers are in the arena; publish them.
+    Objects that have failed or were dropped are left out. Calls are ended in order.
+    """
 
     id: int
+    call: int
+    lo: int
+    hi: int
+    layer_lo: int
+    layer_hi: int
 
 
 class Drop(msgspec.Struct, tag="drop", frozen=True):
-    """These objects of write `id` (u32 positions; all of them: the write ends) will not be finished."""
+    """These objects of write `id` (u32 positions) will not be finished."""
 
     id: int
     positions: bytes
+
+
+class EndWrite(msgspec.Struct, tag="endwrite", frozen=True):
+    """No call of write `id` follows: give up what is not published."""
+
+    id: int
 
 
 class Clear(msgspec.Struct, tag="clear", frozen=True):
@@ -211,9 +212,14 @@ class Fetched(msgspec.Struct, tag="fetched", frozen=True):
 
 
 class Written(msgspec.Struct, tag="written", frozen=True):
-    """Write `id` has ended: all its objects but these are published. The arena is not read for it any more."""
+    """Call `call` of write `id` has ended: its layers are at the backend, or its objects published, but for those that
+    failed. The arena is not read for it any more.
+
+    :param failed: of the whole write, since the call before.
+    """
 
     id: int
+    call: int
     failed: tuple[ObjectFailure, ...] = ()
 
 
@@ -232,7 +238,7 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
     statistics: dict[str, float]
 
 
-ToHost = Start | Ask | Fetch | Pull | EndFetch | Write | Advance | Finish | Drop | Clear | Ping | Stop
+ToHost = Start | Ask | Fetch | Pull | EndFetch | Write | Push | Drop | EndWrite | Clear | Ping | Stop
 ToServer = Up | Down | Indexed | Evicted | Present | Fetched | Written | Cleared | Pong
 
 _encoder = msgspec.msgpack.Encoder()

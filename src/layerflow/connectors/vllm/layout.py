@@ -65,7 +65,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         layers = tuple(sorted(numbers[name] for name in names))
         own = tuple(Plane(f"part{part}" if part else "kv", "uint8", (width,)) for part, width in enumerate(widths))
         window = layer_spec.sliding_window if KINDS[kind].windowed else 0
-        groups.append(GroupSpec(kind, layer_spec.block_size, layers, own, window))
+        groups.append(GroupSpec(kind, layer_spec.block_size, layers, own, window, ratio=_ratio(layer_spec)))
         vllm_groups.append(index)
     spec = ModelSpec(
         name=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
@@ -98,11 +98,9 @@ def chunk_tokens(groups: Sequence[GroupSpec], wanted: int = 0) -> int:
 
 def _kind(layer_spec: Any) -> str:
     name = type(layer_spec).__name__
-    if name not in _KINDS or getattr(layer_spec, "compress_ratio", 1) not in (None, 1):
+    if name not in _KINDS:
         raise Unsupported(
-            f"this model has a KV cache of kind {name}"
-            f"{' with compression' if name in _KINDS else ''}, which layerflow cannot move yet; run it without the "
-            "connector"
+            f"this model has a KV cache of kind {name}, which layerflow cannot move yet; run it without the connector"
         )
     if name == "MambaSpec" and layer_spec.mamba_cache_mode != "align":
         raise Unsupported(
@@ -110,6 +108,17 @@ def _kind(layer_spec: Any) -> str:
             "could continue from; start vLLM with --enable-prefix-caching (and --mamba-cache-mode align)"
         )
     return _KINDS[name].name
+
+
+def _ratio(layer_spec: Any) -> int:
+    """Tokens of one row: vLLM's ``tokens_per_state`` (``compress_ratio`` before 0.32; -1 = recurrent state)."""
+    tokens = getattr(layer_spec, "tokens_per_state", None) or getattr(layer_spec, "compress_ratio", None) or 1
+    if tokens != int(tokens):
+        raise Unsupported(
+            f"this model stores several rows per token ({tokens} tokens a row), which layerflow cannot move yet; "
+            "run it without the connector"
+        )
+    return max(1, int(tokens))
 
 
 def _shard(parallel: Any) -> Shard:
@@ -133,7 +142,7 @@ def _forward_order(name: str) -> tuple[int, str]:
 
 def _planes(name: str, layer_spec: Any, registered: Any, num_blocks: int) -> tuple[torch.Tensor, ...]:
     """The layer's blocks as uint8 tensors of shape ``(num_blocks, entries, bytes)``, sharing memory."""
-    entries = KINDS[_kind(layer_spec)](layer_spec.block_size).entries
+    entries = KINDS[_kind(layer_spec)](layer_spec.block_size, ratio=_ratio(layer_spec)).entries
     parts = list(registered) if isinstance(registered, list | tuple) else [registered]
     views: list[torch.Tensor] = []
     for tensor in parts:

@@ -160,7 +160,7 @@ class Cursor:
         self._enter(self.index)
 
     def drop(self, holes: list[Span]) -> int:
-        """Forget dead blocks. Returns the bytes that were still to be granted of them, all layers."""
+        """Forget blocks of cancelled parts. Returns the bytes that were still to be granted of them, all layers."""
         gone = common(self.spans, holes)
         if not gone:
             return 0

@@ -1,28 +1,22 @@
 """A transfer between arena and backend: objects of one group that a host moves layer by layer.
 
 It has one cursor (layer, object): batches are a range of layers of all its objects, or, where one layer is
-larger than a batch may be, a range of objects of that layer. Loads that need its objects hang on it by edges.
+larger than a batch may be, a range of objects of that layer.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from layerflow.flow.commands import Call
 from layerflow.flow.events import Hop, Item
-from layerflow.flow.graph.cursor import Span
-
-if TYPE_CHECKING:
-    from layerflow.flow.graph.step import Transfer
 
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """Who transfers are for, on one hop. :param credit, queued: see :class:`layerflow.flow.state.Ring`."""
+    """Who transfers are for, on one hop. :param credit, queued: see :class:`layerflow.flow.ring.Ring`."""
 
     name: str
     transfers: dict[int, HostTransfer] = field(default_factory=dict)
@@ -50,49 +44,29 @@ class CallExtent(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Edge:
-    """Loads of one transfer that need objects of one fetch, until the step's loads are done.
-
-    :param spans: by object, its blocks of the transfer.
-    :param waiting: objects that are neither lost nor whole in the arena, ascending.
-    """
-
-    fetch: HostTransfer
-    transfer: Transfer
-    spans: dict[int, list[Span]]
-    waiting: list[int]
-
-
-@dataclass(slots=True, eq=False)
 class HostTransfer:
     """One object group's movement over one hop.
 
-    :param layers: the model's layer numbers.
-    :param index: position of the cursor's layer; their number when all is granted.
+    :param index: position of the cursor's layer; the number of layers when all is granted.
     :param at: the cursor's object.
-    :param dead: objects that failed or were given up. :param whole: objects of which every layer has moved.
-    :param leased: a lookup wants it. :param claimed: it was leased or needed at some time.
-    :param alarm: when to give it up; ``inf`` = never.
+    :param limit: so many layers may move.
+    :param lost: objects that failed or were given up. :param whole: objects that are published.
     :param closed: nothing is asked of the host any more.
-    :param occupied: dead objects whose room is not given back.
     """
 
-    hop: Hop
+    hop: ClassVar[Hop]
+
     number: int
     source: Source
-    layers: tuple[int, ...]
     objects: tuple[Item, ...]
+    layers: int
+    limit: int
     index: int = 0
     at: int = 0
-    dead: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
     whole: set[int] = field(default_factory=set)
-    occupied: set[int] = field(default_factory=set)
     calls: dict[int, Call] = field(default_factory=dict)
-    edges: list[Edge] = field(default_factory=list)
-    leased: bool = False
-    claimed: bool = False
     closed: bool = False
-    alarm: float = math.inf
     layer_bytes: int = field(init=False)
     layer_blocks: int = field(init=False)
 
@@ -103,34 +77,28 @@ class HostTransfer:
     @property
     def wanted(self) -> bool:
         """Something waits for it, or nothing ever has."""
-        return self.leased or bool(self.edges) or not self.claimed
+        return True
 
     @property
     def permitted(self) -> bool:
         """A batch of it may move now."""
-        return self.index < len(self.layers) and self.wanted and len(self.dead) < len(self.objects)
+        return self.index < self.limit and self.wanted and len(self.lost) < len(self.objects)
 
     def urgency(self) -> tuple[float, float]:
-        """How far the cursor's layer is from where a forward pass is, and the earliest deadline of such a pass."""
-        layer = self.layers[self.index]
-        nearest = (float(layer + 1), math.inf)
-        for edge in self.edges:
-            if edge.waiting:
-                step = edge.transfer.job.step
-                nearest = min(nearest, (float(layer - step.frontier), step.deadline))
-        return nearest
+        """How soon its next layer is wanted; the smallest goes first."""
+        raise NotImplementedError
 
     def next_extent(self, most_blocks: int, most_bytes: int) -> CallExtent:
         """The next batch under the caps, or one layer of one object where that is larger; the cursor stays."""
         lo = self._live_from(self.at)
         if lo == self._live_from(0) and self.layer_bytes <= most_bytes and self.layer_blocks <= most_blocks:
             fit = min(most_bytes // self.layer_bytes, most_blocks // self.layer_blocks)
-            layers = min(len(self.layers) - self.index, fit)
+            layers = min(self.limit - self.index, fit)
             return CallExtent(lo, len(self.objects), self.index, self.index + layers, layers * self.layer_bytes)
         nbytes = blocks = 0
         hi = lo
         while hi < len(self.objects):
-            if hi not in self.dead:
+            if hi not in self.lost:
                 item = self.objects[hi]
                 if nbytes and (nbytes + item.layer_bytes > most_bytes or blocks + item.blocks > most_blocks):
                     break
@@ -146,30 +114,28 @@ class HostTransfer:
         else:
             self.index, self.at = extent.layer_hi, 0
 
-    def reached(self, objects: Sequence[int]) -> int:
-        """So many leading layers of all these (ascending) have moved."""
-        layers = self.index + (objects[-1] < self.at)
-        for call in self.calls.values():
-            first = bisect_left(objects, call.lo)
-            if call.layer_lo < layers and first < len(objects) and objects[first] < call.hi:
-                layers = call.layer_lo
-        return layers
-
-    def kill(self, objects: Sequence[int]) -> None:
+    def lose(self, objects: Sequence[int]) -> None:
         """These move no further."""
-        self.dead.update(objects)
-        self.occupied.update(objects)
+        self.lost.update(objects)
         for index in objects:
             self.layer_bytes -= self.objects[index].layer_bytes
             self.layer_blocks -= self.objects[index].blocks
-        if self.at and len(self.dead) < len(self.objects) and self._live_from(self.at) == len(self.objects):
+        if self.at and len(self.lost) < len(self.objects) and self._live_from(self.at) == len(self.objects):
             self.index, self.at = self.index + 1, 0
 
+    def fresh(self, failed: Sequence[tuple[int, str]]) -> dict[str, list[int]]:
+        """Objects by what happened to them, of those that were neither whole nor lost before."""
+        reasons: dict[str, list[int]] = {}
+        for index, reason in failed:
+            if index not in self.lost and index not in self.whole:
+                reasons.setdefault(reason, []).append(index)
+        return reasons
+
     def unfinished(self) -> list[int]:
-        """Objects that are neither whole nor dead."""
-        return [index for index in range(len(self.objects)) if index not in self.whole and index not in self.dead]
+        """Objects that are neither whole nor lost."""
+        return [index for index in range(len(self.objects)) if index not in self.whole and index not in self.lost]
 
     def _live_from(self, index: int) -> int:
-        while index < len(self.objects) and index in self.dead:
+        while index < len(self.objects) and index in self.lost:
             index += 1
         return index

@@ -15,8 +15,9 @@ from layerflow.flow.events import Direction, Event, Part, StepOpened
 from layerflow.flow.graph.cursor import Cursor, Span, joined, touches
 
 if TYPE_CHECKING:
-    from layerflow.flow.graph.host_transfer import Edge
+    from layerflow.flow.graph.fetch import Edge
     from layerflow.flow.graph.session import GroupShape, Session
+    from layerflow.flow.graph.write import WriteTransfer
 
 
 @dataclass(slots=True, eq=False)
@@ -92,8 +93,8 @@ class Transfer:
     :param pending: cursors of this transfer, waiting ones among them.
     :param sealed: so many of the group's layers are sealed.
     :param committed: saves: every layer is stored, and said so.
-    :param live: parts that are not dead.
-    :param told: saves: so many layers are said to be stored.
+    :param live: parts that are not cancelled.
+    :param write: saves: what carries the objects on to the backend; None = nothing does (any more).
     """
 
     job: TransferJob
@@ -105,7 +106,7 @@ class Transfer:
     sealed: int = 0
     committed: bool = False
     live: int = field(init=False)
-    told: int = 0
+    write: WriteTransfer | None = None
     in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -145,7 +146,7 @@ class Transfer:
             self.arrivals[fetch] = 0
 
     def arriving(self, fetch: int) -> Cursor | None:
-        """What waits for this fetch; None when all of it is there, or dead."""
+        """What waits for this fetch; None when all of it is there, or lost."""
         return next((c for c in self.job.cursors if c.transfer is self and c.fetch == fetch), None)
 
     def merge(self, cursor: Cursor) -> None:
@@ -171,7 +172,7 @@ class TransferJob:
     """One direction of a step.
 
     :param parts: as given in ``StepOpened``.
-    :param dead: positions of parts that will not be granted any more.
+    :param dropped: positions of cancelled parts, which are granted no further.
     :param failed: loads: the block ranges already reported as failed, of parts that were wholly granted then.
     :param flying: batches in flight.
     :param gated: batches granted before they could move, by gate; ended ones among them.
@@ -181,7 +182,6 @@ class TransferJob:
     :param open: saves: parts neither committed nor revoked.
     :param revoked: saves: positions given back.
     :param edges: loads: what they need of fetches, until they are done.
-    :param tell: saves: say how many layers are stored.
     :param held: saves: a commit waits for the loads of an earlier step.
     """
 
@@ -190,7 +190,7 @@ class TransferJob:
     parts: tuple[Part, ...]
     transfers: dict[int, Transfer] = field(default_factory=dict)
     cursors: list[Cursor] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
     failed: dict[int, list[Span]] = field(default_factory=dict)
     revoked: set[int] = field(default_factory=set)
     gated: list[InFlightBatch] = field(default_factory=list)
@@ -200,7 +200,6 @@ class TransferJob:
     cancelled: bool = False
     done: bool = False
     edges: list[Edge] = field(default_factory=list)
-    tell: bool = False
     held: bool = False
     by_request: dict[str, list[int]] | None = None
 

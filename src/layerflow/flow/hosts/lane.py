@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Generic, TypeVar
 
+from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
 from layerflow.flow.commands import Call, Command
-from layerflow.flow.events import Hop
-from layerflow.flow.graph.host_transfer import HostTransfer, Source
+from layerflow.flow.events import CallDone, Hop
+from layerflow.flow.graph.host_transfer import CallExtent, HostTransfer, Source
 from layerflow.flow.hosts.pace import FIRST_BYTES, Pace
 from layerflow.flow.ring import Ring
 
@@ -15,42 +17,51 @@ CALLS_AHEAD = 3
 """Calls that a host has been given and not ended: so many that it never waits for the next one."""
 
 
-class HostLane:
-    """One hop. The host ends its calls in order."""
+T = TypeVar("T", bound=HostTransfer)
 
-    __slots__ = ("began", "calls", "hop", "inflight", "newest", "next_call", "pace", "ring", "sources", "transfers")
+
+class HostLane(Generic[T]):
+    """One hop. The host ends its calls in order.
+
+    :ivar backlog: bytes of all objects of what is on its way; writes only.
+    """
+
+    __slots__ = (
+        "backlog", "began", "calls", "hop", "inflight", "newest", "next_call", "pace", "ring", "sources", "transfers",
+    )  # fmt: skip
 
     def __init__(self, hop: Hop) -> None:
         self.hop = hop
         self.ring: Ring[Source] = Ring(hop)
         self.pace = Pace()
         self.sources: dict[str, Source] = {}
-        self.transfers: dict[int, HostTransfer] = {}
-        self.calls: dict[int, HostTransfer] = {}
+        self.transfers: dict[int, T] = {}
+        self.calls: dict[int, T] = {}
         self.newest = 0
         self.next_call = 1
         self.inflight = 0
+        self.backlog = 0
         self.began = -math.inf
 
     def source(self, name: str) -> Source:
         """Who transfers are for; remembered for as long as there are any."""
         return self.sources.setdefault(name, Source(name))
 
-    def add(self, transfer: HostTransfer) -> None:
+    def add(self, transfer: T) -> None:
         """A transfer has begun."""
         self.transfers[transfer.number] = transfer
         transfer.source.transfers[transfer.number] = transfer
         self.newest = transfer.number
         self.join(transfer)
 
-    def remove(self, transfer: HostTransfer) -> None:
+    def remove(self, transfer: T) -> None:
         """Nothing of a transfer moves any more."""
         source = transfer.source
         if source.transfers.pop(transfer.number, None) is not None and not source.transfers:
             self.ring.leave(source)
             del self.sources[source.name]
 
-    def join(self, transfer: HostTransfer) -> None:
+    def join(self, transfer: T) -> None:
         """Something of the transfer may move now."""
         if transfer.permitted and transfer.number in transfer.source.transfers:
             self.ring.join(transfer.source)
@@ -65,12 +76,36 @@ class HostLane:
         pace = min(FIRST_BYTES, self.pace.nbytes) if not transfer.index else self.pace.nbytes
         return min(pace, budget.limits.max_transfer_bytes, budget.limits.max_inflight_bytes)
 
-    def ended(self, call: Call, now: float) -> None:
-        """A call has ended."""
-        del self.calls[call.call]
+    def hand_out(self, transfer: T, extent: CallExtent, now: float) -> Call:
+        """Give the host a call."""
+        call = Call(self.hop, transfer.number, self.next_call, *extent)
+        self.next_call += 1
+        if not self.calls:
+            self.began = now
+        self.calls[call.call] = transfer
+        transfer.calls[call.call] = call
+        self.inflight += call.nbytes
+        return call
+
+    def take(self, event: CallDone, now: float) -> tuple[T, Call] | None:
+        """The call that the host has ended, and its transfer; None = that is long over.
+
+        :raises InvalidTransition: for a call that was never handed out, or objects that the transfer does not have.
+        """
+        transfer = self.calls.get(event.call)
+        if transfer is None:
+            if not 0 < event.call < self.next_call:
+                raise InvalidTransition(f"the host ended call {event.call} ({self.hop.name}), which it was never given")
+            return None
+        if any(not 0 <= index < len(transfer.objects) for index, _ in event.failed):
+            named = f"{self.hop.name} {transfer.number}"
+            raise InvalidTransition(f"the host failed objects that {named} does not have: {event.failed[:3]}")
+        del self.calls[event.call]
+        call = transfer.calls.pop(event.call)
         self.inflight -= call.nbytes
         self.pace.ended(call.nbytes, now - self.began)
         self.began = now
+        return transfer, call
 
     def lost(self) -> None:
         """The host is dead."""
@@ -79,7 +114,7 @@ class HostLane:
         self.pace = Pace()
 
 
-def grant_calls(lane: HostLane, budget: Budget, now: float, out: list[Command]) -> None:
+def grant_calls(lane: HostLane[T], budget: Budget, now: float, out: list[Command]) -> None:
     """Hand out whatever may run now: in turns between sources, and what is wanted soonest of each."""
     ring = lane.ring
     while ring.queue and len(lane.calls) < CALLS_AHEAD:
@@ -96,11 +131,4 @@ def grant_calls(lane: HostLane, budget: Budget, now: float, out: list[Command]) 
             return
         ring.charge(source, extent.nbytes)
         transfer.advance(extent)
-        call = Call(lane.hop, transfer.number, lane.next_call, *extent)
-        lane.next_call += 1
-        if not lane.calls:
-            lane.began = now
-        lane.calls[call.call] = transfer
-        transfer.calls[call.call] = call
-        lane.inflight += extent.nbytes
-        out.append(call)
+        out.append(lane.hand_out(lane.transfers[transfer.number], extent, now))

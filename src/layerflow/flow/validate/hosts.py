@@ -5,22 +5,44 @@ from __future__ import annotations
 import math
 
 from layerflow.errors import InvalidTransition
+from layerflow.flow.graph.fetch import FetchTransfer
 from layerflow.flow.graph.host_transfer import HostTransfer
-from layerflow.flow.hosts.lane import HostLane
+from layerflow.flow.graph.write import WriteTransfer
+from layerflow.flow.hosts.lane import HostLane, T
 from layerflow.flow.state import State
 
 
-def validate_lane(state: State, lane: HostLane) -> None:
-    """Raise for the first invariant of one hop that does not hold.
+def validate_fetches(state: State) -> None:
+    """Raise for the first invariant of the way into the arena that does not hold.
 
     :raises InvalidTransition: naming it.
     """
+    _lane(state, state.fetches)
+    for fetch in state.fetches.transfers.values():
+        _fetch(fetch)
+
+
+def validate_writes(state: State) -> None:
+    """The same of the way to the backend.
+
+    :raises InvalidTransition: naming it.
+    """
+    lane = state.writes
+    _lane(state, lane)
+    for write in lane.transfers.values():
+        _write(write)
+    begun = sum(write.nbytes for write in lane.transfers.values() if write.begun)
+    if begun != lane.backlog:
+        raise InvalidTransition(f"{lane.backlog} bytes of backlog are booked, of {begun}")
+
+
+def _lane(state: State, lane: HostLane[T]) -> None:
     calls = {number: call for one in lane.transfers.values() for number, call in one.calls.items()}
     if calls.keys() != lane.calls.keys() or lane.inflight != sum(call.nbytes for call in calls.values()):
         raise InvalidTransition(f"{lane.hop.name}: {lane.inflight} bytes in calls {lane.calls.keys()}, not {calls}")
     for number, transfer in lane.transfers.items():
         _require(transfer.number == number, transfer, "is not where its lane keeps it")
-        _transfer(transfer)
+        _common(transfer)
         mine = transfer.source.transfers.get(number) is transfer
         _require(mine != transfer.closed, transfer, "is with its source exactly until it is closed")
         _require(
@@ -45,23 +67,36 @@ def _require(holds: bool, transfer: HostTransfer, what: str) -> None:
         raise InvalidTransition(f"{transfer.hop.name} {transfer.number}: {what}")
 
 
-def _transfer(transfer: HostTransfer) -> None:
-    dead, whole, everything = transfer.dead, transfer.whole, set(range(len(transfer.objects)))
-    _require(not dead & whole and dead | whole <= everything, transfer, "has objects that are lost and whole")
-    _require(transfer.occupied <= dead, transfer, "keeps room that it has not lost")
-    live = [item for index, item in enumerate(transfer.objects) if index not in dead]
+def _common(transfer: HostTransfer) -> None:
+    lost, whole, everything = transfer.lost, transfer.whole, set(range(len(transfer.objects)))
+    _require(not lost & whole and lost | whole <= everything, transfer, "has objects that are lost and whole")
+    live = [item for index, item in enumerate(transfer.objects) if index not in lost]
     sums = (sum(item.layer_bytes for item in live), sum(item.blocks for item in live))
     _require(sums == (transfer.layer_bytes, transfer.layer_blocks), transfer, "miscounts its live objects")
-    over = not transfer.calls and dead | whole == everything
+    over = not transfer.calls and lost | whole == everything
     _require(transfer.closed == over, transfer, "is closed exactly when all is over")
-    _require(not transfer.closed or bool(transfer.occupied), transfer, "is over and was not forgotten")
-    _require(transfer.wanted or bool(transfer.calls) or transfer.closed, transfer, "is not wanted and was not ended")
-    for index in everything - dead:
-        _require((transfer.reached((index,)) == len(transfer.layers)) == (index in whole), transfer, "hides an object")
-    held = {index for edge in transfer.edges for index in edge.spans}
-    _require(bool(transfer.calls) or transfer.occupied <= held, transfer, "keeps room that nothing touches")
-    for edge in transfer.edges:
+    _require(0 <= transfer.index <= transfer.limit <= transfer.layers, transfer, "is past what may move")
+
+
+def _fetch(fetch: FetchTransfer) -> None:
+    _require(fetch.occupied <= fetch.lost, fetch, "keeps room that it has not lost")
+    _require(not fetch.closed or bool(fetch.occupied), fetch, "is over and was not forgotten")
+    _require(fetch.wanted or bool(fetch.calls) or fetch.closed, fetch, "is not wanted and was not ended")
+    for index in set(range(len(fetch.objects))) - fetch.lost:
+        _require((fetch.reached((index,)) == fetch.layers) == (index in fetch.whole), fetch, "hides an object")
+    _require(not fetch.closed or fetch.alarm == math.inf, fetch, "has a deadline and is over")
+    held = {index for edge in fetch.edges for index in edge.spans}
+    _require(bool(fetch.calls) or fetch.occupied <= held, fetch, "keeps room that nothing touches")
+    for edge in fetch.edges:
         job = edge.transfer.job
-        _require(edge in job.edges and not job.done, transfer, f"is held by loads of step {job.step.number} that ended")
-        _require(not dead & set(edge.waiting), transfer, "is waited for where it is lost")
-    _require(not transfer.closed or transfer.alarm == math.inf, transfer, "has a deadline and is over")
+        _require(edge in job.edges and not job.done, fetch, f"is held by loads of step {job.step.number} that ended")
+        _require(not fetch.lost & set(edge.waiting), fetch, "is waited for where it is lost")
+
+
+def _write(write: WriteTransfer) -> None:
+    _require(not write.closed, write, "is over and was not forgotten")
+    _require(write.begun or not (write.limit or write.calls), write, "moves before it has begun")
+    following = write.save is not None or not write.unfinished()
+    _require(following or write.limit == write.layers, write, "follows no save and waits for layers")
+    _require(write.save is None or write.save.write is write, write, "is unknown to the save that it follows")
+    _require(not write.publishing or (write.save is None and write.index == write.layers), write, "publishes too early")

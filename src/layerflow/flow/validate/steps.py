@@ -12,7 +12,7 @@ from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Charge, InFlightBatch, Step, Transfer, TransferJob
 from layerflow.flow.scheduler import next_cursor
 from layerflow.flow.state import State
-from layerflow.flow.validate.hosts import validate_lane
+from layerflow.flow.validate.hosts import validate_fetches, validate_writes
 
 
 def validate(state: State) -> None:
@@ -27,8 +27,8 @@ def validate(state: State) -> None:
     for session in state.sessions.values():
         _session(state, session)
     _conserving(state)
-    for lane in state.lanes:
-        validate_lane(state, lane)
+    validate_fetches(state)
+    validate_writes(state)
     if state.unsettled or state.telling or state.loosened:
         raise InvalidTransition(
             f"{len(state.unsettled)} steps are left unsettled, {len(state.telling)} transfers untold"
@@ -46,7 +46,7 @@ def _step(state: State, step: Step) -> None:
     loads, saves = step.loads, step.saves
     for job in (loads, saves):
         if job is not None:
-            _leg(state, job)
+            _job(state, job)
     if loads is not None:
         _require(loads.done == loads.idle, step, "loads are said to be done exactly when nothing is left of them")
     if saves is not None:
@@ -56,13 +56,13 @@ def _step(state: State, step: Step) -> None:
         _require(not written or decided, step, "committed before its loads were done")
         _require(not builds_on_loads(saves, written), step, "committed what an earlier step still loads for")
         ready = [s for s in saves.transfers.values() if not (s.committed or s.pending or s.in_flight)]
-        if decided and any(part not in saves.dead for transfer in ready for part in transfer.members):
+        if decided and any(part not in saves.dropped for transfer in ready for part in transfer.members):
             _require(saves.held and builds_on_loads(saves, ready), step, "holds a commit back for nothing")
     over = (loads is None or loads.done) and (saves is None or not saves.open)
     _require(not (step.closed and over), step, "has nothing left and was not forgotten")
 
 
-def _leg(state: State, job: TransferJob) -> None:
+def _job(state: State, job: TransferJob) -> None:
     step = job.step
     pending = step.session.pending[job.direction].get(step.number)
     _require((pending is job) == bool(job.cursors), step, f"{job.direction.name}: queued exactly while it is granted")
@@ -87,8 +87,8 @@ def _transfer_holds(state: State, transfer: Transfer) -> None:
     if not job.cancelled:
         _require(transfer.sealed == transfer.low(), step, f"sealed {transfer.sealed} layers of {transfer.low()}")
     _require(0 <= transfer.sealed <= layers, step, f"sealed {transfer.sealed} layers of {layers}")
-    alive = sum(position not in job.dead for position in transfer.members)
-    _require(transfer.live == alive, step, f"counts {transfer.live} live parts of {alive}")
+    live = sum(position not in job.dropped for position in transfer.members)
+    _require(transfer.live == live, step, f"counts {transfer.live} live parts of {live}")
     covered: list[tuple[int, int]] = []
     for cursor in cursors:
         _cursor(transfer, cursor)
@@ -96,9 +96,11 @@ def _transfer_holds(state: State, transfer: Transfer) -> None:
     covered.sort()
     _require(all(left[1] <= right[0] for left, right in itertools.pairwise(covered)), step, "cursors overlap")
     _arrivals(transfer, cursors)
-    for position in job.dead:
+    for position in job.dropped:
         if job.transfer_of(position) is transfer:
-            _require(not touches(covered, *transfer.span(position)), step, f"dead part {position} is still granted")
+            _require(
+                not touches(covered, *transfer.span(position)), step, f"cancelled part {position} is still granted"
+            )
     for number, batch in transfer.in_flight.items():
         _require(batch.number == number and state.in_flight.get(number) is batch, step, f"lost batch {number}")
         _flight(transfer, batch)
@@ -160,22 +162,28 @@ def _saves(job: TransferJob) -> None:
         for transfer in job.transfers.values()
         if transfer.committed
         for position in transfer.members
-        if position not in job.dead
+        if position not in job.dropped
     }
     _require(not committed & job.revoked, step, "committed and revoked the same part")
-    _require(job.revoked <= job.dead, step, "revoked a part that lives")
+    _require(job.revoked <= job.dropped, step, "revoked a part that is not cancelled")
     _require(job.open == len(job.parts) - len(committed) - len(job.revoked), step, f"miscounts open saves {job.open}")
     for transfer in job.transfers.values():
         order = [batch.layer for batch in transfer.in_flight.values()]
         _require(order == sorted(order), step, "has saves in flight out of order")
-        stored = transfer.stored() if job.tell else 0
-        _require(transfer.told <= stored, step, f"told {transfer.told} layers of {stored} that are stored")
-        _require(not transfer.live or transfer.told == stored, step, f"told {transfer.told} layers, not {stored}")
+        write = transfer.write
+        if write is not None:
+            _require(write.save is transfer and not write.closed, step, "has a write that follows another save")
+            _require(not transfer.live or write.limit == transfer.stored(), step, f"its write is at {write.limit}")
+            _require(not transfer.committed, step, "is committed, and its write still follows it")
         _require(
             not (transfer.committed and (transfer.in_flight or transfer.pending)), step, "writes a committed object"
         )
     watched = any(batch.watch for transfer in job.transfers.values() for batch in transfer.in_flight.values())
-    _require(watched or job.dead == job.revoked, step, "a dead save part waits for nothing and is not revoked")
+    _require(
+        watched or job.dropped == job.revoked,
+        step,
+        "a cancelled save part waits for nothing and is not revoked",
+    )
 
 
 def _budget(state: State, steps: list[Step]) -> None:

@@ -75,7 +75,7 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
     # The plan goes first: batches that follow are numbered by it.
     context.send(session, opening.plan)
     try:
-        context.driver.handle(opening.event)
+        context.driver.handle(*opening.events)
     except InvalidTransition:
         context.driver.discard(key)
         del session.open_steps[message.step]

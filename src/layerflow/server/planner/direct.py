@@ -36,7 +36,7 @@ def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep)
     )
     load_plan = [PlanPart(_zeros(wanted), codec.pack_u32(_held(spec, wanted))) for wanted in loads]
     plan = Plan(message.step, load_plan, [PlanPart(_zeros(wanted), b"") for wanted in saves])
-    return Opening(event, plan, book, [], full=0, missing=0)
+    return Opening([event], plan, book, [], full=0, missing=0)
 
 
 def _part(wanted: Wanted) -> Part:

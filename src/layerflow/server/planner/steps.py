@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from layerflow.errors import ProtocolError
-from layerflow.flow.events import Need, Part, StepOpened
+from layerflow.flow.events import Event, Need, Part, StepOpened
 from layerflow.hits import SLICE_KEYS
 from layerflow.keys import DIGEST_BYTES, object_key
 from layerflow.objects import object_bytes
@@ -53,10 +53,11 @@ class StepBook:
 class Opening:
     """The result of planning one step.
 
+    :param events: what the core is to be told: the step, then what carries its saves on.
     :param loaded: the keys that each request's loads have pinned.
     """
 
-    event: StepOpened
+    events: Sequence[Event]
     plan: Plan
     book: StepBook
     loaded: list[tuple[str, list[bytes]]]
@@ -136,24 +137,25 @@ def plan_step(
     assert spec is not None
     loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step))
-    step = (session.number, message.step)
     load_plan, load_parts, bad = _plan_loads(pool, tier, session, book, loads, message.deadline)
     save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad)
-    if tier is not None:
-        for group, objects in placed.items():
-            tier.plan(step, group, len(spec.groups[group].layers), objects, message.save_deadline)
-    event = StepOpened(
+    opened = StepOpened(
         session.number,
         message.step,
         message.deadline,
         message.save_deadline,
         tuple(load_parts),
         tuple(save_parts),
-        tell_stored=tier is not None and tier.planned(step),
     )
+    events: list[Event] = [opened]
+    if tier is not None:
+        for group, (objects, parts) in placed.items():
+            events += tier.plan(
+                (session.number, message.step), session.engine, group, len(spec.groups[group].layers), objects, parts
+            )
     loaded = [(wanted.request, wanted.keys) for wanted in loads]
     plan = Plan(message.step, load_plan, save_plan)
-    return Opening(event, plan, book, loaded, full, len(bad))
+    return Opening(events, plan, book, loaded, full, len(bad))
 
 
 def _plan_loads(
@@ -214,9 +216,10 @@ def _bring(tier: Tier, session: ClientSession, loads: list[Wanted], located: lis
 
 def _plan_saves(
     pool: Pool, book: StepBook, saves: list[tuple[Wanted, list[NewObject]]], bad: set[str]
-) -> tuple[list[PlanPart], list[Part], int, dict[int, list[tuple[NewObject, int]]]]:
+) -> tuple[list[PlanPart], list[Part], int, dict[int, tuple[list[tuple[NewObject, int]], list[int]]]]:
+    """The last of the results, by group: objects with their places, and each one's part."""
     plans, parts, full = [], [], 0
-    placed: dict[int, list[tuple[NewObject, int]]] = {}
+    placed: dict[int, tuple[list[tuple[NewObject, int]], list[int]]] = {}
     for position, (wanted, objects) in enumerate(saves):
         # What a request computes on top of a hit that is not there would be wrong: it is not stored.
         room = [] if wanted.request in bad else pool.reserve(objects, book.owner)
@@ -228,8 +231,9 @@ def _plan_saves(
             book.save_parts.append(position)
             book.save_keys.append(keys)
             parts.append(Part(wanted.request, wanted.group, blocks))
-            reserved = zip(objects, offsets, strict=True)
-            placed.setdefault(wanted.group, []).extend(pair for pair in reserved if pair[1] != NOWHERE)
+            mine, owners = placed.setdefault(wanted.group, ([], []))
+            mine += [pair for pair in zip(objects, offsets, strict=True) if pair[1] != NOWHERE]
+            owners += [len(parts) - 1] * len(keys)
         plans.append(PlanPart(codec.pack_u64(offsets or [NOWHERE] * len(objects)), b""))
     return plans, parts, full, placed
 

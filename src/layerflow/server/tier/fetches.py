@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from layerflow.flow.commands import Arrived, Call, FetchLost, TransferDone, Vacate
-from layerflow.flow.events import CallDone, Event, FetchesRevoked, FetchLeased, FetchOpened, Item
+from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.events import CallDone, Event, FetchesRevoked, FetchLeased, FetchOpened, Hop, Item
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
 from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Objects, Pull, ToHost, pack_u32, pack_u64
@@ -159,9 +159,9 @@ class Fetches:
         failed = [failure for failure in message.failed if job.objects[failure.position].key in self._coming]
         for failure in failed:
             self._failed(job.objects[failure.position].key, failure.outcome, failure.reason)
-        self._emit([CallDone(message.call, tuple((failure.position, failure.reason) for failure in failed))])
+        self._emit([CallDone(Hop.FETCH, message.call, tuple((failure.position, failure.reason) for failure in failed))])
 
-    def obey(self, command: Call | Arrived | FetchLost | Vacate | TransferDone) -> None:
+    def obey(self, command: Call | Arrived | ObjectsLost | Vacate | TransferDone) -> None:
         """What the core wants done."""
         match command:
             case Call():
@@ -177,9 +177,9 @@ class Fetches:
                 )
             case Arrived():
                 self._arrived(self._jobs[command.fetch], command)
-            case FetchLost():
+            case ObjectsLost():
                 for position in command.objects:
-                    del self._coming[self._jobs[command.fetch].objects[position].key]
+                    del self._coming[self._jobs[command.transfer].objects[position].key]
             case Vacate():
                 job = self._jobs[command.fetch]
                 self._pool.revoke([job.objects[position].key for position in command.objects], job.owner)

@@ -17,10 +17,9 @@ from typing import Any
 import structlog
 
 from layerflow.config.settings import PoolSettings
-from layerflow.flow.commands import Arrived, Call, FetchLost, TransferDone, Vacate
-from layerflow.flow.events import Event, HostLost
+from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate, WriteBegun, Written
+from layerflow.flow.events import Event, Hop, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
-from layerflow.hosts.lane import SLOWEST_BYTES_PER_S
 from layerflow.keys import describe_key
 from layerflow.pool.base import Child, NewObject, Owner, Pool, Tail
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
@@ -40,15 +39,14 @@ from layerflow.wire.host_messages import (
     Present,
     ToServer,
     Up,
-    Written,
     split_keys,
     unpack_u32,
 )
+from layerflow.wire.host_messages import Written as WrittenMessage
 
 HIDE_S = 30.0
 """How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
-GRACE_S = 1.0
-"""What a write may take beyond the step's deadline, its bytes and a native call: reports travel, loops lag."""
+TierCommand = Call | Arrived | ObjectsLost | Vacate | WriteBegun | Written | TransferDone
 
 
 class Tier:
@@ -57,7 +55,6 @@ class Tier:
     :param name: the backend's.
     :param options: the backend's section of the configuration.
     :param emit: gives events to the core.
-    :param caps: blocks and bytes that one call may write.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class Tier:
         pool: Pool,
         arena: tuple[int, int],
         emit: Callable[[Sequence[Event]], None],
-        caps: Callable[[], tuple[int, int]],
     ) -> None:
         self.name = name
         self.settings = settings
@@ -86,9 +82,8 @@ class Tier:
         self._host = HostProcess(name, options, *arena, self)
         self._questions = Questions(self._host.send)
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
-        room = min(settings.write_backlog, arena[1] // 2)
         self._emit = emit
-        self._writes = Writes(pool, room, self._host.send, self._written, self._write_failed, caps)
+        self._writes = Writes(pool, self._host.send, emit, self._written, self._write_failed)
 
     def start(self) -> None:
         """Start the host; the server serves from the arena until it is up."""
@@ -173,7 +168,7 @@ class Tier:
     def revoke(self, reason: str, *, writes: bool) -> int:
         """What is on its way from the backend is not published in the arena; with `writes`, nor is what is on its way
         to it published there. How many objects."""
-        return self._fetches.revoke(reason) + (self._writes.revoke() if writes else 0)
+        return self._fetches.revoke(reason) + (self._writes.revoke(reason) if writes else 0)
 
     def revoke_unwanted(self, reason: str) -> None:
         """What is on its way from the backend is not published where no lease and no living load wants it."""
@@ -209,41 +204,33 @@ class Tier:
         """Nothing is left of an engine: its lookups want nothing any more."""
         self._fetches.drop_leases(lambda owner: isinstance(owner, tuple) and owner[:2] == ("lease", engine))
 
-    def obey(self, command: Call | Arrived | FetchLost | Vacate | TransferDone) -> None:
-        """What the core wants done on the way from the tier."""
-        self._fetches.obey(command)
+    def obey(self, command: TierCommand) -> None:
+        """What the core wants done on the way from the tier, or to it."""
+        match command:
+            case Arrived() | Vacate():
+                self._fetches.obey(command)
+            case WriteBegun() | Written():
+                self._writes.obey(command)
+            case Call() | ObjectsLost() | TransferDone():
+                (self._fetches if command.hop is Hop.FETCH else self._writes).obey(command)
 
     # Saves ---------------------------------------------------------------------------------------
 
     def plan(
-        self, step: StepKey, group: int, layers: int, placed: Sequence[tuple[NewObject, int]], until: float
-    ) -> None:
-        """A step is about to save these at these places.
-
-        :param until: when the step's saves must be in the arena.
-        """
-        if self.up:
-            self._writes.plan(step, group, layers, placed, until + self._patience, time.monotonic())
-
-    def planned(self, step: StepKey) -> bool:
-        """Whether the step wants to hear of stored layers."""
-        return self._writes.planned(step)
-
-    def stored(self, step: StepKey, group: int, layers: int) -> None:
-        """So many leading layers of the step's saves of a group are in the arena."""
-        self._writes.stored(step, group, layers, time.monotonic())
+        self,
+        step: StepKey,
+        source: str,
+        group: int,
+        layers: int,
+        placed: Sequence[tuple[NewObject, int]],
+        parts: Sequence[int],
+    ) -> list[WriteOpened]:
+        """A step is about to save these at these places; see :meth:`Writes.plan`. What to tell the core then."""
+        return [self._writes.plan(step, source, group, layers, placed, parts)] if self.up else []
 
     def committed(self, step: StepKey, keys: Sequence[bytes]) -> None:
         """These are whole in the arena."""
         self._writes.committed(step, keys)
-
-    def revoked(self, step: StepKey, keys: Sequence[bytes]) -> None:
-        """These will never be whole."""
-        self._writes.revoked(step, keys)
-
-    def step_done(self, step: StepKey) -> None:
-        """The step is over."""
-        self._writes.forget_step(step)
 
     def when_written(self, keys: Sequence[bytes], until: float, then: Callable[[], None]) -> None:
         """Call `then` once, when none of `keys` is on its way into the tier, or at `until`; perhaps at once."""
@@ -264,7 +251,7 @@ class Tier:
         match message:
             case Fetched():
                 self._fetches.heard(message)
-            case Written():
+            case WrittenMessage():
                 self._writes.heard(message)
             case Present():
                 self._questions.heard(message)
@@ -293,11 +280,12 @@ class Tier:
     def host_lost(self, why: str) -> None:
         """The host is dead and will be started anew."""
         self._lower(why)
-        self._writes.host_lost(why)
-        lost = self._fetches.coming_objects  # counted, and not shunned: the objects may be well
+        fetching, writing = self._fetches.coming_objects, self._writes.pending_objects
         self._emit([HostLost(f"the host process is gone: {why}")])
-        if lost:
-            self._outcomes["fetch_failed"] += lost
+        if fetching:  # counted, and not shunned: the objects may be well
+            self._outcomes["fetch_failed"] += fetching
+        if writing:
+            self._outcomes["write_failed"] += writing
 
     def segment_warmth(self) -> tuple[int, int] | None:
         """Bytes touched, and bytes in all, of memory that the backend gives to a shared pool; None = it gives none."""
@@ -339,12 +327,6 @@ class Tier:
             "backend_figures": dict(self._host.statistics),
             **dataclasses.asdict(self.statistics()),
         }
-
-    @property
-    def _patience(self) -> float:
-        """How long the host may take for what is finished, in seconds: a full backlog at a crawl, and a native call."""
-        crawl = self._writes.room / SLOWEST_BYTES_PER_S
-        return crawl + self.settings.host_timeout_ms / 1e3 + GRACE_S
 
     def _lower(self, reason: str) -> None:
         if self.up or self.reason != reason:
