@@ -146,7 +146,7 @@ def search_hit(
         tried += len(ranked) // 2
         for shared, tail in islice(_best(pool, spec, ranked), MAX_TAILS - len(tails)):
             tried += len(rules) * len(spec.shard.peers())
-            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], shared or tail[0], tokens)
+            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], tokens, shared)
             if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
                 tails.append(Tail(chunk, *tail, shared))
         offered = {tail.digest for tail in tails}
@@ -158,7 +158,7 @@ def search_hit(
             if len(tails) >= MAX_TAILS:
                 break
             new = stored and tail[1] not in offered
-            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], tail[0], tokens) if new else None
+            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], tokens) if new else None
             if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
                 tails.append(Tail(chunk, *tail))
         if tried >= SLICE_KEYS:
@@ -172,12 +172,12 @@ def search_hit(
     return HitLength(0, tuple(tails))
 
 
-def _usable(spec: ModelSpec, start: int, held: int, shared: int, tokens: int) -> int | None:
+def _usable(spec: ModelSpec, start: int, held: int, tokens: int, shared: int = 0) -> int | None:
     """Of how many tokens is a hit that ends in an object of `held` tokens after `start` ones? None = of none.
 
-    :param shared: so many of the object's tokens are the prompt's.
+    :param shared: of these, the prompt's; 0 = all.
     """
-    hit = spec.usable(start + shared, tokens)
+    hit = spec.usable(start + (shared or held), tokens)
     if hit is None or hit < start or (hit > start and not spec.inside(held, hit - start)):
         return None
     return hit
