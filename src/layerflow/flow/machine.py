@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -159,16 +160,16 @@ class Flow:
             SessionLost: self._session_lost,
             StepOpened: self._step_opened,
             FetchOpened: self._fetch_opened,
-            FetchLeased: self._fetch_leased,
-            WriteOpened: self._write_opened,
-            WritesRevoked: self._writes_revoked,
+            FetchLeased: partial(lease_fetch, self._state),
+            WriteOpened: partial(open_write, self._state),
+            WritesRevoked: partial(revoke_writes, self._state),
             CallDone: self._call_done,
-            FetchesRevoked: self._fetches_revoked,
+            FetchesRevoked: partial(revoke_fetches, self._state),
             HostLost: self._host_lost,
             FrontierReached: self._frontier_reached,
             LayersComputed: self._layers_computed,
-            BatchDone: self._batch_done,
-            BatchFailed: self._batch_failed,
+            BatchDone: partial(batch_done, self._state),
+            BatchFailed: partial(batch_failed, self._state),
             LoadsFenced: self._loads_fenced,
             StepClosed: self._step_closed,
             RequestAborted: self._request_aborted,
@@ -268,21 +269,9 @@ class Flow:
     def _fetch_opened(self, event: FetchOpened, _: list[Command]) -> None:
         open_fetch(self._state, event, self._now)
 
-    def _fetch_leased(self, event: FetchLeased, out: list[Command]) -> None:
-        lease_fetch(self._state, event, out)
-
-    def _write_opened(self, event: WriteOpened, out: list[Command]) -> None:
-        open_write(self._state, event, out)
-
-    def _writes_revoked(self, event: WritesRevoked, out: list[Command]) -> None:
-        revoke_writes(self._state, event, out)
-
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
         done = fetch_done if event.hop is Hop.FETCH else write_done
         done(self._state, event, self._now, out)
-
-    def _fetches_revoked(self, event: FetchesRevoked, out: list[Command]) -> None:
-        revoke_fetches(self._state, event, out)
 
     def _host_lost(self, event: HostLost, out: list[Command]) -> None:
         lose_fetches(self._state, event.reason, out)
@@ -320,12 +309,6 @@ class Flow:
             self._state.budget.open_gates(step.loads)
             if step.loads.cursors and step.loads.head() is not None:
                 self._state.rings[Direction.LOAD].join(step.session)
-
-    def _batch_done(self, event: BatchDone, out: list[Command]) -> None:
-        batch_done(self._state, event, out)
-
-    def _batch_failed(self, event: BatchFailed, out: list[Command]) -> None:
-        batch_failed(self._state, event, out)
 
     def _loads_fenced(self, event: LoadsFenced, out: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)
