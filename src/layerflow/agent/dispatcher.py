@@ -81,11 +81,9 @@ class Dispatcher:
 
     def close(self) -> None:
         """Stop the lanes and the poller."""
-        self._load_lane.close()
-        self._save_lane.close()
-        if self._poller is not None:
-            self._poller.close()
-        self.bypass.close()
+        for part in (self._load_lane, self._save_lane, self._poller, self.bypass):
+            if part is not None:
+                part.close()
 
     # -- told by the link -------------------------------------------------------------------------
 
@@ -335,10 +333,8 @@ class Dispatcher:
         self._load_lane.caps = self._save_lane.caps = caps
         shard = self._memory.spec.shard
         self._load_lane.stagger = Stagger(shard.tp_rank, shard.tp_size, terms.stagger_us)
-        self._links = (
-            EmulatedLink(terms.link_gbps, terms.link_latency_us),
-            EmulatedLink(terms.link_gbps, terms.link_latency_us),
-        )
+        emulated = terms.link_gbps, terms.link_latency_us
+        self._links = EmulatedLink(*emulated), EmulatedLink(*emulated)
 
     # -- ends -------------------------------------------------------------------------------------
 
