@@ -164,9 +164,7 @@ def search_hit(
         if tried >= SLICE_KEYS:
             yield
             tried = 0
-        hit = (
-            _usable(spec, (chunk - 1) * spec.chunk_tokens, spec.chunk_tokens, spec.chunk_tokens, tokens) if chunk else 0
-        )
+        hit = _usable(spec, (chunk - 1) * spec.chunk_tokens, spec.chunk_tokens, tokens) if chunk else 0
         if hit and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
             return HitLength(hit, tuple(tails))
     return HitLength(0, tuple(tails))
@@ -178,7 +176,7 @@ def _usable(spec: ModelSpec, start: int, held: int, tokens: int, shared: int = 0
     :param shared: of these, the prompt's; 0 = all.
     """
     hit = spec.usable(start + (shared or held), tokens)
-    if hit is None or hit < start or (hit > start and not spec.inside(held, hit - start)):
+    if hit is None or hit <= start or not spec.inside(held, hit - start):
         return None
     return hit
 
