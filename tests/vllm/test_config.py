@@ -10,7 +10,7 @@ from engines import Engine, EngineFailed, connector
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"endpont": "ipc:///x"}, "unknown key 'endpont'"),
-    "backend": ({"backend": "yuanrong"}, "backend 'yuanrong'"),
+    "backend": ({"backend": "yuanrong"}, "backend = 'yuanrong': no such backend"),
     "mode": ({"mode": "fast"}, "mode = 'fast'"),
     "modes that contradict": ({"use_layerwise": True, "load_async": True}, "contradict each other"),
     "a key of another system": ({"lookup_rpc_port": 5555}, "lookup_rpc_port has no use here"),
