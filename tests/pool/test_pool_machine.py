@@ -6,13 +6,13 @@ import math
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pool_contract import OBJECT, key_of, new
 
 from layerflow.errors import PoolError
 from layerflow.objects import HEADER_BYTES, check_header
 from layerflow.pool.arena import Arena
-from layerflow.pool.base import ReserveStatus
+from layerflow.pool.base import Located, ReserveStatus
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
 
@@ -101,6 +101,13 @@ class PoolMachine(RuleBasedStateMachine):
         for name in mine:
             self.ready[name] = self.writing.pop(name)[1:]
 
+    @rule(data=st.data())
+    @precondition(lambda self: self.writing)
+    def commit_what_is_being_written(self, data):
+        name = data.draw(st.sampled_from(sorted(self.writing)))
+        self.commit([name], self.writing[name][0])
+        assert name in self.ready
+
     @rule(batch=batches, owner=owners)
     def revoke(self, batch, owner):
         mine = {name for name in batch if name in self.writing and self.writing[name][0] == owner}
@@ -118,9 +125,14 @@ class PoolMachine(RuleBasedStateMachine):
                 self.misses += 1
                 continue
             self.hits += 1
-            assert place == (self.ready[name][0], 16, 256)
+            assert place == Located(self.ready[name][0], 16, 256)
             pin = (owner, place.offset)
             self.pins[pin] = max(self.pins.get(pin, -math.inf), until)
+
+    @rule(data=st.data(), owner=owners, lease=st.sampled_from([0.0, 1.0, 5.0, math.inf]))
+    @precondition(lambda self: self.ready)
+    def acquire_what_is_there(self, data, owner, lease):
+        self.acquire([data.draw(st.sampled_from(sorted(self.ready)))], owner, lease)
 
     @rule(batch=st.none() | batches, owner=owners)
     def release(self, batch, owner):
