@@ -227,7 +227,7 @@ def object_key(digest: bytes, group: int, shard: Shard) -> bytes:
 
     Shards that hold the same ones have the same key. Where neither is known, the key holds the worker's ranks.
     """
-    return digest + _suffix(group, shard)
+    return digest + covered_by(group, shard)
 
 
 def several_key(fingerprint: bytes) -> bytes:
@@ -236,8 +236,10 @@ def several_key(fingerprint: bytes) -> bytes:
 
 
 @functools.lru_cache(4096)
-def _suffix(group: int, shard: Shard) -> bytes:
-    """Little-endian, from the lowest bit: group 16; first head, or tensor rank, 16; first layer, or pipeline rank, 12;
+def covered_by(group: int, shard: Shard) -> bytes:
+    """The end of an object's key: the group, and the layers and heads that its objects of this shard cover.
+
+    Little-endian, from the lowest bit: group 16; first head, or tensor rank, 16; first layer, or pipeline rank, 12;
     layers 12 (0 = to the group's end); heads 8, less one. So an object of all layers and of one tensor rank, and one of
     a whole model in one piece, has the same key whether or not heads and stages are known."""
     heads, (first, end, count) = shard.heads_of(group), shard.span_of(group)

@@ -516,7 +516,7 @@ class World:
         state = self.flow._state
         assert not state.in_flight and not state.unsettled and not state.loosened and not len(state.deadlines)
         assert not any(ring.queue for ring in state.rings)
-        assert not state.telling and not state.writes.backlog
+        assert not state.advanced and not state.writes.backlog
         for lane in (state.fetches, state.writes):
             assert not (lane.transfers or lane.calls or lane.sources or lane.ring.queue or lane.inflight)
         for number, fetch in self.fetches.all.items():

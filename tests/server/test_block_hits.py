@@ -25,20 +25,12 @@ from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
-from server.support import Embed, observe, worker_on
+from server.support import Embed, Memory, observe, worker_on
 
 ROOT = b"r" * 16
 BLOCK, CHUNK = 2, 8
 PATIENT = {"transfer__step_timeout_ms": 60_000, "transfer__save_timeout_ms": 60_000}
 """Deadlines that a busy machine keeps: what is moved is tested here, not how soon."""
-
-
-class Memory:
-    """An arena of ordinary memory."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = self.warm_bytes = nbytes
-        self.view = memoryview(bytearray(nbytes))
 
 
 def spec_of(windows: list[int], shards: int = 1) -> ModelSpec:

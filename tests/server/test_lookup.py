@@ -19,18 +19,11 @@ from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
 from layerflow.server.lookup import hit_keys
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
+from server.support import Memory
 
 ROOT = b"r" * 16
 BLOCK, CHUNK = 2, 4
 STATE = -1
-
-
-class Memory:
-    """An arena of ordinary memory."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = self.warm_bytes = nbytes
-        self.view = memoryview(bytearray(nbytes))
 
 
 def spec_of(windows: list[int], shards: int = 1) -> ModelSpec:

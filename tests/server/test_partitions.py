@@ -47,9 +47,6 @@ class Rank:
         self.agent = Agent(server.endpoint, self.spec, views, f"tp{tp[1]}pp{len(stages)}", context=server.context)
         self.table = np.random.default_rng([*tp, stage]).permutation(BLOCKS)[: -(-TOKENS // BLOCK)].astype(np.int64)
 
-    def _blocks(self, width: int) -> torch.Tensor:
-        return torch.zeros(BLOCKS, self.box.heads, BLOCK, width, dtype=torch.uint8)
-
     def own(self, layer: int, plane: str) -> torch.Tensor:
         whole = truth(self.box.first_layer + layer, plane)
         return torch.from_numpy(whole[:, self.box.first_head : self.box.end_head].copy())

@@ -47,9 +47,9 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
 
 def follow_saves(state: State, out: list[Command]) -> None:
     """Of some saves more is stored now: before the commit that follows from the last of it."""
-    for transfer in state.telling:
+    for transfer in state.advanced:
         follow_save(state, transfer, out)
-    state.telling.clear()
+    state.advanced.clear()
 
 
 def _commit(state: State, saves: TransferJob, out: list[Command]) -> None:
@@ -150,7 +150,7 @@ def cancel_parts(state: State, job: TransferJob, positions: Iterable[int]) -> li
     if not job.cursors:
         state.dequeue(job)
     state.permit(job.step.session, job.direction)
-    state.telling += [transfer for transfer in job.transfers.values() if transfer.write is not None]
+    state.advanced += [transfer for transfer in job.transfers.values() if transfer.write is not None]
     return fresh
 
 

@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.commands import Arrived, Command, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.commands import Arrived, Call, Command, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.completion import fail_blocks
-from layerflow.flow.events import CallDone, FetchesRevoked, FetchLeased, FetchOpened, Hop, Part
+from layerflow.flow.events import FetchesRevoked, FetchLeased, FetchOpened, Hop, Part
 from layerflow.flow.graph.cursor import Span, joined
 from layerflow.flow.graph.fetch import Edge, FetchTransfer, fetch_of
 from layerflow.flow.graph.step import Transfer, TransferJob
@@ -99,19 +99,13 @@ def lay_out(state: State, transfer: Transfer) -> None:
         _progress(state, edge)
 
 
-def fetch_done(state: State, event: CallDone, now: float, out: list[Command]) -> None:
-    """The host has ended a call.
-
-    :raises InvalidTransition: for a call that was never handed out, or objects that the fetch does not have.
-    """
-    taken = state.fetches.take(event, now)
-    if taken is None:
-        state.counters.late_reports += 1
-        return
-    fetch, call = taken
-    for reason, lost in fetch.fresh(event.failed).items():
+def fetch_done(
+    state: State, fetch: FetchTransfer, call: Call, failed: dict[str, list[int]], now: float, out: list[Command]
+) -> None:
+    """The host has ended a call, and failed objects for these reasons."""
+    for reason, lost in failed.items():
         _lose(state, fetch, lost, reason, out)
-    moved = [index for index in range(call.lo, call.hi) if index not in fetch.lost]
+    moved = fetch.carried(call)
     if moved:
         state.counters.fetched_bytes += sum(fetch.objects[index].layer_bytes for index in moved) * (
             call.layer_hi - call.layer_lo

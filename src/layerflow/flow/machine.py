@@ -59,9 +59,11 @@ from layerflow.flow.fetches import (
     release_edges,
     revoke_fetches,
 )
+from layerflow.flow.graph.fetch import FetchTransfer
 from layerflow.flow.graph.session import Session, open_session
 from layerflow.flow.graph.step import Step, Transfer, TransferJob
-from layerflow.flow.hosts.lane import grant_calls
+from layerflow.flow.graph.write import WriteTransfer
+from layerflow.flow.hosts.lane import HostLane, grant_calls
 from layerflow.flow.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
@@ -201,7 +203,7 @@ class Flow:
                 self._expire(due, now, out)
             else:
                 expire_fetch(state, due, out)
-        if state.telling:
+        if state.advanced:
             follow_saves(state, out)
         if state.unsettled:
             for step in state.unsettled:
@@ -270,8 +272,18 @@ class Flow:
         open_fetch(self._state, event, self._now)
 
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
-        done = fetch_done if event.hop is Hop.FETCH else write_done
-        done(self._state, event, self._now, out)
+        state = self._state
+        lane: HostLane[FetchTransfer] | HostLane[WriteTransfer]
+        lane = state.fetches if event.hop is Hop.FETCH else state.writes
+        taken = lane.take(event, self._now)
+        if taken is None:
+            state.counters.late_reports += 1
+            return
+        transfer, call, failed = taken
+        if isinstance(transfer, FetchTransfer):
+            fetch_done(state, transfer, call, failed, self._now, out)
+        else:
+            write_done(state, transfer, call, failed, out)
 
     def _host_lost(self, event: HostLost, out: list[Command]) -> None:
         lose_fetches(self._state, event.reason, out)

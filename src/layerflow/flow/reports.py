@@ -70,7 +70,7 @@ def _land(state: State, event: BatchDone | BatchFailed) -> InFlightBatch | None:
     state.budget.give(batch)
     if job.direction is Direction.SAVE:
         if transfer.write is not None:
-            state.telling.append(transfer)
+            state.advanced.append(transfer)
         step.session.unsaved -= batch.nbytes
     return batch
 

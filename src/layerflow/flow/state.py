@@ -143,6 +143,7 @@ class State:
     """The core's memory: O(steps' parts + objects on their way + batches in flight)."""
 
     __slots__ = (
+        "advanced",
         "budget",
         "counters",
         "deadlines",
@@ -154,7 +155,6 @@ class State:
         "paused",
         "rings",
         "sessions",
-        "telling",
         "unsettled",
         "wake",
         "writes",
@@ -169,7 +169,7 @@ class State:
         self.counters = Counters()
         self.sessions: dict[int, Session] = {}
         self.in_flight: dict[int, InFlightBatch] = {}
-        self.telling: list[Transfer] = []
+        self.advanced: list[Transfer] = []
         self.unsettled: list[Step] = []
         self.loosened: list[TransferJob] = []
         self.next_batch = 1

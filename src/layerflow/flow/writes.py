@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.commands import Command, ObjectsLost, TransferDone, WriteBegun, Written
-from layerflow.flow.events import CallDone, Hop, WriteOpened, WritesRevoked
+from layerflow.flow.commands import Call, Command, ObjectsLost, TransferDone, WriteBegun, Written
+from layerflow.flow.events import Hop, WriteOpened, WritesRevoked
 from layerflow.flow.graph.step import Transfer
 from layerflow.flow.graph.write import WriteTransfer
 from layerflow.flow.state import State
@@ -93,19 +93,13 @@ def lose_parts(state: State, save: Transfer, parts: Collection[int], reason: str
         _lose(state, write, [index for index in write.unfinished() if write.parts[index] in parts], reason, out)
 
 
-def write_done(state: State, event: CallDone, now: float, out: list[Command]) -> None:
-    """The host has ended a call.
-
-    :raises InvalidTransition: for a call that was never handed out, or objects that the write does not have.
-    """
-    taken = state.writes.take(event, now)
-    if taken is None:
-        state.counters.late_reports += 1
-        return
-    write, call = taken
-    for reason, lost in write.fresh(event.failed).items():
+def write_done(
+    state: State, write: WriteTransfer, call: Call, failed: dict[str, list[int]], out: list[Command]
+) -> None:
+    """The host has ended a call, and failed objects for these reasons."""
+    for reason, lost in failed.items():
         _lose(state, write, lost, reason, out)
-    moved = [index for index in range(call.lo, call.hi) if index not in write.lost]
+    moved = write.carried(call)
     layers = call.layer_hi - call.layer_lo
     state.counters.written_bytes += layers * sum(write.objects[index].layer_bytes for index in moved)
     if not layers and moved:

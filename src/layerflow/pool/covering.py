@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from layerflow.boxes import Box, cover
-from layerflow.keys import DIGEST_BYTES, object_key, several_key
+from layerflow.keys import DIGEST_BYTES, covered_by, several_key
 from layerflow.pool.base import Located, Owner, Tail
 from layerflow.pool.memory import ArenaMemory, MemoryPool
 from layerflow.presence import PresenceWriter
@@ -119,7 +119,7 @@ def _alternatives(partitions: Sequence[Shard], groups: int) -> dict[bytes, _Alte
     """By the end of its keys, each box of a model's partitions."""
     found: dict[bytes, _Alternatives] = {}
     for group in range(groups):
-        ends = {object_key(b"", group, peer): peer.box(group) for first in partitions for peer in first.peers()}
+        ends = {covered_by(group, peer): peer.box(group) for first in partitions for peer in first.peers()}
         for end, box in ends.items():
             overlapping = ((other, key) for key, other in ends.items() if key != end and box.overlap(other).cells)
             found[end] = _Alternatives(box, tuple(overlapping))

@@ -17,6 +17,7 @@ from layerflow.errors import PoolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.pool.base import Child, Located, NewObject, Owner, Tail
 from layerflow.pool.eviction import Item
+from layerflow.pool.sharing import SharedBlocks
 from layerflow.presence import PresenceWriter, tail_marks
 
 _COMPACT_OVER = 4096  # pins listed in the expiry heap beyond four times those alive
@@ -59,7 +60,7 @@ class Directory:
         self._hidden: dict[bytes, dict[DirectoryEntry, None]] = {}
         self._tails: dict[bytes, dict[DirectoryEntry, None]] = {}
         self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and mark, see tail_marks
-        self._sharing: dict[bytes, dict[DirectoryEntry, None]] = {}  # by the digest of their first block
+        self._shared = SharedBlocks()
         self._pins: dict[Owner, dict[DirectoryEntry, None]] = {}
         self._reserved: dict[Owner, dict[DirectoryEntry, None]] = {}
         self._due: list[tuple[float, int, Owner, list[DirectoryEntry]]] = []
@@ -89,11 +90,9 @@ class Directory:
         if presence is not None:
             presence.add(entry.key)
         if entry.block_digests:
-            block = entry.block_digests[:DIGEST_BYTES]
-            siblings = self._sharing.setdefault(block, {})
-            if presence is not None and not siblings:
-                presence.add_block(block)
-            siblings[entry] = None
+            only = self._shared.add(Child(entry.located.tokens, entry.key, entry.block_digests))
+            if presence is not None and only:
+                presence.add_block(entry.block_digests[:DIGEST_BYTES])
         if entry.parent:
             self._tails.setdefault(entry.parent, {})[entry] = None
             for mark in tail_marks(entry.located.tokens):
@@ -142,13 +141,9 @@ class Directory:
         if presence is not None:
             presence.discard(entry.key)
         if entry.block_digests:
-            block = entry.block_digests[:DIGEST_BYTES]
-            siblings = self._sharing[block]
-            del siblings[entry]
-            if not siblings:
-                del self._sharing[block]
-                if presence is not None:
-                    presence.discard_block(block)
+            last = self._shared.discard(entry.key)
+            if presence is not None and last:
+                presence.discard_block(entry.block_digests[:DIGEST_BYTES])
         if entry.parent:
             siblings = self._tails[entry.parent]
             del siblings[entry]
@@ -168,8 +163,7 @@ class Directory:
 
     def sharing(self, block: bytes) -> Iterator[Child]:
         """Ready chunks whose first block has this digest, newest first."""
-        for entry in reversed(self._sharing.get(block, {})):
-            yield Child(entry.located.tokens, entry.key, entry.block_digests)
+        return self._shared.sharing(block)
 
     # Pins ----------------------------------------------------------------------------------------
 
@@ -307,11 +301,11 @@ class Directory:
             raise PoolError("reservations by owner differ from the half-written entries")
         if {e for mine in self._tails.values() for e in mine} != {e for e in self.ready.values() if e.parent}:
             raise PoolError("the tails differ from the ready partial chunks")
-        shared = {entry: block for block, mine in self._sharing.items() for entry in mine}
-        if shared != {e: e.block_digests[:DIGEST_BYTES] for e in self.ready.values() if e.block_digests}:
+        shared = {key: block for block, mine in self._shared.by_block.items() for key in mine}
+        if shared != {e.key: e.block_digests[:DIGEST_BYTES] for e in self.ready.values() if e.block_digests}:
             raise PoolError("the chunks by first block differ from the ready ones")
         if self.presence is not None and not (
-            all(map(self.presence.may_hold_block, self._sharing))
+            all(map(self.presence.may_hold_block, self._shared.by_block))
             and all(map(self.presence.may_hold, self.ready))
             and all(self.presence.may_hold_tails(parent, mark) for parent, mark in self._tail_counts)
         ):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from layerflow.boxes import Replica
-from layerflow.keys import object_key
+from layerflow.keys import covered_by
 from layerflow.server.transport.fd_server import TOKEN_BYTES
 from layerflow.spec import ModelSpec
 
@@ -112,7 +112,7 @@ class Sessions:
             shards = sorted({spec.shard for spec in specs if spec is not None}, key=lambda shard: shard.tp_rank)
             for group, replica in enumerate(replicas):
                 if replica.copies > 1:
-                    equal = [shard for shard in shards if object_key(b"", group, shard) == object_key(b"", group, own)]
+                    equal = [shard for shard in shards if covered_by(group, shard) == covered_by(group, own)]
                     replicas[group] = Replica(equal.index(own), len(equal))
         return replicas
 

@@ -131,6 +131,10 @@ class HostTransfer:
                 reasons.setdefault(reason, []).append(index)
         return reasons
 
+    def carried(self, call: Call) -> list[int]:
+        """Objects of a call that are not lost."""
+        return [index for index in range(call.lo, call.hi) if index not in self.lost]
+
     def unfinished(self) -> list[int]:
         """Objects that are neither whole nor lost."""
         return [index for index in range(len(self.objects)) if index not in self.whole and index not in self.lost]

@@ -87,8 +87,9 @@ class HostLane(Generic[T]):
         self.inflight += call.nbytes
         return call
 
-    def take(self, event: CallDone, now: float) -> tuple[T, Call] | None:
-        """The call that the host has ended, and its transfer; None = that is long over.
+    def take(self, event: CallDone, now: float) -> tuple[T, Call, dict[str, list[int]]] | None:
+        """The transfer of a call that the host has ended, the call, and what failed with it, see
+        :meth:`HostTransfer.fresh`; None = that is long over.
 
         :raises InvalidTransition: for a call that was never handed out, or objects that the transfer does not have.
         """
@@ -105,7 +106,7 @@ class HostLane(Generic[T]):
         self.inflight -= call.nbytes
         self.pace.ended(call.nbytes, now - self.began)
         self.began = now
-        return transfer, call
+        return transfer, call, transfer.fresh(event.failed)
 
     def lost(self) -> None:
         """The host is dead."""

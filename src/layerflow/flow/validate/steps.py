@@ -29,9 +29,9 @@ def validate(state: State) -> None:
     _conserving(state)
     validate_fetches(state)
     validate_writes(state)
-    if state.unsettled or state.telling or state.loosened:
+    if state.unsettled or state.advanced or state.loosened:
         raise InvalidTransition(
-            f"{len(state.unsettled)} steps are left unsettled, {len(state.telling)} transfers untold"
+            f"{len(state.unsettled)} steps are left unsettled, {len(state.advanced)} saves unfollowed"
         )
 
 

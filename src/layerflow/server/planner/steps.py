@@ -13,7 +13,7 @@ from layerflow.boxes import Replica
 from layerflow.errors import ProtocolError
 from layerflow.flow.events import Event, Need, Part, StepOpened
 from layerflow.hits import SLICE_KEYS
-from layerflow.keys import DIGEST_BYTES, object_key
+from layerflow.keys import DIGEST_BYTES, covered_by, object_key
 from layerflow.objects import object_bytes
 from layerflow.pool.base import Located, NewObject, Pool, ReserveStatus
 from layerflow.server.lookup import stored_object
@@ -316,7 +316,7 @@ def new_objects(part: SavePart, spec: ModelSpec) -> Generator[None, None, list[N
             f"{where}: {len(part.block_digests)} bytes of block digests; {sum(sizes)} belong to its objects, or none"
         )
     # Found by those of the first group and shard, or of a rank that holds the same; the others' would say the same.
-    named = object_key(b"", 0, spec.shard) == object_key(b"", 0, spec.shard.peers()[0])
+    named = covered_by(0, spec.shard) == covered_by(0, spec.shard.peers()[0])
     indexed = bool(part.block_digests) and not part.group and named
     at = 0
     objects = []

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from layerflow.hosts.backend import IndexEntry
-from layerflow.keys import DIGEST_BYTES
 from layerflow.pool.base import Child, Tail
+from layerflow.pool.sharing import SharedBlocks
 
 MAX_HIDDEN_KEYS = 65_536
 MAX_RECENT_CHUNKS = 16_384
@@ -63,39 +63,6 @@ class TierIndex:
     def sharing(self, block: bytes) -> Iterator[Child]:
         """Chunks whose first block has this digest, newest first."""
         return self._shared.sharing(block)
-
-
-class SharedBlocks:
-    """Chunks by the digest of their first block.
-
-    :param most: the oldest are forgotten beyond so many; 0 = none is.
-    """
-
-    def __init__(self, most: int = 0) -> None:
-        self._most = most
-        self._children: OrderedDict[bytes, Child] = OrderedDict()
-        self._by_block: dict[bytes, dict[bytes, None]] = {}
-
-    def add(self, child: Child) -> None:
-        """One more, the newest."""
-        self.discard(child.key)
-        self._children[child.key] = child
-        self._by_block.setdefault(child.block_digests[:DIGEST_BYTES], {})[child.key] = None
-        if self._most and len(self._children) > self._most:
-            self.discard(next(iter(self._children)))
-
-    def discard(self, key: bytes) -> None:
-        """It is gone, if it was there."""
-        child = self._children.pop(key, None)
-        if child is not None:
-            block = child.block_digests[:DIGEST_BYTES]
-            del self._by_block[block][key]
-            if not self._by_block[block]:
-                del self._by_block[block]
-
-    def sharing(self, block: bytes) -> Iterator[Child]:
-        """Chunks whose first block has this digest, newest first."""
-        return (self._children[key] for key in reversed(self._by_block.get(block, {})))
 
 
 class NegativeCache:

@@ -22,8 +22,9 @@ from layerflow.flow.events import Event, Hop, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.pool.base import Child, NewObject, Owner, Pool, Tail
+from layerflow.pool.sharing import SharedBlocks
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
-from layerflow.server.tier.index import MAX_RECENT_CHUNKS, NegativeCache, SharedBlocks, TierIndex
+from layerflow.server.tier.index import MAX_RECENT_CHUNKS, NegativeCache, TierIndex
 from layerflow.server.tier.process import HostProcess
 from layerflow.server.tier.questions import Questions
 from layerflow.server.tier.statistics import TierStatistics

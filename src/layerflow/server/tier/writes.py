@@ -76,7 +76,6 @@ class Writes:
         self._numbers = 0
         self._ended = anyio.Event()
         self._waiting: list[tuple[set[int], Callable[[], None]]] = []  # for these jobs, by number
-        self.backlog_bytes = 0
         self.written_objects = 0
         self.written_bytes = 0
         self.shed_objects = 0
@@ -84,6 +83,11 @@ class Writes:
 
     def __len__(self) -> int:
         return sum(job.begun for job in self._jobs.values())
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Of all objects of the writes that the host knows of."""
+        return sum(job.nbytes for job in self._jobs.values() if job.begun)
 
     @property
     def pending_objects(self) -> int:
@@ -113,13 +117,10 @@ class Writes:
         items = tuple(Item((new.nbytes - HEADER_BYTES) // layers, new.blocks) for new, _ in placed)
         return WriteOpened(job.number, source, *step, group, items, tuple(parts))
 
-    def committed(self, step: StepKey, keys: Iterable[bytes]) -> None:
+    def committed(self, step: StepKey, keys: Sequence[bytes]) -> None:
         """These objects are whole in the arena: they stay until they are written."""
-        jobs = self._by_step.get(step, ())
-        for key in keys:
-            for job in jobs:
-                if key in job.positions:
-                    self._pool.hold([key], job.owner, math.inf)
+        for job in self._by_step.get(step, ()):
+            self._pool.hold([key for key in keys if key in job.positions], job.owner, math.inf)
 
     def revoke(self, reason: str) -> int:
         """Nothing that the host has not written yet is written any more, as far as it hears of this in time.
@@ -144,12 +145,12 @@ class Writes:
     def heard(self, message: wire.Written) -> None:
         """The host has ended a call."""
         job = self._jobs.get(message.id)
-        failed = [failure for failure in message.failed if job and job.placed[failure.position][0].key in job.positions]
-        for failure in failed:
-            assert job is not None
-            new = job.placed[failure.position][0]
-            del job.positions[new.key]
-            self._failed(new.key, failure.outcome, failure.reason)
+        if job is None:
+            return
+        for failure in message.failed:
+            key = job.placed[failure.position][0].key
+            if job.positions.pop(key, None) is not None:
+                self._failed(key, failure.outcome, failure.reason)
         done = tuple((failure.position, failure.reason) for failure in message.failed)
         self._emit([CallDone(Hop.WRITE, message.call, done)])
 
@@ -159,7 +160,6 @@ class Writes:
             case WriteBegun():
                 job = self._jobs[command.write]
                 job.begun = True
-                self.backlog_bytes += job.nbytes
                 self._send(wire.Write(job.number, describe(job.placed, job.layers)))
             case Call():
                 self._send(
@@ -206,7 +206,6 @@ class Writes:
             del self._by_step[job.step]
         if job.begun:
             self._send(wire.EndWrite(job.number))
-            self.backlog_bytes -= job.nbytes
         self._pool.release(job.owner)
         for waiting in list(self._waiting):
             waiting[0].discard(job.number)

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor
 from layerflow.connectors.vllm.plan import ChunkKey
 from layerflow.connectors.vllm.scheduler.requests import Tracked
-from layerflow.keys import object_key
+from layerflow.keys import covered_by
 from layerflow.spec import ModelSpec
 
 FORGET_S = 60.0
@@ -65,7 +65,7 @@ class ChunkEvents:
         self._spec, self._vllm_groups = spec, tuple(vllm_groups)
         # What several ranks hold is stored by one of them.
         self._stores = [
-            len({object_key(b"", group, shard) for shard in spec.shard.peers()}) for group in range(len(spec.groups))
+            len({covered_by(group, shard) for shard in spec.shard.peers()}) for group in range(len(spec.groups))
         ]
 
     def planned(self, parts: Iterable[PartDescriptor], requests: Mapping[str, Tracked]) -> None:
