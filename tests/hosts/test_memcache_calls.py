@@ -8,7 +8,7 @@ import time
 import pytest
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.memcache.abandonable import MAX_GIVEN_UP
+from layerflow.hosts.memcache.abandonable import MAX_GIVEN_UP, MAX_THREADS
 from layerflow.hosts.memcache.client import MemcacheClient
 
 PATIENCE_S = 30.0
@@ -19,11 +19,13 @@ class Store:
 
     def __init__(self) -> None:
         self.gate = threading.Event()
+        self.connected = False  # a call that is made now is answered, whatever became of those before
         self.closed = 0
         self.unleased: list[str] = []
 
     def batch_is_exist(self, names: list[str]) -> list[int]:
-        self.gate.wait(PATIENCE_S)
+        if not self.connected:
+            self.gate.wait(PATIENCE_S)
         return [1] * len(names)
 
     def batch_remove_lease(self, names: list[str]) -> int:
@@ -105,6 +107,40 @@ def test_calls_that_do_not_come_back_are_bounded():
     with pytest.raises(Unreachable, match="are still unanswered"):
         calls.exists(["one"])
     assert calls.counts["metadata_calls"] == MAX_GIVEN_UP
+    store.gate.set()
+    assert calls.close(PATIENCE_S)
+
+
+def test_calls_are_made_again_once_a_probe_is_answered_though_earlier_ones_never_are():
+    store = Store()
+    calls = MemcacheClient(Meta(), 0.05)  # type: ignore[arg-type]
+    calls.open(store)
+    for _ in range(MAX_GIVEN_UP):
+        with pytest.raises(Unreachable, match="did not answer in time"):
+            calls.exists(["one"])
+    with pytest.raises(Unreachable, match="did not answer in time"):
+        calls.probe()
+    store.connected = True
+    with pytest.raises(Unreachable, match="are still unanswered"):
+        calls.exists(["one"])
+    calls.probe()
+    assert calls.exists(["one"]) == [1] and not calls.unlinked
+    store.gate.set()
+    assert calls.close(PATIENCE_S)
+
+
+def test_threads_of_calls_that_never_come_back_are_bounded():
+    store = Store()
+    calls = MemcacheClient(Meta(), 0.001)  # type: ignore[arg-type]
+    calls.open(store)
+    for _ in range(MAX_GIVEN_UP):
+        with pytest.raises(Unreachable, match="did not answer in time"):
+            calls.exists(["one"])
+    for _ in range(MAX_THREADS - MAX_GIVEN_UP):
+        with pytest.raises(Unreachable, match="did not answer in time"):
+            calls.probe()
+    with pytest.raises(Unreachable, match=f"{MAX_THREADS} calls to memcache's MetaService are still unanswered"):
+        calls.probe()
     store.gate.set()
     assert calls.close(PATIENCE_S)
 

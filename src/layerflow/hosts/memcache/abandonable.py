@@ -20,7 +20,9 @@ ANSWER_S = 0.5
 """An answer that the MetaService gave before it ended has come by then."""
 LOOK_S = 0.1
 MAX_GIVEN_UP = 32
-"""Calls that were given up and have not come back; each keeps a thread. Past this no further one is made."""
+"""Calls that may be given up with no answer to another one in between. Past this only probes are made."""
+MAX_THREADS = 256
+"""Of calls that were given up and have not come back, each for up to a minute. Past this none is made."""
 
 T = TypeVar("T")
 
@@ -58,19 +60,24 @@ class AbandonableCaller:
         self._lock = threading.Lock()
         self._queues: dict[int, SimpleQueue[_Call | None]] = {}  # by the thread that asks
         self._given_up: list[_Call] = []
+        self._in_a_row = 0  # calls that were given up since the last answer
 
-    def ask(self, call: Callable[[], T], until: float = math.inf) -> T:
+    def ask(self, call: Callable[[], T], until: float = math.inf, *, probing: bool = False) -> T:
         """What the call returns, or raises.
 
         :param until: so long it is waited for, on the monotonic clock.
+        :param probing: the call is made although many in a row were given up: its answer lets others through again.
+            What was asked over a connection that the library has lost comes back a minute later, if the MetaService
+            is well again or not.
         :raises Unreachable: no answer by then, or the MetaService has ended meanwhile. The call may come back later;
             nobody hears of it.
         """
         generation, errand = self._generation(), _Call(call)
         with self._lock:
             self._given_up = [each for each in self._given_up if each.done.locked()]
-            if len(self._given_up) >= MAX_GIVEN_UP:
-                raise Unreachable(f"{MAX_GIVEN_UP} calls to memcache's MetaService are still unanswered")
+            unanswered = len(self._given_up)
+            if unanswered >= MAX_THREADS or (min(unanswered, self._in_a_row) >= MAX_GIVEN_UP and not probing):
+                raise Unreachable(f"{unanswered} calls to memcache's MetaService are still unanswered")
             queue = self._queues.get(threading.get_ident())
             if queue is None:
                 queue = self._queues[threading.get_ident()] = SimpleQueue()
@@ -86,9 +93,12 @@ class AbandonableCaller:
             if time.monotonic() >= until:
                 with self._lock:
                     self._given_up.append(errand)
+                    self._in_a_row += 1
                     queue.put(None)  # the next call of this thread is made by another one
                     self._queues.pop(threading.get_ident(), None)
                 raise Unreachable(why)
+        with self._lock:
+            self._in_a_row = 0
         if errand.error is not None:
             raise errand.error
         answer: T = errand.answer

@@ -271,7 +271,7 @@ class MemcacheClient(ClientHandle):
         if self._meta.ill and not probing:
             raise Unreachable(self._meta.ill)
         try:
-            return self._asker.ask(call, min(until, time.monotonic() + self._call_s))
+            return self._asker.ask(call, min(until, time.monotonic() + self._call_s), probing=probing)
         except Unreachable:
             self.unlinked = True
             self.count("failed_calls")
