@@ -21,7 +21,8 @@ import pytest
 import structlog
 from e2e.known import KnownWorker, Run, eventually, small_spec
 
-from agent.fake_memcache import G2L, HOST, L2G, FakePool, FakeStore
+from agent.direct_pool import servers_offer, workers_join
+from agent.fake_memcache import G2L, L2G, FakePool, FakeStore
 from layerflow.agent.direct import client as direct_client
 from layerflow.agent.direct import lane as direct
 from layerflow.agent.direct.store import DirectCopier
@@ -32,7 +33,7 @@ from layerflow.hosts.backend import Unreachable, Unusable, pool_name
 from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.setup import MemcacheConnection, make_store
 from layerflow.keys import object_key
-from layerflow.server import EmbeddedServer, behind
+from layerflow.server import EmbeddedServer
 
 TOKENS = 100
 BLOCKS = 25
@@ -50,17 +51,7 @@ def pool(tmp_path: Path) -> Iterator[FakePool]:
 @pytest.fixture
 def joined(pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> list[FakeStore]:
     """Clients join the fake pool, and memory on the cpu suits them. Those that were made."""
-    made: list[FakeStore] = []
-
-    def connect(options: object, meta: object) -> MemcacheConnection:
-        made.append(FakeStore(pool))
-        return MemcacheConnection(made[-1], made[-1].number, "fake")
-
-    monkeypatch.setattr(direct_client, "connect", connect)
-    monkeypatch.setattr(direct_client, "suits", lambda device: True)
-    # A machine that stands still for a second must not end the process that runs the tests.
-    monkeypatch.setattr(direct, "Watchdog", lambda: Watchdog(lambda: None))
-    return made
+    return workers_join(pool, monkeypatch)
 
 
 @pytest.fixture
@@ -68,10 +59,7 @@ def serve(
     pool: FakePool, joined: list[FakeStore], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., EmbeddedServer]]:
     """Servers with the fake pool behind their arena."""
-    tests = Path(__file__).resolve().parents[1]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH")))))
-    monkeypatch.setattr(behind, "tier_of", lambda settings: (HOST, {"folder": str(pool.folder)}))
-    monkeypatch.setattr(behind, "direct_options", lambda settings: json.dumps(pool.urls))
+    servers_offer(pool, monkeypatch)
     running: list[EmbeddedServer] = []
 
     def start(**transfer: object) -> EmbeddedServer:

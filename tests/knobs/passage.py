@@ -115,8 +115,13 @@ class Passage:
         self.calls = Calls()
         self.host_calls = HostCalls()
 
+    @property
+    def by_host(self) -> bool:
+        """Whether a host brings what is loaded."""
+        return self._source == "tier"
+
     def save(self, tokens: int = TOKENS) -> Run:
-        """A prompt that nobody has seen, saved and, with a tier, written to it."""
+        """A prompt that nobody has seen, saved and, where loads come from a tier, written to it."""
         run = self._worker.serve(self._worker.prompt(tokens), look=False)
         tier = self._server.server.tier
         if tier is not None:

@@ -10,7 +10,8 @@ WAYS = ("wait_layer", "wait_all", "background", "inside_block")
 """How the engine waits: layer by layer; for all at once; not at all, until the load is there; and layer by layer for
 the whole blocks of a hit that ends inside a block, whose last block is waited for before the pass."""
 SHAPES = ("gqa", "mla", "hybrid")
-SOURCES = ("arena", "tier")
+SOURCES = ("arena", "tier", "direct")
+"""Where loads come from: the arena, what is behind it, or a pool that workers reach themselves, past the arena."""
 
 KNOBS: dict[str, tuple[Any, ...]] = {
     "transfer.prefetch_layers": (1, 0, 64),

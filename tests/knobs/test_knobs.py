@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agent.direct_pool import servers_offer, workers_join
+from agent.fake_memcache import G2L, L2G, FakePool
 from allpairspy import AllPairs
 from e2e.known import KnownWorker, eventually
 from knobs.passage import BLOCK, Passage, spec_of
@@ -29,16 +31,36 @@ def named(combination: Combination) -> str:
 
 @contextmanager
 def passage(combination: Combination, folder: Path) -> Iterator[tuple[Passage, EmbeddedServer]]:
-    """A server under these settings, with a disk behind its arena where loads come from there, and a worker."""
+    """A server under these settings, with a disk or a fake memcache behind its arena where loads come from there, and a
+    worker.
+    """
     chosen = {key: value for key, value in combination.items() if key in KNOBS}
     chosen |= {"pool.size": "8MiB", "log.level": "error"}
     if combination["source"] == "tier":
         chosen["pool.disk.path"] = str(folder)
-    with EmbeddedServer(Settings.load(None, chosen)) as server:
+    with (
+        past_the_arena(combination["source"] == "direct", folder),
+        EmbeddedServer(Settings.load(None, chosen)) as server,
+    ):
         tier = server.server.tier
         assert tier is None or eventually(lambda: tier.up)
         with KnownWorker(server.endpoint, spec_of(combination["shape"]), context=server.context) as worker:
+            assert worker.agent.direct == (combination["source"] == "direct")
             yield Passage(server, worker, combination["source"]), server
+
+
+@contextmanager
+def past_the_arena(wanted: bool, folder: Path) -> Iterator[None]:
+    """While it lasts, servers and workers have a pool that both reach, if that is wanted."""
+    if not wanted:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch, closing(FakePool(folder)) as pool:
+        workers_join(pool, patch)
+        servers_offer(pool, patch)
+        yield
+        assert eventually(lambda: not pool.leases()), "leases are left"
+        assert pool.copied[G2L] and pool.copied[L2G]
 
 
 def messages_by_default(way: str, shape: str, source: str, link: tuple[float, int], folder: Path) -> int:
@@ -75,7 +97,7 @@ def check(run: Passage, server: EmbeddedServer) -> None:
     assert run.calls.most_blocks <= settings.max_transfer_blocks
     assert run.calls.most_bytes <= settings.max_transfer_bytes
     assert run.calls.most_granted <= settings.max_inflight_bytes
-    assert bool(run.host_calls.count) == (server.server.tier is not None)
+    assert bool(run.host_calls.count) == run.by_host
     assert run.host_calls.most_bytes <= settings.max_transfer_bytes
     assert run.host_calls.most_at_once <= settings.max_inflight_bytes
 
