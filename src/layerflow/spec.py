@@ -153,7 +153,7 @@ class Shard(msgspec.Struct, frozen=True, cache_hash=True):
                 f"shard tp {self.tp_rank}/{self.tp_size}, pp {self.pp_rank}/{self.pp_size}: "
                 "every rank must be at least 0 and below its size"
             )
-        if self.tp_size * self.pp_size > MAX_SHARDS:
+        if self.workers > MAX_SHARDS:
             raise SpecError(f"shard tp {self.tp_size} x pp {self.pp_size}: at most {MAX_SHARDS} shards of one model")
         if any(not 0 <= heads <= MAX_HEADS for heads in self.heads):
             raise SpecError(f"shard: heads {self.heads} of its groups must be 0 to {MAX_HEADS}")
@@ -163,6 +163,11 @@ class Shard(msgspec.Struct, frozen=True, cache_hash=True):
                     f"shard: a group has {layers} layers on its pipeline stages; {self.pp_size} positive numbers "
                     f"belong, at most {MAX_LAYERS} together: a stage without a layer of some group is not supported"
                 )
+
+    @property
+    def workers(self) -> int:
+        """Of one instance of the model."""
+        return self.tp_size * self.pp_size
 
     def heads_of(self, group: int) -> int:
         """KV heads that boxes of a group count; 0 = it cannot be cut."""

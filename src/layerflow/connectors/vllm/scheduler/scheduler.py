@@ -356,7 +356,7 @@ class SchedulerSide:
     def _met(self, layouts: Sequence[WorkerLayout]) -> None:
         """Layouts that came with a step's output: behind another connector's handshake there is no earlier way."""
         self._layouts += layouts
-        if self._layouts and len(self._layouts) == _spec_of(self._layouts[0]).shard.tp_size:
+        if self._layouts and len(self._layouts) == _spec_of(self._layouts[0]).shard.workers:
             self.meet_workers(self._layouts, DEFAULT_LOOKUP_TIMEOUT_S)
         elif self._unmet:
             reason = "the workers have not told their cache's layout; these requests are not cached"
