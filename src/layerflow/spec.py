@@ -284,6 +284,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
         span = 0, len(self.groups[group].layers)
         return worker_box(span, shard.heads_of(group) or shard.tp_size, shard.tp_rank, shard.tp_size)
 
+    def bound_to_size(self) -> dict[int, str]:
+        """The groups that only workers of the tensor size that stored them can read, each with what to know of it."""
+        heads = self.shard.heads_of
+        return {number: _why_bound(group) for number, group in enumerate(self.groups) if not heads(number)}
+
     @property
     def num_layers(self) -> int:
         """Cached layers of this worker."""
@@ -338,6 +343,12 @@ class ModelSpec(msgspec.Struct, frozen=True):
             for index, layer in enumerate(group.layers)
         }
         return tuple(places[layer] for layer in range(self.num_layers))
+
+
+def _why_bound(group: GroupSpec) -> str:
+    if group.rules.exact:
+        return "recurrent state is divided inside its tensors"
+    return "its engine tells no KV heads, or cannot cut blocks between them: see bound_to_tensor_size in its log"
 
 
 @functools.lru_cache(maxsize=64)
