@@ -79,5 +79,17 @@ def test_two_stages_and_one_hit_what_the_other_stored(
     of_two.serve(third, second + prompt(3, 40))
     of_two.serve(third[:500] + prompt(6, 300), prompt(7, 650))
     of_two.serve(prompt(7, 650))
+    # Loads fail on both stages while the next step is in flight: nothing that is computed behind them is found.
+    asked = third + prompt(8, 500)
+    two.break_loads(True)
+    two.generate(asked)
+    two.break_loads(False)
+    assert "broken by the test" in two.output()
+    settled(server.endpoint)
+    wanted = plain("llama").one(asked).tokens
+    for engine in (one, two, two):
+        answer = engine.one(asked)
+        assert answer.cached >= len(third) // 32 * 32 and answer.tokens == wanted
+        settled(server.endpoint)
     for engine in (one, two):
         engine.assert_no_block_lost()
