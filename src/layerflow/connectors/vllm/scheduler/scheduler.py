@@ -112,8 +112,8 @@ class SchedulerSide:
         """
         if not layouts or self.spec is not None:
             return
-        first, self._ranks = layouts[0], len(layouts)
-        self.spec = _spec_of(first)
+        first, self.spec = layouts[0], _spec_of(layouts[0])
+        self._ranks = max(len(layouts), self.spec.shard.workers)  # older vLLMs tell of one pipeline stage only
         self._lookups = Lookups(first.endpoint, self._engine_id, self.spec, at_sight=self._trusts_sight)
         self._lookups.wait_connected(connect_s)
         self._control = Control(first.endpoint, self._engine_id, self.spec)
