@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -40,6 +41,13 @@ class Meta:
     """A MetaService as a test says."""
 
     generation, ill = 1, ""
+
+
+def give_up(times: int, call: Callable[[], object]) -> None:
+    """Make a call that is not answered, so many times."""
+    for _ in range(times):
+        with pytest.raises(Unreachable, match="did not answer in time"):
+            call()
 
 
 def test_what_is_given_up_is_counted_and_never_closed_under():
@@ -101,9 +109,7 @@ def test_calls_that_do_not_come_back_are_bounded():
     store = Store()
     calls = MemcacheClient(Meta(), 0.05)  # type: ignore[arg-type]
     calls.open(store)
-    for _ in range(MAX_GIVEN_UP):
-        with pytest.raises(Unreachable, match="did not answer in time"):
-            calls.exists(["one"])
+    give_up(MAX_GIVEN_UP, lambda: calls.exists(["one"]))
     with pytest.raises(Unreachable, match="are still unanswered"):
         calls.exists(["one"])
     assert calls.counts["metadata_calls"] == MAX_GIVEN_UP
@@ -115,11 +121,8 @@ def test_calls_are_made_again_once_a_probe_is_answered_though_earlier_ones_never
     store = Store()
     calls = MemcacheClient(Meta(), 0.05)  # type: ignore[arg-type]
     calls.open(store)
-    for _ in range(MAX_GIVEN_UP):
-        with pytest.raises(Unreachable, match="did not answer in time"):
-            calls.exists(["one"])
-    with pytest.raises(Unreachable, match="did not answer in time"):
-        calls.probe()
+    give_up(MAX_GIVEN_UP, lambda: calls.exists(["one"]))
+    give_up(1, calls.probe)
     store.connected = True
     with pytest.raises(Unreachable, match="are still unanswered"):
         calls.exists(["one"])
@@ -133,12 +136,8 @@ def test_threads_of_calls_that_never_come_back_are_bounded():
     store = Store()
     calls = MemcacheClient(Meta(), 0.001)  # type: ignore[arg-type]
     calls.open(store)
-    for _ in range(MAX_GIVEN_UP):
-        with pytest.raises(Unreachable, match="did not answer in time"):
-            calls.exists(["one"])
-    for _ in range(MAX_THREADS - MAX_GIVEN_UP):
-        with pytest.raises(Unreachable, match="did not answer in time"):
-            calls.probe()
+    give_up(MAX_GIVEN_UP, lambda: calls.exists(["one"]))
+    give_up(MAX_THREADS - MAX_GIVEN_UP, calls.probe)
     with pytest.raises(Unreachable, match=f"{MAX_THREADS} calls to memcache's MetaService are still unanswered"):
         calls.probe()
     store.gate.set()

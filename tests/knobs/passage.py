@@ -130,7 +130,7 @@ class Passage:
 
     def load(self, saved: Run, way: str) -> Run:
         """The same prompt again, as another request. Its hit must be whole and every byte right."""
-        if self._source == "tier":
+        if self.by_host:
             self._on_loop(self._server.server.pool.clear)
         with host_calls() as self.host_calls:
             run = self._worker.admit(saved.chain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +38,18 @@ def passage(combination: Combination, folder: Path) -> Iterator[tuple[Passage, E
     chosen |= {"pool.size": "8MiB", "log.level": "error"}
     if combination["source"] == "tier":
         chosen["pool.disk.path"] = str(folder)
-    with (
-        past_the_arena(combination["source"] == "direct", folder),
-        EmbeddedServer(Settings.load(None, chosen)) as server,
-    ):
+    direct = combination["source"] == "direct"
+    with past_the_arena(folder) if direct else nullcontext(), EmbeddedServer(Settings.load(None, chosen)) as server:
         tier = server.server.tier
         assert tier is None or eventually(lambda: tier.up)
         with KnownWorker(server.endpoint, spec_of(combination["shape"]), context=server.context) as worker:
-            assert worker.agent.direct == (combination["source"] == "direct")
+            assert worker.agent.direct == direct
             yield Passage(server, worker, combination["source"]), server
 
 
 @contextmanager
-def past_the_arena(wanted: bool, folder: Path) -> Iterator[None]:
-    """While it lasts, servers and workers have a pool that both reach, if that is wanted."""
-    if not wanted:
-        yield
-        return
+def past_the_arena(folder: Path) -> Iterator[None]:
+    """While it lasts, servers and workers have a pool that both reach. Bytes must pass, and leases go back."""
     with pytest.MonkeyPatch.context() as patch, closing(FakePool(folder)) as pool:
         workers_join(pool, patch)
         servers_offer(pool, patch)

@@ -22,7 +22,7 @@ LOOK_S = 0.1
 MAX_GIVEN_UP = 32
 """Calls that may be given up with no answer to another one in between. Past this only probes are made."""
 MAX_THREADS = 256
-"""Of calls that were given up and have not come back, each for up to a minute. Past this none is made."""
+"""Threads whose calls were given up and have not come back, for up to a minute. Past this no call is made."""
 
 T = TypeVar("T")
 
@@ -67,8 +67,8 @@ class AbandonableCaller:
 
         :param until: so long it is waited for, on the monotonic clock.
         :param probing: the call is made although many in a row were given up: its answer lets others through again.
-            What was asked over a connection that the library has lost comes back a minute later, if the MetaService
-            is well again or not.
+            What was asked over a connection that the library has lost comes back a minute later, though the
+            MetaService may be well again by then.
         :raises Unreachable: no answer by then, or the MetaService has ended meanwhile. The call may come back later;
             nobody hears of it.
         """
