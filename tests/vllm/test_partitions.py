@@ -12,6 +12,7 @@ from engines import UNSERVED, Engine, connector
 from layerflow_cli.bench.harness import ServerProcess
 
 CHUNK = 64
+SLOW = {"pool__link_gbps": 0.01, "transfer__max_transfer_bytes": "64KiB"}  # loads that are still under way behind a step
 
 
 def size(ranks: int) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def test_two_stages_and_one_hit_what_the_other_stored(
     vllm: Callable[..., Engine],
     plain: Callable[..., Engine],
 ) -> None:
-    server = serve()
+    server = serve(**SLOW)
     config = connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK)
     first, second, third = prompt(1, 600), prompt(2, 333), prompt(5, 700)
     two, one = vllm("llama", kv_transfer_config=config, **staged()), vllm("llama", kv_transfer_config=config)
