@@ -153,7 +153,7 @@ class Shard(msgspec.Struct, frozen=True, cache_hash=True):
                 f"shard tp {self.tp_rank}/{self.tp_size}, pp {self.pp_rank}/{self.pp_size}: "
                 "every rank must be at least 0 and below its size"
             )
-        if self.tp_size * self.pp_size > MAX_SHARDS:
+        if self.workers > MAX_SHARDS:
             raise SpecError(f"shard tp {self.tp_size} x pp {self.pp_size}: at most {MAX_SHARDS} shards of one model")
         if any(not 0 <= heads <= MAX_HEADS for heads in self.heads):
             raise SpecError(f"shard: heads {self.heads} of its groups must be 0 to {MAX_HEADS}")
@@ -163,6 +163,11 @@ class Shard(msgspec.Struct, frozen=True, cache_hash=True):
                     f"shard: a group has {layers} layers on its pipeline stages; {self.pp_size} positive numbers "
                     f"belong, at most {MAX_LAYERS} together: a stage without a layer of some group is not supported"
                 )
+
+    @property
+    def workers(self) -> int:
+        """Of one instance of the model."""
+        return self.tp_size * self.pp_size
 
     def heads_of(self, group: int) -> int:
         """KV heads that boxes of a group count; 0 = it cannot be cut."""
@@ -279,6 +284,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
         span = 0, len(self.groups[group].layers)
         return worker_box(span, shard.heads_of(group) or shard.tp_size, shard.tp_rank, shard.tp_size)
 
+    def bound_to_size(self) -> dict[int, str]:
+        """The groups that only workers of the tensor size that stored them can read, each with what to know of it."""
+        heads = self.shard.heads_of
+        return {number: _why_bound(group) for number, group in enumerate(self.groups) if not heads(number)}
+
     @property
     def num_layers(self) -> int:
         """Cached layers of this worker."""
@@ -333,6 +343,12 @@ class ModelSpec(msgspec.Struct, frozen=True):
             for index, layer in enumerate(group.layers)
         }
         return tuple(places[layer] for layer in range(self.num_layers))
+
+
+def _why_bound(group: GroupSpec) -> str:
+    if group.rules.exact:
+        return "recurrent state is divided inside its tensors"
+    return "its engine tells no KV heads, or cannot cut blocks between them: see bound_to_tensor_size in its log"
 
 
 @functools.lru_cache(maxsize=64)

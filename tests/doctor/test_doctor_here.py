@@ -8,7 +8,7 @@ import pytest
 
 from layerflow import machine
 from layerflow.config.settings import Settings
-from layerflow.doctor import Finding, Severity, examine, examine_backend, listening, memory
+from layerflow.doctor import Finding, Severity, examine, examine_backend, listening, memory, sharing
 from layerflow.findings import probes
 from layerflow.server import EmbeddedServer
 
@@ -173,3 +173,14 @@ def test_a_disk_path_that_cannot_be_used_or_is_open_to_others(tmp_path):
         assert disk_of(path)["disk path"].state is Severity.PROBLEM
     tmp_path.chmod(0o755)
     assert disk_of(tmp_path)["disk path"].state is Severity.WARNING
+
+
+def test_models_that_only_their_tensor_size_can_read_are_named():
+    bound = {"memory": True, "fingerprint": "aa", "model": "qwen", "tp": "1/4", "bound_to_size": ["group 1 (state): x"]}
+    cut = {"memory": True, "fingerprint": "bb", "model": "llama", "tp": "0/2", "bound_to_size": []}
+    looks_up = bound | {"memory": False, "fingerprint": "cc"}
+    first, second = sharing.examine_sharing({"sessions": [bound, bound, cut, looks_up]})
+    assert first.check == "model qwen" and first.state is Severity.WARNING
+    assert "tensor size 4" in first.found and "group 1 (state)" in first.found
+    assert second.check == "model llama" and second.state is Severity.OK
+    assert list(sharing.examine_sharing(None)) == []

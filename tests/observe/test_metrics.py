@@ -67,14 +67,15 @@ def test_a_fresh_server_shows_zeros_and_its_version() -> None:
 
 def test_steps_and_sessions() -> None:
     metrics = Metrics()
-    metrics.sessions(3)
-    metrics.sessions(2)
+    metrics.sessions(3, {"state": 1, "full": 2})
+    metrics.sessions(2, {"state": 2})
     metrics.step_opened(ONE, full=4, missing=2)
     metrics.step_opened(ONE)
     metrics.step_done(ONE, 1000, 50)
     metrics.saves_shed(3)
     seen = samples(metrics)
     assert seen["layerflow_sessions", ""] == 2
+    assert seen["layerflow_bound_groups", "state"] == 2 and ("layerflow_bound_groups", "full") not in seen
     assert seen["layerflow_steps_opened_total", "e0,llama"] == 2
     assert seen["layerflow_full_saves_total", ""] == 4
     assert seen["layerflow_failed_loads_total", "missing"] == 2

@@ -13,7 +13,7 @@ from layerflow.agent import Agent
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.keys import Chain
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
-from server.support import Embed
+from server.support import Embed, observe
 
 LAYERS, HEADS, BLOCK, CHUNK, TOKENS, BLOCKS = 6, 6, 4, 16, 75, 24
 WIDTH = {"k": 8, "v": 4}
@@ -142,3 +142,19 @@ def test_a_prompt_that_parts_in_the_middle_of_a_chunk_hits_the_blocks_of_other_s
         reader.run("r", reader.agent.chain(prompt), hit, save=False)
         reader.check(shared)
     leave([*writers, *readers])
+
+
+def test_a_group_that_no_other_size_reads_is_told_with_its_reason(embed: Embed) -> None:
+    server = embed()
+    control = observe(server)
+    [cut] = everyone(server, 1, (6,))
+    group = GroupSpec("state", BLOCK, (0,), (Plane("s", "uint8", (64,)),))
+    spec = ModelSpec("bound", "c", (group,), chunk_tokens=CHUNK)
+    planes = {0: {"s": torch.zeros(BLOCKS, 1, 64, dtype=torch.uint8)}}
+    bound = Agent(server.endpoint, spec, planes, "bound", context=server.context)
+    sessions = control.status()["sessions"]
+    told = {each["model"]: each["bound_to_size"] for each in sessions if each["memory"]}
+    assert told == {"m": [], "bound": ["group 0 (state): recurrent state is divided inside its tensors"]}
+    bound.close()
+    control.close()
+    leave([cut])

@@ -92,3 +92,26 @@ def test_what_equal_ranks_load_stays_leased_for_the_last(embed: Embed) -> None:
     for rank in ranks:
         rank.agent.close()
     control.close()
+
+
+def test_what_a_rank_does_not_store_in_its_turn_another_stores_next_time(embed: Embed) -> None:
+    server = embed()
+    control = observe(server)
+    ranks = ranks_on(server, 1, 2)
+    chain = ranks[0].prompt(TOKENS)
+    whole = -(-TOKENS // ranks[0].spec.chunk_tokens)
+    ranks[0].serve(chain, look=False)
+    first = objects(control)
+    assert 0 < first < whole, "the prompt needs chunks of both turns"
+    run = ranks[1].admit(chain, look=False)
+    with ranks[1].agent.open_step([run.request()]) as step:
+        step.cancel_saves("its saves are given up")
+        ranks[1].forward(step, [run])
+    assert ranks[1].agent.wait_idle(run.name, 20)
+    assert eventually(lambda: control.status()["pool"]["half_written"] == 0) and objects(control) == first
+    ranks[0].serve(chain, look=False)
+    assert objects(control) == whole
+    assert ranks[1].serve(chain).hit.tokens == TOKENS - 1
+    for rank in ranks:
+        rank.agent.close()
+    control.close()

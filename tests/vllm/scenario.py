@@ -192,18 +192,7 @@ class Scenario:
 
     def break_loads(self, broken: bool) -> None:
         """Every load of a running step fails before its first layer, or no more."""
-        from layerflow.agent import Step
-
-        if broken:
-            wait = self._wait_layer = Step.wait_layer
-
-            def cut(step: Step, layer: int) -> Any:
-                step.fence("broken by the test")
-                return wait(step, layer)
-
-            Step.wait_layer = cut  # type: ignore[method-assign]
-        else:
-            Step.wait_layer = self._wait_layer  # type: ignore[method-assign]
+        self._core.model_executor.collective_rpc(_break_loads, args=(broken,))
 
     def facts(self) -> dict[str, Any]:
         """The sizes that vLLM settled on."""
@@ -213,6 +202,20 @@ class Scenario:
     def close(self) -> None:
         """End the engine as vLLM ends it."""
         self._engine.engine_core.shutdown()
+
+
+def _break_loads(_worker: Any, broken: bool) -> None:
+    """In a worker's process."""
+    from layerflow.agent import Step
+
+    if not hasattr(Step, "unbroken"):
+        Step.unbroken = Step.wait_layer  # type: ignore[attr-defined]
+
+    def cut(step: Step, layer: int) -> Any:
+        step.fence("broken by the test")
+        return step.unbroken(layer)  # type: ignore[attr-defined]
+
+    Step.wait_layer = cut if broken else Step.unbroken  # type: ignore[method-assign,attr-defined]
 
 
 def feature(offset: int, length: int, identifier: str) -> Any:

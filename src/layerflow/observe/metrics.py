@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -67,6 +68,7 @@ class Metrics:
 
         gauge("build_info", "1, labelled with the running version.", "version").labels(__version__).set(1)
         self._sessions = gauge("sessions", "Attached engine workers.")
+        self._bound = gauge("bound_groups", "Cache groups that only engines of one tensor size can read.", "kind")
 
         self._opened = by_engine.counter("steps_opened", "Steps that engines opened.")
         self._steps = by_engine.counter("steps", "Steps of which nothing is left to do.")
@@ -143,9 +145,15 @@ class Metrics:
 
         self._reasons: dict[Counter, set[str]] = {}
 
-    def sessions(self, count: int) -> None:
-        """So many engine workers are attached now."""
+    def sessions(self, count: int, bound: Mapping[str, int] = MappingProxyType({})) -> None:
+        """So many engine workers are attached now.
+
+        :param bound: by kind, how many of their models' cache groups only workers of the same tensor size can read.
+        """
         self._sessions.set(count)
+        self._bound.clear()
+        for kind, groups in bound.items():
+            self._bound.labels(kind).set(groups)
 
     def step_opened(self, of: EngineLabels, *, full: int = 0, missing: int = 0) -> None:
         """A step was planned.

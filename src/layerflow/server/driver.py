@@ -35,6 +35,7 @@ from layerflow.flow.commands import (
 from layerflow.flow.events import Event, Limits, Tick
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
+from layerflow.server.planner.missed import MissedTurns
 from layerflow.server.planner.steps import StepBook
 from layerflow.wire.messages import (
     BROKEN,
@@ -59,7 +60,7 @@ class Driver:
     :param send: queue a message for a session.
     :param step_done: told of each finished step (session, loaded bytes, saved bytes).
 
-    `tier`: what lies behind the pool; None = nothing.
+    `tier`: what lies behind the pool; None = nothing. `missed`: what equal workers did not store in their turn.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Driver:
     ) -> None:
         self.flow = Flow(limits)
         self.tier: Tier | None = None
+        self.missed = MissedTurns()
         self._pool = pool
         self._metrics = metrics
         self._send = send
@@ -226,10 +228,13 @@ class Driver:
     def _settle(self, step: tuple[int, int], book: StepBook, keys: list[bytes], committed: bool) -> None:
         if committed:
             self._pool.commit(keys, book.owner)
+            self.missed.drop(keys)
             if self.tier is not None:
                 self.tier.committed(step, keys)
         else:
             self._pool.revoke(keys, book.owner)
+            if book.in_turns:
+                self.missed.add(keys)
 
     def _grant(self, session: int) -> Grant:
         grant = self._grants.get(session)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -115,6 +116,11 @@ class Sessions:
                     equal = [shard for shard in shards if covered_by(group, shard) == covered_by(group, own)]
                     replicas[group] = Replica(equal.index(own), len(equal))
         return replicas
+
+    def bound_to_size(self) -> dict[str, int]:
+        """By kind, how many cache groups of the models that run here only workers of their own tensor size read."""
+        models = {worker.spec.fingerprint: worker.spec for worker in self if worker.memory and worker.spec is not None}
+        return Counter(spec.groups[number].kind for spec in models.values() for number in spec.bound_to_size())
 
     def workers(self) -> int:
         """Attached engine workers."""

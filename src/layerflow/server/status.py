@@ -12,6 +12,7 @@ from layerflow._version import __version__
 if TYPE_CHECKING:
     from layerflow.config.settings import Settings
     from layerflow.server.handlers.context import ServerContext
+    from layerflow.spec import ModelSpec
 
 
 def status_of(server: ServerContext, settings: Settings, started_at: float, *, healthy: bool) -> dict[str, object]:
@@ -38,6 +39,7 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
                 "model": session.spec.name if session.spec else None,
                 "fingerprint": session.spec.fingerprint.hex() if session.spec else None,
                 "tp": f"{session.spec.shard.tp_rank}/{session.spec.shard.tp_size}" if session.spec else None,
+                "bound_to_size": _bound(session.spec) if session.spec else [],
             }
             for session in server.sessions
         ],
@@ -47,3 +49,7 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
         "flow": dataclasses.asdict(server.driver.flow.statistics()),
         "figures": server.metrics.summary(),
     }
+
+
+def _bound(spec: ModelSpec) -> list[str]:
+    return [f"group {number} ({spec.groups[number].kind}): {why}" for number, why in spec.bound_to_size().items()]

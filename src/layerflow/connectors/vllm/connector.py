@@ -87,8 +87,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._groups,
                 can_fail_in_background=_TransferResults is not None,
                 # With overlapping steps vLLM may emit tokens of the step behind a failed one: hits need leases there.
-                trusts_sight=transfer.kv_load_failure_policy == "recompute"
-                and not vllm_config.scheduler_config.async_scheduling,
+                trusts_sight=transfer.kv_load_failure_policy == "recompute" and not _steps_overlap(vllm_config),
                 events=ChunkEvents(kv_cache_config) if self._events else None,
                 keys=RequestKeys(
                     Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32)), media_salt_of(vllm_config)
@@ -118,6 +117,10 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         layouts = [metadata[rank] for rank in sorted(metadata)]
         self._scheduler.meet_workers([layout for layout in layouts if isinstance(layout, WorkerLayout)])
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """The same, by pipeline and tensor rank."""
+        self.set_xfer_handshake_metadata({rank: metadata[place] for rank, place in enumerate(sorted(metadata))})
 
     def on_new_request(self, request: Any) -> None:
         """A request has come in."""
@@ -175,12 +178,12 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         engine_id = self._kv_transfer_config.engine_id
         if not endpoint:
             endpoint = embedded_endpoint(engine_id)
-            if layout.spec.shard.tp_rank == 0:
+            if layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0:
                 self._server = embed(self.options, engine_id)
         agent = Agent(endpoint, layout.spec, layout.tensors, engine_id)
-        # With several cache groups vLLM may zero new blocks while it prepares a step, and with asynchronous scheduling
-        # the step before may still run then.
-        early = self._groups == 1 and not self._vllm_config.scheduler_config.async_scheduling
+        # With several cache groups vLLM may zero new blocks while it prepares a step, and where steps overlap the one
+        # before may still run then.
+        early = self._groups == 1 and not _steps_overlap(self._vllm_config)
         self._worker = WorkerSide(
             agent, layout, endpoint, several_groups=self._groups > 1, early=early, events=self._events
         )
@@ -291,6 +294,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._server.close()
         if self._times is not None:
             self._times.write()
+
+
+def _steps_overlap(vllm_config: Any) -> bool:
+    """Is a step planned before the one before it has ended?"""
+    return bool(vllm_config.scheduler_config.async_scheduling) or vllm_config.parallel_config.pipeline_parallel_size > 1
 
 
 def _is_child(transfer: Any) -> bool:

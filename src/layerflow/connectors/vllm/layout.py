@@ -8,6 +8,7 @@ part of the fingerprint.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ from layerflow.kinds import KINDS
 from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane, Shard
 
 log = structlog.get_logger("layerflow.vllm")
+
+GroupName = tuple[int, Any]
+"""What all pipeline stages call one of layerflow's groups: vLLM's cache group, and its layers' spec."""
 
 _KINDS = {spec: kind for kind in KINDS.values() for spec in kind.vllm}
 
@@ -53,6 +57,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     :raises Unsupported: a cache kind or a memory layout that cannot be moved safely.
     """
     shard = _shard(vllm_config.parallel_config)
+    stages = _stages(shard, cache)
     places: dict[tuple[int, Any, tuple[int, ...]], list[str]] = {}
     planes: dict[str, tuple[torch.Tensor, ...]] = {}
     for index, group in enumerate(cache.kv_cache_groups):
@@ -67,7 +72,9 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     groups: list[GroupSpec] = []
     axes: list[HeadAxis] = []
     vllm_groups: list[int] = []
-    for (index, layer_spec, widths), names in places.items():
+    named = _common_groups(stages, [(index, layer_spec) for index, layer_spec, _ in places])
+    # All stages number their groups in one order, whichever of its layers each meets first.
+    for (index, layer_spec, widths), names in sorted(places.items(), key=lambda place: named.index(place[0][:2])):
         kind = _kind(layer_spec)
         layers = tuple(sorted(numbers[name] for name in names))
         own = tuple(Plane(f"part{part}" if part else "kv", "uint8", (width,)) for part, width in enumerate(widths))
@@ -83,7 +90,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         name=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
         content=content_of(vllm_config, options.model_content),
         groups=tuple(groups),
-        shard=_boxed(shard, groups, axes),
+        shard=_boxed(shard, axes, _layers(groups, named, stages)),
         attention=_packing(vllm_config, cache, planes),
         quantization=arithmetic_of(vllm_config),
         chunk_tokens=chunk_tokens(groups, options.chunk_tokens),
@@ -134,23 +141,69 @@ def _ratio(layer_spec: Any) -> int:
 
 
 def _shard(parallel: Any) -> Shard:
-    if parallel.pipeline_parallel_size > 1:
-        raise Unsupported("pipeline parallelism is not supported yet; use tensor parallelism")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise Unsupported(f"{name} > 1 spreads a block over ranks, which is not supported yet; set it to 1")
-    return Shard(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size)
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return Shard(parallel.rank % tp_size, tp_size, parallel.rank // tp_size % pp_size, pp_size)
 
 
-def _boxed(shard: Shard, groups: Sequence[GroupSpec], axes: Sequence[HeadAxis]) -> Shard:
-    """The shard with the heads and layers that other tensor sizes know it by, as far as its caches can be cut."""
+def _stages(shard: Shard, cache: Any) -> list[dict[GroupName, int]]:
+    """How many layers each pipeline stage has of each group. All stages ask each other, so none may fail before."""
+    own: dict[GroupName, int] = Counter(
+        (index, _layer_spec(group.kv_cache_spec, name))
+        for index, group in enumerate(cache.kv_cache_groups)
+        if getattr(group, "enable_kv_transfer", True)
+        for name in group.layer_names
+    )
+    if shard.pp_size == 1:
+        return [own]
+    from vllm.distributed.parallel_state import get_pp_group  # noqa: PLC0415 - this file is used without vLLM too
+
+    told: list[Any] = [None] * shard.pp_size
+    torch.distributed.all_gather_object(told, own, group=get_pp_group().cpu_group)
+    return told
+
+
+def _common_groups(stages: Sequence[Mapping[GroupName, int]], own: Sequence[GroupName]) -> list[GroupName]:
+    """The groups of all stages in the first one's order.
+
+    :param own: of this stage, after its tensors were seen.
+    """
+    if len(stages) == 1:
+        return list(own)
+    for number, stage in enumerate(stages):
+        if missing := sorted({index for index, _ in set(stages[0]) ^ set(stage)}):
+            raise Unsupported(
+                f"pipeline stages 0 and {number} do not both have layers of vLLM's cache groups {missing}, which is "
+                "not supported; choose another pipeline size, or stages that do with VLLM_PP_LAYER_PARTITION"
+            )
+    if len(own) != len(stages[0]):
+        raise Unsupported("layers of one cache group have tensors of several shapes; pipeline stages cannot share them")
+    return list(stages[0])
+
+
+def _layers(
+    groups: Sequence[GroupSpec], named: Sequence[GroupName], stages: Sequence[Mapping[GroupName, int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Of each group, how many layers each pipeline stage has."""
+    if len(stages) == 1:
+        return tuple((len(group.layers),) for group in groups)
+    return tuple(tuple(stage[name] for stage in stages) for name in named)
+
+
+def _boxed(shard: Shard, axes: Sequence[HeadAxis], stages: tuple[tuple[int, ...], ...]) -> Shard:
+    """The shard with the heads and layers that other sizes know it by, as far as its caches can be cut.
+
+    :param stages: of each group, its layers on each pipeline stage.
+    """
     for number, axis in enumerate(axes):
         if axis.refusal:
             log.info("bound_to_tensor_size", group=number, tp_size=shard.tp_size, reason=axis.refusal)
     heads = tuple(0 if axis.refusal else axis.heads for axis in axes)
-    if not any(heads):
+    if not any(heads) and shard.pp_size == 1:
         return shard
-    return msgspec.structs.replace(shard, heads=heads, stages=tuple((len(group.layers),) for group in groups))
+    return msgspec.structs.replace(shard, heads=heads if any(heads) else (), stages=stages)
 
 
 def _layer_spec(group_spec: Any, name: str) -> Any:

@@ -80,7 +80,7 @@ class Handlers:
             context.slow_steps.forget(session.number)
         if context.tier is not None and not any(other.engine == session.engine for other in context.sessions):
             context.tier.drop_leases(session.engine)
-        context.metrics.sessions(context.sessions.workers())
+        context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())
 
     def _refuse(self, session: ClientSession, message: ToServer, code: str, error: LayerflowError) -> None:
         self._context.metrics.protocol_error(code)
@@ -179,7 +179,7 @@ class Handlers:
         session.spec = message.spec
         session.memory = message.memory
         session.direct = message.memory and message.direct
-        context.metrics.sessions(context.sessions.workers())
+        context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())
         self._log.info(
             "session_attached",
             session=session.number,

@@ -68,7 +68,15 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
     opening = (
         plan_direct(session, message, checked)
         if session.direct
-        else plan_step(context.pool, context.tier, session, message, checked, context.sessions.replicas_of(session))
+        else plan_step(
+            context.pool,
+            context.tier,
+            session,
+            message,
+            checked,
+            context.sessions.replicas_of(session),
+            context.driver.missed,
+        )
     )
     context.driver.open(key, opening.book)
     session.open_steps[message.step] = checked.nbytes

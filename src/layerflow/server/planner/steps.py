@@ -17,6 +17,7 @@ from layerflow.keys import DIGEST_BYTES, covered_by, object_key
 from layerflow.objects import object_bytes
 from layerflow.pool.base import Located, NewObject, Pool, ReserveStatus
 from layerflow.server.lookup import stored_object
+from layerflow.server.planner.missed import MissedTurns
 from layerflow.server.sessions import ClientSession
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
@@ -36,10 +37,12 @@ class StepBook:
     :param save_keys: for each save part of the core: the keys it has room for.
     :param load_objects: per group: (first block number, key) of every object loaded, ascending.
     :param direct: its objects are the tier's business and its worker's, not the arena's.
+    :param in_turns: other workers hold the same, and store what this one does not.
     """
 
     owner: Hashable
     direct: bool = False
+    in_turns: bool = False
     save_parts: list[int] = field(default_factory=list)
     save_keys: list[list[bytes]] = field(default_factory=list)
     load_objects: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
@@ -135,19 +138,21 @@ def plan_step(
     message: OpenStep,
     checked: CheckedStep,
     replicas: Sequence[Replica],
+    missed: MissedTurns,
 ) -> Opening:
     """Pin the objects to load, reserve room for those to save, and number the blocks.
 
     What the arena lacks is fetched from the tier.
 
     :param replicas: per group, which of the workers that hold the same heads this one is: they take turns in storing.
+    :param missed: what another one has not stored in its turn.
     """
     spec = session.spec
     assert spec is not None
     loads, saves = checked.loads, checked.saves
-    book = StepBook(("step", session.number, message.step))
+    book = StepBook(("step", session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
     load_plan, load_parts, bad, covered = _plan_loads(pool, tier, session, book, loads, message.deadline)
-    save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad, replicas)
+    save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad, replicas, missed)
     opened = StepOpened(
         session.number,
         message.step,
@@ -234,13 +239,14 @@ def _plan_saves(
     saves: list[tuple[Wanted, list[NewObject]]],
     bad: set[str],
     replicas: Sequence[Replica],
+    missed: MissedTurns,
 ) -> tuple[list[PlanPart], list[Part], int, dict[int, tuple[list[tuple[NewObject, int]], list[int]]]]:
     """The last of the results, by group: objects with their places, and each one's part."""
     plans, parts, full = [], [], 0
     placed: dict[int, tuple[list[tuple[NewObject, int]], list[int]]] = {}
     for position, (wanted, objects) in enumerate(saves):
         # What a request computes on top of a hit that is not there would be wrong: it is not stored.
-        turn = [replicas[wanted.group].stores(new.key) for new in objects]
+        turn = [replicas[wanted.group].stores(new.key) or new.key in missed for new in objects]
         room = [] if wanted.request in bad else pool.reserve([*compress(objects, turn)], book.owner)
         offsets = [NOWHERE] * len(objects)
         for at, place in zip(compress(range(len(objects)), turn), room, strict=False):

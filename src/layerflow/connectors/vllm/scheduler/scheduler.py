@@ -112,8 +112,8 @@ class SchedulerSide:
         """
         if not layouts or self.spec is not None:
             return
-        first, self._ranks = layouts[0], len(layouts)
-        self.spec = _spec_of(first)
+        first, self.spec = layouts[0], _spec_of(layouts[0])
+        self._ranks = max(len(layouts), self.spec.shard.workers)  # older vLLMs tell of one pipeline stage only
         self._lookups = Lookups(first.endpoint, self._engine_id, self.spec, at_sight=self._trusts_sight)
         self._lookups.wait_connected(connect_s)
         self._control = Control(first.endpoint, self._engine_id, self.spec)
@@ -356,7 +356,7 @@ class SchedulerSide:
     def _met(self, layouts: Sequence[WorkerLayout]) -> None:
         """Layouts that came with a step's output: behind another connector's handshake there is no earlier way."""
         self._layouts += layouts
-        if self._layouts and len(self._layouts) == _spec_of(self._layouts[0]).shard.tp_size:
+        if self._layouts and len(self._layouts) == _spec_of(self._layouts[0]).shard.workers:
             self.meet_workers(self._layouts, DEFAULT_LOOKUP_TIMEOUT_S)
         elif self._unmet:
             reason = "the workers have not told their cache's layout; these requests are not cached"
