@@ -339,6 +339,7 @@ class Agent:
             fenced_steps=tally.fenced_steps,
             lookups=tally.lookups,
             hit_tokens=tally.hit_tokens,
+            copies=self.device.copies.counts,
         )
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class Dispatcher:
         self._copiers: tuple[Copier, Copier] | None = None
         self.bypass = DirectLaneSwitch(memory, device, open_steps)
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
-        self._poller = Poller(device.kind) if device.kind != "cpu" else None
+        self._poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
         self._load_lane = LoadLane(self._ended_copy, self._loaded_some)
         self._save_lane = SaveLane(self._ended_copy, self._saved_some)
 
@@ -96,7 +96,8 @@ class Dispatcher:
         self._control.connect()
         if not attachment.direct:
             pin(attachment.arena, self._device)
-            self._copiers = (copier_for(self._memory, attachment.arena), copier_for(self._memory, attachment.arena))
+            made = [copier_for(self._memory, attachment.arena, self._device) for _ in (LOAD, SAVE)]
+            self._copiers = (made[LOAD], made[SAVE])
         self._set_terms(attachment.terms)
         self._tally.attachments += 1
         self.silent = False
