@@ -65,14 +65,20 @@ class Stream:
 class Event:
     """A point in a stream."""
 
-    def __init__(self, machine: Machine) -> None:
-        machine.called("event", unsafe=False)
+    def __init__(self, machine: Machine, enable_timing: bool = False) -> None:
         self.machine = machine
+        self.timed = enable_timing
+        self.at_s = 0.0
         self.stream: Stream | None = None
         self.work: Work | None = None
 
     def record(self, stream: Stream) -> None:
         self.stream, self.work = stream, stream.put()
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self.timed and end.timed):
+            raise ValueError("both events must be created with argument 'enable_timing=True'")
+        return (end.at_s - self.at_s) * 1e3
 
     def query(self) -> bool:
         self.machine.called("query")
@@ -144,8 +150,8 @@ class Machine:
             self.streams.append(Stream(self, next(self._numbers)))
             return self.streams[-1]
 
-    def Event(self) -> Event:
-        return Event(self)
+    def Event(self, enable_timing: bool = False) -> Event:
+        return Event(self, enable_timing)
 
     def current_stream(self, device: object = None) -> Stream:
         return getattr(self._thread, "stream", self.default)
@@ -193,11 +199,17 @@ class Machine:
     def leave_captures(self) -> None:
         self._thread.relaxed = True
 
-    def called(self, name: str, unsafe: bool = True) -> None:
-        if unsafe and self.capturing and not getattr(self._thread, "relaxed", False):
+    def called(self, name: str) -> None:
+        if self.capturing and not getattr(self._thread, "relaxed", False):
             self.invalidated.append(f"{name} by {threading.current_thread().name}")
 
     # -- what the tests do ------------------------------------------------------------------------------
+
+    def event_at(self, seconds: float) -> Event:
+        """A timed one, done at that moment of the device's clock."""
+        event = Event(self, enable_timing=True)
+        event.at_s = seconds
+        return event
 
     def step(self) -> bool:
         """Do one thing, of any stream that can; False if none can."""

@@ -63,9 +63,9 @@ class Accelerator:
         current: AbstractContextManager[Any] = self._module.stream(stream)
         return current
 
-    def event(self, stream: Any) -> DeviceEvent:
+    def event(self, stream: Any, *, timed: bool = False) -> DeviceEvent:
         """An event behind everything that was enqueued on the stream."""
-        event = self._module.Event()
+        event = self._module.Event(enable_timing=timed)
         event.record(stream)
         recorded: DeviceEvent = event
         return recorded
@@ -81,8 +81,14 @@ class Accelerator:
                 self.native.leave_captures()
             self._beside.left = True
 
-    def record(self) -> DeviceEvent:
-        return self.event(self._module.current_stream(self._device))
+    def record(self, *, timed: bool = False) -> DeviceEvent:
+        return self.event(self._module.current_stream(self._device), timed=timed)
+
+    def seconds_between(self, first: object, last: object) -> float | None:
+        try:
+            return float(first.elapsed_time(last)) / 1e3  # type: ignore[attr-defined]
+        except (AttributeError, RuntimeError, ValueError):  # an engine's own event need not be timed
+            return None
 
     def wait(self, event: DeviceEvent) -> None:
         self._module.current_stream(self._device).wait_event(event)

@@ -78,8 +78,15 @@ class Device(Protocol):
     kind: str
     copies: CopyCounter
 
-    def record(self) -> DeviceEvent:
-        """An event behind everything the calling thread has enqueued on its current stream."""
+    def record(self, *, timed: bool = False) -> DeviceEvent:
+        """An event behind everything the calling thread has enqueued on its current stream.
+
+        :param timed: for :meth:`seconds_between`.
+        """
+        ...
+
+    def seconds_between(self, first: object, last: object) -> float | None:
+        """The device's time from one event to another, both recorded with `timed` and done; None = not known."""
         ...
 
     def wait(self, event: DeviceEvent) -> None:

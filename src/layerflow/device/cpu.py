@@ -39,9 +39,12 @@ class CpuDevice:
     def __init__(self) -> None:
         self.copies = CopyCounter()
 
-    def record(self) -> CpuEvent:
+    def record(self, *, timed: bool = False) -> CpuEvent:
         """What the calling thread computed is done: an event that is set."""
         return CpuEvent(done=True)
+
+    def seconds_between(self, first: object, last: object) -> None:
+        """Its events know no time."""
 
     def wait(self, event: DeviceEvent) -> None:
         """Block until `event` is set."""
