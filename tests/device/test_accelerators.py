@@ -26,6 +26,8 @@ from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.ops.streamed import StreamCopier
 from layerflow.spec import GroupSpec, ModelSpec, Plane
+from layerflow_cli.bench.device import measure
+from layerflow_cli.device_check import examine_device
 
 EMULATED_NPU = bool(os.environ.get("LAYERFLOW_TEST_NPU"))
 if EMULATED_NPU:
@@ -247,6 +249,23 @@ def test_batches_go_by_the_streams_that_torch_has_and_wait_for_an_engine_on_its_
     device.unpin(arena.address)
     assert expected.any()
     np.testing.assert_array_equal(arena.array, expected)
+
+
+def test_the_doctor_copies_blocks_there_and_back_and_compares_them() -> None:
+    findings = {finding.check: finding for finding in examine_device(str(DEVICE))}
+    assert set(findings) == {"device", "pinning", "streams and events", "copies"}
+    assert {findings[check].state.value for check in ("pinning", "streams and events", "copies")} == {"ok"}, findings
+    if EMULATED_NPU:
+        assert "CANN emulated" in findings["device"].found
+        assert "2 calls for 2 batches" in findings["copies"].found
+
+
+def test_the_measurement_makes_one_call_for_each_batch() -> None:
+    result = measure(device=str(DEVICE), moved_mib=1, turns=1, block_kib=(16, 64))
+    assert result["emulated"] is EMULATED_NPU
+    assert result["calls_per_batch"] == 1.0
+    assert result["register_gb_per_s"] > 0
+    assert all(result[way][size]["gbps"] > 0 for way in ("h2d", "d2h") for size in ("16KiB", "64KiB"))
 
 
 def test_nothing_to_move_still_gives_an_event(poller: Poller, arena: SharedMemory) -> None:
