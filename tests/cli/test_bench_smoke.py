@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from layerflow_cli.bench import auto, copy, flow, miss, overlap, pool, stagger
+from layerflow_cli.bench import auto, copy, flow, lookup, miss, overlap, pool, stagger
 
 
 def test_miss():
@@ -57,3 +57,10 @@ def test_pool(kind):
     assert [result[f"metadata_rpcs_{what}"] for what in ("per_step", "2_layers", "4_layers")] == [0, 0, 0]
     speeds, requests = pool.present(result)
     assert kind in speeds.title and (speeds.row_count, requests.row_count) == (2, 3)
+
+
+def test_lookup():
+    result = lookup.measure(tokens=1024, tp_size=2, lookups=2)
+    assert result["objects"] == 8
+    for name in ("loop_cpu_us", "release_cpu_us", "wall_us"):
+        assert 0 < result[name]["p50"] <= result[name]["p99"], name
