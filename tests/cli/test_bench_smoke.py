@@ -54,6 +54,7 @@ def test_pool(kind):
     result = pool.measure(kind=kind, rounds=1, chunks=2, layers=3, depths=(2, 4))
     for way in ("save", "load"):
         assert result[f"{way}_ratio"] == pytest.approx(result[f"{way}_gbps"] / result[f"raw_{way}_gbps"])
+    assert 0 < result["first_byte_us"] < 60e6
     assert [result[f"metadata_rpcs_{what}"] for what in ("per_step", "2_layers", "4_layers")] == [0, 0, 0]
     speeds, requests = pool.present(result)
     assert kind in speeds.title and (speeds.row_count, requests.row_count) == (2, 3)
