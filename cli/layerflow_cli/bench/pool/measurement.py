@@ -23,6 +23,7 @@ import torch
 from rich.table import Table
 
 from layerflow.agent.connection.control import Control
+from layerflow.agent.step.step import Step
 from layerflow.config.pool import MEMORY
 from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import pool_name
@@ -229,6 +230,7 @@ class _Bench:
         request = dataclasses.replace(worker.loading(chain, hit), request=name)  # its lease ends with the step
         opened = time.monotonic()
         with worker.agent.open_step([request]) as step:
+            assert isinstance(step, Step)  # it has something to load
             outcome = step.wait_all()
             seconds = time.monotonic() - began
             if not outcome:
