@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Protocol
 
-from layerflow.keys import DIGEST_BYTES, leading_blocks, object_key
+from layerflow.keys import DIGEST_BYTES, leading_blocks, object_key, object_keys
 from layerflow.kinds import Kind
 from layerflow.spec import ModelSpec
 
@@ -192,7 +192,7 @@ def _presence(pool: LookupSource, spec: ModelSpec, digests: list[bytes]) -> Gene
             if rows or first:
                 yield
             few = digests[first : first + step]
-            found = pool.lookup([object_key(digest, group, shard) for digest in few for shard in shards])
+            found = pool.lookup(object_keys(few, (group,), shards))
             row += found if count == 1 else [all(found[at : at + count]) for at in range(0, len(found), count)]
         rows.append(row)
     return rows
@@ -249,8 +249,7 @@ def _best(
 
 def _keys(spec: ModelSpec, digest: bytes) -> list[bytes]:
     """A chunk's objects, of every group and shard."""
-    shards = spec.shard.peers()
-    return [object_key(digest, group, shard) for group in range(len(spec.groups)) for shard in shards]
+    return object_keys((digest,), range(len(spec.groups)), spec.shard.peers())
 
 
 def _tails(

@@ -12,7 +12,7 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -228,6 +228,12 @@ def object_key(digest: bytes, group: int, shard: Shard) -> bytes:
     Shards that hold the same ones have the same key. Where neither is known, the key holds the worker's ranks.
     """
     return digest + covered_by(group, shard)
+
+
+def object_keys(digests: Iterable[bytes], groups: Iterable[int], shards: Sequence[Shard]) -> list[bytes]:
+    """:func:`object_key` of many: by digest, then group, then shard."""
+    ends = [covered_by(group, shard) for group in groups for shard in shards]
+    return [digest + end for digest in digests for end in ends]
 
 
 def several_key(fingerprint: bytes) -> bytes:

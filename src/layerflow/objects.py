@@ -20,7 +20,8 @@ LAYOUT_VERSION = 1
 _HEADER = struct.Struct("<4sHHIIQ24sQ8x")
 assert _HEADER.size == HEADER_BYTES
 _CHECKSUM = struct.Struct("<Q")
-_CHECKSUM_AT = 48
+CHECKSUM_AT = 48
+_START = struct.Struct(f"{CHECKSUM_AT}s")
 
 
 def layer_bytes(group: GroupSpec, blocks: int) -> int:
@@ -53,14 +54,20 @@ def pack_header(key: bytes, *, blocks: int, tokens: int, payload: int) -> bytes:
     return _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, blocks, tokens, payload, key, 0)
 
 
+def header_start(memory: memoryview, offset: int) -> bytes:
+    """A header without its checksum, to be compared with one of :func:`pack_header` in little time."""
+    start: bytes = _START.unpack_from(memory, offset)[0]
+    return start
+
+
 def set_checksum(header: memoryview, checksum: int) -> None:
     """Enter the XXH3-64 of the payload into a header, before the object crosses a network."""
-    _CHECKSUM.pack_into(header, _CHECKSUM_AT, checksum)
+    _CHECKSUM.pack_into(header, CHECKSUM_AT, checksum)
 
 
 def get_checksum(header: bytes | memoryview) -> int:
     """Of the payload; 0 = its writer kept none."""
-    return int(_CHECKSUM.unpack_from(header, _CHECKSUM_AT)[0])
+    return int(_CHECKSUM.unpack_from(header, CHECKSUM_AT)[0])
 
 
 def check_header(raw: bytes | memoryview, key: bytes, blocks: int) -> None:

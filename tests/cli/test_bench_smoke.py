@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from layerflow_cli.bench import auto, copy, device, flow, miss, overlap, pool, stagger
+from layerflow_cli.bench import auto, copy, device, flow, lookup, miss, overlap, pool, stagger
 
 
 def test_miss():
@@ -42,7 +42,7 @@ def test_copy():
 
 
 def test_device():
-    result = device.measure(device="cpu", moved_mib=1, turns=1, block_kib=(16, 64))
+    result = device.measure(device="cpu", moved_mib=1, turns=1, block_kib=(16, 64), matrix=32)
     for way in ("h2d", "d2h"):
         assert set(result[way]) == {"16KiB", "64KiB"}
         assert all(figures["gbps"] > 0 and figures["ratio"] > 0 for figures in result[way].values())
@@ -65,6 +65,14 @@ def test_pool(kind):
     result = pool.measure(kind=kind, rounds=1, chunks=2, layers=3, depths=(2, 4))
     for way in ("save", "load"):
         assert result[f"{way}_ratio"] == pytest.approx(result[f"{way}_gbps"] / result[f"raw_{way}_gbps"])
+    assert 0 < result["first_byte_us"] < 60e6
     assert [result[f"metadata_rpcs_{what}"] for what in ("per_step", "2_layers", "4_layers")] == [0, 0, 0]
     speeds, requests = pool.present(result)
     assert kind in speeds.title and (speeds.row_count, requests.row_count) == (2, 3)
+
+
+def test_lookup():
+    result = lookup.measure(tokens=1024, tp_size=2, lookups=2)
+    assert result["objects"] == 8
+    for name in ("loop_cpu_us", "release_cpu_us", "wall_us"):
+        assert 0 < result[name]["p50"] <= result[name]["p99"], name

@@ -261,7 +261,7 @@ def test_the_doctor_copies_blocks_there_and_back_and_compares_them() -> None:
 
 
 def test_the_measurement_makes_one_call_for_each_batch() -> None:
-    result = measure(device=str(DEVICE), moved_mib=1, turns=1, block_kib=(16, 64))
+    result = measure(device=str(DEVICE), moved_mib=1, turns=1, block_kib=(16, 64), matrix=64)
     assert result["emulated"] is EMULATED_NPU
     assert result["calls_per_batch"] == 1.0
     assert result["register_gb_per_s"] > 0

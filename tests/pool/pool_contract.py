@@ -237,17 +237,19 @@ class PoolContract:
         pool.acquire([key_of("one")], READER, 9.0)
         assert (pool.statistics().hits, pool.statistics().misses) == (2, 2)
 
-    def test_pins_expire_and_extending_keeps_the_later_end(self, pool):
+    def test_an_owners_pins_expire_together_at_the_latest_end(self, pool):
         self.store(pool, new("one"), new("two"))
         pool.acquire([key_of("one"), key_of("two")], READER, 5.0)
         pool.acquire([key_of("one")], READER, 8.0)
         pool.acquire([key_of("one")], READER, 6.0)
+        pool.acquire([key_of("absent")], READER, 9.0)
+        pool.acquire([key_of("two")], OTHER, 7.0)
         assert pool.statistics().pinned == 2
-        assert pool.expire(4.9) == 0
-        assert pool.expire(5.0) == 1
-        assert pool.statistics().pinned == 1
+        assert pool.expire(6.9) == 0
+        assert pool.expire(7.0) == 1
+        assert pool.statistics().pinned == 2
         assert pool.expire(7.9) == 0
-        assert pool.expire(8.0) == 1
+        assert pool.expire(8.0) == 2
         assert pool.statistics().pinned == 0
 
     def test_owners_pin_independently(self, pool):
@@ -296,8 +298,7 @@ class PoolContract:
         assert fresh != old
         assert pool.acquire([one.key], READER, 5.0)[0].offset == fresh
         assert pool.statistics().pinned == 2
-        assert pool.expire(5.0) == 1  # the new one; the old one's pin is longer
-        pool.acquire([one.key], READER, 9.0)
+        assert pool.expire(5.0) == 0  # the old one's pin is longer, and an owner's pins end together
         pool.release(READER, [one.key])  # both
         assert pool.statistics().pinned == 0
         assert pool.lookup([one.key]) == [True]

@@ -27,9 +27,9 @@ def test_unused_objects_leave_in_the_order_they_came():
 def test_twice_used_objects_survive_a_scan_and_once_used_ones_do_not():
     policy, items = filled(20)
     for item in items[:3]:
-        policy.use(item)
-        policy.use(item)
-    policy.use(items[3])
+        policy.use([item])
+        policy.use([item])
+    policy.use([items[3]])
     gone = []
     for i in range(200):
         policy.admit(Item(key_of(("scan", i)), 10))
@@ -42,11 +42,11 @@ def test_twice_used_objects_survive_a_scan_and_once_used_ones_do_not():
 def test_parked_objects_are_never_victims_and_cost_no_search():
     policy, items = filled(1000)
     for item in items[:-1]:
-        policy.park(item)
+        policy.park([item])
     assert len(policy) == 1
     assert policy.victim() is items[-1]
     assert policy.victim() is None
-    policy.unpark(items[7])
+    policy.unpark([items[7]])
     assert policy.victim() is items[7]
     policy.validate()
 
@@ -65,7 +65,7 @@ def test_sizes_are_counted():
     policy, items = filled(3)
     policy.admit(Item(key_of("wide"), 70))
     assert (policy.of_size(10), policy.of_size(70), policy.of_size(5)) == (3, 1, 0)
-    policy.park(items[0])
+    policy.park([items[0]])
     policy.victim()
     assert (policy.of_size(10), policy.of_size(70)) == (1, 1)
 

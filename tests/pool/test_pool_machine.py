@@ -126,8 +126,10 @@ class PoolMachine(RuleBasedStateMachine):
                 continue
             self.hits += 1
             assert place == Located(self.ready[name][0], 16, 256)
-            pin = (owner, place.offset)
-            self.pins[pin] = max(self.pins.get(pin, -math.inf), until)
+            # All pins of an owner end together.
+            self.pins.setdefault((owner, place.offset), until)
+            last = max(until, *(end for (other, _), end in self.pins.items() if other == owner))
+            self.pins |= {pin: last for pin in self.pins if pin[0] == owner}
 
     @rule(data=st.data(), owner=owners, lease=st.sampled_from([0.0, 1.0, 5.0, math.inf]))
     @precondition(lambda self: self.ready)

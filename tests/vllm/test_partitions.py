@@ -12,7 +12,7 @@ from engines import UNSERVED, Engine, connector
 from layerflow_cli.bench.harness import ServerProcess
 
 CHUNK = 64
-SLOW = {"pool__link_gbps": 0.01, "transfer__max_transfer_bytes": "64KiB"}  # loads that are still under way behind a step
+SLOW = {"pool__link_gbps": 0.01, "transfer__max_transfer_bytes": "64KiB"}  # loads that outlast their step
 
 
 def size(ranks: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ BLOCK_KIB = (16, 64, 256)
 TOKENS = 16  # of one block
 ON_DEVICE, ON_CPU = 1024, 64  # MiB that one copy moves
 BATCH_BYTES = 64 << 20  # of one batch, as lanes copy at most
-MATRIX = 2048
+MATRIX_ON_DEVICE, MATRIX_ON_CPU = 4096, 512
 PRODUCTS = 20  # of one turn
 WAITS = 200
 
@@ -35,13 +35,19 @@ Call = Callable[[], object]
 
 
 def measure(
-    device: str = "cpu", moved_mib: int = 0, turns: int = 5, block_kib: Sequence[int] = BLOCK_KIB, seed: int = 0
+    device: str = "cpu",
+    moved_mib: int = 0,
+    turns: int = 5,
+    block_kib: Sequence[int] = BLOCK_KIB,
+    matrix: int = 0,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Move random blocks both ways through the copier that engines use; medians of all turns.
 
     :param device: ``"cpu"``, ``"cuda"``, ``"npu"``, or one of several, e.g. ``"cuda:1"``.
     :param moved_mib: MiB that are moved each way; 0 = 1024 on a device, 64 on the cpu.
     :param block_kib: block sizes, KiB.
+    :param matrix: rows of the matrices that are multiplied; 0 = 4096 on a device, 512 on the cpu.
     :returns: ``h2d`` and ``d2h``: for each block size ``gbps``, and ``ratio``: to the contiguous copy that way.
         ``pinned_gbps``: that copy, the faster way. ``calls_per_batch``: native calls, or single copies, for each batch.
         ``compute_slowdown``: how much longer matrix products take beside loads, 0.03 = 3 %. ``wait_us``: what an event
@@ -51,11 +57,15 @@ def measure(
     :raises Unsupported: no such device here.
     """
     target = device_for(device)
+    matrix = matrix or (MATRIX_ON_CPU if target.kind == "cpu" else MATRIX_ON_DEVICE)
     moved = (moved_mib or (ON_CPU if target.kind == "cpu" else ON_DEVICE)) << 20
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        fields = {f"{kib}KiB": _field_figures(target, device, kib << 10, moved, turns, seed) for kib in block_kib}
+        fields = {
+            f"{kib}KiB": _field_figures(_Field(target, device, kib << 10, moved, matrix, seed), turns)
+            for kib in block_kib
+        }
     finally:
         torch.set_num_threads(threads)
     ways = {way: {size: figures[way] for size, figures in fields.items()} for way in ("h2d", "d2h")}
@@ -66,8 +76,7 @@ def measure(
     return {**ways, "pinned_gbps": pinned, **{name: first[name] for name in rest}, **about}
 
 
-def _field_figures(target: Device, where: str, block_bytes: int, moved: int, turns: int, seed: int) -> dict[str, Any]:
-    field = _Field(target, where, block_bytes, moved, seed)
+def _field_figures(field: _Field, turns: int) -> dict[str, Any]:
     try:
         return field.figures(turns)
     finally:
@@ -77,7 +86,7 @@ def _field_figures(target: Device, where: str, block_bytes: int, moved: int, tur
 class _Field:
     """Engine memory on the device, a pinned arena, and random blocks of one size in each."""
 
-    def __init__(self, target: Device, where: str, block_bytes: int, moved: int, seed: int) -> None:
+    def __init__(self, target: Device, where: str, block_bytes: int, moved: int, matrix: int, seed: int) -> None:
         self.target = target
         count = moved // block_bytes
         self.moved = count * block_bytes
@@ -100,8 +109,7 @@ class _Field:
         self.batches = [blocks.extents(0, at, min(count, at + step)) for at in range(0, count, step)]
         self.one = blocks.extents(0, 0, 1)
         self.copier = copier_for(memory, self.arena, target)
-        self.matrix = torch.ones(MATRIX, MATRIX, device=where)
-        self._module = None if target.kind == "cpu" else torch.get_device_module(target.kind)
+        self.matrix = torch.ones(matrix, matrix, device=where)
 
     def close(self) -> None:
         self.copier.drain()

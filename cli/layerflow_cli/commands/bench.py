@@ -21,6 +21,7 @@ MEASUREMENTS = {
     "device": "How fast scattered blocks move to and from a device, against one contiguous pinned copy.",
     "flow": "Events per second of the core, and commands per layer.",
     "miss": "What a lookup that finds nothing costs.",
+    "lookup": "What a lookup that hits costs the server's loop.",
     "stagger": "How well ranks keep their slots on a shared link.",
     "auto": "Whether mode = auto picks the cheaper way.",
     "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",

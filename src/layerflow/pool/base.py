@@ -135,7 +135,8 @@ class Pool(Protocol):
     def acquire(self, keys: Sequence[bytes], owner: Owner, until: float) -> list[Located | None]:
         """Pin complete objects against eviction until released or until `until`; None = not there.
 
-        Counts a hit or a miss per key. Acquiring again by the same owner extends the pin to the later `until`.
+        Counts a hit or a miss per key. All pins of an owner end together: at the latest `until` that it gave for
+        something that was there.
         """
         ...
 

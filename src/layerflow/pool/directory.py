@@ -12,6 +12,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from layerflow.errors import PoolError
 from layerflow.keys import DIGEST_BYTES
@@ -20,7 +21,7 @@ from layerflow.pool.eviction import Item
 from layerflow.pool.sharing import SharedBlocks
 from layerflow.presence import PresenceWriter, tail_marks
 
-_COMPACT_OVER = 4096  # pins listed in the expiry heap beyond four times those alive
+_COMPACT_OVER = 256  # ends listed in the expiry heap beyond twice the owners alive
 
 
 class ObjectState(enum.Enum):
@@ -30,9 +31,12 @@ class ObjectState(enum.Enum):
 
 
 class DirectoryEntry(Item):
-    """One object's place and state."""
+    """One object's place and state.
 
-    __slots__ = ("block_digests", "located", "nbytes", "parent", "pins", "state", "writer")
+    :ivar header: what its header began with when it was published.
+    """
+
+    __slots__ = ("block_digests", "header", "located", "nbytes", "parent", "readers", "state", "writer")
 
     def __init__(self, new: NewObject, offset: int, room: int, writer: Owner) -> None:
         super().__init__(new.key, room)
@@ -40,9 +44,20 @@ class DirectoryEntry(Item):
         self.nbytes = new.nbytes
         self.parent = new.parent
         self.block_digests = new.block_digests
-        self.pins: dict[Owner, float] = {}  #: reader -> when its pin runs out
+        self.header = b""
+        self.readers = 0  #: owners that pin it
         self.state = ObjectState.WRITING
         self.writer = writer
+
+
+class OwnerPins:
+    """What one owner pins, until when: a lease is one of these, however many objects it holds."""
+
+    __slots__ = ("entries", "until")
+
+    def __init__(self) -> None:
+        self.entries: dict[DirectoryEntry, None] = {}
+        self.until = -math.inf
 
 
 class Directory:
@@ -61,11 +76,9 @@ class Directory:
         self._tails: dict[bytes, dict[DirectoryEntry, None]] = {}
         self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and mark, see tail_marks
         self._shared = SharedBlocks()
-        self._pins: dict[Owner, dict[DirectoryEntry, None]] = {}
+        self._pins: dict[Owner, OwnerPins] = {}
         self._reserved: dict[Owner, dict[DirectoryEntry, None]] = {}
-        self._due: list[tuple[float, int, Owner, list[DirectoryEntry]]] = []
-        self._due_pins = 0
-        self._live_pins = 0
+        self._due: list[tuple[float, int, Owner]] = []
         self._serial = 0
 
     # Writing -------------------------------------------------------------------------------------
@@ -122,7 +135,7 @@ class Directory:
         """A ready entry becomes invisible; where nobody pins it, it is gone."""
         self._unlist(entry)
         entry.state = ObjectState.HIDDEN
-        if entry.pins:
+        if entry.readers:
             self._hidden.setdefault(entry.key, {})[entry] = None
         else:
             del self.at[entry.located.offset]
@@ -170,73 +183,60 @@ class Directory:
     def pin(
         self, keys: Sequence[bytes], owner: Owner, until: float
     ) -> tuple[list[Located | None], list[DirectoryEntry], list[DirectoryEntry]]:
-        """Pin what is ready, or extend the owner's pin.
+        """Pin what is ready. All pins of an owner end together, at the latest end that it asked for.
 
         :returns: places in the order of `keys` (None = not there), the entries that `owner` newly pinned, and
             those of them that nobody had pinned before.
         """
-        ready, mine = self.ready, self._pins.get(owner, {})
-        places: list[Located | None] = []
-        timed: list[DirectoryEntry] = []
-        fresh: list[DirectoryEntry] = []
-        first: list[DirectoryEntry] = []
-        for key in keys:
-            entry = ready.get(key)
-            if entry is None:
-                places.append(None)
-                continue
-            places.append(entry.located)
-            pins = entry.pins
-            before = pins.get(owner)
-            if before is None:
-                fresh.append(entry)
-                if not pins:
-                    first.append(entry)
-                mine[entry] = None
-            elif before >= until:
-                continue
-            pins[owner] = until
-            timed.append(entry)
-        if fresh:
-            self._pins[owner] = mine
-            self.pinned += len(first)
-            self._live_pins += len(fresh)
-        if timed and until < math.inf:
-            self._serial += 1
-            heapq.heappush(self._due, (until, self._serial, owner, timed))
-            self._due_pins += len(timed)
-            self._compact()
-        return places, fresh, first
+        ready, pins = self.ready, self._pins.get(owner) or OwnerPins()
+        found = [ready.get(key) for key in keys]
+        mine, before = pins.entries, len(pins.entries)
+        # A dict keeps its order, and what is in it already stays where it is: the new ones are the last.
+        mine.update(dict.fromkeys([entry for entry in found if entry is not None]))
+        fresh = list(islice(mine, before, None))
+        first = [entry for entry in fresh if not entry.readers]
+        for entry in fresh:
+            entry.readers += 1
+        if mine:
+            self._pins[owner] = pins
+        self.pinned += len(first)
+        if until > pins.until and any(found):
+            pins.until = until
+            if until < math.inf:
+                self._serial += 1
+                heapq.heappush(self._due, (until, self._serial, owner))
+                self._compact()
+        return [None if entry is None else entry.located for entry in found], fresh, first
 
     def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[DirectoryEntry]:
         """Drop the owner's pins on `keys` (None = all); the entries now unpinned, newest pin first."""
-        mine = self._pins.get(owner)
-        if mine is None:
+        pins = self._pins.get(owner)
+        if pins is None:
             return []
+        mine = pins.entries
         if keys is None:
-            chosen = list(mine)
-        else:
-            chosen = []
-            for key in keys:
-                entry = self.ready.get(key)
-                if entry is not None and entry in mine:
-                    chosen.append(entry)
-                chosen.extend(entry for entry in self._hidden.get(key, ()) if entry in mine)
-        return self._drop(owner, dict.fromkeys(reversed(chosen)))
+            return self._drop(owner, list(reversed(mine)))
+        chosen = []
+        for key in keys:
+            entry = self.ready.get(key)
+            if entry is not None and entry in mine:
+                chosen.append(entry)
+            chosen.extend(entry for entry in self._hidden.get(key, ()) if entry in mine)
+        return self._drop(owner, list(dict.fromkeys(reversed(chosen))))
 
     def pins_of(self, owner: Owner) -> int:
         """How many entries `owner` pins."""
-        return len(self._pins.get(owner, ()))
+        return len(self._pins[owner].entries) if owner in self._pins else 0
 
     def expire(self, now: float) -> tuple[int, list[DirectoryEntry]]:
         """Drop pins that run out at or before `now`: how many, and the entries now unpinned."""
         dropped, idle = 0, []
         while self._due and self._due[0][0] <= now:
-            _, _, owner, entries = heapq.heappop(self._due)
-            self._due_pins -= len(entries)
-            overdue = dict.fromkeys(e for e in reversed(entries) if e.pins.get(owner, math.inf) <= now)
-            dropped += len(overdue)
-            idle += self._drop(owner, overdue)
+            _, _, owner = heapq.heappop(self._due)
+            pins = self._pins.get(owner)
+            if pins is not None and pins.until <= now:
+                dropped += len(pins.entries)
+                idle += self._drop(owner, list(reversed(pins.entries)))
         return dropped, idle
 
     def owners(self) -> list[Owner]:
@@ -247,35 +247,32 @@ class Directory:
         """Offsets of everything that must stay: half-written or pinned (with repeats)."""
         for entry in self.writing.values():
             yield entry.located.offset
-        for mine in self._pins.values():
-            for entry in mine:
+        for pins in self._pins.values():
+            for entry in pins.entries:
                 yield entry.located.offset
 
-    def _drop(self, owner: Owner, entries: Iterable[DirectoryEntry]) -> list[DirectoryEntry]:
-        idle: list[DirectoryEntry] = []
-        mine = self._pins.get(owner, {})
+    def _drop(self, owner: Owner, entries: list[DirectoryEntry]) -> list[DirectoryEntry]:
+        mine = self._pins[owner].entries
+        if len(entries) == len(mine):
+            del self._pins[owner]
+        else:
+            for entry in entries:
+                del mine[entry]
         for entry in entries:
-            del mine[entry]
-            del entry.pins[owner]
-            self._live_pins -= 1
-            if not entry.pins:
-                idle.append(entry)
-        if not mine:
-            self._pins.pop(owner, None)
+            entry.readers -= 1
+        idle = [entry for entry in entries if not entry.readers]
         self.pinned -= len(idle)
         return idle
 
     def _compact(self) -> None:
         """Released pins stay listed until they would have run out; drop them once they are the bulk."""
-        if self._due_pins <= 4 * self._live_pins + _COMPACT_OVER:
-            return
-        kept = [
-            (until, serial, owner, [entry for entry in entries if entry.pins.get(owner) == until])
-            for until, serial, owner, entries in self._due
-        ]
-        self._due = [item for item in kept if item[3]]
-        heapq.heapify(self._due)
-        self._due_pins = sum(len(item[3]) for item in self._due)
+        if len(self._due) > 2 * len(self._pins) + _COMPACT_OVER:
+            self._due = [
+                (until, serial, owner)
+                for until, serial, owner in self._due
+                if owner in self._pins and self._pins[owner].until == until
+            ]
+            heapq.heapify(self._due)
 
     def validate(self) -> None:
         """:raises PoolError: the indexes disagree."""
@@ -285,17 +282,15 @@ class Directory:
             raise PoolError("the index by offset differs from the entries")
         if self.ready.keys() & self.writing.keys():
             raise PoolError("a key is ready and being written at once")
-        pins = {(owner, entry) for owner, mine in self._pins.items() for entry in mine}
-        if pins != {(owner, entry) for entry in everything for owner in entry.pins} or len(pins) != self._live_pins:
-            raise PoolError("pins by owner differ from pins by entry")
-        if self.pinned != sum(bool(entry.pins) for entry in everything) or not all(entry.pins for entry in hidden):
+        readers = Counter(entry for pins in self._pins.values() for entry in pins.entries)
+        if dict(readers) != {entry: entry.readers for entry in everything if entry.readers}:
+            raise PoolError("pins by owner differ from the readers of the entries")
+        if not all(pins.entries for pins in self._pins.values()):
+            raise PoolError("an owner without pins lingers")
+        if self.pinned != len(readers) or not all(entry.readers for entry in hidden):
             raise PoolError("pinned entries are miscounted, or a hidden one without readers lingers")
-        timed = {(owner, entry, until) for until, _, owner, entries in self._due for entry in entries}
-        if any(
-            until < math.inf and (owner, entry, until) not in timed
-            for entry in everything
-            for owner, until in entry.pins.items()
-        ):
+        timed = {(owner, until) for until, _, owner in self._due}
+        if any(pins.until < math.inf and (owner, pins.until) not in timed for owner, pins in self._pins.items()):
             raise PoolError("a pin that runs out is not in the expiry heap")
         if {e for mine in self._reserved.values() for e in mine} != set(self.writing.values()):
             raise PoolError("reservations by owner differ from the half-written entries")

@@ -12,6 +12,7 @@ objects are pinned.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable
 from typing import Generic, TypeVar
 
 from layerflow.errors import PoolError
@@ -61,32 +62,43 @@ class S3Fifo(Generic[ItemT]):
         if item.key in self._ghosts:
             del self._ghosts[item.key]
             item.proven = True
-        self.unpark(item)
+        self.unpark((item,))
 
-    def use(self, item: ItemT) -> None:
-        """The object was read."""
-        if item.uses < MAX_USES:
-            item.uses += 1
+    def use(self, items: Iterable[ItemT]) -> None:
+        """These objects were read."""
+        for item in items:
+            if item.uses < MAX_USES:
+                item.uses += 1
 
-    def park(self, item: ItemT) -> None:
-        """The object may not be evicted (it is pinned), or is no longer there."""
-        if item.proven:
-            del self._main[item]
-            self._main_bytes -= item.room
-        else:
-            del self._small[item]
-            self._small_bytes -= item.room
-        self._uncount(item)
+    def park(self, items: Collection[ItemT]) -> None:
+        """These objects may not be evicted (they are pinned), or are no longer there."""
+        small, main = self._small, self._main
+        small_bytes = main_bytes = 0
+        for item in items:
+            if item.proven:
+                del main[item]
+                main_bytes += item.room
+            else:
+                del small[item]
+                small_bytes += item.room
+        self._small_bytes -= small_bytes
+        self._main_bytes -= main_bytes
+        self._uncount(items)
 
-    def unpark(self, item: ItemT) -> None:
-        """The object may be evicted again, last of its queue."""
-        if item.proven:
-            self._main[item] = None
-            self._main_bytes += item.room
-        else:
-            self._small[item] = None
-            self._small_bytes += item.room
-        self._by_room[item.room] += 1
+    def unpark(self, items: Collection[ItemT]) -> None:
+        """These objects may be evicted again, last of their queues."""
+        small, main = self._small, self._main
+        small_bytes = main_bytes = 0
+        for item in items:
+            if item.proven:
+                main[item] = None
+                main_bytes += item.room
+            else:
+                small[item] = None
+                small_bytes += item.room
+        self._small_bytes += small_bytes
+        self._main_bytes += main_bytes
+        self._by_room.update([item.room for item in items])
 
     def victim(self) -> ItemT | None:
         """The object to evict now, taken out of the order; None where nothing may go."""
@@ -109,7 +121,7 @@ class S3Fifo(Generic[ItemT]):
                     main[item] = None
                     continue
                 self._main_bytes -= item.room
-            self._uncount(item)
+            self._uncount((item,))
             return item
         return None
 
@@ -128,9 +140,11 @@ class S3Fifo(Generic[ItemT]):
         while len(self._ghosts) > most:
             self._ghosts.popitem(last=False)
 
-    def _uncount(self, item: ItemT) -> None:
-        left = self._by_room[item.room] - 1
-        if left:
-            self._by_room[item.room] = left
-        else:
-            del self._by_room[item.room]
+    def _uncount(self, items: Collection[ItemT]) -> None:
+        by_room = self._by_room
+        for room, count in Counter([item.room for item in items]).items():
+            left = by_room[room] - count
+            if left:
+                by_room[room] = left
+            else:
+                del by_room[room]

@@ -10,7 +10,7 @@ import structlog
 
 from layerflow.errors import BadKey, PoolError
 from layerflow.keys import KEY_BYTES, describe_key
-from layerflow.objects import HEADER_BYTES, check_header, pack_header
+from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, check_header, header_start, pack_header
 from layerflow.pool.base import Child, Located, NewObject, Owner, PoolStatistics, Reservation, ReserveStatus, Tail
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
 from layerflow.pool.eviction import S3Fifo
@@ -89,12 +89,10 @@ class MemoryPool:
 
         An object whose header was overwritten (by an engine that wrote where it must not) is hidden instead.
         """
-        self.hide([key for key in keys if not self._intact(key)])
+        self.hide(self._overwritten(keys))
         places, fresh, first = self._directory.pin(keys, owner, until)
-        for entry in first:
-            self._policy.park(entry)
-        for entry in fresh:
-            self._policy.use(entry)
+        self._policy.park(first)
+        self._policy.use(fresh)
         misses = places.count(None)
         self._misses += misses
         self._hits += len(places) - misses
@@ -102,8 +100,7 @@ class MemoryPool:
 
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
         """Pin complete objects without counting a hit or a use; what is not there is left out."""
-        for entry in self._directory.pin(keys, owner, until)[2]:
-            self._policy.park(entry)
+        self._policy.park(self._directory.pin(keys, owner, until)[2])
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
@@ -176,6 +173,7 @@ class MemoryPool:
             offset, blocks, tokens, _ = entry.located
             header = pack_header(key, blocks=blocks, tokens=tokens, payload=entry.nbytes - HEADER_BYTES)
             self._view[offset : offset + HEADER_BYTES] = header
+            entry.header = header[:CHECKSUM_AT]
             self._directory.publish(entry)
             published.append(entry)
         for entry in reversed(published):  # a prompt's last chunks go first: without the first ones they are no use
@@ -198,8 +196,8 @@ class MemoryPool:
             if entry is None:
                 continue
             hidden += 1
-            if not entry.pins:
-                self._policy.park(entry)
+            if not entry.readers:
+                self._policy.park((entry,))
                 self._free(entry)
             self._directory.hide(entry)
         self._hidden += hidden
@@ -255,7 +253,7 @@ class MemoryPool:
             if offset < end or entry.nbytes > entry.room or offset + entry.room > self._arena.nbytes:
                 raise PoolError(f"object {entry.key.hex()} at {offset} overlaps one that ends at {end}, or the end")
             end = offset + entry.room
-        if len(self._policy) != sum(not entry.pins for entry in self._directory.ready.values()):
+        if len(self._policy) != sum(not entry.readers for entry in self._directory.ready.values()):
             raise PoolError("eviction considers other objects than the complete unpinned ones")
 
     # Room ----------------------------------------------------------------------------------------
@@ -295,7 +293,7 @@ class MemoryPool:
             if window is not None and not patience:
                 for offset in window:
                     entry = self._directory.at[offset]
-                    policy.park(entry)
+                    policy.park((entry,))
                     self._evicted(entry)
             else:
                 self._evict_in_order(missing * room)
@@ -326,26 +324,34 @@ class MemoryPool:
 
     def _settle(self, idle: list[DirectoryEntry]) -> None:
         """These lost their last pin."""
-        for entry in idle:
-            if entry.state is ObjectState.HIDDEN:
-                self._directory.forget(entry)
-                self._free(entry)
-            else:
-                self._policy.unpark(entry)
+        stored = [entry for entry in idle if entry.state is not ObjectState.HIDDEN]
+        self._policy.unpark(stored)
+        if len(stored) < len(idle):
+            for entry in idle:
+                if entry.state is ObjectState.HIDDEN:
+                    self._directory.forget(entry)
+                    self._free(entry)
 
     def _free(self, entry: DirectoryEntry) -> None:
         self._wipe(entry.located.offset)
         self._slots.free(entry.located.offset)
 
-    def _intact(self, key: bytes) -> bool:
-        entry = self._directory.ready.get(key)
-        if entry is None:
-            return True
+    def _overwritten(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Of these objects, those whose header is not theirs any more."""
+        ready, view = self._directory.ready, self._view
+        entries = [entry for key in keys if (entry := ready.get(key)) is not None]
+        return [
+            entry.key
+            for entry in entries
+            if header_start(view, entry.located.offset) != entry.header and not self._intact(entry)
+        ]
+
+    def _intact(self, entry: DirectoryEntry) -> bool:
         offset, blocks, *_ = entry.located
         try:
-            check_header(self._view[offset : offset + HEADER_BYTES], key, blocks)
+            check_header(self._view[offset : offset + HEADER_BYTES], entry.key, blocks)
         except PoolError as error:
-            log.error("object_overwritten", key=describe_key(key), offset=offset, error=str(error))
+            log.error("object_overwritten", key=describe_key(entry.key), offset=offset, error=str(error))
             return False
         return True
 

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from layerflow.hits import NO_BLOCKS, SLICE_KEYS, BlockDigests, HitLength, LookupSource, search_hit, sharing_chunks
-from layerflow.keys import object_key
+from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool import base
 from layerflow.pool.base import NewObject, Pool
@@ -85,7 +85,7 @@ def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[
     step = max(1, SLICE_KEYS // (len(groups) * len(shards)))
     for first in range(0, len(wanted), step):
         few = wanted[first : first + step]
-        yield [object_key(digest, group, shard) for digest in few for group in groups for shard in shards]
+        yield object_keys(few, groups, shards)
 
 
 def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, parent: bytes = b"") -> NewObject:
@@ -163,10 +163,7 @@ def doubling(stop: int) -> Iterator[int]:
 
 def prompt_keys(spec: ModelSpec, digests: Sequence[bytes]) -> list[bytes]:
     """The objects of these chunks, full or partial, of all groups and shards."""
-    shards = spec.shard.peers()
-    return [
-        object_key(digest, group, shard) for digest in digests for group in range(len(spec.groups)) for shard in shards
-    ]
+    return object_keys(digests, range(len(spec.groups)), spec.shard.peers())
 
 
 def unknown_keys(
@@ -181,7 +178,7 @@ def unknown_keys(
         if start:
             yield
         part = digests[start : start + step]
-        keys = [object_key(digest, group, shard) for digest in part for group in groups for shard in shards]
+        keys = object_keys(part, groups, shards)
         lacking = {key for key, there in zip(keys, known.lookup(keys), strict=True) if not there}
         unknown += [[key for key in keys[at : at + each] if key in lacking] for at in range(0, len(part) * each, each)]
     return unknown
@@ -230,7 +227,7 @@ def _bring(
         need = group.rules.need(hit, spec.chunk_tokens) if hit else range(0)
         chunks = digests[need.start : need.stop]
         # Shards that hold the same heads have the same key.
-        keys = list(dict.fromkeys(object_key(digest, number, shard) for digest in chunks for shard in shards))
+        keys = list(dict.fromkeys(object_keys(chunks, (number,), shards)))
         missing = [key for key, there in zip(keys, pool.lookup(keys), strict=True) if not there]
         if missing:
             tier.bring([stored_object(spec, number, key) for key in missing], group.layers, engine)

@@ -23,6 +23,7 @@ import torch
 from rich.table import Table
 
 from layerflow.agent.connection.control import Control
+from layerflow.agent.step.step import Step
 from layerflow.config.pool import MEMORY
 from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import pool_name
@@ -57,7 +58,8 @@ def measure(
     :param config: settings of a running Mooncake master or MetaService; None = one is started.
     :param cann_emulator: folder of an emulated CANN, for memcache on machines without an NPU.
     :returns: ``save_ratio``, ``load_ratio``: engine ÷ raw throughput; ``save_gbps``, ``load_gbps``, ``raw_save_gbps``,
-        ``raw_load_gbps``: 10^9 bytes of payload per second; ``metadata_rpcs_per_step``: requests that a saving step
+        ``raw_load_gbps``: 10^9 bytes of payload per second; ``first_byte_us``: from opening a step until its first byte
+        was copied to the engine, p50; ``metadata_rpcs_per_step``: requests that a saving step
         and a loading step together made at the pool's metadata service, and the same by number of layers.
     """
     check(kind)
@@ -81,6 +83,7 @@ def measure(
                 )
                 for name, taken in _round(bench, worker, raw, number).items():
                     seconds.setdefault(name, []).append(taken)
+            first_byte = statistics.median(bench.first_bytes[WARM_UP_ROUNDS:])
             advance("counting metadata requests")
             requests = bench.requests_of_a_step(worker, raw)
         by_depth: dict[int, int] = {}
@@ -96,6 +99,7 @@ def measure(
         "save_ratio": gbps["save"] / gbps["raw_save"],
         "load_ratio": gbps["load"] / gbps["raw_load"],
         **{f"{name}_gbps": value for name, value in gbps.items()},
+        "first_byte_us": first_byte * 1e6,
         "metadata_rpcs_per_step": requests,
         **{f"metadata_rpcs_{depth}_layers": count for depth, count in by_depth.items()},
         "chunks": chunks,
@@ -110,12 +114,13 @@ def present(result: dict[str, Any]) -> Iterator[Table]:
     remark = f", {result['remark']}" if result["remark"] else ""
     shape = f"{result['chunks']} chunks x {result['layers']} layers x {PIECE_BYTES >> 10} KiB"
     table = Table(title=f"pool: {result['kind']}{remark}: {shape}, {result['rounds']} rounds", title_justify="left")
-    for name in ("", "engine (GB/s)", "raw calls (GB/s)", "ratio", "time (ms)", "raw time (ms)"):
+    for name in ("", "engine (GB/s)", "raw calls (GB/s)", "ratio", "time (ms)", "raw time (ms)", "first byte (us)"):
         table.add_column(name, justify="right" if name else "left")
     for way in ("save", "load"):
         own, raw = result[f"{way}_gbps"], result[f"raw_{way}_gbps"]
         times = (f"{result['step_bytes'] / gbps / 1e6:.1f}" for gbps in (own, raw))
-        table.add_row(way, f"{own:.2f}", f"{raw:.2f}", f"{result[f'{way}_ratio']:.2f}", *times)
+        first = f"{result['first_byte_us']:,.0f}" if way == "load" else ""
+        table.add_row(way, f"{own:.2f}", f"{raw:.2f}", f"{result[f'{way}_ratio']:.2f}", *times, first)
     yield table
     depths = {name: count for name, count in result.items() if name.startswith("metadata_rpcs_")}
     counted = Table(title=f"pool: metadata requests of a saving and a loading step{remark}", title_justify="left")
@@ -160,11 +165,13 @@ class _Bench:
 
     :param stack: ends it.
     :param step_bytes: the largest step's.
+    :ivar first_bytes: of each load, seconds from opening its step until a lane copied the first byte.
     """
 
     def __init__(self, stack: ExitStack, pool: Behind, step_bytes: int) -> None:
         self._pool = pool
         self._names = itertools.count()
+        self.first_bytes: list[float] = []
         settings: dict[str, object] = {
             **pool.settings,
             "pool.size": 3 * step_bytes,  # half of it may wait to be written
@@ -221,11 +228,14 @@ class _Bench:
         if hit.tokens != worker.tokens:
             raise LayerflowError(f"a stored prompt was not found again: {hit.tokens} tokens; {self._story()}")
         request = dataclasses.replace(worker.loading(chain, hit), request=name)  # its lease ends with the step
+        opened = time.monotonic()
         with worker.agent.open_step([request]) as step:
+            assert isinstance(step, Step)  # it has something to load
             outcome = step.wait_all()
             seconds = time.monotonic() - began
             if not outcome:
                 raise LayerflowError(f"a stored prompt could not be loaded: {step.failed}; {self._story()}")
+            self.first_bytes.append(min(span.start for span in step.trace.spans if span.lane == "load") - opened)
             for layer in range(worker.layers):
                 step.layer_done(layer)
         worker.agent.wait_idle(request.request, WAIT_S)

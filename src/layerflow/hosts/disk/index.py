@@ -106,8 +106,8 @@ class DiskIndex:
             self._reading = None
             for stored in reading.written:
                 if self._held.get(stored.key) is stored and not stored.pins:
-                    self._policy.park(stored)
-                    self._policy.unpark(stored)
+                    self._policy.park((stored,))
+                    self._policy.unpark((stored,))
 
     def describe(self, described: Iterable[tuple[StoredFile, bytes]]) -> bool:
         """Block digests were read of files that were found. False: none of them is held any more."""
@@ -142,10 +142,10 @@ class DiskIndex:
             if stored is None or not stored.fits(place):
                 return None
             if not stored.pins:
-                self._policy.park(stored)
+                self._policy.park((stored,))
                 self._pinned += stored.room
             stored.pins += 1
-            self._policy.use(stored)
+            self._policy.use((stored,))
             return stored
 
     def unpin(self, stored: StoredFile) -> None:
@@ -153,7 +153,7 @@ class DiskIndex:
             stored.pins -= 1
             if not stored.pins and self._held.get(stored.key) is stored:
                 self._pinned -= stored.room
-                self._policy.unpark(stored)
+                self._policy.unpark((stored,))
 
     def drop(self, key: bytes, only: StoredFile | None = None) -> StoredFile | None:
         """Forget a key; what it named. Its room counts as free at once: who still reads it ends soon.
@@ -266,7 +266,7 @@ class DiskIndex:
         if stored.pins:
             self._pinned -= stored.room
         else:
-            self._policy.park(stored)
+            self._policy.park((stored,))
         self._left(stored)
 
     def _left(self, stored: StoredFile) -> None:
