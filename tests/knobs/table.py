@@ -28,6 +28,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "transfer.save_decode_cache": (True, False),
     "pool.warm": (False, True),
     "pool.lease_ms": (3000, 10_000, 3_600_000),
+    "pool.lease_share": (0.01, 0.5, 1.0),
     "pool.link_gbps": (0.05, 0.0, 1000.0),
     "pool.link_latency_us": (500, 0),
     "pool.write_backlog": ("1MiB", "1GiB", "1TiB"),

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
 import pytest
-from pool_contract import OBJECT, READER, WRITER, PoolContract, key_of, new, outcomes
+from pool_contract import OBJECT, OTHER, READER, WRITER, PoolContract, key_of, new, outcomes
 
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import Pool, ReserveStatus
@@ -136,3 +137,25 @@ def test_other_processes_see_what_is_there_without_asking():
     pool.commit([key_of(number) for number in range(1, 17)], WRITER)
     pool.clear()
     assert not presence.memory.array.any()
+
+
+def test_leases_leave_room_for_saves_however_many_requests_wait():
+    pool = MemoryPool(Arena(16 * OBJECT), lease_share=0.5)
+    pool.reserve([new(i) for i in range(16)], WRITER)
+    pool.commit([key_of(i) for i in range(16)], WRITER)
+    for request in range(1000):  # each waits with a hit on half of what another one waits with
+        keys = [key_of((request + i) % 16) for i in range(2)]
+        assert None not in pool.acquire(keys, ("waits", request), math.inf, lease=True)
+    assert pool.statistics().pinned == 8
+    pool.acquire([key_of(i) for i in range(16)], READER, math.inf)  # a step's loads are pinned all the same
+    assert pool.statistics().pinned == 16
+    pool.release(READER)
+    saved = pool.reserve([new(100 + i) for i in range(16)], WRITER)
+    assert [each.outcome for each in saved] == [ReserveStatus.RESERVED] * 8 + [ReserveStatus.FULL] * 8
+    pool.hold([key_of(i) for i in range(16)], OTHER, math.inf, lease=True)
+    pool.validate()
+    for request in range(1000):
+        pool.release(("waits", request))
+    pool.release(OTHER)
+    assert pool.statistics().pinned == 0
+    pool.validate()

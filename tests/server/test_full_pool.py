@@ -24,7 +24,7 @@ def test_old_objects_make_room(embed: Embed) -> None:
 
 def test_everything_is_pinned(embed: Embed) -> None:
     """Room that readers hold is not taken away: new objects are given up, and the next step is as good as ever."""
-    server = embed(pool__size="64KiB", pool__lease_ms=60_000)
+    server = embed(pool__size="64KiB", pool__lease_ms=60_000, pool__lease_share=1.0)
     control = observe(server)
     with worker_on(server, spec=small_spec(4)) as worker:
         held = [worker.prompt(96), worker.prompt(96)]

@@ -40,6 +40,14 @@ class _OwnPoolSettings(Section):
     lease_ms: Whole = setting(
         10_000, "A lookup's hits stay pinned so long without being used.", unit="ms", ge=1, le=_DAY_MS
     )
+    lease_share: Real = setting(
+        0.5,
+        "Hits that wait for their step are pinned only while all that is pinned is within this share of the arena, so "
+        "that saves find room however many requests wait.",
+        unit="of the arena",
+        ge=0.01,
+        le=1,
+    )
     link_gbps: Real = setting(
         0.0,
         "Emulate a link of so many gigabytes (10^9 bytes) per second between engines and arena; 0 = off.",

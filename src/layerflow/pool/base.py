@@ -132,15 +132,20 @@ class Pool(Protocol):
         """Complete chunks whose first block has this digest, newest first."""
         ...
 
-    def acquire(self, keys: Sequence[bytes], owner: Owner, until: float) -> list[Located | None]:
+    def acquire(
+        self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False
+    ) -> list[Located | None]:
         """Pin complete objects against eviction until released or until `until`; None = not there.
 
         Counts a hit or a miss per key. All pins of an owner end together: at the latest `until` that it gave for
-        something that was there.
+        something that was pinned.
+
+        :param lease: for a hit that waits for its step. Where pins take a set share of the room already, such an
+            object is told and counted, and not pinned, so that saves find room however many requests wait.
         """
         ...
 
-    def hold(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
+    def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """As :meth:`acquire`, for bookkeeping: counts neither a hit nor a use; what is not there is left out."""
         ...
 

@@ -30,8 +30,8 @@ class CoveringPool(MemoryPool):
     partition costs nothing.
     """
 
-    def __init__(self, arena: ArenaMemory, presence: PresenceWriter | None = None) -> None:
-        super().__init__(arena, presence)
+    def __init__(self, arena: ArenaMemory, presence: PresenceWriter | None = None, *, lease_share: float = 1.0) -> None:
+        super().__init__(arena, presence, lease_share=lease_share)
         self._writer = presence
         self._partitions: dict[bytes, list[Shard]] = {}
         self._alternatives: dict[bytes, dict[bytes, _Alternatives]] = {}
@@ -67,13 +67,15 @@ class CoveringPool(MemoryPool):
             tails = sorted(dict.fromkeys(tails), key=lambda tail: (-tail.tokens, tail.key))
         return tails
 
-    def acquire(self, keys: Sequence[bytes], owner: Owner, until: float) -> list[Located | None]:
+    def acquire(
+        self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False
+    ) -> list[Located | None]:
         """As the base class; of an object that is covered, the pieces are told and pinned."""
-        places = super().acquire(keys, owner, until)
+        places = super().acquire(keys, owner, until, lease=lease)
         if self._alternatives and None in places:
             for at, place in enumerate(places):
                 if place is None:
-                    places[at] = self._acquire_pieces(keys[at], owner, until)
+                    places[at] = self._acquire_pieces(keys[at], owner, until, lease)
         return places
 
     def hide(self, keys: Sequence[bytes]) -> int:
@@ -87,9 +89,9 @@ class CoveringPool(MemoryPool):
             ]
         return super().hide(keys)
 
-    def _acquire_pieces(self, key: bytes, owner: Owner, until: float) -> Located | None:
+    def _acquire_pieces(self, key: bytes, owner: Owner, until: float, lease: bool) -> Located | None:
         sources = self._sources(key)
-        found = super().acquire([source for _, source in sources], owner, until)
+        found = super().acquire([source for _, source in sources], owner, until, lease=lease)
         whole = [place for place in found if place is not None]
         if not whole or len(whole) < len(found) or len({place[1:3] for place in whole}) > 1:
             return None

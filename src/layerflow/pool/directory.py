@@ -72,6 +72,7 @@ class Directory:
         self.writing: dict[bytes, DirectoryEntry] = {}
         self.at: dict[int, DirectoryEntry] = {}
         self.pinned = 0  #: entries with a pin, hidden ones included
+        self.pinned_bytes = 0  #: their room
         self._hidden: dict[bytes, dict[DirectoryEntry, None]] = {}
         self._tails: dict[bytes, dict[DirectoryEntry, None]] = {}
         self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and mark, see tail_marks
@@ -181,10 +182,11 @@ class Directory:
     # Pins ----------------------------------------------------------------------------------------
 
     def pin(
-        self, keys: Sequence[bytes], owner: Owner, until: float
+        self, keys: Sequence[bytes], owner: Owner, until: float, most: float = math.inf
     ) -> tuple[list[Located | None], list[DirectoryEntry], list[DirectoryEntry]]:
         """Pin what is ready. All pins of an owner end together, at the latest end that it asked for.
 
+        :param most: bytes pinned by all owners; what would go beyond is not pinned.
         :returns: places in the order of `keys` (None = not there), the entries that `owner` newly pinned, and
             those of them that nobody had pinned before.
         """
@@ -192,7 +194,8 @@ class Directory:
         found = [ready.get(key) for key in keys]
         mine, before = pins.entries, len(pins.entries)
         # A dict keeps its order, and what is in it already stays where it is: the new ones are the last.
-        mine.update(dict.fromkeys([entry for entry in found if entry is not None]))
+        within = self._within(most, [entry for entry in found if entry is not None])
+        mine.update(dict.fromkeys(within))
         fresh = list(islice(mine, before, None))
         first = [entry for entry in fresh if not entry.readers]
         for entry in fresh:
@@ -200,7 +203,8 @@ class Directory:
         if mine:
             self._pins[owner] = pins
         self.pinned += len(first)
-        if until > pins.until and any(found):
+        self.pinned_bytes += sum([entry.room for entry in first])
+        if within and until > pins.until:
             pins.until = until
             if until < math.inf:
                 self._serial += 1
@@ -262,7 +266,22 @@ class Directory:
             entry.readers -= 1
         idle = [entry for entry in entries if not entry.readers]
         self.pinned -= len(idle)
+        self.pinned_bytes -= sum([entry.room for entry in idle])
         return idle
+
+    def _within(self, most: float, entries: list[DirectoryEntry]) -> list[DirectoryEntry]:
+        """Those that can be pinned while all pins stay within `most` bytes: what is pinned already costs nothing."""
+        if most == math.inf:
+            return entries
+        left = most - self.pinned_bytes
+        within = []
+        for entry in dict.fromkeys(entries):
+            if not entry.readers:
+                if entry.room > left:
+                    continue
+                left -= entry.room
+            within.append(entry)
+        return within
 
     def _compact(self) -> None:
         """Released pins stay listed until they would have run out; drop them once they are the bulk."""
@@ -287,6 +306,8 @@ class Directory:
             raise PoolError("pins by owner differ from the readers of the entries")
         if not all(pins.entries for pins in self._pins.values()):
             raise PoolError("an owner without pins lingers")
+        if self.pinned_bytes != sum(entry.room for entry in readers):
+            raise PoolError("the room of pinned entries is miscounted")
         if self.pinned != len(readers) or not all(entry.readers for entry in hidden):
             raise PoolError("pinned entries are miscounted, or a hidden one without readers lingers")
         timed = {(owner, until) for until, _, owner in self._due}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol
@@ -48,9 +49,11 @@ class MemoryPool:
     Every method validates before it changes anything. Keys are 24 bytes, `until` and `now` monotonic seconds.
 
     :param presence: a table to tell clients with; None = they are told nothing.
+    :param lease_share: leases pin only while all pins are within this share of the room.
     """
 
-    def __init__(self, arena: ArenaMemory, presence: PresenceWriter | None = None) -> None:
+    def __init__(self, arena: ArenaMemory, presence: PresenceWriter | None = None, *, lease_share: float = 1.0) -> None:
+        self._lease_share = lease_share
         self._arena = arena
         self._view = arena.view
         self._slots = Slots(arena.nbytes)
@@ -84,13 +87,15 @@ class MemoryPool:
         """Complete chunks whose first block has this digest, newest first."""
         return self._directory.sharing(block)
 
-    def acquire(self, keys: Sequence[bytes], owner: Owner, until: float) -> list[Located | None]:
+    def acquire(
+        self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False
+    ) -> list[Located | None]:
         """Pin complete objects until released or until `until`; None = not there. Counts a hit or miss per key.
 
         An object whose header was overwritten (by an engine that wrote where it must not) is hidden instead.
         """
         self.hide(self._overwritten(keys))
-        places, fresh, first = self._directory.pin(keys, owner, until)
+        places, fresh, first = self._directory.pin(keys, owner, until, self._most(lease))
         self._policy.park(first)
         self._policy.use(fresh)
         misses = places.count(None)
@@ -98,9 +103,9 @@ class MemoryPool:
         self._hits += len(places) - misses
         return places
 
-    def hold(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
+    def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """Pin complete objects without counting a hit or a use; what is not there is left out."""
-        self._policy.park(self._directory.pin(keys, owner, until)[2])
+        self._policy.park(self._directory.pin(keys, owner, until, self._most(lease))[2])
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
@@ -335,6 +340,9 @@ class MemoryPool:
     def _free(self, entry: DirectoryEntry) -> None:
         self._wipe(entry.located.offset)
         self._slots.free(entry.located.offset)
+
+    def _most(self, lease: bool) -> float:
+        return self._lease_share * self._slots.capacity_bytes if lease else math.inf
 
     def _overwritten(self, keys: Sequence[bytes]) -> list[bytes]:
         """Of these objects, those whose header is not theirs any more."""

@@ -60,7 +60,7 @@ class Server:
         self._warmer = Warmer(self._arena)
         # A table of the arena alone would hide from clients what lies behind it.
         self._presence = PresenceWriter(self._arena.nbytes) if tier is None else None
-        self.pool = CoveringPool(self._arena, self._presence)
+        self.pool = CoveringPool(self._arena, self._presence, lease_share=settings.pool.lease_share)
         self.sessions = Sessions()
         self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
         self.tier: Tier | None = None

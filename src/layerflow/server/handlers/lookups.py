@@ -200,8 +200,8 @@ class Lookups:
             until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
             session.leases[message.request] = until
             for keys in hit_keys(session.spec, digests, hit):
-                there = self._context.pool.lookup(keys)
-                self._context.pool.acquire([key for key, here in zip(keys, there, strict=True) if here], owner, until)
+                here = [key for key, there in zip(keys, self._context.pool.lookup(keys), strict=True) if there]
+                self._context.pool.acquire(here, owner, until, lease=True)
                 if self._context.tier is not None:
                     self._context.tier.lease(keys, owner, until)
                 yield

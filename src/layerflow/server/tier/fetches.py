@@ -199,7 +199,7 @@ class Fetches:
             del self._coming[key]
         self._pool.commit(keys, job.owner)
         for owner, until, wanted in job.leases:
-            self._pool.hold([key for key in keys if key in wanted], owner, until)
+            self._pool.hold([key for key in keys if key in wanted], owner, until, lease=True)
         for session, step, objects in command.readers:
             self._pool.hold([job.objects[position].key for position in objects], ("step", session, step), math.inf)
         self._leave(job, len(came))
