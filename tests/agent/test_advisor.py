@@ -38,7 +38,7 @@ def trace(layer_s=0.0, loads=(), waits=(), kv_after=0.2, prologue=5.0) -> StepTr
 
 
 def observe(advisor: LoadPolicy, seen: StepTrace, work: tuple[int, int] | None) -> None:
-    advisor.observe(seen, figures(seen, "load"), work)
+    advisor.observe(figures(seen, "load"), work, layer_seconds(seen))
 
 
 def taught(gbps=1.0, token_s=TOKEN_S, spec=SPEC) -> LoadPolicy:

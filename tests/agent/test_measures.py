@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from device.simulated import Machine
 from e2e.known import KnownWorker, eventually
 from server.support import Embed, worker_on
 
@@ -13,6 +14,7 @@ from agent.scene import SPEC, Scene
 from layerflow.agent.costs import KEPT_STEPS, PATIENCE_S, LoadPolicy, Measures
 from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.step.step import Step
+from layerflow.device import device_for
 from layerflow.observe.trace import Span
 
 
@@ -27,7 +29,7 @@ def ended_step() -> Step:
 
 @pytest.fixture
 def measures() -> Measures:
-    return Measures(LoadPolicy(SPEC), on_cpu=True)
+    return Measures(LoadPolicy(SPEC), device_for("cpu"))
 
 
 def test_a_step_is_worked_out_a_moment_after_its_end_and_once(measures: Measures) -> None:
@@ -44,14 +46,22 @@ def test_a_step_is_worked_out_a_moment_after_its_end_and_once(measures: Measures
     assert not measures.pending and measures.work_out() == []
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_on_a_device_the_engines_times_say_nothing_of_compute(on_cpu: bool) -> None:
-    """What moves past the arena is timed by its copies; the layers' times are those of enqueueing them."""
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_on_a_device_its_own_events_say_how_long_layers_were_computed(kind: str) -> None:
+    """There the engine's spans are those of enqueueing."""
+    machine = Machine()
+    device = machine.accelerator() if kind == "cuda" else device_for("cpu")
     advisor = LoadPolicy(SPEC)
-    measures = Measures(advisor, on_cpu=on_cpu)
+    measures = Measures(advisor, device)
     for tokens in range(1, 20):
-        step = ended_step()
-        step.leases, step.work = object(), (tokens, 0)  # type: ignore[assignment]
+        step = Scene(device=device).step
+        if kind == "cuda":
+            step.loads = []  # one that loads has layers that wait, by the device's clock
+        for layer in range(2):
+            step.layer_done(layer, None if kind == "cpu" else machine.event_at((layer + 1) * tokens * 2e-3))
+        step.close()
+        step.over(7)
+        step.work = (tokens, 0)
         step.trace.spans.append(Span("load", 0, 1.0, 1.0 + tokens * 1e-3, tokens << 10, 1, False))
         for layer in range(2):
             ended = 1.0 + (layer + 1) * tokens * 1e-3
@@ -60,7 +70,8 @@ def test_on_a_device_the_engines_times_say_nothing_of_compute(on_cpu: bool) -> N
     measures.work_out()
     link, compute = advisor.costs
     assert link is not None
-    assert (compute is not None) is on_cpu
+    assert compute is not None
+    assert compute.layer_seconds(10, 0) == pytest.approx(0.02 if kind == "cuda" else 0.01, rel=0.2)
 
 
 def test_who_cannot_wait_gets_them_at_once_in_the_order_of_their_ends(measures: Measures) -> None:

@@ -14,6 +14,7 @@ from layerflow.agent.lanes.save import FAST_LAYER_S, WORTH_BYTES, SaveLane
 from layerflow.agent.lanes.task import CopyTask, EmulatedLink
 from layerflow.device.cpu import CpuEvent
 from layerflow.ops.copier import CpuCopier
+from layerflow.ops.streamed import StreamCopier
 
 SMALL = WORTH_BYTES // 4
 LAYERS = 8
@@ -51,9 +52,9 @@ def lane() -> Iterator[SaveLane]:
     made.close()
 
 
-def gate(lane: SaveLane, step: Pass, nbytes: int = SMALL, *, gbps: float = 0.0) -> None:
+def gate(lane: SaveLane, step: Pass, nbytes: int = SMALL, *, gbps: float = 0.0, on: type[Any] = CpuCopier) -> None:
     """Every layer of the pass waits to be saved."""
-    copier, link = object.__new__(CpuCopier), EmulatedLink(gbps, 0)
+    copier, link = object.__new__(on), EmulatedLink(gbps, 0)
     for layer in range(LAYERS):
         batch: Any = SimpleNamespace(layer=layer, nbytes=nbytes, lo=0, hi=1)
         lane._gated.append(CopyTask(batch, step, copier, link, news=None))  # type: ignore[arg-type]
@@ -137,6 +138,17 @@ def test_a_fast_pass_is_saved_behind_it(lane: SaveLane) -> None:
     step = Pass(pace=FAST_LAYER_S / 2)
     gate(lane, step, WORTH_BYTES)
     step.compute(LAYERS)
+    assert leaving(lane) == []
+
+
+def test_on_a_device_a_save_leaves_with_its_layer_however_fast_the_engines_thread_is(lane: SaveLane) -> None:
+    """That thread is ahead of what it enqueues: its pace says nothing of compute. The copy waits on the device."""
+    step = Pass(pace=0.0)
+    gate(lane, step, on=StreamCopier)
+    assert leaving(lane) == []
+    step.done[:2] = [CpuEvent(), CpuEvent()]
+    assert leaving(lane) == [0]
+    assert leaving(lane) == [1]
     assert leaving(lane) == []
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from layerflow_cli.bench import auto, copy, flow, lookup, miss, overlap, pool, stagger
+from layerflow_cli.bench import auto, copy, device, flow, lookup, miss, overlap, pool, stagger
 
 
 def test_miss():
@@ -39,6 +39,17 @@ def test_flow():
 def test_copy():
     result = copy.measure(moved_bytes=1 << 20, turns=1, block_kib=(16,))
     assert result["16KiB"]["save_gbps"] > 0 and result["16KiB"]["load_gbps"] > 0
+
+
+def test_device():
+    result = device.measure(device="cpu", moved_mib=1, turns=1, block_kib=(16, 64), matrix=32)
+    for way in ("h2d", "d2h"):
+        assert set(result[way]) == {"16KiB", "64KiB"}
+        assert all(figures["gbps"] > 0 and figures["ratio"] > 0 for figures in result[way].values())
+    assert result["pinned_gbps"] > 0 and result["calls_per_batch"] >= 1
+    assert math.isfinite(result["compute_slowdown"])
+    assert 0 < result["wait_us"]["p50"] <= result["wait_us"]["p99"] and result["first_byte_us"] > 0
+    assert result["register_gb_per_s"] is None and result["emulated"] is False
 
 
 def test_stagger():

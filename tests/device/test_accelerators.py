@@ -26,6 +26,8 @@ from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.ops.streamed import StreamCopier
 from layerflow.spec import GroupSpec, ModelSpec, Plane
+from layerflow_cli.bench.device import measure
+from layerflow_cli.device_check import examine_device
 
 EMULATED_NPU = bool(os.environ.get("LAYERFLOW_TEST_NPU"))
 if EMULATED_NPU:
@@ -114,6 +116,14 @@ def lists(memory: PagedMemory, arena: SharedMemory, ids: list[int]) -> list[Bloc
     return result
 
 
+def native_batches() -> tuple[int, int]:
+    """What the emulated runtime has seen: batch calls, and copies in them."""
+    calls, copies = ctypes.c_uint64(), ctypes.c_uint64()
+    if EMULATED_NPU:
+        ctypes.CDLL("libascendcl.so").cann_emu_batches(ctypes.byref(calls), ctypes.byref(copies))
+    return calls.value, copies.value
+
+
 def still_running(event: DeviceEvent) -> None:
     """The emulator completes an event 3 ms after it was recorded; a real device may be done at once."""
     assert not (EMULATED_NPU and event.query())
@@ -152,7 +162,7 @@ def test_saved_blocks_come_back_byte_for_byte(poller: Poller, arena: SharedMemor
     assert memory.packing == "k=NHD,v=NHD@0|k=HND,v=HND@2;latent=ND,scale=ND"
     device = device_for(DEVICE)
     assert device.pin(arena.address, arena.nbytes)
-    copier = copier_for(memory, arena)
+    copier = copier_for(memory, arena, device)
     assert isinstance(copier, StreamCopier)
     ids = [7, 8, 3, 11, 0]
     blocks = lists(memory, arena, ids)
@@ -160,6 +170,7 @@ def test_saved_blocks_come_back_byte_for_byte(poller: Poller, arena: SharedMemor
 
     engine.fill(1)
     saved = engine.bytes()
+    before = native_batches()
     computed = device.record()
     for layer, listed in layers:
         event = copier.save(listed.extents(layer, 0, len(ids)), after=computed)
@@ -175,6 +186,13 @@ def test_saved_blocks_come_back_byte_for_byte(poller: Poller, arena: SharedMemor
         device.wait(event)
         assert done(poller, event).wait(PATIENCE)
     device.unpin(arena.address)
+    counted = device.copies.counts
+    assert (counted.batches, counted.single) == (2 * len(layers), 0) or not device.native
+    if EMULATED_NPU:
+        calls, copies = (now - then for now, then in zip(native_batches(), before, strict=True))
+        assert calls == counted.calls == 2 * len(layers), "one native call for each batch"
+        ranges = [listed.extents(layer, 0, len(ids)).nbytes.size for layer, listed in layers]
+        assert copies == 2 * sum(ranges) > calls
 
     moved = [np.zeros(raw.size, bool) for raw in saved]
     for group, layer, blob in ((0, 0, 0), (0, 2, 1), (1, 1, 2), (1, 1, 3)):
@@ -195,7 +213,7 @@ def test_runs_are_one_copy_each_and_parts_of_a_block_too(poller: Poller, arena: 
     whole = blocks.extents(1, 0, 2)
     assert whole.nbytes.size == 2  # a run per plane
     engine.fill(3)
-    copier = copier_for(memory, arena)
+    copier = copier_for(memory, arena, device_for(DEVICE))
     assert done(poller, copier.save(whole)).wait(PATIENCE)
     expected = arena.array.copy()
     arena.array[:] = 0
@@ -205,9 +223,54 @@ def test_runs_are_one_copy_each_and_parts_of_a_block_too(poller: Poller, arena: 
     np.testing.assert_array_equal(arena.array, expected)
 
 
+def test_batches_go_by_the_streams_that_torch_has_and_wait_for_an_engine_on_its_own(
+    poller: Poller, arena: SharedMemory
+) -> None:
+    """The engine's thread is on a stream that is not the default one."""
+    engine = Engine()
+    memory = PagedMemory(SPEC, engine.tensors)
+    device = device_for(DEVICE)
+    assert device.pin(arena.address, arena.nbytes)
+    copier = copier_for(memory, arena, device)
+    blocks = lists(memory, arena, [9, 1, 6])[0].extents(0, 0, 3)
+    module = torch.get_device_module(DEVICE)
+    with module.stream(module.Stream(device=DEVICE)):
+        engine.fill(4)
+        event = copier.save(blocks, after=device.record())
+        assert done(poller, event).wait(PATIENCE)
+        expected = arena.array.copy()
+        engine.fill(5)
+        loaded = copier.load(blocks, after=device.record())
+        device.wait(loaded)
+        module.current_stream().synchronize()
+    arena.array[:] = 0
+    again = copier.save(blocks, after=loaded)
+    assert done(poller, again).wait(PATIENCE)
+    device.unpin(arena.address)
+    assert expected.any()
+    np.testing.assert_array_equal(arena.array, expected)
+
+
+def test_the_doctor_copies_blocks_there_and_back_and_compares_them() -> None:
+    findings = {finding.check: finding for finding in examine_device(str(DEVICE))}
+    assert set(findings) == {"device", "pinning", "streams and events", "copies"}
+    assert {findings[check].state.value for check in ("pinning", "streams and events", "copies")} == {"ok"}, findings
+    if EMULATED_NPU:
+        assert "CANN emulated" in findings["device"].found
+        assert "2 calls for 2 batches" in findings["copies"].found
+
+
+def test_the_measurement_makes_one_call_for_each_batch() -> None:
+    result = measure(device=str(DEVICE), moved_mib=1, turns=1, block_kib=(16, 64), matrix=64)
+    assert result["emulated"] is EMULATED_NPU
+    assert result["calls_per_batch"] == 1.0
+    assert result["register_gb_per_s"] > 0
+    assert all(result[way][size]["gbps"] > 0 for way in ("h2d", "d2h") for size in ("16KiB", "64KiB"))
+
+
 def test_nothing_to_move_still_gives_an_event(poller: Poller, arena: SharedMemory) -> None:
     memory = PagedMemory(SPEC, Engine().tensors)
-    copier = copier_for(memory, arena)
+    copier = copier_for(memory, arena, device_for(DEVICE))
     assert done(poller, copier.load(lists(memory, arena, [4])[0].extents(0, 1, 1))).wait(PATIENCE)
 
 

@@ -13,7 +13,7 @@ command -v "${CC:-cc}" >/dev/null || skip "no C compiler to build the emulator w
 "$here/setup.sh" || { [ $? = 3 ] && skip "torch_npu cannot be installed here"; exit 1; }
 environment=$("$here/emulator/build.sh" "$root/.venv-npu/cann") || exit 1
 eval "$environment"
-export CANN_EMU_EVENT_DELAY_US=3000 LAYERFLOW_TEST_NPU=1 PYTHONPATH=$root/src
+export CANN_EMU_EVENT_DELAY_US=3000 LAYERFLOW_TEST_NPU=1 PYTHONPATH=$root/src:$root/cli
 pytest=("$root/.venv-npu/bin/python" -m pytest -p no:cacheprovider)
 cd "$root" || exit 1
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from layerflow.device import CpuEvent
+from layerflow.device import CpuEvent, device_for
 from layerflow.errors import ExtentError, InvalidTransition
 from layerflow.objects import HEADER_BYTES, object_bytes
 from layerflow.ops.copier import copier_for, copy_fallback, copy_native
@@ -159,7 +159,7 @@ def test_later_changes_of_the_callers_arrays_change_nothing() -> None:
 def test_a_copy_before_its_event_is_refused_and_moves_nothing() -> None:
     memory, arena, event = paged(), FlatArena(16 * OBJECT), CpuEvent()
     part = block_list(memory, vector(5, 6)).extents(0, 0, 2)
-    copier = copier_for(memory, arena)
+    copier = copier_for(memory, arena, device_for("cpu"))
     for call in (copier.load, copier.save):
         with pytest.raises(InvalidTransition, match="before the event"):
             call(part, after=event)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from layerflow.device import device_for
 from layerflow.memfd import SharedMemory
 from layerflow.objects import object_bytes
 from layerflow.ops.copier import copier_for, copy_native
@@ -83,7 +84,7 @@ class _Field:
             BlockList(memory, 0, self.arena.nbytes, ids[part], places[part] * slot, ones, ones * 0)
             for part in (slice(lane * count, (lane + 1) * count) for lane in range(LANES))
         ]
-        self.copiers = [copier_for(memory, self.arena) for _ in self.lists]
+        self.copiers = [copier_for(memory, self.arena, device_for(memory.device)) for _ in self.lists]
 
     def save(self, lane: int = 0) -> None:
         self.copiers[lane].save(self.lists[lane].extents(0, 0, len(self.lists[lane])))

@@ -18,6 +18,7 @@ MEASUREMENTS = {
     "overlap": "How much of a transfer hides behind compute.",
     "engine-cost": "What a step costs the engine's own thread.",
     "copy": "How fast scattered blocks move, against one contiguous copy.",
+    "device": "How fast scattered blocks move to and from a device, against one contiguous pinned copy.",
     "flow": "Events per second of the core, and commands per layer.",
     "miss": "What a lookup that finds nothing costs.",
     "lookup": "What a lookup that hits costs the server's loop.",
@@ -25,7 +26,7 @@ MEASUREMENTS = {
     "auto": "Whether mode = auto picks the cheaper way.",
     "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",
 }
-WITH_OPTIONS = ("overlap", "pool", "stagger")
+WITH_OPTIONS = ("device", "overlap", "pool", "stagger")
 Options = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="An argument of the measurement; may be repeated."),
@@ -101,6 +102,20 @@ def stagger(
     json_file: JsonFile = None,
 ) -> None:
     _run("stagger", {"ranks": ranks, "layers": layers, "spacing_us": spacing_us}, options or [], json_file)
+
+
+@bench.command(
+    help=f"{MEASUREMENTS['device']}\n\n\b\nExample:\n  layerflow bench device --device cuda --json device.json"
+)
+def device(
+    on: Annotated[str, typer.Option("--device", metavar="KIND", help="cpu, cuda or npu, or e.g. cuda:1.")] = "cpu",
+    moved_mib: Annotated[
+        int, typer.Option(min=0, metavar="MIB", help="Moved each way; 0 = 1024 on a device, 64 on the cpu.")
+    ] = 0,
+    options: Options = None,
+    json_file: JsonFile = None,
+) -> None:
+    _run("device", {"device": on, "moved_mib": moved_mib}, options or [], json_file)
 
 
 def _add(name: str) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layerflow_cli.options import ConfigFile, JsonFile, SettingItems, overrides
 
 if TYPE_CHECKING:
-    from layerflow.doctor import Finding
+    from layerflow.findings import Finding
 
 EXIT_PROBLEM = 1
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -21,8 +22,12 @@ def doctor(
     config: ConfigFile = None,
     json_file: JsonFile = None,
     settings: SettingItems = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Check this device instead, by using it: cuda, npu, cpu, or e.g. cuda:1."),
+    ] = None,
 ) -> None:
-    """Check a configuration on this machine without starting the server.
+    """Check a configuration, or a device, on this machine without starting the server.
 
     Exit code 1 if something would not work, 2 if the configuration itself is wrong.
 
@@ -30,14 +35,11 @@ def doctor(
     Examples:
       layerflow doctor --config layerflow.toml
       layerflow doctor --set pool.backend=mooncake --set pool.mooncake.master=store:50051 --json
+      layerflow doctor --device cuda
     """
-    from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
+    from layerflow.findings import Severity  # noqa: PLC0415 - `--help` stays quick
 
-    wanted = Settings.load(config, overrides(settings or [], {}))
-
-    from layerflow.doctor import Severity, examine  # noqa: PLC0415 - pulls zmq in
-
-    findings = list(examine(wanted))
+    findings = _of_device(device) if device is not None else _of_configuration(config, settings or [])
     if json_file is not None:
         from layerflow_cli.output import write_json  # noqa: PLC0415
 
@@ -46,6 +48,22 @@ def doctor(
         _print(findings)
     if any(finding.state is Severity.PROBLEM for finding in findings):
         raise typer.Exit(EXIT_PROBLEM)
+
+
+def _of_configuration(config: Path | None, settings: Sequence[str]) -> list[Finding]:
+    from layerflow.config.settings import Settings  # noqa: PLC0415
+
+    wanted = Settings.load(config, overrides(settings, {}))
+
+    from layerflow.doctor import examine  # noqa: PLC0415 - pulls zmq in
+
+    return list(examine(wanted))
+
+
+def _of_device(device: str) -> list[Finding]:
+    from layerflow_cli.device_check import examine_device  # noqa: PLC0415 - pulls torch in
+
+    return list(examine_device(device))
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -167,13 +167,19 @@ class Agent:
         """What finished steps have shown of this worker's link and compute."""
         return self._dispatcher.advisor.costs
 
-    def open_step(self, requests: Sequence[StepRequest], timeout_s: float | None = None) -> Step | NoStep:
+    def open_step(
+        self, requests: Sequence[StepRequest], timeout_s: float | None = None, *, after: DeviceEvent | None = None
+    ) -> Step | NoStep:
         """A forward pass begins, or is about to: loads start now, saves get their places.
 
         Returns at once. While the server is away, loads have failed and nothing is saved; nothing is saved
         either while it is silent (stopped, or its machine is).
 
         :param timeout_s: the step's loads must be in place so soon; None = the server's ``step_timeout_ms``.
+        :param after: on cuda and npu: an event of :meth:`record` behind the last work that may touch the blocks which
+            are loaded: the pass that used them before, their zeroing, copies into them. An engine that enqueues ahead
+            of its device tells it, so that loads move beside the pass that is under way; None = loads wait for all that
+            the caller's current stream has been given.
         :raises SpecError: a request's load or block table does not fit the spec, or the timeout is none.
         """
         self._same_process()
@@ -188,7 +194,7 @@ class Agent:
         loads = describe_loads(self.spec, requests)
         saving = terms is not None and not self._dispatcher.silent
         saves = describe_saves(self.spec, requests, terms.save_partial) if saving and terms is not None else []
-        return self.open_descriptors(loads, saves, work=work_of(requests), timeout_s=timeout_s)
+        return self.open_descriptors(loads, saves, work=work_of(requests), timeout_s=timeout_s, after=after)
 
     def open_descriptors(
         self,
@@ -197,6 +203,7 @@ class Agent:
         *,
         work: tuple[int, int] | None = None,
         timeout_s: float | None = None,
+        after: DeviceEvent | None = None,
     ) -> Step | NoStep:
         """As :meth:`open_step`, for an engine whose scheduler has made the outlines, in whatever process.
 
@@ -209,10 +216,13 @@ class Agent:
         :raises SpecError: a block that registered memory does not have, or the timeout is none.
         """
         self._same_process()
-        return self._opener.open(loads, saves, work, timeout_s)
+        return self._opener.open(loads, saves, work, timeout_s, after)
 
     def record(self) -> DeviceEvent | None:
-        """An event behind all that the calling thread has enqueued, for :meth:`Step.layer_done`; None on the cpu."""
+        """An event behind all that the calling thread has enqueued, for :meth:`open_step` and :meth:`Step.layer_done`.
+
+        None on the cpu.
+        """
         return self.device.record() if self.device.kind != "cpu" else None
 
     def abort(self, request: str) -> None:
@@ -339,6 +349,7 @@ class Agent:
             fenced_steps=tally.fenced_steps,
             lookups=tally.lookups,
             hit_tokens=tally.hit_tokens,
+            copies=self.device.copies.counts,
         )
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from layerflow.agent.agent import Agent
 from layerflow.agent.step.no_step import NoStep
 from layerflow.agent.step.step import Step
 from layerflow.agent.values import Hit, LoadResult, StepRequest
+from layerflow.device.base import DeviceEvent
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 
@@ -71,9 +72,11 @@ class AsyncAgent:
         """As :meth:`Agent.lookup`."""
         return await anyio.to_thread.run_sync(self.agent.lookup, request, chain, abandon_on_cancel=True)
 
-    def open_step(self, requests: Sequence[StepRequest], timeout_s: float | None = None) -> AsyncStep:
+    def open_step(
+        self, requests: Sequence[StepRequest], timeout_s: float | None = None, *, after: DeviceEvent | None = None
+    ) -> AsyncStep:
         """As :meth:`Agent.open_step`, which returns at once."""
-        return AsyncStep(self.agent.open_step(requests, timeout_s))
+        return AsyncStep(self.agent.open_step(requests, timeout_s, after=after))
 
     async def wait_idle(self, request: str, timeout_s: float) -> bool:
         """As :meth:`Agent.wait_idle`."""

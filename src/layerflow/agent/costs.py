@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from layerflow.agent.step.step import Step
 from layerflow.agent.values import Hit, Measured, StepRequest
+from layerflow.device.base import Device
 from layerflow.flow.cost.estimators import ComputeCost, ComputeModel, LinkCost, LinkModel, attention_pairs
 from layerflow.flow.cost.policy import Inputs, Mode, choose
 from layerflow.observe.trace import StepFigures, StepTrace, figures
@@ -37,13 +38,13 @@ class LoadPolicy:
         self._recomputed = 0
         self._lock = threading.Lock()
 
-    def observe(self, trace: StepTrace, loaded: StepFigures, work: tuple[int, int] | None) -> None:
+    def observe(self, loaded: StepFigures, work: tuple[int, int] | None, layer_s: float | None) -> None:
         """A step has finished.
 
         :param loaded: its loads' figures.
         :param work: its new tokens and their context, see :func:`work_of`; None = not known.
+        :param layer_s: compute time of one layer; None = not known.
         """
-        layer_s = layer_seconds(trace) if work is not None else None
         with self._lock:
             # A step's loads as a whole: batches queue in the lane and overlap on the link, one by one they mislead.
             if loaded.bytes:
@@ -134,18 +135,18 @@ PATIENCE_S = 1e-3
 class Measures:
     """The last finished steps: their traces and their figures. Thread-safe.
 
-    :param on_cpu: are spans the times of copies and of compute? On a device the engine's are those of enqueueing, which
-        say nothing of compute, and so are the lanes', which say nothing of the link, but for the direct lane's.
+    :param device: whose events say how long layers were computed. On the cpu the engine's spans do; on a device these
+        are the times of enqueueing. The lanes' spans end where the copies have, on a device too.
 
     :ivar traces: oldest first.
     :ivar measured: oldest first; the reader takes them from the left.
     """
 
-    def __init__(self, advisor: LoadPolicy, on_cpu: bool) -> None:
+    def __init__(self, advisor: LoadPolicy, device: Device) -> None:
         self.traces: deque[StepTrace] = deque(maxlen=KEPT_STEPS)
         self.measured: deque[Measured] = deque(maxlen=KEPT_STEPS)
         self._policy = advisor
-        self._on_cpu = on_cpu
+        self._device = device
         self._ended: deque[tuple[float, Step]] = deque()
         self._lock = threading.Lock()
 
@@ -174,8 +175,8 @@ class Measures:
         load, save = figures(trace, "load"), figures(trace, "save")
         self.traces.append(trace)
         self.measured.append(Measured(step.number, load, save))
-        if self._on_cpu or step.leases is not None:
-            self._policy.observe(trace, load, step.work if self._on_cpu else None)
+        layer_s = layer_seconds(trace) if self._device.kind == "cpu" else step.layer_seconds_on_device()
+        self._policy.observe(load, step.work, layer_s)
         return Figures(
             step.number,
             load.bytes,

@@ -12,6 +12,7 @@ from layerflow.agent.connection.mapping import Populating, pin
 from layerflow.agent.costs import LoadPolicy, Measures
 from layerflow.agent.descriptors import Numbered
 from layerflow.agent.direct import DirectLaneSwitch
+from layerflow.agent.lanes.ends import CopyEnds
 from layerflow.agent.lanes.load import LoadLane
 from layerflow.agent.lanes.save import SaveLane
 from layerflow.agent.lanes.stagger import Stagger
@@ -21,7 +22,7 @@ from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
 from layerflow.boxes import Box
-from layerflow.device.base import Device, DeviceEvent
+from layerflow.device.base import Device
 from layerflow.device.poller import Poller
 from layerflow.errors import LayerflowError
 from layerflow.ops.base import Copier
@@ -30,7 +31,6 @@ from layerflow.ops.covered import ChunkPlaces, CoveredBlocks
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import (
-    BROKEN,
     Batch,
     Closed,
     Failure,
@@ -62,7 +62,7 @@ class Dispatcher:
         advisor: LoadPolicy,
     ) -> None:
         self.advisor = advisor
-        self.measures = Measures(advisor, on_cpu=device.kind == "cpu")
+        self.measures = Measures(advisor, device)
         self.attachment: Attachment | None = None
         self.silent = False
         self.link: Link | None = None
@@ -75,9 +75,10 @@ class Dispatcher:
         self._copiers: tuple[Copier, Copier] | None = None
         self.bypass = DirectLaneSwitch(memory, device, open_steps)
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
-        self._poller = Poller(device.kind) if device.kind != "cpu" else None
-        self._load_lane = LoadLane(self._ended_copy, self._loaded_some)
-        self._save_lane = SaveLane(self._ended_copy, self._saved_some)
+        self._poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
+        ends = CopyEnds(self._poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
+        self._load_lane = LoadLane(ends.copied, self._loaded_some)
+        self._save_lane = SaveLane(ends.copied, self._saved_some)
 
     def close(self) -> None:
         """Stop the lanes and the poller."""
@@ -96,7 +97,8 @@ class Dispatcher:
         self._control.connect()
         if not attachment.direct:
             pin(attachment.arena, self._device)
-            self._copiers = (copier_for(self._memory, attachment.arena), copier_for(self._memory, attachment.arena))
+            load, save = (copier_for(self._memory, attachment.arena, self._device) for _ in (LOAD, SAVE))
+            self._copiers = (load, save)
         self._set_terms(attachment.terms)
         self._tally.attachments += 1
         self.silent = False
@@ -347,21 +349,6 @@ class Dispatcher:
         self.bypass.over(step)
         self._open_steps.finish(step, self.measures.ended)
         self.link.ring()  # to measure it
-
-    def _ended_copy(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
-        """A lane is done with a batch; on a device the poller says when its bytes are in place."""
-        if event is None or self._poller is None:
-            self._ended_batch(job, failure)
-        else:
-            self._poller.watch(event, self._ended_batch, job, failure, on_error=self._device_failed)
-
-    def _device_failed(self, error: BaseException, job: CopyTask, failure: str) -> None:
-        """The device cannot say whether the batch's bytes arrived: they did not."""
-        reason = f"{BROKEN}: {type(error).__name__}: {error}"
-        log.error("batch_copy_failed", step=job.batch.step, batch=job.batch.batch, error=reason)
-        if job.batch.direction == LOAD:
-            job.step.load_failed(job.step.group_of(job.batch.layer), job.batch.lo, job.batch.hi, reason)
-        self._ended_batch(job, failure or reason)
 
     def _ended_batch(self, job: CopyTask, failure: str) -> None:
         assert self.link is not None

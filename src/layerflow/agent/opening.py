@@ -12,7 +12,7 @@ from layerflow.agent.dispatcher import Dispatcher
 from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.step.no_step import NO_STEP, NoStep
 from layerflow.agent.step.step import Step
-from layerflow.device.base import Device
+from layerflow.device.base import Device, DeviceEvent
 from layerflow.errors import SpecError
 from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import OpenStep
@@ -41,6 +41,7 @@ class StepOpener:
         saves: Sequence[PartDescriptor],
         work: tuple[int, int] | None,
         timeout_s: float | None,
+        after: DeviceEvent | None = None,
     ) -> Step | NoStep:
         """See :meth:`layerflow.agent.Agent.open_descriptors`."""
         check_timeout(timeout_s)
@@ -65,6 +66,7 @@ class StepOpener:
             deadline=now + loading_s,
             save_deadline=now + max(loading_s, saving_s),
             device=self._device,
+            after=after,
             attend=dispatcher.attend,
             on_fenced=dispatcher.fenced,
             on_closed=dispatcher.closed,

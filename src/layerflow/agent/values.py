@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerflow.device.base import CopyCounts
 from layerflow.keys import Chain
 from layerflow.observe.trace import StepFigures
 
@@ -132,7 +133,10 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AgentStatistics:
-    """A snapshot. Counts since the agent was made; times in seconds."""
+    """A snapshot. Counts since the agent was made; times in seconds.
+
+    :ivar copies: between the arena and the device: batches, calls of its driver, and copies of a single range.
+    """
 
     attached: bool
     attachments: int
@@ -143,6 +147,7 @@ class AgentStatistics:
     fenced_steps: int
     lookups: int
     hit_tokens: int
+    copies: CopyCounts
 
 
 @dataclass(slots=True)

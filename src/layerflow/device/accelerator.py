@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import threading
 from collections import Counter
+from contextlib import AbstractContextManager
 from typing import Any
 
 import structlog
 import torch
 
-from layerflow.device.base import Capabilities, DeviceEvent
+from layerflow.device.base import Capabilities, CopyCounter, DeviceEvent
+from layerflow.device.native import Native, native_of
 from layerflow.errors import Unsupported
 
 log = structlog.get_logger(__name__)
@@ -28,28 +30,72 @@ class Accelerator:
     """One cuda or npu device.
 
     :param device: e.g. ``torch.device("npu", 0)``; without an index, the calling thread's current device.
+    :param module: torch's module of that kind; None = import it.
+    :param native: the driver's own calls; None = those of the library that torch has loaded.
     :raises Unsupported: no such device here, or torch_npu cannot be imported.
+
+    :ivar copies: what was copied to and from the device, by all copiers.
+    :ivar native: None where the driver cannot copy many ranges in one call.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, module: Any = None, native: Native | None = None) -> None:
         self.kind = device.type
-        self._module = _module(device.type)
+        self.copies = CopyCounter()
+        self._module = module or _module(device.type)
         if not self._module.is_available():
             raise Unsupported(f"device {device}: torch sees no {device.type} device on this machine")
         index = self._module.current_device() if device.index is None else device.index
         self._device = torch.device(device.type, index)
+        self.native = native or native_of(self.kind, index)
+        self._beside = threading.local()
 
-    def record(self) -> DeviceEvent:
-        event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
+    def __str__(self) -> str:
+        return str(self._device)
+
+    def stream(self) -> Any:
+        """A new stream, torch's."""
+        self.leave_captures()
+        return self._module.Stream(device=self._device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Makes a stream and its device the calling thread's current ones."""
+        self.leave_captures()
+        current: AbstractContextManager[Any] = self._module.stream(stream)
+        return current
+
+    def event(self, stream: Any, *, timed: bool = False) -> DeviceEvent:
+        """An event behind everything that was enqueued on the stream."""
+        event = self._module.Event(enable_timing=timed)
+        event.record(stream)
         recorded: DeviceEvent = event
         return recorded
+
+    def handle(self, stream: Any) -> int:
+        """The driver's handle of the stream; on npu, once the driver has got what was enqueued on it before."""
+        return int(getattr(stream, f"{self.kind}_stream"))
+
+    def leave_captures(self) -> None:
+        """From now on no call of this thread disturbs a graph that another thread captures. Not the engine's thread."""
+        if self.native is not None and not hasattr(self._beside, "left"):
+            with self._module.device(self._device):
+                self.native.leave_captures()
+            self._beside.left = True
+
+    def record(self, *, timed: bool = False) -> DeviceEvent:
+        return self.event(self._module.current_stream(self._device), timed=timed)
+
+    def seconds_between(self, first: object, last: object) -> float | None:
+        try:
+            return float(first.elapsed_time(last)) / 1e3  # type: ignore[attr-defined]
+        except (AttributeError, RuntimeError, ValueError):  # an engine's own event need not be timed
+            return None
 
     def wait(self, event: DeviceEvent) -> None:
         self._module.current_stream(self._device).wait_event(event)
 
     def pin(self, address: int, nbytes: int) -> bool:
         key = self._pin_key(address)
+        self.leave_captures()
         with _pins_lock:
             if not _pins[key]:
                 code = self._register(address, nbytes)
@@ -63,6 +109,10 @@ class Accelerator:
                     )
             _pins[key] += 1
         return True
+
+    def is_pinned(self, address: int) -> bool:
+        """Was the range that begins there pinned, and not given back?"""
+        return _pins[self._pin_key(address)] > 0
 
     def unpin(self, address: int) -> None:
         key = self._pin_key(address)

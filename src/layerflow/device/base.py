@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class DeviceEvent(Protocol):
@@ -35,16 +36,57 @@ class Capabilities:
     count: int
 
 
+class CopyCounts(NamedTuple):
+    """Copies between the arena and a device. On cpu nothing is counted.
+
+    :param batches: that lanes have enqueued.
+    :param calls: of the driver, each of many ranges. As many as `batches` where nothing is wrong.
+    :param single: copies of one range each, where the driver could not copy a batch in one call.
+    """
+
+    batches: int = 0
+    calls: int = 0
+    single: int = 0
+
+
+class CopyCounter:
+    """Counts them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts = CopyCounts()
+        self._lock = threading.Lock()
+
+    def add(self, batches: int = 0, calls: int = 0, single: int = 0) -> None:
+        """Count some more."""
+        with self._lock:
+            counts = self._counts
+            self._counts = CopyCounts(counts.batches + batches, counts.calls + calls, counts.single + single)
+
+    @property
+    def counts(self) -> CopyCounts:
+        """Since the start."""
+        return self._counts
+
+
 class Device(Protocol):
     """One device, seen from the engine's process.
 
     :ivar kind: ``"cpu"``, ``"cuda"`` or ``"npu"``.
+    :ivar copies: what was copied to and from it.
     """
 
     kind: str
+    copies: CopyCounter
 
-    def record(self) -> DeviceEvent:
-        """An event behind everything the calling thread has enqueued on its current stream."""
+    def record(self, *, timed: bool = False) -> DeviceEvent:
+        """An event behind everything the calling thread has enqueued on its current stream.
+
+        :param timed: for :meth:`seconds_between`.
+        """
+        ...
+
+    def seconds_between(self, first: object, last: object) -> float | None:
+        """The device's time from one event to another, both recorded with `timed` and done; None = not known."""
         ...
 
     def wait(self, event: DeviceEvent) -> None:
@@ -65,6 +107,10 @@ class Device(Protocol):
 
     def unpin(self, address: int) -> None:
         """Undo one :meth:`pin`. An address that was not pinned is ignored."""
+        ...
+
+    def leave_captures(self) -> None:
+        """From now on no call of this thread disturbs a graph that another thread captures."""
         ...
 
     def capabilities(self) -> Capabilities:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from layerflow.device.base import Capabilities, DeviceEvent
+from layerflow.device.base import Capabilities, CopyCounter, DeviceEvent
 
 
 class CpuEvent:
@@ -36,9 +36,15 @@ class CpuDevice:
 
     kind = "cpu"
 
-    def record(self) -> CpuEvent:
+    def __init__(self) -> None:
+        self.copies = CopyCounter()
+
+    def record(self, *, timed: bool = False) -> CpuEvent:
         """What the calling thread computed is done: an event that is set."""
         return CpuEvent(done=True)
+
+    def seconds_between(self, first: object, last: object) -> None:
+        """Its events know no time."""
 
     def wait(self, event: DeviceEvent) -> None:
         """Block until `event` is set."""
@@ -50,6 +56,9 @@ class CpuDevice:
 
     def unpin(self, address: int) -> None:
         """Nothing was pinned."""
+
+    def leave_captures(self) -> None:
+        """There are no graphs."""
 
     def capabilities(self) -> Capabilities:
         return Capabilities(streams=False, events=False, pinned=False, count=1)

@@ -24,6 +24,10 @@ _BACK_OFF = 1.5
 Source = Callable[[], object]
 
 
+def _nothing() -> None:
+    """For a device whose threads need no preparing."""
+
+
 @dataclass(frozen=True, slots=True)
 class PollerStatistics:
     """A snapshot.
@@ -63,6 +67,7 @@ class Poller:
     :param name: of the thread.
     :param interval_us: shortest interval between two sweeps, microseconds.
     :param max_interval_us: longest interval.
+    :param prepare: called first on the thread.
     """
 
     def __init__(
@@ -71,7 +76,9 @@ class Poller:
         *,
         interval_us: float = DEFAULT_INTERVAL_US,
         max_interval_us: float = DEFAULT_MAX_INTERVAL_US,
+        prepare: Callable[[], object] = _nothing,
     ) -> None:
+        self._prepare = prepare
         self._shortest = interval_us * 1e-6
         self._longest = max_interval_us * 1e-6
         self._interval = self._shortest
@@ -160,6 +167,7 @@ class Poller:
 
     def _run(self) -> None:
         use_precise_timers()
+        self._prepare()
         while not self._closed:
             if self._sweep():
                 self._interval = self._shortest

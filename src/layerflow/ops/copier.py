@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from layerflow.device.base import DeviceEvent
+from layerflow.device.base import Device, DeviceEvent
 from layerflow.errors import InvalidTransition
 from layerflow.ops.base import Copier, CopyProgress, MappedArena
 from layerflow.ops.extents import Extents
@@ -104,13 +104,16 @@ class CpuCopier:
         """Nothing is ever enqueued."""
 
 
-def copier_for(memory: PagedMemory, arena: MappedArena) -> Copier:
-    """A copier for the device that `memory` is on. Each lane takes its own."""
-    if memory.device.type == "cpu":
+def copier_for(memory: PagedMemory, arena: MappedArena, device: Device) -> Copier:
+    """A copier between the arena and `memory`, which is on `device`. Each lane takes its own."""
+    if device.kind == "cpu":
         return CpuCopier(arena)
-    from layerflow.ops.streamed import StreamCopier  # noqa: PLC0415 - only where there is a device
+    # Only where there is a device.
+    from layerflow.device.accelerator import Accelerator  # noqa: PLC0415
+    from layerflow.ops.streamed import StreamCopier  # noqa: PLC0415
 
-    return StreamCopier(memory, arena)
+    assert isinstance(device, Accelerator)
+    return StreamCopier(memory, arena, device)
 
 
 def _must_be_done(after: DeviceEvent | None) -> None:

@@ -185,6 +185,39 @@ int32_t aclrtMemcpyBatch(void **dst, size_t *room, void **src, size_t *sizes, si
     return 0;
 }
 
+/* For tests: how often the call below was made, and of how many copies. */
+static uint64_t batch_calls, batch_copies;
+
+void cann_emu_batches(uint64_t *calls, uint64_t *copies) {
+    *calls = __atomic_load_n(&batch_calls, __ATOMIC_ACQUIRE);
+    *copies = __atomic_load_n(&batch_copies, __ATOMIC_ACQUIRE);
+}
+
+typedef struct { /* aclrtMemcpyBatchAttr, acl_rt.h */
+    uint32_t dst_device, dst_type, src_device, src_type;
+    uint8_t reserved[16];
+} batch_attributes_t;
+
+static int lies(const void *at, uint32_t type) {
+    return ((uintptr_t)at >= DEVICE_START && (uintptr_t)at < DEVICE_END) == (type == 1);
+}
+
+int32_t aclrtMemcpyBatchAsync(void **dst, size_t *room, void **src, size_t *sizes, size_t count,
+                              const batch_attributes_t *attributes, size_t *indexes, size_t n, size_t *failed,
+                              void *stream) {
+    *failed = SIZE_MAX;
+    if (!stream || !count || n != 1 || indexes[0] || attributes->dst_type == attributes->src_type)
+        return INVALID;
+    for (size_t i = 0; i < count; i++)
+        if (!lies(dst[i], attributes->dst_type) || !lies(src[i], attributes->src_type)) {
+            *failed = i;
+            return INVALID;
+        }
+    __atomic_add_fetch(&batch_calls, 1, __ATOMIC_RELEASE);
+    __atomic_add_fetch(&batch_copies, count, __ATOMIC_RELEASE);
+    return aclrtMemcpyBatch(dst, room, src, sizes, count, 0, indexes, n, failed);
+}
+
 int32_t aclrtMemset(void *dst, size_t room UNUSED, int32_t value, size_t size) {
     memset(dst, value, size);
     return 0;

@@ -185,7 +185,10 @@ class LoadLane:
                     sleep_until(job.arrives, LINK_SPIN_US)
             failure = told.failure or ("" if live else CANCELLED)
         finally:
-            trace(job, "load", job.sent if job.link.emulated else began, time.monotonic())
+            if event is None or job.link.emulated:
+                trace(job, "load", job.sent if job.link.emulated else began, time.monotonic())
+            else:  # the device moves it from now on, and its event tells until when
+                job.sent = began
             failure = step.end(batch, failure, event)
         self._report(job, failure, event)
 

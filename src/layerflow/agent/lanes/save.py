@@ -145,6 +145,10 @@ class SaveLane:
         step = job.step
         if step.saves_cancelled:
             return True
+        if not isinstance(job.copier, CpuCopier):
+            # A device's stream waits for the layer's event by itself; the engine's thread is ahead of its compute.
+            self._interval = min(self._interval, SLOW_LINK_SAMPLE_S)
+            return None
         pace = step.pace(time.monotonic())
         if pace < FAST_LAYER_S:
             if step.closed:  # from now on it grows with the clock
@@ -180,7 +184,8 @@ class SaveLane:
         now = time.monotonic()
         while self._passing and self._passing[0][0].arrives <= now:
             job, event = self._passing.popleft()
-            trace(job, "save", job.sent, max(now, job.arrives) if job.link.emulated else job.arrives)
+            if event is None or job.link.emulated:
+                trace(job, "save", job.sent, max(now, job.arrives) if job.link.emulated else job.arrives)
             self._report(job, "", event)
 
 

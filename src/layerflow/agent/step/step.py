@@ -15,7 +15,7 @@ from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.step.leases import StepLeases
 from layerflow.agent.step.transfers import LOAD, StepTransfers
 from layerflow.agent.values import READY, FailedBlocks, LoadResult
-from layerflow.device.base import Device
+from layerflow.device.base import Device, DeviceEvent
 from layerflow.errors import SpecError
 from layerflow.observe.trace import Span, StepTrace
 
@@ -33,6 +33,7 @@ class Step(StepTransfers):
     :param deadline: monotonic seconds; loads not in place by then have failed.
     :param save_deadline: monotonic seconds; saves not stored by then are given up.
     :param device: of the engine's memory.
+    :param after: on a device, what its loads come after; None = all that the engine has enqueued.
     :param attend: takes what the server has said, on the calling thread.
     :param on_fenced: told (step, reason) when the loads were cut off here.
     :param on_closed: told (step, ok) when the forward pass ended.
@@ -75,11 +76,14 @@ class Step(StepTransfers):
         deadline: float,
         save_deadline: float,
         device: Device,
+        after: DeviceEvent | None = None,
         attend: Callable[[], None],
         on_fenced: Callable[[Step, str], None],
         on_closed: Callable[[Step, bool], None],
     ) -> None:
-        super().__init__(number, groups=groups, block_bytes=block_bytes, loads=loads, saves=saves, device=device)
+        super().__init__(
+            number, groups=groups, block_bytes=block_bytes, loads=loads, saves=saves, device=device, after=after
+        )
         self.thread = threading.get_native_id()
         self.deadline = deadline
         self.save_deadline = save_deadline
@@ -191,7 +195,7 @@ class Step(StepTransfers):
             self._done_at[layer] = monotonic()
         except IndexError:
             raise self._no_such(layer) from None
-        self._done[layer] = event or self._local or self._device.record()
+        self._done[layer] = event or self._local or self._device.record(timed=bool(self.saves))
 
     def hurry(self) -> None:
         """A thread waits for the saves: they leave now, without waiting for the end of the forward pass."""
@@ -261,6 +265,17 @@ class Step(StepTransfers):
         """Nothing of it is read any more."""
         self.reads.stop()
         self.trace.session = session
+
+    def layer_seconds_on_device(self) -> float | None:
+        """Compute time of one layer, from one layer's KV to the next one's, by the device's clock; None = not known.
+
+        Not of a step that loads: its layers wait on the device, too. Call once all its saves have ended.
+        """
+        last = self.num_layers - 1
+        if self.loads or last < 1 or self._times.done[0] is None or self._times.done[last] is None:
+            return None
+        seconds = self._device.seconds_between(self._times.done[0], self._times.done[last])
+        return seconds / last if seconds else None
 
     def finish_trace(self) -> StepTrace:
         """Add the compute spans; once, when the step is over."""

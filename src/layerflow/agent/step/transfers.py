@@ -35,8 +35,10 @@ class StepTransfers:
     :param groups: for every layer of the model: its group.
     :param block_bytes: per group: bytes of one block in one layer, all planes.
     :param device: of the engine's memory.
+    :param after: on a device, the event that loads come after; None = all that the caller has enqueued until now, which
+        may still touch the blocks.
 
-    :ivar after: on a device, the event that loads come after: what the engine had enqueued may still read the blocks.
+    :ivar after: that event; None on the cpu.
     :ivar blocks: loads and saves: by group the planned blocks, bounds-checked.
     :ivar closed: the forward pass has ended.
     :ivar cut_off: set once the loads are cut off and no batch of them runs.
@@ -80,6 +82,7 @@ class StepTransfers:
         loads: list[PartDescriptor],
         saves: list[PartDescriptor],
         device: Device,
+        after: DeviceEvent | None = None,
     ) -> None:
         self.number = number
         self.loads = loads
@@ -95,7 +98,7 @@ class StepTransfers:
         self._groups = groups
         self._device = device
         self._local = device.kind == "cpu"
-        self.after: DeviceEvent | None = None if self._local or not loads else device.record()
+        self.after: DeviceEvent | None = None if self._local or not loads else after or device.record()
         self._save_patience: float | None = None
         self._withheld: frozenset[int] = frozenset()
         self._condition = threading.Condition()

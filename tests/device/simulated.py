@@ -1,0 +1,261 @@
+"""A device that does what was enqueued later, in an order of its own, and records every call.
+
+Streams, events and copies as torch's cuda module and its runtime have them, on host memory. Work of one stream runs in
+order; between streams only events order anything. Nothing runs until :meth:`Machine.run` or :meth:`Machine.running`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from layerflow.device.accelerator import Accelerator
+from layerflow.device.native import BatchCopied, Int64
+
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(eq=False)
+class Work:
+    """One thing that a stream does."""
+
+    run: Callable[[], object]
+    after: Work | None = None
+    done: bool = False
+    held: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return not self.held and (self.after is None or self.after.done)
+
+
+class Stream:
+    """In the order enqueued."""
+
+    def __init__(self, machine: Machine, number: int) -> None:
+        self.machine = machine
+        self.cuda_stream = number
+        self.queue: deque[Work] = deque()
+
+    def put(self, run: Callable[[], object] = lambda: None, after: Work | None = None, *, held: bool = False) -> Work:
+        with self.machine.lock:
+            self.queue.append(Work(run, after, held=held))
+            return self.queue[-1]
+
+    def wait_event(self, event: Event) -> None:
+        self.machine.called("wait_event")
+        self.machine.waits.append((self, event))
+        if event.work is not None:  # on one that was never recorded, cuda waits for nothing
+            self.put(after=event.work)
+
+    def synchronize(self) -> None:
+        self.machine.called("synchronize")
+        self.machine.run_until(lambda: not self.queue)
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, machine: Machine, enable_timing: bool = False) -> None:
+        self.machine = machine
+        self.timed = enable_timing
+        self.at_s = 0.0
+        self.stream: Stream | None = None
+        self.work: Work | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.stream, self.work = stream, stream.put()
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self.timed and end.timed):
+            raise ValueError("both events must be created with argument 'enable_timing=True'")
+        return (end.at_s - self.at_s) * 1e3
+
+    def query(self) -> bool:
+        self.machine.called("query")
+        if self.machine.broken:
+            raise RuntimeError("the device has failed")
+        return self.work is None or self.work.done
+
+    def synchronize(self) -> None:
+        self.machine.called("synchronize")
+        self.machine.run_until(lambda: self.machine.broken or self.work is None or self.work.done)
+        if self.machine.broken:
+            raise RuntimeError("the device has failed")
+
+
+@dataclass(frozen=True)
+class BatchCall:
+    """A native call.
+
+    :param thread: that made it.
+    """
+
+    stream: Stream
+    ranges: int
+    to_device: bool
+    thread: str
+
+
+@dataclass
+class Machine:
+    """torch's module of the device, and the runtime's library, in one.
+
+    :ivar code: what the next batch call answers; 0 = it copies.
+    :ivar invalidated: calls that would have invalidated the graph which is being captured.
+    """
+
+    seed: int = 0
+    most: int = 1 << 62
+    unsupported: frozenset[int] = frozenset((801,))
+    code: int = 0
+    broken: bool = False
+    capturing: bool = False
+    calls: list[BatchCall] = field(default_factory=list)
+    waits: list[tuple[Stream, Event]] = field(default_factory=list)
+    invalidated: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lock = threading.RLock()
+        self.default = Stream(self, 0)
+        self.streams = [self.default]
+        self._numbers = itertools.count(1)
+        self._random = random.Random(self.seed)
+        self._thread = threading.local()
+
+    def accelerator(self) -> Accelerator:
+        """The device of an engine whose tensors lie in host memory."""
+        return Accelerator(DEVICE, module=self, native=self)
+
+    # -- torch.cuda -------------------------------------------------------------------------------------
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def Stream(self, device: object = None) -> Stream:
+        self.called("stream")
+        with self.lock:
+            self.streams.append(Stream(self, next(self._numbers)))
+            return self.streams[-1]
+
+    def Event(self, enable_timing: bool = False) -> Event:
+        return Event(self, enable_timing)
+
+    def current_stream(self, device: object = None) -> Stream:
+        return getattr(self._thread, "stream", self.default)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before = self.current_stream()
+        self._thread.stream = stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def device(self, device: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def cudart(self) -> Machine:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.called("register")
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.called("unregister")
+        return 0
+
+    # -- the runtime's library --------------------------------------------------------------------------
+
+    def copy_batch(self, dst: Int64, src: Int64, nbytes: Int64, stream: int, to_device: bool) -> BatchCopied:
+        assert stream, "the default stream takes no batches"
+        if self.code:
+            return BatchCopied(self.code, 1)
+        on = next(each for each in self.streams if each.cuda_stream == stream)
+        self.calls.append(BatchCall(on, dst.size, to_device, threading.current_thread().name))
+        dst, src, nbytes = dst.copy(), src.copy(), nbytes.copy()  # the driver reads the lists during the call
+
+        def copy() -> None:
+            for at in self._random.sample(range(dst.size), dst.size):
+                ctypes.memmove(int(dst[at]), int(src[at]), int(nbytes[at]))
+
+        on.put(copy)
+        return BatchCopied(0)
+
+    def leave_captures(self) -> None:
+        self._thread.relaxed = True
+
+    def called(self, name: str) -> None:
+        if self.capturing and not getattr(self._thread, "relaxed", False):
+            self.invalidated.append(f"{name} by {threading.current_thread().name}")
+
+    # -- what the tests do ------------------------------------------------------------------------------
+
+    def event_at(self, seconds: float) -> Event:
+        """A timed one, done at that moment of the device's clock."""
+        event = Event(self, enable_timing=True)
+        event.at_s = seconds
+        return event
+
+    def step(self) -> bool:
+        """Do one thing, of any stream that can; False if none can."""
+        with self.lock:
+            ready = [stream for stream in self.streams if stream.queue and stream.queue[0].ready]
+            if not ready:
+                return False
+            work = self._random.choice(ready).queue.popleft()
+            work.run()
+            work.done = True
+            return True
+
+    def run(self) -> None:
+        """All that can be done."""
+        while self.step():
+            pass
+
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        """For a thread that waits for the device."""
+        patience = threading.Event()
+        for _ in range(20_000):
+            if reached():
+                return
+            if not self.step():
+                patience.wait(0.001)
+        raise AssertionError("the device hangs: a stream waits for what nothing does")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """It works, beside the test."""
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                if not self.step() or self._random.random() < 0.2:
+                    stop.wait(0.0005)
+
+        thread = threading.Thread(target=work, name="device")
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def filled(nbytes: int, seed: int) -> np.ndarray:
+    """Known bytes."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
