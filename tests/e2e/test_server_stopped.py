@@ -127,7 +127,7 @@ def test_a_hit_outlasts_a_stop_although_its_room_is_wanted(
 
     A server that let leases run out at once would give the hit's room away between the two.
     """
-    server = serve(pool__lease_ms=LEASE_MS, pool__size="512KiB")
+    server = serve(pool__lease_ms=LEASE_MS, pool__lease_share=1.0, pool__size="512KiB")
     with KnownWorker(server.endpoint, small_spec(LAYERS), 512, lookup_timeout_s=PATIENCE_S) as worker:
         chain = worker.prompt(512)
         worker.serve(chain)

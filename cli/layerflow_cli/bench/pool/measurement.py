@@ -235,10 +235,10 @@ class _Bench:
             seconds = time.monotonic() - began
             if not outcome:
                 raise LayerflowError(f"a stored prompt could not be loaded: {step.failed}; {self._story()}")
-            self.first_bytes.append(min(span.start for span in step.trace.spans if span.lane == "load") - opened)
             for layer in range(worker.layers):
                 step.layer_done(layer)
-        worker.agent.wait_idle(request.request, WAIT_S)
+        worker.agent.wait_idle(request.request, WAIT_S)  # and the lane has noted when it copied
+        self.first_bytes.append(min(span.start for span in step.trace.spans if span.lane == "load") - opened)
         if self._tier is None:
             self._control.purge()
         elif self._tier.fetched - before != len(chain.digests):
