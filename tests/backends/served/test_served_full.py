@@ -108,7 +108,7 @@ def full_arena(served: Served, worker: KnownWorker) -> Iterator[list[Chain]]:
 
 
 def test_what_is_pinned_is_not_pushed_out(kind, start):
-    served = start(kind, pool__size="512KiB", pool__lease_ms=60_000)
+    served = start(kind, pool__size="512KiB", pool__lease_ms=60_000, pool__lease_share=1.0)
     with engine(served, small_spec(LAYERS)) as worker:
         late = worker.prompt(160)
         with full_arena(served, worker) as held:
@@ -121,7 +121,7 @@ def test_what_is_pinned_is_not_pushed_out(kind, start):
 
 def test_no_room_in_the_arena_for_what_is_behind_it(make_kind, start):
     skip_unless(make_kind.of.tiered, make_kind.of, "nothing is behind the arena")
-    served = start(make_kind(), pool__size="512KiB", pool__lease_ms=60_000)
+    served = start(make_kind(), pool__size="512KiB", pool__lease_ms=60_000, pool__lease_share=1.0)
     with engine(served, small_spec(LAYERS)) as worker:
         wanted = worker.prompt(160)
         save(worker, wanted)
