@@ -81,7 +81,8 @@ def test_many_at_once_in_a_small_arena(kind, start):
     try:
         with ThreadPoolExecutor() as threads:
             reasons = set().union(*threads.map(work, workers, range(0, 16, 4)))
-        assert reasons <= {"no longer in the pool"}, reasons
+        gone = ("no longer in the pool", "it is not there")  # the latter from a store whose lease of 300 ms ran out
+        assert all(any(why in reason for why in gone) for reason in reasons), reasons
     finally:
         for worker in workers:
             worker.agent.close()
