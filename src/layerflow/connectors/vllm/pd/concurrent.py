@@ -1,0 +1,86 @@
+"""The concurrent convention: both legs leave at once and share a ``transfer_id``. As Mooncake's connector has it.
+
+``GET /query`` on the prefill engine's bootstrap port names its engine; a router asks it once, and a decode engine that
+was given its address learns from it which servers hold what this engine prefills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from layerflow.connectors.vllm.pd.parts import Convention, DecodePart, PrefillPart, Words
+from layerflow.connectors.vllm.pd.terms import KEY
+from layerflow.errors import ProtocolError
+
+QUERY = "/query"
+
+
+def prefill_part(words: Words) -> PrefillPart:
+    """P. The hand-off is named by the proxy's id and the prompt: prompts of a list share the id."""
+    return PrefillPart(
+        handoff=_handoff(words),
+        convention=Convention.CONCURRENT,
+        prompt=words.digest,
+        lease_s=words.lease_s,
+        decoder=words.terms,
+    )
+
+
+def decode_part(words: Words) -> DecodePart:
+    """D. Where its servers are not told, the prefill engine's ``GET /query`` tells them."""
+    told = words.params.get(KEY)
+    servers = told.get("servers") if isinstance(told, Mapping) else None
+    known = tuple(servers) if servers else words.prefill_servers
+    bootstrap = words.params.get("remote_bootstrap_addr")
+    deadline_s = told.get("deadline_s", words.deadline_s) if isinstance(told, Mapping) else words.deadline_s
+    return DecodePart(
+        handoff=_handoff(words),
+        convention=Convention.CONCURRENT,
+        prompt=words.digest,
+        deadline_s=min(deadline_s, words.deadline_s),
+        servers=known,
+        prefiller=words.terms,
+        bootstrap=_url(bootstrap) if bootstrap and servers is None and not known else "",
+    )
+
+
+def query_answer(engines: Mapping[int, str], servers: tuple[str, ...], incarnation: str) -> dict[str, Any]:
+    """What ``GET /query`` answers.
+
+    :param engines: engine ids by data-parallel rank.
+    """
+    own = {"v": 1, "servers": list(servers), "incarnation": incarnation}
+    return {str(rank): {"engine_id": engine, "worker_addr": {}, KEY: own} for rank, engine in engines.items()}
+
+
+def servers_in(answer: Any, engine: str) -> tuple[str, ...]:
+    """The servers of one of the engines that ``GET /query`` has told.
+
+    :param engine: its id; "" = the first one.
+    :raises ProtocolError: no such engine, or it does not speak layerflow.
+    """
+    ranks = list(answer.values()) if isinstance(answer, Mapping) else []
+    for rank in ranks:
+        if isinstance(rank, Mapping) and engine in ("", rank.get("engine_id")):
+            own = rank.get(KEY)
+            if not isinstance(own, Mapping):
+                raise ProtocolError(f"prefill engine {rank.get('engine_id')!r} does not speak layerflow")
+            servers = own.get("servers")
+            if not isinstance(servers, list) or not all(isinstance(server, str) for server in servers):
+                raise ProtocolError(f"prefill engine {engine!r} tells servers {servers!r}; expected a list of addresses")
+            return tuple(servers)
+    raise ProtocolError(f"the prefill engine's {QUERY} does not name engine {engine!r}; ask its proxy to discover it again")
+
+
+def _handoff(words: Words) -> str:
+    return f"{words.params['transfer_id']}:{words.digest}"
+
+
+def _url(bootstrap: Any) -> str:
+    """:raises ProtocolError: not an http address."""
+    parts = urlsplit(bootstrap) if isinstance(bootstrap, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ProtocolError(f"remote_bootstrap_addr = {bootstrap!r}: should be a URL such as http://host:8998")
+    return bootstrap.rstrip("/") + QUERY

@@ -1,0 +1,74 @@
+"""The decoder-first convention of vLLM-Ascend: D gets the request, and asks the proxy's metaserver to start the prefill.
+
+The proxy forwards what D posts to P as it is, keys that it does not know included, and answers when the prefill has
+ended. vLLM-Ascend's keys are kept, so that what reads them goes on to; layerflow's own stand under one of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from layerflow.connectors.vllm.pd.parts import Convention, DecodePart, PrefillPart, Sizes, Words
+from layerflow.connectors.vllm.pd.terms import KEY, HandoffTerms
+from layerflow.errors import ProtocolError
+
+# vLLM appends eight random digits to the id that its caller knows.
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+
+
+def decode_part(words: Words) -> DecodePart:
+    """D.
+
+    :raises ProtocolError: the metaserver is no http address.
+    """
+    url = words.params["metaserver"]
+    parts = urlsplit(url) if isinstance(url, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ProtocolError(f"metaserver = {url!r}: should be a URL such as http://proxy:8000/v1/metaserver")
+    return DecodePart(
+        handoff=words.own_handoff,
+        convention=Convention.METASERVER,
+        prompt=words.digest,
+        deadline_s=words.deadline_s,
+        servers=words.prefill_servers,
+        metaserver=url,
+    )
+
+
+def prefill_part(words: Words) -> PrefillPart:
+    """P: what D has posted names the hand-off."""
+    assert words.terms is not None
+    return PrefillPart(
+        handoff=words.terms.handoff,
+        convention=Convention.METASERVER,
+        prompt=words.digest,
+        lease_s=words.lease_s,
+        decoder=words.terms,
+    )
+
+
+def body(request: str, terms: HandoffTerms, sizes: Sizes, blocks: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+    """What D posts.
+
+    :param request: vLLM's id of the request.
+    :param blocks: its block ids per cache group; layerflow posts before it has any.
+    """
+    return {
+        "token_ids": [],
+        "request_id": _SUFFIX.sub("", request),
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_block_ids": [list(ids) for ids in blocks] or [[] for _ in sizes.block_sizes],
+        "remote_block_size": list(sizes.block_sizes),
+        "remote_engine_id": sizes.engine_id,
+        "remote_host": sizes.host,
+        "remote_port": sizes.port,
+        "remote_tp_size": sizes.tp_size,
+        "remote_pcp_size": 1,
+        "remote_dcp_size": 1,
+        "remote_cached_tokens": 0,
+        KEY: terms.to_json(),
+    }

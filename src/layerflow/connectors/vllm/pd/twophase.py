@@ -1,0 +1,87 @@
+"""The two-phase convention: NIXL's six keys, filled in by the prefill engine's response and passed on by the router.
+
+Known to vLLM's own toy proxy, vllm-router, llm-d, production-stack and Dynamo. The router first sends the prompt to P
+with one token to generate and the six keys empty; what P's response holds goes to D as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from layerflow.connectors.vllm.pd.parts import PLAIN, Convention, DecodePart, Part, PlainPart, PrefillPart, RefusedPart
+from layerflow.connectors.vllm.pd.parts import Sizes, Words
+from layerflow.connectors.vllm.pd.terms import KEY, HandoffTerms
+
+TRANSFER_MODE = "layerflow"
+
+
+def prefill_part(words: Words) -> Part:
+    """P: the keys are empty, or not there at all. Filled, they are a decode engine's that layerflow does not know."""
+    params = words.params
+    if params.get("remote_host") and params.get("remote_block_ids"):
+        return RefusedPart(
+            f"request {words.request}: its decode engine at {params['remote_host']} wants its own blocks written to and "
+            "does not speak layerflow; give both engines LayerflowConnector"
+        )
+    return PrefillPart(
+        handoff=words.own_handoff, convention=Convention.TWO_PHASE, prompt=words.digest, lease_s=words.lease_s
+    )
+
+
+def decode_part(words: Words) -> Part:
+    """D: the keys are P's. Without a hand-off of layerflow's among them, what the pool holds is all there is."""
+    terms, params = words.terms, words.params
+    if terms is None:
+        if params.get("remote_engine_id") or params.get("remote_host"):
+            return PlainPart(
+                f"engine {params.get('remote_engine_id')!r} at {params.get('remote_host')!r} does not speak layerflow"
+            )
+        return PLAIN
+    if terms.prompt and terms.prompt != words.digest:
+        # Of a list of prompts, vLLM answers with the first one's keys only.
+        return PlainPart(f"hand-off {terms.handoff} is of another prompt")
+    servers, otherwise = _addresses(terms.servers, params.get("remote_host"))
+    return DecodePart(
+        handoff=terms.handoff,
+        convention=Convention.TWO_PHASE,
+        prompt=words.digest,
+        deadline_s=min(terms.deadline_s, words.deadline_s),
+        servers=servers,
+        otherwise=otherwise,
+        prefiller=terms,
+    )
+
+
+def response(terms: HandoffTerms, sizes: Sizes, blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What P's response says to D.
+
+    :param blocks: the prompt's block ids per cache group. D never reads them: routers look whether there are some.
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(ids) for ids in blocks],
+        "remote_engine_id": sizes.engine_id,
+        "remote_request_id": terms.handoff,
+        "remote_host": sizes.host,
+        "remote_port": sizes.port,
+        "tp_size": sizes.tp_size,
+        "pp_size": sizes.pp_size,
+        "dcp_size": 1,
+        "remote_num_tokens": terms.tokens,
+        "transfer_mode": TRANSFER_MODE,
+        KEY: terms.to_json(),
+    }
+
+
+def _addresses(servers: tuple[str, ...], host: Any) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Where to look first, and then: a router may have put another host in, the one that it reaches P by."""
+    if not servers or not isinstance(host, str) or not host:
+        return servers, ()
+    first = urlsplit(servers[0])
+    if first.scheme != "tcp" or first.hostname in (None, host):
+        return servers, ()
+    shown = f"[{host}]" if ":" in host else host
+    return (f"tcp://{shown}:{first.port}", *servers[1:]), (servers,)
