@@ -13,7 +13,7 @@ from layerflow.server import EmbeddedServer
 
 # The folder itself is found as a package called vllm, one without a file, where the real one is not installed.
 _vllm = find_spec("vllm")
-collect_ignore = [] if _vllm and _vllm.origin else ["vllm"]
+collect_ignore = [] if _vllm and _vllm.origin else ["vllm", "pd"]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -70,6 +70,9 @@ class FakeAgent:
         self.steps.append(FakeStep(list(loads), list(saves)))
         return self.steps[-1]
 
+    def abort(self, name: str) -> None:
+        """Its step ends when the test says so."""
+
     def reclaim(self, blocks: Any, timeout_s: float) -> int:
         return 0
 

@@ -118,9 +118,15 @@ class Engine:
         """Serve one prompt."""
         return self.generate(prompt, max_tokens=max_tokens, terms=[terms])[0]
 
-    def begin(self, prompts: Sequence[Prompt], max_tokens: int, aborts: dict[int, int] | None = None) -> None:
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        aborts: dict[int, int] | None = None,
+        terms: Sequence[Terms] = (),
+    ) -> None:
         """Serve prompts that arrive together, without waiting for the answers; some are aborted before a step."""
-        self._pipe.send(("churn", (list(prompts), max_tokens, aborts or {})))
+        self._pipe.send(("churn", (list(prompts), max_tokens, aborts or {}, list(terms))))
 
     def finish(self) -> list[Answer]:
         """The answers to what was begun."""
@@ -129,6 +135,10 @@ class Engine:
     def preemptions(self) -> int:
         """How often vLLM has taken a running request's blocks away."""
         return self._ask("preemptions")
+
+    def metric(self, name: str) -> float:
+        """A counter of vLLM's own, of an engine with ``disable_log_stats=False``."""
+        return self._ask("metric", name)
 
     def reset(self, *, pool: bool = False) -> None:
         """Forget vLLM's own prefix cache, and what layerflow's pool holds if `pool`.

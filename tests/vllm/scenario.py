@@ -5,6 +5,7 @@ Forked from a server that has imported vLLM already, which is most of an engine'
 
 from __future__ import annotations
 
+import copy
 import itertools
 import multiprocessing.connection
 import os
@@ -25,11 +26,13 @@ class Answer:
     :param tokens: generated ones.
     :param cached: prompt tokens that were not computed, from vLLM's own cache and from layerflow.
     :param reason: why it ended: ``length``, ``abort``, ``error``.
+    :param transfer: the response's ``kv_transfer_params``.
     """
 
     tokens: tuple[int, ...]
     cached: int
     reason: str
+    transfer: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,13 @@ class Terms:
     """What a request says besides its prompt.
 
     :param images: (first placeholder, placeholders, identifier); only the connector sees them, the model has no eyes.
+    :param transfer: ``kv_transfer_params``.
     """
 
     adapter: Adapter | None = None
     salt: str | None = None
     images: tuple[tuple[int, int, str], ...] = ()
+    transfer: dict[str, Any] | None = None
 
 
 PLAIN = Terms()
@@ -112,7 +117,8 @@ class Scenario:
             for output in self._engine.step():
                 if output.finished:
                     made = output.outputs[0]
-                    said = Answer(tuple(made.token_ids), output.num_cached_tokens or 0, str(made.finish_reason))
+                    tokens, cached = tuple(made.token_ids), output.num_cached_tokens or 0
+                    said = Answer(tokens, cached, str(made.finish_reason), output.kv_transfer_params)
                     answers[names[output.request_id]] = said
         raise AssertionError("unreachable")
 
@@ -122,6 +128,9 @@ class Scenario:
         tokens: dict[str, Any] = {"prompt_token_ids": list(asked)}
         if terms.salt is not None:
             tokens["cache_salt"] = terms.salt
+        if terms.transfer is not None:
+            sampling = copy.copy(sampling)
+            sampling.extra_args = {"kv_transfer_params": copy.deepcopy(terms.transfer)}
         lora = None
         if terms.adapter is not None:
             told = terms.adapter
@@ -193,6 +202,10 @@ class Scenario:
     def break_loads(self, broken: bool) -> None:
         """Every load of a running step fails before its first layer, or no more."""
         self._core.model_executor.collective_rpc(_break_loads, args=(broken,))
+
+    def metric(self, name: str) -> float:
+        """A counter of vLLM's own; it counts unless ``disable_log_stats`` is set."""
+        return sum(each.value for each in self._llm.get_metrics() if each.name == name)
 
     def facts(self) -> dict[str, Any]:
         """The sizes that vLLM settled on."""

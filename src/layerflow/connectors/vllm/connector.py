@@ -25,6 +25,7 @@ from layerflow.connectors.vllm.heads import wanted_layout
 from layerflow.connectors.vllm.identity import RequestKeys, media_salt_of
 from layerflow.connectors.vllm.layout import layout_of
 from layerflow.connectors.vllm.options import parse_options
+from layerflow.connectors.vllm.pd.side import HandoffSide
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
@@ -32,6 +33,7 @@ from layerflow.connectors.vllm.versions import check_version, release
 from layerflow.connectors.vllm.worker.hook_times import ENVIRONMENT, HookTimes
 from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
 from layerflow.connectors.vllm.worker.worker import WorkerSide
+from layerflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from layerflow.server import EmbeddedServer
@@ -52,6 +54,12 @@ _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 
 NAME = "LayerflowConnector"
 
+FAILS = (
+    "kv_load_failure_policy is 'fail', vLLM's default: a decode engine would end each request whose prefill is lost with an "
+    "error; set it to 'recompute' in --kv-transfer-config (pd.max_recompute_tokens of kv_connector_extra_config bounds "
+    "what is computed)"
+)
+
 # A MultiConnector looks its connectors' statistics up by class name.
 if NAME not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector(NAME, "layerflow.connectors.vllm", NAME)
@@ -71,6 +79,8 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.options = parse_options(
             transfer.kv_connector_extra_config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer
         )
+        if transfer.kv_role == "kv_consumer" and transfer.kv_load_failure_policy == "fail":
+            raise ConfigError(FAILS)
         self._groups = len(kv_cache_config.kv_cache_groups)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -91,6 +101,16 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 events=ChunkEvents(kv_cache_config) if self._events else None,
                 keys=RequestKeys(
                     Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32)), media_salt_of(vllm_config)
+                ),
+                handoffs=HandoffSide(
+                    self.options.pd,
+                    transfer.engine_id,
+                    producer=transfer.is_kv_producer,
+                    consumer=transfer.is_kv_consumer,
+                    child=self._is_child,
+                    block_sizes=tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups),
+                    data_parallel_rank=vllm_config.parallel_config.data_parallel_index,
+                    data_parallel_size=vllm_config.parallel_config.data_parallel_size,
                 ),
             )
         self._times: HookTimes | None = None
@@ -150,14 +170,14 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request is over."""
         assert self._scheduler is not None
-        return self._scheduler.finished(request)
+        return self._scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request is over."""
         assert self._scheduler is not None
-        return self._scheduler.finished(request)
+        return self._scheduler.finished(request, block_ids)
 
     def take_events(self) -> Iterable[Any]:
         """KV cache events."""

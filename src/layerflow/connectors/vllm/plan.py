@@ -29,6 +29,10 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param tails: blocks of these hits that the step also writes to: vLLM writes a layer's new keys and values
         before it asks for the layer's loaded ones, so these must be there before the forward pass.
     :param background: hits whose requests wait until everything is loaded, by request.
+    :param timeouts: how long such a load may take, seconds, where that is not the server's setting.
+    :param restarts: a load in the background that fails starts its request over, as with several cache groups.
+    :param aborted: finished requests whose load in the background is cut off.
+    :param promised: another engine waits for what this step saves.
     :param saves: what the step computes.
     :param fresh: newly allocated block ids, per layerflow group: about to be overwritten.
     :param leaving: finished requests whose blocks stay until their saves have ended.
@@ -42,6 +46,10 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[PartDescriptor] = field(default_factory=list)
     tails: list[PartDescriptor] = field(default_factory=list)
     background: dict[str, list[PartDescriptor]] = field(default_factory=dict)
+    timeouts: dict[str, float] = field(default_factory=dict)
+    restarts: bool = False
+    aborted: tuple[str, ...] = ()
+    promised: bool = False
     saves: PlannedSaves = NO_SAVES
     fresh: tuple[tuple[int, ...], ...] = ()
     leaving: tuple[str, ...] = ()
@@ -55,7 +63,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
         """The step does not concern the workers at all: most steps that only decode."""
         moves = self.saves or self.loads or self.tails or self.background
         told = self.unsure or self.verdicts or self.replaced
-        return not (self.fresh or moves or self.leaving or told)
+        return not (self.fresh or moves or self.leaving or self.aborted or told)
 
     @property
     def idle(self) -> bool:

@@ -43,6 +43,7 @@ def decode_part(words: Words) -> DecodePart:
         servers=known,
         prefiller=words.terms,
         bootstrap=_url(bootstrap) if bootstrap and servers is None and not known else "",
+        engine=str(words.params.get("remote_engine_id") or ""),
     )
 
 

@@ -24,7 +24,7 @@ class PdOptions:
     :param max_recompute_tokens: a decode engine that would have to compute more of a prompt than this, because its
         prefill is lost, ends the request with an error instead; 0 = it computes whatever is missing.
     :param deadline_s: how long a decode engine waits for a hand-off, from the request's arrival.
-    :param lease_s: how long a hand-off that nobody claims stays.
+    :param lease_s: how long a hand-off that nobody claims stays; 0 = the server's ``pd.handoff_lease_s``.
     :param servers: control addresses at which other hosts reach the servers of this engine's workers; () = every engine
         that hands over to this one uses the same server.
     :param prefill_servers: those of the prefill engines, for conventions that do not tell them.

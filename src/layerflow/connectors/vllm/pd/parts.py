@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class Words(NamedTuple):
     :param prompt: its tokens, all of them.
     :param engine: names this start of this engine.
     :param deadline_s: how long a hand-off may take where the request does not say it, seconds.
-    :param lease_s: how long one stays unclaimed, likewise.
+    :param lease_s: how long one stays unclaimed; 0 = as its server says.
     :param prefill_servers: who holds hand-offs of which the request does not tell the servers.
     """
 
@@ -75,6 +75,7 @@ class DecodePart:
     :param prefiller: what the prefill engine has said; None = nothing yet.
     :param metaserver: URL that starts the prefill; "" = it has been started.
     :param bootstrap: URL of the prefill engine that tells its servers; "" = they are known.
+    :param engine: the prefill engine's id; "" = not told.
     """
 
     handoff: str
@@ -86,6 +87,7 @@ class DecodePart:
     prefiller: HandoffTerms | None = None
     metaserver: str = ""
     bootstrap: str = ""
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +123,4 @@ class Sizes:
     port: int = 0
     tp_size: int = 1
     pp_size: int = 1
-    block_sizes: tuple[int, ...] = field(default_factory=tuple)
+    block_sizes: tuple[int, ...] = ()

@@ -14,7 +14,8 @@ from layerflow.errors import ProtocolError
 KEY = "layerflow"
 VERSION = 1
 
-DEFAULT_LEASE_S = 30.0
+DEFAULT_LEASE_S = 0.0
+"""As long as the prefill engine's server is configured to: ``pd.handoff_lease_s``."""
 DEFAULT_DEADLINE_S = 60.0
 
 MAX_ID = 512
@@ -32,7 +33,7 @@ class HandoffTerms:
     :param layout: of the same engine, see :mod:`.layouts`; {} = not told.
     :param prompt: digest of the prompt's tokens, see :func:`prompt_digest`; "" = not told.
     :param tokens: leading tokens that the prefill engine has computed; 0 = not known yet.
-    :param lease_s: how long the objects stay after the prefill without a claim, seconds.
+    :param lease_s: how long the objects stay after the prefill without a claim, seconds; 0 = as the server says.
     :param deadline_s: how long the decode engine waits at most, from its request's arrival, seconds.
     """
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from layerflow.agent.connection.lookups import Inquiry
 from layerflow.agent.values import MISS, Hit
+from layerflow.connectors.vllm.pd.side import Handoff
 from layerflow.keys import Chain
 
 
@@ -31,6 +32,7 @@ class Tracked:
     :param saved: leading tokens whose chunks need no saving any more.
     :param loaded_tokens: tokens taken from the pool so far.
     :param overlap: hidden and whole transfer time of its loads, seconds.
+    :param handoff: what this engine does of one for it.
     """
 
     request: Any
@@ -49,6 +51,7 @@ class Tracked:
     saved: int = 0
     loaded_tokens: int = 0
     overlap: tuple[float, float] = (0.0, 0.0)
+    handoff: Handoff | None = None
 
     @property
     def id(self) -> str:

@@ -13,6 +13,7 @@ from layerflow.agent.costs import work_of
 from layerflow.agent.descriptors import PartDescriptor, describe_saves
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.vllm.options import Options
+from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff
 from layerflow.connectors.vllm.planned import PlannedSaves, Tables
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.spec import ModelSpec
@@ -130,6 +131,7 @@ class SavePlanner:
             tables.follow(tracked)
             if upto > tracked.saved:
                 asked += self._ask_states(tracked, upto, output) if self._states else self._ask(tracked, upto)
+            plan.promised |= isinstance(tracked.handoff, PrefillHandoff)
             if upto >= vllm.num_prompt_tokens and not self._options.save_decode:
                 self.close(tracked)
         if not asked:

@@ -10,6 +10,7 @@ Loads can fail, also on another rank, while later steps are planned already: :mo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,12 @@ import msgspec
 import structlog
 
 from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
-from layerflow.agent.connection.lookups import Lookups
+from layerflow.agent.connection.lookups import Inquiry, Lookups
 from layerflow.agent.costs import LoadPolicy
-from layerflow.agent.values import MISS
+from layerflow.agent.values import MISS, Hit
 from layerflow.connectors.vllm.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
+from layerflow.connectors.vllm.pd.side import HandoffSide, merged, saved_tokens
 from layerflow.connectors.vllm.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.loads import describe_hit
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
@@ -64,6 +66,7 @@ class SchedulerSide:
     :param trusts_sight: vLLM recovers from a load that fails, so that a hit need not wait for its lease.
     :param events: takes what is stored, where vLLM's KV cache events are on.
     :param keys: hashes its requests.
+    :param handoffs: between prefill and decode engines.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class SchedulerSide:
         trusts_sight: bool = False,
         events: ChunkEvents | None = None,
         keys: RequestKeys | None = None,
+        handoffs: HandoffSide | None = None,
     ) -> None:
         self.options = options
         self.events = events
@@ -83,11 +87,14 @@ class SchedulerSide:
         self._engine_id = engine_id
         self._in_step = groups == 1
         self._keys = keys or RequestKeys()
+        self._handoffs = handoffs or HandoffSide()
         self._trusts_sight = trusts_sight
         self._may_load = options.load and (self._in_step or can_fail_in_background)
         self._tracked: dict[str, Tracked] = {}
         self._loading: list[Tracked] = []
         self._leaving: list[str] = []
+        self._aborted: list[str] = []
+        self._awaited: Inquiry | None = None  # of a hand-off that is not open yet
         self._waited_s = 0.0
         self._ranks = 0
         self._lookups: Lookups | None = None
@@ -119,6 +126,7 @@ class SchedulerSide:
         self._control = Control(first.endpoint, self._engine_id, self.spec)
         self._advisor = LoadPolicy(self.spec)
         self._saves = SavePlanner(self.spec, first.vllm_groups, self.options)
+        self._handoffs.meet(self._lookups, self.spec)
         if self.events is not None:
             self.events.meet_workers(self.spec, first.vllm_groups)
         waiting, self._unmet = self._unmet or {}, None
@@ -131,11 +139,15 @@ class SchedulerSide:
         """Hash the prompt and start its lookup before its answer is waited for."""
         if self._unmet is not None:
             self._unmet[request.request_id] = request
-        if self.spec is None or request.prompt_embeds is not None or not request.prompt_token_ids:
+        if self.spec is None:
             return
+        part = self._handoffs.read(request)
+        if request.prompt_embeds is not None or not request.prompt_token_ids:
+            return self._handoffs.without_keys(part)
         try:
             chain = self._keys.chain(self.spec, request)
         except LayerflowError as error:
+            self._handoffs.without_keys(part)
             return self._unknown(request, error)
         may_load, may_save = wishes(request.kv_transfer_params)
         may_load &= self._may_load and not request.skip_reading_prefix_cache
@@ -143,8 +155,10 @@ class SchedulerSide:
         self._tracked[request.request_id] = tracked
         if self._saves is not None:
             self._saves.open(tracked)
-        if may_load and self._lookups is not None:
-            tracked.inquiry = self._lookups.ask(tracked.id, chain)
+        partial = self.options.save_partial
+        self._handoffs.begin(tracked, part, save_tokens=saved_tokens(self.spec.chunk_tokens, partial=partial))
+        if may_load and not self._handoffs.seeks(tracked):
+            self._ask(tracked)
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those vLLM has, None = not known yet; and whether in the background."""
@@ -153,22 +167,30 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._lookups is None or self._advisor is None:
             return 0, False
+        # All requests of one pass share one wait: a stopped server must not cost each of them its own.
+        if tracked.handoff is not None and self._wait_handoff(tracked):
+            return None, False
         if not self._is_current(tracked, num_computed) or not tracked.may_load:
             return 0, False
         inquiry = tracked.inquiry
-        if inquiry is None or (inquiry.hit is not None and time.monotonic() - inquiry.asked_at > STALE_S):
+        if inquiry is None or (inquiry.hit is not None and time.monotonic() - inquiry.asked_at > self._stale_s(tracked)):
             tracked.know_tokens()
-            inquiry = tracked.inquiry = self._lookups.ask(tracked.id, tracked.chain)
-        # All requests of one pass share one wait: a stopped server must not cost each of them its own.
-        began = time.monotonic()
-        hit = self._lookups.wait(inquiry, self.options.lookup_wait_s - self._waited_s)
-        self._waited_s += time.monotonic() - began
+            inquiry = self._ask(tracked)
+        hit = self._wait(inquiry)
         if hit is None:
+            return None, False
+        if not self._handoffs.accepts(tracked, hit):
+            tracked.inquiry = None
+            return None, False
+        if self._handoffs.gives_up(tracked, request.num_tokens - max(hit.tokens, num_computed)):
             return None, False
         tracked.hit, tracked.local = hit, num_computed
         more = hit.tokens - num_computed
         if more <= 0:
             return 0, False
+        if self._handoffs.claimed(tracked):
+            tracked.background = True
+            return more, True
         mode = self._advisor.advise(self.options.mode, hit, request.num_tokens)
         if mode is Mode.RECOMPUTE:
             return 0, False
@@ -203,7 +225,10 @@ class SchedulerSide:
         if not output.num_scheduled_tokens:
             # Nothing is computed. What the last step has made leaves by another thread, which needs the interpreter.
             time.sleep(0)
-        plan = StepPlan(replaced=self._replaced)
+            if self._awaited is not None and self._lookups is not None:
+                self._lookups.wait(self._awaited, self.options.lookup_wait_s)
+        self._awaited = None
+        plan = StepPlan(replaced=self._replaced, restarts=self._handoffs.restarts)
         self._replaced = False
         if self._saves is None:
             return plan
@@ -223,6 +248,9 @@ class SchedulerSide:
         if self._leaving:
             plan.leaving = tuple(self._leaving)
             self._leaving.clear()
+        if self._aborted:
+            plan.aborted = tuple(self._aborted)
+            self._aborted.clear()
         return plan
 
     def heard(self, output: Any) -> None:
@@ -239,6 +267,8 @@ class SchedulerSide:
         for request in output.finished_recving or ():
             if request in self._tracked:
                 self._tracked[request].arriving = False
+                if request not in news.failed:
+                    self._handoffs.loaded(self._tracked[request])
         self._verdicts.heard(news.ran, failed=bool(output.invalid_block_ids))
         if output.invalid_block_ids and self._saves is not None:
             self._saves.again(self._tracked.values())
@@ -255,12 +285,16 @@ class SchedulerSide:
         if news.costs is not None and self._advisor is not None:
             self._advisor.adopt(*news.costs)
 
-    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+    def finished(
+        self, request: Any, blocks: Sequence[Sequence[int]] = ()
+    ) -> tuple[bool, dict[str, Any] | None]:
         """The request is over: must its blocks stay until :attr:`StepPlan.leaving` is answered; what its response says.
 
         While a background load is under way vLLM itself keeps them, until every rank has told its end: then that is the
         one sign that frees them. A save that is still open reads blocks of before that load, which vLLM has freed
         already; :meth:`SavePlanner.fresh` guards those.
+
+        :param blocks: its block ids per cache group.
         """
         if self._unmet is not None:
             self._unmet.pop(request.request_id, None)
@@ -278,7 +312,9 @@ class SchedulerSide:
         if stays:
             self._leaving.append(tracked.id)
             self._held.add(tracked.id)
-        return stays, tracked.summary()
+        if tracked.arriving:
+            self._aborted.append(tracked.id)
+        return stays, merged(tracked.summary(), self._handoffs.finished(tracked, blocks))
 
     def reset(self) -> bool:
         """The weights are being replaced under the same name: nothing computed with the old ones is loaded again.
@@ -308,6 +344,7 @@ class SchedulerSide:
 
     def _end(self, tracked: Tracked) -> None:
         """Nothing of the request is loaded or saved any more, unless it starts anew."""
+        self._handoffs.outdated(tracked)
         if self._saves is not None:
             self._saves.close(tracked)
         if tracked.load is not None:
@@ -348,10 +385,40 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Hang up."""
+        self._handoffs.close()
         if self._lookups is not None:
             self._lookups.close()
         if self._control is not None:
             self._control.close()
+
+    def _ask(self, tracked: Tracked) -> Inquiry:
+        """Start its lookup, of what a hand-off is to store too where it has one."""
+        assert self._lookups is not None
+        follow = self._handoffs.follow(tracked)
+        about = (tracked.id, tracked.chain) if follow is None else (tracked.id, tracked.chain, follow)
+        tracked.inquiry = self._lookups.ask(*about)
+        return tracked.inquiry
+
+    def _wait_handoff(self, tracked: Tracked) -> bool:
+        """Is it not known yet whether, or where, it has one?"""
+        began = time.monotonic()
+        waits = self._handoffs.waits(tracked, self.options.lookup_wait_s - self._waited_s)
+        self._waited_s += time.monotonic() - began
+        return waits
+
+    def _wait(self, inquiry: Inquiry) -> Hit | None:
+        """Its answer, if there is one or soon is. A prefill is waited for only where nothing is computed meanwhile."""
+        assert self._lookups is not None
+        began, waits = time.monotonic(), getattr(inquiry, "waits", False)
+        hit = self._lookups.wait(inquiry, 0.0 if waits else self.options.lookup_wait_s - self._waited_s)
+        self._waited_s += time.monotonic() - began
+        if hit is None and waits:
+            self._awaited = inquiry
+        return hit
+
+    def _stale_s(self, tracked: Tracked) -> float:
+        """A hand-off's answer comes long after its question, and is kept for its reader."""
+        return math.inf if self._handoffs.claimed(tracked) else STALE_S
 
     def _met(self, layouts: Sequence[WorkerLayout]) -> None:
         """Layouts that came with a step's output: behind another connector's handshake there is no earlier way."""
@@ -368,7 +435,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request)
         if tracked is None:
             return
-        if tracked.reloads < MAX_RELOADS and share < RELOAD_SHARE:
+        if self._handoffs.load_failed(tracked) or (tracked.reloads < MAX_RELOADS and share < RELOAD_SHARE):
             # The objects that failed are hidden from lookups, so the new answer holds complete ones only.
             tracked.reloads += 1
         else:
@@ -386,6 +453,9 @@ class SchedulerSide:
         if tracked.background:
             tracked.arriving = True
             plan.background[tracked.id] = describe_hit(self.spec, tracked, tables, load)
+            timeout_s = self._handoffs.timeout_s(tracked, time.monotonic())
+            if timeout_s is not None:
+                plan.timeouts[tracked.id] = timeout_s
         else:
             # The step writes to the block that the hit ends in: that one cannot wait for its layer's turn.
             size = max(group.block_size for group in self.spec.groups)

@@ -69,6 +69,8 @@ class WorkerSide:
         self._tails: Step | NoStep | None = None
         self._background: dict[str, Step | NoStep] = {}
         self._outdated: set[str] = set()
+        self._cut: set[str] = set()  # their requests are over
+        self._restarts = False
         self._leaving: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -107,7 +109,7 @@ class WorkerSide:
                 self._deferred.flush()
             cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
             self._tally.add("revoked_saves", cut)
-        self._late = bool(plan.saves) and not plan.unsure and self._is_short(plan)
+        self._late = bool(plan.saves) and not (plan.unsure or plan.promised) and self._is_short(plan)
         if not self._late and (self._early or not (plan.loads or plan.tails)):
             self._open(plan)
 
@@ -123,8 +125,13 @@ class WorkerSide:
             self._open(plan)
         if self._step is not None and self._early:
             self._step.begin_loads(BEGIN_S)
+        for request in plan.aborted:
+            self._agent.abort(request)
+            self._cut.add(request)
+        self._restarts = plan.restarts
         for request, parts in plan.background.items():
-            step = self._agent.open_descriptors(parts, [])
+            timeout = {"timeout_s": plan.timeouts[request]} if request in plan.timeouts else {}
+            step = self._agent.open_descriptors(parts, [], **timeout)
             step.want_all()
             self._background[request] = self._remember(step, (request,))
         self._leaving.update(plan.leaving)
@@ -196,7 +203,14 @@ class WorkerSide:
         if self._background and not forward:
             next(iter(self._background.values())).wait_loaded(IDLE_WAIT_S)
         for request, step in list(self._background.items()):
-            if step.wait_loaded(0.0):
+            if request in self._cut:
+                step.close()
+                if self._agent.busy(request):
+                    continue
+                self._cut.discard(request)
+                del self._background[request]
+                arrived.add(request)
+            elif step.wait_loaded(0.0):
                 outcome = step.wait_all()
                 self._check(step, _all_failed(step) if request in self._outdated else outcome)
                 step.close()
@@ -354,7 +368,7 @@ class WorkerSide:
             log.warning("load_failed", request=failed.request, blocks=len(failed.blocks), reason=failed.reason)
             share = len(failed.blocks) / blocks_of[failed.request]
             self._failed_loads[failed.request] = max(share, self._failed_loads.get(failed.request, 0.0))
-            if self._several_groups:
+            if self._several_groups or (self._restarts and failed.request in self._background):
                 self._failed_requests.add(failed.request)
             else:
                 table = tables[failed.request, failed.group]

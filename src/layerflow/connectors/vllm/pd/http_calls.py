@@ -1,0 +1,144 @@
+"""HTTP calls of a scheduler that waits for none of them: to metaservers and to other engines' ``GET /query``."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import structlog
+
+from layerflow.errors import ProtocolError
+
+MAX_TRIES = 3
+"""Of a connection that is refused: nothing was sent, so that it may be tried again."""
+RETRY_S = 0.1
+CONNECT_S = 3.0
+KNOWN_S = 30.0
+"""How long an engine's answer to ``GET /query`` is believed."""
+
+log = structlog.get_logger("layerflow.vllm.pd")
+
+
+class HttpCall:
+    """One call, as the thread that has asked for it sees it."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """It has ended, well or not."""
+        return self._future.done()
+
+    @property
+    def error(self) -> str:
+        """Why it has failed; "" = it has not, or not yet."""
+        if not self._future.done() or self._future.cancelled():
+            return "" if not self._future.done() else "cancelled"
+        error = self._future.exception()
+        return "" if error is None else str(error) or type(error).__name__
+
+    @property
+    def answer(self) -> Any:
+        """The body, from JSON; only of a call that is done and has no error."""
+        return self._future.result()
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more: the connection is closed."""
+        self._future.cancel()
+
+
+class HttpCalls:
+    """Made by a scheduler's side, for its thread; the calls run on one of its own, which the first of them starts.
+
+    Each has a deadline of its own, an answer other than 2xx is a failure, and one that is asked for again under the same
+    name is the same call.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._client: httpx.AsyncClient | None = None
+        self._calls: dict[str, HttpCall] = {}
+        self._known: dict[str, tuple[float, HttpCall]] = {}
+
+    def post(self, name: str, url: str, body: Mapping[str, Any], until: float) -> HttpCall:
+        """POST JSON.
+
+        :param name: of the hand-off.
+        :param until: monotonic seconds.
+        """
+        if name not in self._calls:
+            self._calls[name] = self._begin(self._call("POST", url, body, until))
+        return self._calls[name]
+
+    def get(self, url: str, until: float) -> HttpCall:
+        """GET JSON; what was answered a moment ago is not asked again."""
+        known = self._known.get(url)
+        if known is None or time.monotonic() - known[0] > KNOWN_S or known[1].error:
+            known = self._known[url] = time.monotonic(), self._begin(self._call("GET", url, None, until))
+        return known[1]
+
+    def forget(self, name: str) -> None:
+        """The hand-off is over. A post that still waits for its answer is given up."""
+        call = self._calls.pop(name, None)
+        if call is not None:
+            call.cancel()
+
+    def close(self) -> None:
+        """End the thread, and with it what is under way."""
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop = self._thread = None
+
+    def _begin(self, call: Any) -> HttpCall:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="layerflow-http", daemon=True)
+            self._thread.start()
+        return HttpCall(asyncio.run_coroutine_threadsafe(call, self._loop))
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))  # noqa: S113 - each call has its deadline
+        try:
+            loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(self._client.aclose())
+            loop.close()
+
+    async def _call(self, method: str, url: str, body: Mapping[str, Any] | None, until: float) -> Any:
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + max(0.0, until - time.monotonic())):
+                response = await self._send(method, url, body)
+        except TimeoutError:
+            raise ProtocolError(f"{method} {url}: no answer within the hand-off's deadline") from None
+        except httpx.HTTPError as error:
+            raise ProtocolError(f"{method} {url}: {type(error).__name__} {error}".rstrip()) from None
+        if not response.is_success:
+            raise ProtocolError(f"{method} {url}: status {response.status_code}, {response.text[:200]!r}")
+        try:
+            return response.json()
+        except ValueError:
+            raise ProtocolError(f"{method} {url}: the answer is no JSON: {response.text[:80]!r}") from None
+
+    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        assert self._client is not None
+        for left in reversed(range(MAX_TRIES)):
+            try:
+                return await self._client.request(method, url, json=body, timeout=httpx.Timeout(None, connect=CONNECT_S))
+            except httpx.ConnectError:
+                if not left:
+                    raise
+                await asyncio.sleep(RETRY_S)
+        raise AssertionError("unreachable")

@@ -1,0 +1,306 @@
+"""Hand-offs in the connector's scheduler side: what it asks of them at each of vLLM's hooks."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+import structlog
+
+from layerflow.agent.values import Follow, Hit
+from layerflow.connectors.vllm.pd import refusal
+from layerflow.connectors.vllm.pd.bootstrap import BootstrapServer
+from layerflow.connectors.vllm.pd.concurrent import query_answer
+from layerflow.connectors.vllm.pd.decoding import DecodeHandoff, DecodeStatus, Decoding, summary_of
+from layerflow.connectors.vllm.pd.layouts import layout_facts
+from layerflow.connectors.vllm.pd.options import PdOptions
+from layerflow.connectors.vllm.pd.parts import PLAIN, DecodePart, Part, PlainPart, PrefillPart, RefusedPart, Sizes, Words
+from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff, Prefilling
+from layerflow.connectors.vllm.pd.reading import part_of
+from layerflow.connectors.vllm.pd.terms import KEY
+from layerflow.keys import Chain
+from layerflow.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from layerflow.agent.connection.lookups import Inquiry, Lookups
+
+Handoff = PrefillHandoff | DecodeHandoff | RefusedPart
+"""What a request that is followed may have of one."""
+
+TRUNCATED = "_p_side_truncated"
+"""vLLM's own connectors mark a prompt so whose last token they have left to the decode engine."""
+
+class Tracked(Protocol):
+    """What is needed of a request that the scheduler's side follows."""
+
+    request: Any
+    chain: Chain
+    may_load: bool
+    may_save: bool
+    inquiry: Inquiry | None
+    handoff: Handoff | None
+
+    @property
+    def id(self) -> str:
+        """vLLM's id."""
+        ...
+
+
+_CHILD = re.compile(r"^\d+_")  # vLLM's id of one of a request's n samples
+
+log = structlog.get_logger("layerflow.vllm.pd")
+
+
+class HandoffSide:
+    """One per engine, for its scheduler's thread.
+
+    :param producer: vLLM's ``kv_role`` lets this engine prefill for others; `consumer`: decode what they have prefilled.
+    :param child: the connector is one of a MultiConnector's.
+    :param data_parallel_rank: of this engine among `data_parallel_size`.
+    """
+
+    def __init__(
+        self,
+        options: PdOptions | None = None,
+        engine_id: str = "",
+        *,
+        producer: bool = True,
+        consumer: bool = True,
+        child: bool = False,
+        block_sizes: tuple[int, ...] = (),
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+    ) -> None:
+        self.options = options or PdOptions()
+        self._engine_id = engine_id
+        self._incarnation = secrets.token_hex(4)
+        self._producer, self._consumer = producer, consumer
+        self._speaks = not child if self.options.answer is None else self.options.answer
+        self._block_sizes = block_sizes
+        self._truncates = False
+        self._prefilling: Prefilling | None = None
+        self._decoding: Decoding | None = None
+        self._can_refuse: bool | None = None
+        self._bootstrap: BootstrapServer | None = None
+        port = self.options.bootstrap_port
+        if port and producer and data_parallel_rank == 0:
+            engines = {rank: _ranked(engine_id, rank, data_parallel_size) for rank in range(data_parallel_size)}
+            answer = query_answer(engines, self.options.servers, self._incarnation)
+            self._bootstrap = BootstrapServer(port, lambda: answer)
+
+    def meet(self, lookups: Lookups, spec: ModelSpec) -> None:
+        """The workers are known."""
+        first = urlsplit(self.options.servers[0]) if self.options.servers else None
+        sizes = Sizes(
+            engine_id=self._engine_id,
+            host=(first.hostname or "") if first is not None else "",
+            port=(first.port or 0) if first is not None else 0,
+            tp_size=spec.shard.tp_size,
+            pp_size=spec.shard.pp_size,
+            block_sizes=self._block_sizes or tuple(group.block_size for group in spec.groups),
+        )
+        layout = layout_facts(spec)
+        # The state behind the last token cannot be continued from that token: it is left to the decode engine.
+        self._truncates = spec.exact
+        self._prefilling = Prefilling(
+            lookups, layout=layout, sizes=sizes, servers=self.options.servers, incarnation=self._incarnation
+        )
+        self._decoding = Decoding(lookups, layout=layout, sizes=sizes, incarnation=self._incarnation)
+
+    # -- a request arrives ------------------------------------------------------------------------
+
+    def read(self, request: Any) -> Part:
+        """Which part this engine plays for it. A prompt that is prefilled for a recurrent model loses its last token."""
+        params = request.kv_transfer_params
+        if not params or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
+            return PLAIN
+        words = Words(
+            params,
+            None,
+            str(request.request_id),
+            request.prompt_token_ids or (),
+            f"{self._engine_id}:{self._incarnation}",
+            self.options.deadline_s,
+            self.options.lease_s,
+            self.options.prefill_servers,
+        )
+        part = part_of(words, speaks=self._speaks, producer=self._producer, consumer=self._consumer)
+        if isinstance(part, PlainPart) and part.reason:
+            log.warning("handoff_not_followed", request=request.request_id, reason=part.reason)
+        if isinstance(part, PrefillPart) and self._truncates:
+            _truncate(request, params)
+        return part
+
+    def begin(self, tracked: Tracked, part: Part, *, save_tokens: Callable[[Chain], int]) -> None:
+        """It has keys: open its hand-off, start its prefill, or wait for both.
+
+        :param save_tokens: how many leading tokens of a prompt are saved.
+        """
+        if isinstance(part, PrefillPart) and self._prefilling is not None:
+            tokens = save_tokens(tracked.chain) if tracked.may_save else 0
+            tracked.handoff = self._prefilling.begin(part, tracked.chain, tokens, self.options.deadline_s)
+        elif isinstance(part, DecodePart) and self._decoding is not None:
+            if tracked.may_load:
+                tracked.handoff = self._decoding.begin(part, tracked.id)
+            else:
+                self._decoding.forsake(part)
+        elif isinstance(part, RefusedPart):
+            tracked.handoff = part
+
+    def without_keys(self, part: Part) -> None:
+        """It has none: nothing of it is handed over, to it or by it."""
+        if isinstance(part, DecodePart) and self._decoding is not None:
+            self._decoding.forsake(part)
+
+    def seeks(self, tracked: Tracked) -> bool:
+        """Is it not known yet where its hand-off is?"""
+        handoff = tracked.handoff
+        if not isinstance(handoff, DecodeHandoff) or self._decoding is None:
+            return False
+        return self._decoding.seeks(handoff)
+
+    # -- is it scheduled? ---------------------------------------------------------------------------
+
+    def follow(self, tracked: Tracked) -> Follow | None:
+        """What its lookup asks for."""
+        handoff = tracked.handoff
+        if not isinstance(handoff, DecodeHandoff) or self._decoding is None:
+            return None
+        return self._decoding.follow(handoff)
+
+    def waits(self, tracked: Tracked, budget_s: float) -> bool:
+        """Must vLLM ask again, before there is anything to look up?
+
+        :param budget_s: how long this call may take.
+        """
+        handoff = tracked.handoff
+        if isinstance(handoff, PrefillHandoff) and self._prefilling is not None:
+            return self._prefilling.waits(handoff, budget_s)
+        if isinstance(handoff, DecodeHandoff) and self._decoding is not None:
+            if self._decoding.refused(handoff):
+                tracked.inquiry = None  # it waits for the hand-off
+            return self._decoding.seeks(handoff)
+        if isinstance(handoff, RefusedPart):
+            tracked.handoff = None
+            return self._refuse(tracked, handoff.reason)
+        return False
+
+    def accepts(self, tracked: Tracked, hit: Hit) -> bool:
+        """Is this the answer? False: it has to be looked up again, for the hand-off is elsewhere."""
+        handoff = tracked.handoff
+        if not isinstance(handoff, DecodeHandoff) or self._decoding is None:
+            return True
+        return self._decoding.answered(handoff, hit)
+
+    def claimed(self, tracked: Tracked) -> bool:
+        """The hit is a hand-off's: it is loaded in the background, whatever computing it would cost."""
+        return isinstance(tracked.handoff, DecodeHandoff) and tracked.handoff.status is DecodeStatus.CLAIMED
+
+    def gives_up(self, tracked: Tracked, missing: int) -> bool:
+        """Is so much to be computed, because its prefill is lost, that the request ends with an error instead?
+
+        :param missing: tokens of the prompt that are neither here nor stored.
+        """
+        handoff, most = tracked.handoff, self.options.max_recompute_tokens
+        if not most or missing <= most:
+            return False
+        if not isinstance(handoff, DecodeHandoff) or handoff.status is not DecodeStatus.LOST:
+            return False
+        return self._refuse(
+            tracked,
+            f"its prefill is lost ({handoff.reason}); {missing} tokens would be computed here, max_recompute_tokens is "
+            f"{most}",
+        )
+
+    def timeout_s(self, tracked: Tracked, now: float) -> float | None:
+        """How long its load may take; None = as any other."""
+        return max(0.1, tracked.handoff.until - now) if isinstance(tracked.handoff, DecodeHandoff) else None
+
+    @property
+    def restarts(self) -> bool:
+        """A load that fails is told as a whole, so that vLLM asks again how much of the request is to be computed."""
+        return self.options.max_recompute_tokens > 0
+
+    # -- how it ends --------------------------------------------------------------------------------
+
+    def loaded(self, tracked: Tracked) -> None:
+        """Its background load has ended."""
+        if isinstance(tracked.handoff, DecodeHandoff) and self._decoding is not None:
+            self._decoding.loaded(tracked.handoff, shared=_CHILD.match(tracked.id) is not None)
+
+    def load_failed(self, tracked: Tracked) -> bool:
+        """Something of a load did not arrive. True: it was a hand-off's, and what is stored is still to be had."""
+        handoff = tracked.handoff
+        if not isinstance(handoff, DecodeHandoff) or self._decoding is None or not handoff.followed:
+            return False
+        self._decoding.lose(handoff, "its load has failed")
+        return True
+
+    def outdated(self, tracked: Tracked) -> None:
+        """The weights are being replaced."""
+        if isinstance(tracked.handoff, PrefillHandoff) and self._prefilling is not None:
+            self._prefilling.fail(tracked.handoff, "the prefill engine's weights were replaced")
+        elif isinstance(tracked.handoff, DecodeHandoff) and self._decoding is not None:
+            self._decoding.lose(tracked.handoff, "the decode engine's weights were replaced")
+
+    def finished(self, tracked: Tracked, blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The request is over: what its response says of the hand-off."""
+        handoff = tracked.handoff
+        if isinstance(handoff, PrefillHandoff) and self._prefilling is not None:
+            return self._prefilling.finished(handoff, tracked.request, blocks) or {}
+        if isinstance(handoff, DecodeHandoff) and self._decoding is not None:
+            told = summary_of(handoff)
+            # Of n samples of one request each has the same hand-off: its lease ends it.
+            if handoff.status is not DecodeStatus.LOADED or not _CHILD.match(tracked.id):
+                self._decoding.release(handoff)
+            return {KEY: told}
+        return {}
+
+    def close(self) -> None:
+        """End its threads."""
+        if self._decoding is not None:
+            self._decoding.close()
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+
+    def _refuse(self, tracked: Tracked, reason: str) -> bool:
+        """End the request with an error, where this vLLM can."""
+        if self._can_refuse is None:
+            self._can_refuse = refusal.can_end_with_error()
+        if not self._can_refuse:
+            log.warning("request_not_refused", request=tracked.id, reason=reason, why="this vLLM has no way to")
+            return False
+        refusal.end_with_error(tracked.request, reason)
+        return True
+
+
+def merged(response: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """A response's ``kv_transfer_params`` with what a hand-off adds to them; both may say something under our key."""
+    return {**response, **told, KEY: {**told.get(KEY, {}), **response.get(KEY, {})}}
+
+
+def saved_tokens(chunk_tokens: int, *, partial: bool) -> Callable[[Chain], int]:
+    """How many leading tokens of a prompt are saved, where partial chunks are or are not."""
+    return lambda chain: len(chain) if partial else len(chain) // chunk_tokens * chunk_tokens
+
+
+def _truncate(request: Any, params: dict[str, Any]) -> None:
+    """Take the prompt's last token off, once: preempted, the request is read again."""
+    if params.get(TRUNCATED) or request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
+        return
+    del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    params[TRUNCATED] = True
+
+
+def _ranked(engine_id: str, rank: int, size: int) -> str:
+    """What vLLM calls the engine of a data-parallel rank."""
+    return engine_id if size == 1 else f"{re.sub(r'_dp[0-9]+$', '', engine_id)}_dp{rank}"
+
+
+__all__ = ["Handoff", "HandoffSide", "merged", "saved_tokens"]
