@@ -165,21 +165,33 @@ class SavePlanner:
         for vllm_group, block, boundary in state.boundary_state_offloads.get(tracked.id, ()) if state else ():
             if boundary <= upto:
                 offers.setdefault(boundary, {})[vllm_group] = block
+        if isinstance(tracked.handoff, PrefillHandoff) and upto == tracked.request.num_prompt_tokens:
+            offers[upto] = self._last_states(tracked, upto)
         asked = []
         for boundary, blocks in sorted(offers.items()):
             tables = self._of_groups(tracked.tables)
             for number in self._states:
                 size = self._spec.groups[number].block_size
                 block = blocks.get(self._vllm_groups[number])
-                if block is None or boundary % size:
+                if block is None or (boundary % size and boundary != tracked.request.num_prompt_tokens):
                     break
-                tables[number] = [NULL_BLOCK] * (boundary // size - 1) + [block]
+                tables[number] = [NULL_BLOCK] * ((boundary - 1) // size) + [block]
             else:
                 if boundary > len(tracked.chain):
                     tracked.know_tokens()
                 asked.append(self._request(tracked, tables, boundary, tail=True))
                 tracked.saved = boundary // self._spec.chunk_tokens * self._spec.chunk_tokens
         return asked
+
+    def _last_states(self, tracked: Tracked, upto: int) -> dict[int, int]:
+        """Where this step leaves the states behind the prompt's last token, by vLLM group; no step continues them."""
+        found = {}
+        for number in self._states:
+            vllm_group, position = self._vllm_groups[number], (upto - 1) // self._spec.groups[number].block_size
+            table = tracked.tables[vllm_group]
+            if position < len(table) and table[position] != NULL_BLOCK:
+                found[vllm_group] = table[position]
+        return found
 
     def _request(self, tracked: Tracked, tables: Tables, upto: int, *, tail: bool) -> Asked:
         return StepRequest(tracked.id, tracked.chain, (), save=(tracked.saved, upto), tail=tail), tables
