@@ -66,7 +66,7 @@ class FakeAgent:
         self.measured: deque[Any] = deque()
         self.steps: list[FakeStep] = []
 
-    def open_descriptors(self, loads: Any, saves: Any, work: Any = None) -> FakeStep:
+    def open_descriptors(self, loads: Any, saves: Any, work: Any = None, timeout_s: Any = None) -> FakeStep:
         self.steps.append(FakeStep(list(loads), list(saves)))
         return self.steps[-1]
 

@@ -13,8 +13,9 @@ from vllm_fakes import BLOCK, FULL, FakeLookups, output, pieces, request, spec_o
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.plan import WorkerLayout, WorkerReport
-from layerflow.connectors.vllm.scheduler import scheduler
-from layerflow.connectors.vllm.scheduler.scheduler import STALE_S, SchedulerSide
+from layerflow.connectors.vllm.scheduler import scheduler, search
+from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
+from layerflow.connectors.vllm.scheduler.search import STALE_S
 from layerflow.content import renewed_content
 from layerflow.errors import SessionError
 from layerflow.flow.cost.estimators import LinkCost
@@ -192,7 +193,7 @@ class TestMatch:
     def test_requests_of_one_pass_share_one_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
         house = House(lookup_wait_s=0.002)
         clock = iter(range(100))
-        monkeypatch.setattr(scheduler.time, "monotonic", lambda: next(clock) * 1e-3)
+        monkeypatch.setattr(search.time, "monotonic", lambda: next(clock) * 1e-3)
         for name in "ab":
             house.side.matched(house.arrive(name), 0)
         assert house.lookups.waits == pytest.approx([0.002, 0.001])

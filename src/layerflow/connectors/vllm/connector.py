@@ -25,6 +25,7 @@ from layerflow.connectors.vllm.heads import wanted_layout
 from layerflow.connectors.vllm.identity import RequestKeys, media_salt_of
 from layerflow.connectors.vllm.layout import layout_of
 from layerflow.connectors.vllm.options import parse_options
+from layerflow.connectors.vllm.pd.options import check_policy
 from layerflow.connectors.vllm.pd.side import HandoffSide
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
@@ -33,7 +34,6 @@ from layerflow.connectors.vllm.versions import check_version, release
 from layerflow.connectors.vllm.worker.hook_times import ENVIRONMENT, HookTimes
 from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
 from layerflow.connectors.vllm.worker.worker import WorkerSide
-from layerflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from layerflow.server import EmbeddedServer
@@ -54,12 +54,6 @@ _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 
 NAME = "LayerflowConnector"
 
-FAILS = (
-    "kv_load_failure_policy is 'fail', vLLM's default: a decode engine would end each request whose prefill is lost with an "
-    "error; set it to 'recompute' in --kv-transfer-config (pd.max_recompute_tokens of kv_connector_extra_config bounds "
-    "what is computed)"
-)
-
 # A MultiConnector looks its connectors' statistics up by class name.
 if NAME not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector(NAME, "layerflow.connectors.vllm", NAME)
@@ -79,8 +73,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.options = parse_options(
             transfer.kv_connector_extra_config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer
         )
-        if transfer.kv_role == "kv_consumer" and transfer.kv_load_failure_policy == "fail":
-            raise ConfigError(FAILS)
+        check_policy(transfer.kv_role, transfer.kv_load_failure_policy)
         self._groups = len(kv_cache_config.kv_cache_groups)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

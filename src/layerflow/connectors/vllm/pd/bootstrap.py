@@ -9,7 +9,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from layerflow.connectors.vllm.pd.concurrent import QUERY
+from layerflow.connectors.vllm.pd.conventions.concurrent import QUERY
 from layerflow.errors import ConfigError
 
 

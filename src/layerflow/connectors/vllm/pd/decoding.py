@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from layerflow.agent.values import Follow, Hit
-from layerflow.connectors.vllm.pd import concurrent, metaserver
+from layerflow.connectors.vllm.pd.conventions import concurrent, metaserver
+from layerflow.connectors.vllm.pd.conventions.parts import DecodePart, Sizes
+from layerflow.connectors.vllm.pd.conventions.terms import HandoffTerms
 from layerflow.connectors.vllm.pd.http_calls import HttpCall, HttpCalls
 from layerflow.connectors.vllm.pd.layouts import first_difference
-from layerflow.connectors.vllm.pd.parts import DecodePart, Sizes
-from layerflow.connectors.vllm.pd.terms import HandoffTerms
 from layerflow.errors import InvalidTransition, ProtocolError
 
 if TYPE_CHECKING:

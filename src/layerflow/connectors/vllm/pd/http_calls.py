@@ -56,8 +56,8 @@ class HttpCall:
 class HttpCalls:
     """Made by a scheduler's side, for its thread; the calls run on one of its own, which the first of them starts.
 
-    Each has a deadline of its own, an answer other than 2xx is a failure, and one that is asked for again under the same
-    name is the same call.
+    Each has a deadline of its own, an answer other than 2xx is a failure, and one that is asked for again under the
+    same name is the same call.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,9 @@ class HttpCalls:
         assert self._client is not None
         for left in reversed(range(MAX_TRIES)):
             try:
-                return await self._client.request(method, url, json=body, timeout=httpx.Timeout(None, connect=CONNECT_S))
+                return await self._client.request(
+                    method, url, json=body, timeout=httpx.Timeout(None, connect=CONNECT_S)
+                )
             except httpx.ConnectError:
                 if not left:
                     raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from layerflow.connectors.vllm.pd.terms import DEFAULT_DEADLINE_S, DEFAULT_LEASE_S
+from layerflow.connectors.vllm.pd.conventions.terms import DEFAULT_DEADLINE_S, DEFAULT_LEASE_S
 from layerflow.errors import ConfigError
 
 _WHERE = "kv_connector_extra_config: pd"
@@ -64,6 +64,21 @@ def parse_pd(extra: Mapping[str, Any]) -> PdOptions:
         prefill_servers=_addresses(told, "prefill_servers"),
         bootstrap_port=int(_number(told, "bootstrap_port", 0, 65535)),
     )
+
+
+def check_policy(role: str, policy: str) -> None:
+    """A decode engine must be able to compute what it was to be given.
+
+    :param role: vLLM's ``kv_role``.
+    :param policy: its ``kv_load_failure_policy``.
+    :raises ConfigError: a decode engine cannot.
+    """
+    if role == "kv_consumer" and policy == "fail":
+        raise ConfigError(
+            "kv_load_failure_policy is 'fail', vLLM's default: this decode engine would end each request whose prefill "
+            "is lost with an error; set it to 'recompute' in --kv-transfer-config (max_recompute_tokens of "
+            "kv_connector_extra_config: pd bounds what is computed)"
+        )
 
 
 def _number(told: Mapping[str, Any], key: str, default: float, most: float) -> float:

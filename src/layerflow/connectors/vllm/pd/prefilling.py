@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from layerflow.connectors.vllm.pd import twophase
+from layerflow.connectors.vllm.pd.conventions import twophase
+from layerflow.connectors.vllm.pd.conventions.parts import Convention, PrefillPart, Sizes
+from layerflow.connectors.vllm.pd.conventions.terms import HandoffTerms
 from layerflow.connectors.vllm.pd.layouts import first_difference
-from layerflow.connectors.vllm.pd.parts import Convention, PrefillPart, Sizes
-from layerflow.connectors.vllm.pd.terms import HandoffTerms
 from layerflow.keys import Chain
 
 if TYPE_CHECKING:
@@ -89,9 +89,7 @@ class Prefilling:
             log.warning("handoff_refused", handoff=handoff.part.handoff, state=state.state, reason=state.reason)
         return False
 
-    def finished(
-        self, handoff: PrefillHandoff, request: Any, blocks: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
+    def finished(self, handoff: PrefillHandoff, request: Any, blocks: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """The request is over.
 
         :param request: vLLM's.

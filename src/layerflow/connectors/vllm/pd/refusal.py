@@ -1,7 +1,7 @@
 """A request that ends with an error because its prefill is lost, or cannot be had: HTTP 500 of vLLM, 503 of the proxy.
 
-A connector has no call for that. What vLLM's scheduler has is a request whose grammar could not be compiled: it waits in
-a state of its own, and the next pass ends it with an error, whatever else runs.
+A connector has no call for that. What vLLM's scheduler has is a request whose grammar could not be compiled: it waits
+in a state of its own, and the next pass ends it with an error, whatever else runs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
@@ -13,14 +14,23 @@ import structlog
 from layerflow.agent.values import Follow, Hit
 from layerflow.connectors.vllm.pd import refusal
 from layerflow.connectors.vllm.pd.bootstrap import BootstrapServer
-from layerflow.connectors.vllm.pd.concurrent import query_answer
+from layerflow.connectors.vllm.pd.conventions.concurrent import query_answer
+from layerflow.connectors.vllm.pd.conventions.parts import (
+    PLAIN,
+    DecodePart,
+    Part,
+    PlainPart,
+    PrefillPart,
+    RefusedPart,
+    Sizes,
+    Words,
+)
+from layerflow.connectors.vllm.pd.conventions.reading import part_of
+from layerflow.connectors.vllm.pd.conventions.terms import KEY
 from layerflow.connectors.vllm.pd.decoding import DecodeHandoff, DecodeStatus, Decoding, summary_of
 from layerflow.connectors.vllm.pd.layouts import layout_facts
 from layerflow.connectors.vllm.pd.options import PdOptions
-from layerflow.connectors.vllm.pd.parts import PLAIN, DecodePart, Part, PlainPart, PrefillPart, RefusedPart, Sizes, Words
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff, Prefilling
-from layerflow.connectors.vllm.pd.reading import part_of
-from layerflow.connectors.vllm.pd.terms import KEY
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 
@@ -30,8 +40,11 @@ if TYPE_CHECKING:
 Handoff = PrefillHandoff | DecodeHandoff | RefusedPart
 """What a request that is followed may have of one."""
 
+LEAST_S = 0.1
+"""A load that begins at its hand-off's deadline may take so long."""
 TRUNCATED = "_p_side_truncated"
 """vLLM's own connectors mark a prompt so whose last token they have left to the decode engine."""
+
 
 class Tracked(Protocol):
     """What is needed of a request that the scheduler's side follows."""
@@ -57,7 +70,8 @@ log = structlog.get_logger("layerflow.vllm.pd")
 class HandoffSide:
     """One per engine, for its scheduler's thread.
 
-    :param producer: vLLM's ``kv_role`` lets this engine prefill for others; `consumer`: decode what they have prefilled.
+    :param producer: vLLM's ``kv_role`` lets this engine prefill for others.
+    :param consumer: it lets it decode what they have prefilled.
     :param child: the connector is one of a MultiConnector's.
     :param data_parallel_rank: of this engine among `data_parallel_size`.
     """
@@ -81,6 +95,7 @@ class HandoffSide:
         self._speaks = not child if self.options.answer is None else self.options.answer
         self._block_sizes = block_sizes
         self._truncates = False
+        self._unit = 1
         self._prefilling: Prefilling | None = None
         self._decoding: Decoding | None = None
         self._can_refuse: bool | None = None
@@ -91,8 +106,11 @@ class HandoffSide:
             answer = query_answer(engines, self.options.servers, self._incarnation)
             self._bootstrap = BootstrapServer(port, lambda: answer)
 
-    def meet(self, lookups: Lookups, spec: ModelSpec) -> None:
-        """The workers are known."""
+    def meet(self, lookups: Lookups, spec: ModelSpec, *, partial: bool = True) -> None:
+        """The workers are known.
+
+        :param partial: a prompt's last, partial chunk is saved.
+        """
         first = urlsplit(self.options.servers[0]) if self.options.servers else None
         sizes = Sizes(
             engine_id=self._engine_id,
@@ -105,6 +123,7 @@ class HandoffSide:
         layout = layout_facts(spec)
         # The state behind the last token cannot be continued from that token: it is left to the decode engine.
         self._truncates = spec.exact
+        self._unit = 1 if partial else spec.chunk_tokens
         self._prefilling = Prefilling(
             lookups, layout=layout, sizes=sizes, servers=self.options.servers, incarnation=self._incarnation
         )
@@ -113,7 +132,7 @@ class HandoffSide:
     # -- a request arrives ------------------------------------------------------------------------
 
     def read(self, request: Any) -> Part:
-        """Which part this engine plays for it. A prompt that is prefilled for a recurrent model loses its last token."""
+        """Which part this engine plays for it. A prompt to prefill for a recurrent model loses its last token."""
         params = request.kv_transfer_params
         if not params or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
             return PLAIN
@@ -134,13 +153,10 @@ class HandoffSide:
             _truncate(request, params)
         return part
 
-    def begin(self, tracked: Tracked, part: Part, *, save_tokens: Callable[[Chain], int]) -> None:
-        """It has keys: open its hand-off, start its prefill, or wait for both.
-
-        :param save_tokens: how many leading tokens of a prompt are saved.
-        """
+    def begin(self, tracked: Tracked, part: Part) -> None:
+        """It has keys: open its hand-off, start its prefill, or wait for both."""
         if isinstance(part, PrefillPart) and self._prefilling is not None:
-            tokens = save_tokens(tracked.chain) if tracked.may_save else 0
+            tokens = len(tracked.chain) // self._unit * self._unit if tracked.may_save else 0
             tracked.handoff = self._prefilling.begin(part, tracked.chain, tokens, self.options.deadline_s)
         elif isinstance(part, DecodePart) and self._decoding is not None:
             if tracked.may_load:
@@ -215,9 +231,12 @@ class HandoffSide:
             f"{most}",
         )
 
-    def timeout_s(self, tracked: Tracked, now: float) -> float | None:
-        """How long its load may take; None = as any other."""
-        return max(0.1, tracked.handoff.until - now) if isinstance(tracked.handoff, DecodeHandoff) else None
+    def timeout_of(self, tracked: Tracked) -> dict[str, float]:
+        """By its id: how long its load may take, seconds; {} = as any other's."""
+        if not self.claimed(tracked):
+            return {}
+        assert isinstance(tracked.handoff, DecodeHandoff)
+        return {tracked.id: max(LEAST_S, tracked.handoff.until - time.monotonic())}
 
     @property
     def restarts(self) -> bool:
@@ -282,11 +301,6 @@ def merged(response: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
     return {**response, **told, KEY: {**told.get(KEY, {}), **response.get(KEY, {})}}
 
 
-def saved_tokens(chunk_tokens: int, *, partial: bool) -> Callable[[Chain], int]:
-    """How many leading tokens of a prompt are saved, where partial chunks are or are not."""
-    return lambda chain: len(chain) if partial else len(chain) // chunk_tokens * chunk_tokens
-
-
 def _truncate(request: Any, params: dict[str, Any]) -> None:
     """Take the prompt's last token off, once: preempted, the request is read again."""
     if params.get(TRUNCATED) or request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
@@ -301,6 +315,3 @@ def _truncate(request: Any, params: dict[str, Any]) -> None:
 def _ranked(engine_id: str, rank: int, size: int) -> str:
     """What vLLM calls the engine of a data-parallel rank."""
     return engine_id if size == 1 else f"{re.sub(r'_dp[0-9]+$', '', engine_id)}_dp{rank}"
-
-
-__all__ = ["Handoff", "HandoffSide", "merged", "saved_tokens"]

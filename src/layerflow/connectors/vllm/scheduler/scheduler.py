@@ -10,8 +10,6 @@ Loads can fail, also on another rank, while later steps are planned already: :mo
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +17,17 @@ import msgspec
 import structlog
 
 from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
-from layerflow.agent.connection.lookups import Inquiry, Lookups
+from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
-from layerflow.agent.values import MISS, Hit
+from layerflow.agent.values import MISS
 from layerflow.connectors.vllm.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.pd.side import HandoffSide, merged, saved_tokens
+from layerflow.connectors.vllm.pd.side import HandoffSide, merged
 from layerflow.connectors.vllm.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.loads import describe_hit
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
+from layerflow.connectors.vllm.scheduler.search import HitSearch
 from layerflow.connectors.vllm.verdicts import Verdicts
 from layerflow.connectors.vllm.weights import Weights
 from layerflow.content import renewed_content
@@ -39,20 +38,11 @@ from layerflow.spec import ModelSpec
 if TYPE_CHECKING:
     from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 
-STALE_S = 1.0
-"""A lookup's answer is used for so long; leases live longer."""
-
 TELL_S = 0.5
 """How long a reset may wait for the server; it is complete without it."""
 
 CONNECT_S = 2.0
 """How long vLLM's start may wait for a server, so that the first prompt finds it."""
-
-MAX_RELOADS = 1
-RELOAD_SHARE = 0.5
-"""After a failed load a request is looked up once more where less than this share of its blocks has failed: what is
-wrong then is an object, not the link. A second failure is not followed by a third try: on a slow link it would fail for
-ever."""
 
 log = structlog.get_logger("layerflow.vllm")
 
@@ -94,10 +84,9 @@ class SchedulerSide:
         self._loading: list[Tracked] = []
         self._leaving: list[str] = []
         self._aborted: list[str] = []
-        self._awaited: Inquiry | None = None  # of a hand-off that is not open yet
-        self._waited_s = 0.0
         self._ranks = 0
         self._lookups: Lookups | None = None
+        self._search: HitSearch | None = None
         self._control: Control | None = None
         self._advisor: LoadPolicy | None = None
         self._saves: SavePlanner | None = None
@@ -126,7 +115,8 @@ class SchedulerSide:
         self._control = Control(first.endpoint, self._engine_id, self.spec)
         self._advisor = LoadPolicy(self.spec)
         self._saves = SavePlanner(self.spec, first.vllm_groups, self.options)
-        self._handoffs.meet(self._lookups, self.spec)
+        self._handoffs.meet(self._lookups, self.spec, partial=self.options.save_partial)
+        self._search = HitSearch(self._lookups, self._handoffs, self.options.lookup_wait_s)
         if self.events is not None:
             self.events.meet_workers(self.spec, first.vllm_groups)
         waiting, self._unmet = self._unmet or {}, None
@@ -155,34 +145,23 @@ class SchedulerSide:
         self._tracked[request.request_id] = tracked
         if self._saves is not None:
             self._saves.open(tracked)
-        partial = self.options.save_partial
-        self._handoffs.begin(tracked, part, save_tokens=saved_tokens(self.spec.chunk_tokens, partial=partial))
-        if may_load and not self._handoffs.seeks(tracked):
-            self._ask(tracked)
+        self._handoffs.begin(tracked, part)
+        if may_load and self._search is not None and not self._handoffs.seeks(tracked):
+            self._search.ask(tracked)
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those vLLM has, None = not known yet; and whether in the background."""
         if self._unmet is not None and request.request_id in self._unmet:
             return None, False  # a step, be it empty, brings the workers' layouts
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or self._lookups is None or self._advisor is None:
+        if tracked is None or self._search is None or self._advisor is None:
             return 0, False
-        # All requests of one pass share one wait: a stopped server must not cost each of them its own.
-        if tracked.handoff is not None and self._wait_handoff(tracked):
+        if self._search.undecided(tracked):
             return None, False
         if not self._is_current(tracked, num_computed) or not tracked.may_load:
             return 0, False
-        inquiry = tracked.inquiry
-        if inquiry is None or (inquiry.hit is not None and time.monotonic() - inquiry.asked_at > self._stale_s(tracked)):
-            tracked.know_tokens()
-            inquiry = self._ask(tracked)
-        hit = self._wait(inquiry)
+        hit = self._search.find(tracked, num_computed)
         if hit is None:
-            return None, False
-        if not self._handoffs.accepts(tracked, hit):
-            tracked.inquiry = None
-            return None, False
-        if self._handoffs.gives_up(tracked, request.num_tokens - max(hit.tokens, num_computed)):
             return None, False
         tracked.hit, tracked.local = hit, num_computed
         more = hit.tokens - num_computed
@@ -221,13 +200,8 @@ class SchedulerSide:
 
         :param output: vLLM's SchedulerOutput.
         """
-        self._waited_s = 0.0
-        if not output.num_scheduled_tokens:
-            # Nothing is computed. What the last step has made leaves by another thread, which needs the interpreter.
-            time.sleep(0)
-            if self._awaited is not None and self._lookups is not None:
-                self._lookups.wait(self._awaited, self.options.lookup_wait_s)
-        self._awaited = None
+        if self._search is not None:
+            self._search.pass_over(idle=not output.num_scheduled_tokens)
         plan = StepPlan(replaced=self._replaced, restarts=self._handoffs.restarts)
         self._replaced = False
         if self._saves is None:
@@ -245,12 +219,9 @@ class SchedulerSide:
             self._verdicts.planned(self._saves.number(plan), loads=loads, saves=bool(plan.saves))
         if self.events is not None and plan.saves:
             self.events.planned(plan.saves.parts, self._tracked)
-        if self._leaving:
-            plan.leaving = tuple(self._leaving)
-            self._leaving.clear()
-        if self._aborted:
-            plan.aborted = tuple(self._aborted)
-            self._aborted.clear()
+        plan.leaving, plan.aborted = tuple(self._leaving), tuple(self._aborted)
+        self._leaving.clear()
+        self._aborted.clear()
         return plan
 
     def heard(self, output: Any) -> None:
@@ -285,9 +256,7 @@ class SchedulerSide:
         if news.costs is not None and self._advisor is not None:
             self._advisor.adopt(*news.costs)
 
-    def finished(
-        self, request: Any, blocks: Sequence[Sequence[int]] = ()
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Any, blocks: Sequence[Sequence[int]] = ()) -> tuple[bool, dict[str, Any] | None]:
         """The request is over: must its blocks stay until :attr:`StepPlan.leaving` is answered; what its response says.
 
         While a background load is under way vLLM itself keeps them, until every rank has told its end: then that is the
@@ -391,35 +360,6 @@ class SchedulerSide:
         if self._control is not None:
             self._control.close()
 
-    def _ask(self, tracked: Tracked) -> Inquiry:
-        """Start its lookup, of what a hand-off is to store too where it has one."""
-        assert self._lookups is not None
-        follow = self._handoffs.follow(tracked)
-        about = (tracked.id, tracked.chain) if follow is None else (tracked.id, tracked.chain, follow)
-        tracked.inquiry = self._lookups.ask(*about)
-        return tracked.inquiry
-
-    def _wait_handoff(self, tracked: Tracked) -> bool:
-        """Is it not known yet whether, or where, it has one?"""
-        began = time.monotonic()
-        waits = self._handoffs.waits(tracked, self.options.lookup_wait_s - self._waited_s)
-        self._waited_s += time.monotonic() - began
-        return waits
-
-    def _wait(self, inquiry: Inquiry) -> Hit | None:
-        """Its answer, if there is one or soon is. A prefill is waited for only where nothing is computed meanwhile."""
-        assert self._lookups is not None
-        began, waits = time.monotonic(), getattr(inquiry, "waits", False)
-        hit = self._lookups.wait(inquiry, 0.0 if waits else self.options.lookup_wait_s - self._waited_s)
-        self._waited_s += time.monotonic() - began
-        if hit is None and waits:
-            self._awaited = inquiry
-        return hit
-
-    def _stale_s(self, tracked: Tracked) -> float:
-        """A hand-off's answer comes long after its question, and is kept for its reader."""
-        return math.inf if self._handoffs.claimed(tracked) else STALE_S
-
     def _met(self, layouts: Sequence[WorkerLayout]) -> None:
         """Layouts that came with a step's output: behind another connector's handshake there is no earlier way."""
         self._layouts += layouts
@@ -433,16 +373,10 @@ class SchedulerSide:
     def _load_failed(self, request: str, share: float) -> None:
         """A load has failed, of so large a share of its blocks: save what is computed instead; load the rest again?"""
         tracked = self._tracked.get(request)
-        if tracked is None:
+        if tracked is None or self._search is None or self._saves is None:
             return
-        if self._handoffs.load_failed(tracked) or (tracked.reloads < MAX_RELOADS and share < RELOAD_SHARE):
-            # The objects that failed are hidden from lookups, so the new answer holds complete ones only.
-            tracked.reloads += 1
-        else:
-            tracked.may_load = False
-        tracked.inquiry = None
-        if self._saves is not None:
-            self._saves.again([tracked])
+        self._search.load_failed(tracked, share)
+        self._saves.again([tracked])
 
     def _load(self, tracked: Tracked, plan: StepPlan) -> None:
         assert self.spec is not None
@@ -453,9 +387,7 @@ class SchedulerSide:
         if tracked.background:
             tracked.arriving = True
             plan.background[tracked.id] = describe_hit(self.spec, tracked, tables, load)
-            timeout_s = self._handoffs.timeout_s(tracked, time.monotonic())
-            if timeout_s is not None:
-                plan.timeouts[tracked.id] = timeout_s
+            plan.timeouts |= self._handoffs.timeout_of(tracked)
         else:
             # The step writes to the block that the hit ends in: that one cannot wait for its layer's turn.
             size = max(group.block_size for group in self.spec.groups)

@@ -130,8 +130,7 @@ class WorkerSide:
             self._cut.add(request)
         self._restarts = plan.restarts
         for request, parts in plan.background.items():
-            timeout = {"timeout_s": plan.timeouts[request]} if request in plan.timeouts else {}
-            step = self._agent.open_descriptors(parts, [], **timeout)
+            step = self._agent.open_descriptors(parts, [], timeout_s=plan.timeouts.get(request))
             step.want_all()
             self._background[request] = self._remember(step, (request,))
         self._leaving.update(plan.leaving)

@@ -1,4 +1,4 @@
-"""The decoder-first convention of vLLM-Ascend: D gets the request, and asks the proxy's metaserver to start the prefill.
+"""The decoder-first convention of vLLM-Ascend: D gets the request and asks the proxy's metaserver for the prefill.
 
 The proxy forwards what D posts to P as it is, keys that it does not know included, and answers when the prefill has
 ended. vLLM-Ascend's keys are kept, so that what reads them goes on to; layerflow's own stand under one of their own.
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from layerflow.connectors.vllm.pd.parts import Convention, DecodePart, PrefillPart, Sizes, Words
-from layerflow.connectors.vllm.pd.terms import KEY, HandoffTerms
+from layerflow.connectors.vllm.pd.conventions.parts import Convention, DecodePart, PrefillPart, Sizes, Words
+from layerflow.connectors.vllm.pd.conventions.terms import KEY, HandoffTerms
 from layerflow.errors import ProtocolError
 
 # vLLM appends eight random digits to the id that its caller knows.

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from layerflow.connectors.vllm.pd.terms import DEFAULT_DEADLINE_S, DEFAULT_LEASE_S, HandoffTerms, prompt_digest
+from layerflow.connectors.vllm.pd.conventions.terms import (
+    DEFAULT_DEADLINE_S,
+    DEFAULT_LEASE_S,
+    HandoffTerms,
+    prompt_digest,
+)
 
 
 class Convention(StrEnum):

@@ -10,9 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from layerflow.connectors.vllm.pd.parts import PLAIN, Convention, DecodePart, Part, PlainPart, PrefillPart, RefusedPart
-from layerflow.connectors.vllm.pd.parts import Sizes, Words
-from layerflow.connectors.vllm.pd.terms import KEY, HandoffTerms
+from layerflow.connectors.vllm.pd.conventions.parts import (
+    PLAIN,
+    Convention,
+    DecodePart,
+    Part,
+    PlainPart,
+    PrefillPart,
+    RefusedPart,
+    Sizes,
+    Words,
+)
+from layerflow.connectors.vllm.pd.conventions.terms import KEY, HandoffTerms
 
 TRANSFER_MODE = "layerflow"
 
@@ -22,8 +31,8 @@ def prefill_part(words: Words) -> Part:
     params = words.params
     if params.get("remote_host") and params.get("remote_block_ids"):
         return RefusedPart(
-            f"request {words.request}: its decode engine at {params['remote_host']} wants its own blocks written to and "
-            "does not speak layerflow; give both engines LayerflowConnector"
+            f"request {words.request}: its decode engine at {params['remote_host']} wants its own blocks written to, "
+            "and does not speak layerflow; give both engines LayerflowConnector"
         )
     return PrefillPart(
         handoff=words.own_handoff, convention=Convention.TWO_PHASE, prompt=words.digest, lease_s=words.lease_s

@@ -71,7 +71,9 @@ def terms_in(params: Mapping[str, Any]) -> HandoffTerms | None:
         return None
     version = own.get("v", VERSION)
     if version != VERSION:
-        raise ProtocolError(f"{_WHERE}: version {version!r}; this layerflow speaks version {VERSION}: use equal releases")
+        raise ProtocolError(
+            f"{_WHERE}: version {version!r}; this layerflow speaks version {VERSION}: use equal releases"
+        )
     handoff = _text(own, "handoff")
     if not 0 < len(handoff) <= MAX_ID:
         raise ProtocolError(f"{_WHERE}.handoff has {len(handoff)} characters; should be 1 to {MAX_ID}")

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from layerflow.connectors.vllm.pd.parts import Convention, DecodePart, PrefillPart, Words
-from layerflow.connectors.vllm.pd.terms import KEY
+from layerflow.connectors.vllm.pd.conventions.parts import Convention, DecodePart, PrefillPart, Words
+from layerflow.connectors.vllm.pd.conventions.terms import KEY
 from layerflow.errors import ProtocolError
 
 QUERY = "/query"
@@ -70,9 +70,13 @@ def servers_in(answer: Any, engine: str) -> tuple[str, ...]:
                 raise ProtocolError(f"prefill engine {rank.get('engine_id')!r} does not speak layerflow")
             servers = own.get("servers")
             if not isinstance(servers, list) or not all(isinstance(server, str) for server in servers):
-                raise ProtocolError(f"prefill engine {engine!r} tells servers {servers!r}; expected a list of addresses")
+                raise ProtocolError(
+                    f"prefill engine {engine!r} tells servers {servers!r}; expected a list of addresses"
+                )
             return tuple(servers)
-    raise ProtocolError(f"the prefill engine's {QUERY} does not name engine {engine!r}; ask its proxy to discover it again")
+    raise ProtocolError(
+        f"the prefill engine's {QUERY} does not name engine {engine!r}; let its proxy discover the engines again"
+    )
 
 
 def _handoff(words: Words) -> str:
@@ -81,7 +85,7 @@ def _handoff(words: Words) -> str:
 
 def _url(bootstrap: Any) -> str:
     """:raises ProtocolError: not an http address."""
-    parts = urlsplit(bootstrap) if isinstance(bootstrap, str) else None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+    parts = urlsplit(str(bootstrap))
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ProtocolError(f"remote_bootstrap_addr = {bootstrap!r}: should be a URL such as http://host:8998")
-    return bootstrap.rstrip("/") + QUERY
+    return str(bootstrap).rstrip("/") + QUERY

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerflow.connectors.vllm.pd import concurrent, metaserver, twophase
-from layerflow.connectors.vllm.pd.parts import PLAIN, Part, PlainPart, Words
-from layerflow.connectors.vllm.pd.terms import HandoffTerms, terms_in
+from layerflow.connectors.vllm.pd.conventions import concurrent, metaserver, twophase
+from layerflow.connectors.vllm.pd.conventions.parts import PLAIN, Part, PlainPart, Words
+from layerflow.connectors.vllm.pd.conventions.terms import HandoffTerms, terms_in
 from layerflow.errors import ProtocolError
 
 
