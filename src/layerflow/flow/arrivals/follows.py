@@ -62,10 +62,13 @@ def move_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
             raise InvalidTransition(f"follow {event.follow} was never opened")
         state.counters.late_reports += 1
         return
-    fits = into is not None and len(event.objects) == into.size and not into.edges and into is not follow
-    if follow.parts or not fits or not set(event.objects) <= set(follow.unfinished()):
+    known = state.newest_follow <= event.into < 0 or 0 < event.into <= state.fetches.newest
+    unlike = into is not None and (len(event.objects) != into.size or into.edges or into is follow)
+    if follow.parts or not known or unlike or not set(event.objects) <= set(follow.unfinished()):
         raise InvalidTransition(f"follow {event.follow}: {event.objects[:4]} cannot be those of {event.into}")
-    assert into is not None
+    if into is None:
+        _lose(state, follow, event.objects, CANCELLED, out)  # over before it began
+        return
     follow.moved.update(event.objects)
     lost = [new for new in range(into.size) if new in into.lost]
     move_edges(state, follow, event.objects, into)
