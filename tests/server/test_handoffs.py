@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from layerflow.agent import Control, Follow
 from layerflow.agent.connection.lookups import Inquiry, Lookups
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
+from layerflow.spec import ModelSpec
 from server.support import Embed, observe
 
 TOKENS = 100  # six chunks of 16 and a tail of 4
@@ -21,8 +23,8 @@ TOKENS = 100  # six chunks of 16 and a tail of 4
 class Pair:
     """A prefill and a decode engine on one server: their workers and their schedulers."""
 
-    def __init__(self, server: EmbeddedServer, **more: Any) -> None:
-        spec = small_spec(4)
+    def __init__(self, server: EmbeddedServer, spec: ModelSpec | None = None, **more: Any) -> None:
+        spec = spec or small_spec(4)
         self.server = server
         self.p = KnownWorker(server.endpoint, spec=spec, engine="P", context=server.context, **more)
         self.d = KnownWorker(server.endpoint, spec=spec, engine="D", context=server.context, **more)
@@ -111,4 +113,154 @@ def test_one_that_its_engine_gives_up_fails_and_its_reader_hears_why(pair: Pair)
     hit = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
     assert hit is not None and (hit.tokens, hit.following) == (0, False)
     assert hit.reason == "failed: the request was preempted"
+    assert eventually(pair.balanced)
+
+
+class Following:
+    """A request of D that loads what P's step is still storing."""
+
+    def __init__(self, pair: Pair, name: str, chain: Chain, timeout_s: float = 20.0) -> None:
+        self.pair = pair
+        hit = pair.d_lookups.wait(pair.ask(name, chain), 5.0)
+        assert hit is not None and hit.following and hit.tokens == len(chain) - 1, hit
+        run = pair.d.admit(chain, look=False)
+        self.run = Run(f"D-{name}", chain, hit, run.tables)
+        self.step = pair.d.agent.open_step([self.run.request(save=False)], timeout_s)
+
+    def holds(self, layer: int) -> bool:
+        """Is the layer in place? Never asked for before, so that nothing waits."""
+        return self.step.is_ready(layer)
+
+    def finish(self) -> int:
+        """Wait for the rest; wrong bytes among what was loaded. Failed blocks are in the run."""
+        wrong = self.pair.d.forward(self.step, [self.run])
+        self.step.close()
+        assert self.pair.d.agent.wait_idle(self.run.name, 20), "the step never ended"
+        self.pair.d_lookups.drop_lease(self.run.name)
+        self.pair.d.retire(self.run)
+        return wrong
+
+
+@pytest.fixture(params=[0, 24], ids=["full", "sliding"])
+def windowed(request: pytest.FixtureRequest, embed: Embed) -> Iterator[Pair]:
+    made = Pair(embed(), spec=small_spec(4, window=request.param))
+    yield made
+    made.close()
+
+
+def test_layers_arrive_as_they_are_stored(windowed: Pair) -> None:
+    pair, chain = windowed, windowed.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    run = pair.p.admit(chain, look=False)
+    step = pair.p.agent.open_step([run.request()])
+    step.hurry()
+    following = Following(pair, "h", chain)
+    last = pair.p.spec.num_layers - 1
+    groups = [pair.p.group_of(layer) for layer in range(last + 1)]
+    for layer in range(last + 1):
+        assert not following.holds(layer), "before it is stored"
+        pair.p.compute(run, layer, 0, len(chain))
+        step.layer_done(layer)
+        # The last layer of a group counts once the group's objects are published.
+        assert eventually(lambda layer=layer: following.holds(layer)), f"layer {layer} of {groups}"
+    step.close()
+    assert following.finish() == 0 and not following.run.failed
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    assert pair.p_control.watch_handoff("h", 5.0).state == "complete"
+    pair.p_control.release_handoff("h")
+    assert eventually(pair.balanced)
+
+
+def test_what_no_step_saves_yet_is_followed_when_one_does(pair: Pair) -> None:
+    """P computes its prompt in three steps; D has opened its step before the first of them."""
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    following = Following(pair, "h", chain)
+    run = pair.p.admit(chain, look=False)
+    for start, stop in ((0, 32), (32, 64), (64, TOKENS)):
+        assert not following.holds(0)
+        request = replace(run.request(), save=(start, stop), tail=stop == TOKENS)
+        with pair.p.agent.open_step([request]) as step:
+            for layer in range(4):
+                pair.p.compute(run, layer, start, stop)
+                step.layer_done(layer)
+        assert pair.p.agent.wait_idle(run.name, 20)
+    assert following.finish() == 0 and not following.run.failed
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    pair.p_control.release_handoff("h")
+    assert eventually(pair.balanced)
+    assert pair.observer.status()["flow"]["following"] == 0
+
+
+def test_a_save_that_is_given_up_fails_its_readers_blocks_at_once(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    run = pair.p.admit(chain, look=False)
+    step = pair.p.agent.open_step([run.request()])
+    step.hurry()
+    following = Following(pair, "h", chain, timeout_s=600.0)
+    for layer in range(2):
+        pair.p.compute(run, layer, 0, len(chain))
+        step.layer_done(layer)
+        assert eventually(lambda layer=layer: following.holds(layer))
+    pair.p.agent.abort(run.name)
+    step.close(False)
+    assert following.finish() == 0
+    assert following.run.failed == {0: set(range(25))}, "every block, and no others"
+    assert pair.p_control.watch_handoff("h", 5.0).state == "failed"
+    again = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
+    assert again is not None and not again.following and again.reason.startswith("failed")
+    assert eventually(pair.balanced)
+
+
+def test_room_that_a_reader_still_reads_is_not_given_to_others(pair: Pair) -> None:
+    """P's save is given up while D's copy of its first layers is under way."""
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    run = pair.p.admit(chain, look=False)
+    step = pair.p.agent.open_step([run.request()])
+    step.hurry()
+    following = Following(pair, "h", chain, timeout_s=600.0)
+    pair.p.compute(run, 0, 0, len(chain))
+    step.layer_done(0)
+    assert eventually(lambda: following.holds(0))
+    pair.p.agent.abort(run.name)
+    step.close(False)
+    pair.p.agent.wait_idle(run.name, 20)
+    # D's step has not ended: the loads have failed, and it was not asked yet.
+    assert pair.p_control.watch_handoff("h", 5.0).state == "failed"
+    assert following.finish() == 0 and following.run.failed
+    assert eventually(pair.balanced)
+
+
+def test_a_prefill_worker_that_is_gone_fails_what_it_was_to_save(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    run = pair.p.admit(chain, look=False)
+    request = replace(run.request(), save=(0, 48), tail=False)
+    step = pair.p.agent.open_step([request])
+    following = Following(pair, "h", chain, timeout_s=600.0)
+    pair.p.compute(run, 0, 0, 48)
+    step.layer_done(0)
+    pair.p.agent.close()
+    assert following.finish() == 0
+    assert following.run.failed == {0: set(range(25))}
+    assert eventually(pair.balanced)
+
+
+def test_a_reader_that_is_gone_costs_the_prefiller_nothing(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    following = Following(pair, "h", chain)
+    pair.d.agent.abort(following.run.name)
+    following.step.close(False)
+    assert pair.d.agent.wait_idle(following.run.name, 20)
+    prefilled_run = pair.p.serve(chain, look=False)
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    assert pair.p_control.watch_handoff("h", 5.0).state == "complete"
+    second = Following(pair, "h", chain)
+    assert second.finish() == 0 and not second.run.failed
+    assert prefilled_run.hit.tokens == 0
+    pair.p_control.release_handoff("h")
+    pair.d_lookups.drop_lease("D-h")
     assert eventually(pair.balanced)

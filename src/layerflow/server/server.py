@@ -21,7 +21,6 @@ from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
-from layerflow.pool.base import Owner
 from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
 from layerflow.server import behind
@@ -70,7 +69,7 @@ class Server:
             self.pool,
             self.pool.statistics().capacity_bytes,
             lambda: self.settings.pd.handoff_share,
-            self._withdraw,
+            self.driver.follows.withdraw,
             lambda work: asyncio.get_running_loop().call_soon(work),
         )
         self.driver.handoffs = self.handoffs
@@ -165,10 +164,6 @@ class Server:
     def _tier_news(self, events: Sequence[Event]) -> None:
         if events:
             self.driver.handle(*events)
-
-    def _withdraw(self, keys: Sequence[bytes], owner: Owner, reason: str) -> None:
-        """Nobody will write what room is reserved for."""
-        self.pool.revoke(keys, owner)
 
     def _limits(self, settings: Settings) -> Limits:
         return limits_of(settings, self._arena.nbytes)

@@ -77,6 +77,7 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
             context.sessions.replicas_of(session),
             context.driver.missed,
             context.handoffs,
+            context.driver.follows,
         )
     )
     context.driver.open(key, opening.book)
