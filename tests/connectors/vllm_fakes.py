@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from layerflow.agent.descriptors import PartDescriptor
-from layerflow.agent.values import Hit
+from layerflow.agent.values import Follow, Handoff, Hit
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.keys import Chain, root_digest
 from layerflow.spec import GroupSpec, ModelSpec, Plane
@@ -118,6 +118,21 @@ class FakeInquiry:
     chain: Chain
     asked_at: float
     hit: Hit | None = None
+    follow: Follow | None = None
+
+    @property
+    def waits(self) -> bool:
+        """For a hand-off."""
+        return self.follow is not None
+
+
+@dataclass
+class FakeOpening:
+    """A hand-off that was opened, and what the server says to it."""
+
+    handoff: str
+    tokens: int
+    state: Handoff | None = None
 
 
 class FakeLookups:
@@ -128,11 +143,27 @@ class FakeLookups:
         self.dropped: list[str] = []
         self.waits: list[float] = []
         self.answers: dict[str, Hit] = {}
+        self.opened: list[FakeOpening] = []
+        self.ended: list[tuple[str, int, str]] = []
+        self.released: list[str] = []
         self.closed = False
 
-    def ask(self, name: str, chain: Chain) -> FakeInquiry:
-        self.asked.append(FakeInquiry(name, chain, time.monotonic(), self.answers.get(name)))
+    def ask(self, name: str, chain: Chain, follow: Follow | None = None) -> FakeInquiry:
+        self.asked.append(FakeInquiry(name, chain, time.monotonic(), self.answers.get(name), follow))
         return self.asked[-1]
+
+    def open_handoff(self, handoff: str, chain: Chain, tokens: int, *, lease_s: float, timeout_s: float) -> FakeOpening:
+        self.opened.append(FakeOpening(handoff, tokens))
+        return self.opened[-1]
+
+    def handoff(self, inquiry: FakeOpening, timeout_s: float) -> Handoff | None:
+        return inquiry.state
+
+    def end_handoff(self, handoff: str, *, tokens: int, reason: str = "") -> None:
+        self.ended.append((handoff, tokens, reason))
+
+    def release_handoff(self, handoff: str) -> None:
+        self.released.append(handoff)
 
     def wait(self, inquiry: FakeInquiry, timeout_s: float) -> Hit | None:
         self.waits.append(timeout_s)
