@@ -12,6 +12,7 @@ from vllm_fakes import BLOCK, FULL, FakeLookups, output, pieces, request, spec_o
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.options import Options
+from layerflow.connectors.vllm.pd.side import HandoffSide
 from layerflow.connectors.vllm.plan import WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler import scheduler, search
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
@@ -67,11 +68,17 @@ class House:
     """A scheduler's side whose workers have registered; `groups` are layerflow's and vLLM's."""
 
     def __init__(
-        self, *groups: GroupSpec, ranks: int = 1, fails: bool = True, content: str = "weights", **options: Any
+        self,
+        *groups: GroupSpec,
+        ranks: int = 1,
+        fails: bool = True,
+        content: str = "weights",
+        handoffs: HandoffSide | None = None,
+        **options: Any,
     ) -> None:
         spec = spec_of(*groups, content=content)
         count = len(spec.groups)
-        self.side = SchedulerSide(Options(**options), "engine", count, can_fail_in_background=fails)
+        self.side = SchedulerSide(Options(**options), "engine", count, can_fail_in_background=fails, handoffs=handoffs)
         layout = WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(count)), "ipc:///nowhere")
         self.side.meet_workers([layout] * ranks)
         self.tables = tuple([*BLOCKS] for _ in spec.groups)

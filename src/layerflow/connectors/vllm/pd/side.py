@@ -211,6 +211,10 @@ class HandoffSide:
             return True
         return self._decoding.answered(handoff, hit)
 
+    def follows(self, tracked: Tracked) -> bool:
+        """Is its lookup one of a hand-off?"""
+        return isinstance(tracked.handoff, DecodeHandoff) and tracked.handoff.followed
+
     def claimed(self, tracked: Tracked) -> bool:
         """The hit is a hand-off's: it is loaded in the background, whatever computing it would cost."""
         return isinstance(tracked.handoff, DecodeHandoff) and tracked.handoff.status is DecodeStatus.CLAIMED

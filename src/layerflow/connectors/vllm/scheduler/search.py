@@ -105,4 +105,4 @@ class HitSearch:
 
     def _is_stale(self, tracked: Tracked, inquiry: Inquiry) -> bool:
         """A hand-off's answer comes long after its question, and is kept for its reader."""
-        return time.monotonic() - inquiry.asked_at > STALE_S and not self._handoffs.claimed(tracked)
+        return time.monotonic() - inquiry.asked_at > STALE_S and not self._handoffs.follows(tracked)
