@@ -264,3 +264,130 @@ def test_a_reader_that_is_gone_costs_the_prefiller_nothing(pair: Pair) -> None:
     pair.p_control.release_handoff("h")
     pair.d_lookups.drop_lease("D-h")
     assert eventually(pair.balanced)
+
+
+def test_several_readers_claim_one_handoff(pair: Pair) -> None:
+    """As with n, lists of prompts and retries: the second comes when the first has loaded already."""
+    chain = pair.p.prompt(TOKENS)
+    prefilled(pair, "h", chain)
+    for name in ("one", "two", "three"):
+        hit = pair.d_lookups.wait(pair.d_lookups.ask(name, chain, Follow(time.monotonic() + 20, "h")), 5.0)
+        assert hit is not None and hit.following and hit.tokens == TOKENS - 1
+        pair.d_lookups.drop_lease(name)
+    assert pair.figures()["claimed"] == 3
+    pair.p_control.release_handoff("h")
+    assert eventually(pair.balanced)
+
+
+def test_one_that_nobody_claims_goes_when_its_lease_is_over(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain), lease_s=0.05)
+    pair.p.serve(chain, look=False)
+    watched = pair.d_lookups.watch_handoff("h", 20.0)
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    assert eventually(lambda: getattr(pair.d_lookups.handoff(watched, 0.0), "state", "") == "complete")
+    assert eventually(lambda: pair.figures()["revoked"] == 1)
+    late = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
+    assert late is not None and (late.tokens, late.following) == (TOKENS - 1, False), "it is still stored"
+    assert late.reason == "revoked: nobody came for it within its lease"
+    pair.d_lookups.drop_lease("D-h")
+    assert eventually(pair.balanced)
+
+
+def test_one_that_is_not_complete_in_time_fails(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain), timeout_s=0.05)
+    following = Following(pair, "h", chain, timeout_s=600.0)
+    assert following.finish() == 0 and following.run.failed == {0: set(range(25))}
+    state = pair.p_control.watch_handoff("h", 5.0)
+    assert (state.state, state.reason) == ("failed", "it was not complete in time: 7 objects were not stored")
+    assert eventually(pair.balanced)
+
+
+def test_objects_that_its_engine_never_saves_fail_it_soon_after_its_end(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    state = pair.p_control.watch_handoff("h", 10.0)
+    assert (state.state, state.reason) == ("failed", "its engine ended it and did not save 7 of its objects")
+    assert eventually(pair.balanced)
+
+
+def test_what_cannot_be_read_names_the_first_fact_that_differs(embed: Embed) -> None:
+    pair = Pair(embed())
+    other = Lookups(
+        pair.server.endpoint, "E", small_spec(4, chunk_tokens=32), context=pair.server.context, timeout_s=5.0
+    )
+    assert other.wait_connected(5)
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    theirs = Chain(chain.parent(0), chain.tokens, 32)
+    hit = other.wait(other.ask("E-h", theirs, Follow(time.monotonic() + 20, "h")), 5.0)
+    assert hit is not None and not hit.following
+    assert hit.reason == "cannot be read by this engine: chunk_tokens: 32 here, 16 there"
+    other.close()
+    pair.close()
+
+
+@pytest.mark.parametrize("what", ["reset", "purge"])
+def test_new_weights_and_purges_end_what_is_open(pair: Pair, what: str) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    run = pair.p.admit(chain, look=False)
+    step = pair.p.agent.open_step([run.request()])
+    following = Following(pair, "h", chain, timeout_s=600.0)
+    if what == "reset":
+        pair.p_control.reset()
+    else:
+        pair.observer.purge()
+    step.close(False)
+    assert following.finish() == 0 and following.run.failed == {0: set(range(25))}
+    state = pair.p_control.watch_handoff("h", 5.0)
+    assert state.state == ("failed" if what == "reset" else "revoked")
+    assert eventually(pair.balanced)
+
+
+def test_without_room_one_is_refused_with_the_reason(embed: Embed) -> None:
+    pair = Pair(embed(pool__size="256KiB", pd__handoff_share=0.25))
+    chain = pair.p.prompt(40)
+    assert pair.p_control.open_handoff("first", chain, len(chain))
+    large = pair.p.prompt(240)
+    refused = pair.p_control.open_handoff("second", large, len(large))
+    assert not refused and refused.state == "refused"
+    assert "pd.handoff_share" in refused.reason
+    again = pair.p_control.open_handoff("first", chain, len(chain))
+    assert again.reason == "a hand-off of this name is open already"
+    pair.p_control.release_handoff("first")
+    assert eventually(pair.balanced)
+    pair.close()
+
+
+def test_500_that_nobody_claims_take_their_share_and_no_more(embed: Embed) -> None:
+    """The oldest are revoked with a reason, new ones and plain saves go on, and everything balances in the end."""
+    pair = Pair(embed(pool__size="1MiB", pd__handoff_share=0.25))
+    for number in range(500):
+        chain = pair.p.prompt(TOKENS)
+        opened = pair.p_control.open_handoff(f"h{number}", chain, len(chain), lease_s=600)
+        assert opened, opened.reason
+        pair.p.serve(chain, look=False)
+        pair.p_control.end_handoff(f"h{number}", tokens=TOKENS)
+        if number % 50 == 7:
+            plain = pair.p.prompt(TOKENS)
+            assert pair.p.serve(plain, look=False)
+            assert pair.p.serve(plain).hit.tokens == TOKENS - 1, "a plain save found no room"
+            pair.p.agent.drop_lease(f"request-{number}")
+    assert eventually(lambda: pair.figures()["completed"] == 500)
+    figures, pool = pair.figures(), pair.observer.status()["pool"]
+    assert figures["revoked"] == 500 - figures["complete"]
+    assert 0 < figures["kept_bytes"] <= 0.25 * pool["capacity_bytes"]
+    assert pool["evictions"] > 0, "the arena was never full"
+    for number in range(3):
+        state = pair.p_control.watch_handoff(f"h{number}", 5.0)
+        assert (state.state, state.reason) == ("revoked", "newer hand-offs needed its room")
+    for number in range(500):
+        pair.p_control.release_handoff(f"h{number}")
+    assert eventually(pair.balanced)
+    assert pair.figures()["kept_bytes"] == 0
+    status = pair.observer.status()
+    assert (status["follows"]["follows"], status["flow"]["steps"]) == (0, 0)
+    pair.close()

@@ -51,6 +51,11 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
         "pool": dataclasses.asdict(server.pool.statistics()),
         "tier": None if server.tier is None else server.tier.status(),
         "handoffs": _handoffs(server, now),
+        "follows": {
+            "follows": len(server.driver.follows),
+            "objects": server.driver.follows.objects,
+            "to_store": server.driver.follows.coming_objects,
+        },
         "flow": dataclasses.asdict(server.driver.flow.statistics()),
         "figures": server.metrics.summary(),
     }

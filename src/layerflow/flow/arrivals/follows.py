@@ -36,9 +36,10 @@ def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
         step = session.steps.get(event.step) if session is not None else None
         if step is not None and step.saves is not None:
             save = step.saves.transfers.get(event.group)
-        wrong = save is not None and (save.committed or save.shape.layers != event.layers)
-        if wrong or (save is not None and not set(event.parts) <= set(save.members)):
+        if save is not None and (save.shape.layers != event.layers or not set(event.parts) <= set(save.members)):
             raise InvalidTransition(f"follow {event.follow}: step {event.step} saves no such parts of a group")
+    if save is not None and save.committed:
+        save = None  # what is left of it was cancelled
     follow = FollowTransfer(event.follow, event.layers, event.objects, save, event.parts)
     state.newest_follow = event.follow
     state.follows[event.follow] = follow
