@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from layerflow.config.fields import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
 from layerflow.config.pool import PoolSettings
+from layerflow.config.proxy import ProxySettings
 from layerflow.config.reference import EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
 from layerflow.config.sources import (
     ALIASES,
@@ -37,6 +38,7 @@ __all__ = [
     "REFUSED",
     "LogSettings",
     "PoolSettings",
+    "ProxySettings",
     "ReferenceRow",
     "ServerSettings",
     "Settings",
@@ -287,6 +289,7 @@ class Settings(BaseSettings):
     server: ServerSettings = Field(default_factory=ServerSettings)
     pool: PoolSettings = Field(default_factory=PoolSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
+    proxy: ProxySettings = Field(default_factory=ProxySettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
     @model_validator(mode="after")
@@ -363,9 +366,11 @@ def effective(path: Path | None = None, overrides: Mapping[str, Any] | None = No
 def live_changes(old: Settings, new: Settings) -> dict[str, Any]:
     """The live keys that differ, ``{"transfer.prefetch_layers": 3}``; empty if nothing does.
 
+    A server takes no part in ``[proxy]``, which may stand in the same file: what changes there is not its business.
+
     :raises ConfigError: if keys that need a restart differ, naming them; nothing may be applied then.
     """
-    return live_only(old, new)
+    return live_only(old, new.model_copy(update={"proxy": old.proxy}))
 
 
 def reference() -> list[ReferenceRow]:
