@@ -14,6 +14,8 @@
     ├── SessionError           the call needs an attached session and there is none
     │   └── ServerLost         the server went away; the agent re-attaches by itself
     ├── DeadlineExceeded       an answer did not come in time (also a TimeoutError)
+    ├── ProxyError             the proxy cannot answer a request; carries the HTTP status
+    │   └── UpstreamError      because an engine behind it failed, fell silent or refused
     ├── Unsupported            this machine or build lacks what the call needs
     └── InvalidTransition      the core was asked for something impossible; carries the task's story
 
@@ -78,6 +80,35 @@ class ServerLost(SessionError):
 
 class DeadlineExceeded(LayerflowError, TimeoutError):
     """An answer did not come before the caller's deadline."""
+
+
+class ProxyError(LayerflowError):
+    """The proxy answers a request with an error.
+
+    :param message: what happened, where, what to do; the client reads it.
+    :param status: HTTP status.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class UpstreamError(ProxyError):
+    """An engine behind the proxy failed, fell silent, answered nonsense or refused.
+
+    :param judged: the engine refused the request itself (4xx): asking another one is no use.
+    :param counts: it speaks against the engine (5xx, network, silence), whose circuit breaker hears of it.
+    :param body: the engine's own JSON error, which the client gets unchanged; None = made from `message`.
+    """
+
+    def __init__(
+        self, message: str, status: int = 502, *, judged: bool = False, counts: bool = True, body: bytes | None = None
+    ) -> None:
+        super().__init__(message, status)
+        self.judged = judged
+        self.counts = counts
+        self.body = body
 
 
 class Unsupported(LayerflowError):

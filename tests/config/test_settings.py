@@ -189,7 +189,7 @@ def test_every_transfer_key_is_live_and_the_reference_is_complete():
     assert "of this machine's memory" in rows["pool.size"].default and rows["pool.size"].type == "size"
     assert rows["transfer.step_timeout_ms"].env == "LAYERFLOW_TRANSFER__STEP_TIMEOUT_MS"
     numbers = [row for row in rows.values() if row.type in ("integer", "number", "size")]
-    names = ("server.http_port", "pool.mooncake.port", "pool.memcache.device_id")
+    names = ("server.http_port", "pool.mooncake.port", "pool.memcache.device_id", "proxy.port")
     assert all(row.unit or row.key in names for row in numbers)
 
 

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from layerflow.config.fields import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
 from layerflow.config.pd import PdSettings
 from layerflow.config.pool import PoolSettings
+from layerflow.config.proxy import ProxySettings
 from layerflow.config.reference import EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
 from layerflow.config.sources import (
     ALIASES,
@@ -39,6 +40,7 @@ __all__ = [
     "LogSettings",
     "PdSettings",
     "PoolSettings",
+    "ProxySettings",
     "ReferenceRow",
     "ServerSettings",
     "Settings",
@@ -290,6 +292,7 @@ class Settings(BaseSettings):
     pool: PoolSettings = Field(default_factory=PoolSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
     pd: PdSettings = Field(default_factory=PdSettings)
+    proxy: ProxySettings = Field(default_factory=ProxySettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
     @model_validator(mode="after")
@@ -366,9 +369,11 @@ def effective(path: Path | None = None, overrides: Mapping[str, Any] | None = No
 def live_changes(old: Settings, new: Settings) -> dict[str, Any]:
     """The live keys that differ, ``{"transfer.prefetch_layers": 3}``; empty if nothing does.
 
+    A server takes no part in ``[proxy]``, which may stand in the same file: what changes there is not its business.
+
     :raises ConfigError: if keys that need a restart differ, naming them; nothing may be applied then.
     """
-    return live_only(old, new)
+    return live_only(old, new.model_copy(update={"proxy": old.proxy}))
 
 
 def reference() -> list[ReferenceRow]:

@@ -31,7 +31,7 @@ MAX_REASON_CHARS: Final = 48
 OTHER: Final = "other"
 
 
-class _WithoutCreated(Collector):
+class WithoutCreated(Collector):
     """A registry without its ``_created`` series: one timestamp per counter that nothing here reads."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -280,7 +280,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Everything in Prometheus's text format 0.0.4; serve it as :attr:`content_type`."""
-        return generate_latest(_WithoutCreated(self._registry))
+        return generate_latest(WithoutCreated(self._registry))
 
     def summary(self) -> dict[str, float | dict[str, float]]:
         """The figures by name, without the ``layerflow_`` prefix, for ``layerflow status``.

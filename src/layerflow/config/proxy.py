@@ -1,0 +1,161 @@
+"""The section ``[proxy]``: what ``layerflow proxy`` is told."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import field_validator
+
+from layerflow.config.fields import Real, Section, Size, Whole, setting
+
+Order = Literal["concurrent", "prefill-first", "decode-first"]
+_CONTROL = re.compile(r"(tcp|ipc)://\S+")
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceAddress:
+    """One engine behind the proxy.
+
+    :param url: ``http://host:port``, without a path.
+    :param servers: control addresses of the layerflow servers that it saves through; empty where both sides share one.
+    """
+
+    url: str
+    servers: tuple[str, ...] = ()
+
+
+def instance_addresses(text: str) -> list[InstanceAddress]:
+    """``"http://a:8100=tcp://a:9470, http://b:8100"``, separated by commas or spaces; several servers by ``+``.
+
+    ``a:8100`` is ``http://a:8100``.
+
+    :raises ValueError: an item is not an address, or is given twice.
+    """
+    found: dict[str, InstanceAddress] = {}
+    for item in re.split(r"[,\s]+", text.strip()):
+        if not item:
+            continue
+        url, _, controls = item.partition("=")
+        url = _instance_url(url)
+        if url in found:
+            raise ValueError(f"{url} is given twice; keep one")
+        servers = tuple(controls.split("+")) if controls else ()
+        for server in servers:
+            if not _CONTROL.fullmatch(server):
+                raise ValueError(f'{item}: the server\'s control address should be "tcp://host:port", not "{server}"')
+        found[url] = InstanceAddress(url, servers)
+    return list(found.values())
+
+
+def _instance_url(text: str) -> str:
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        port = None
+        parts = urlsplit("")
+    plain = parts.path in ("", "/") and not parts.query and not parts.fragment and not parts.username
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port or not plain:
+        raise ValueError(f'should be "http://host:port" or "http://host:port=tcp://host:port", not "{text}"')
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+class ProxySettings(Section):
+    """How requests reach prefill and decode engines. Read when ``layerflow proxy`` starts; servers ignore it."""
+
+    host: str = setting("127.0.0.1", "Address that clients connect to.")
+    port: Whole = setting(8000, "Port of the same; 0 = any free one.", ge=0, le=65535)
+    prefill: str = setting(
+        "", "Prefill engines, separated by commas: URL, or URL=tcp://host:port with its layerflow server's address."
+    )
+    decode: str = setting("", "Decode engines, separated by commas.")
+    order: Order = setting("concurrent", "Which engine is asked first, and how both learn of each other.")
+    on_prefill_failure: Literal["retry", "recompute"] = setting(
+        "retry", "A prefill that fails before the first token is tried once more elsewhere, or computed by the decoder."
+    )
+    max_recompute_tokens: Whole = setting(
+        16_384,
+        "Longest prompt that a decoder computes when its prefill is lost; longer ones are answered 503.",
+        unit="tokens",
+        ge=0,
+        le=1 << 30,
+    )
+    short_prompt_tokens: Whole = setting(
+        256,
+        "Prompts so short go to the decoder alone, unless prefilling apart was measured to be quicker; 0 = none.",
+        unit="tokens",
+        ge=0,
+        le=1 << 30,
+    )
+    attempts: Whole = setting(
+        3, "Decoders that one request is tried on before its first token.", unit="engines", ge=1, le=32
+    )
+    connect_timeout_s: Real = setting(
+        2.0, "An engine that does not accept in time has failed.", unit="s", ge=0.01, le=300
+    )
+    prefill_timeout_s: Real = setting(
+        300.0, "A prefill that takes longer has failed; also the deadline of a hand-off.", unit="s", ge=0.05, le=_DAY_S
+    )
+    first_token_timeout_s: Real = setting(
+        330.0, "A stream without its first token after so long has failed.", unit="s", ge=0.05, le=_DAY_S
+    )
+    idle_timeout_s: Real = setting(
+        60.0, "A stream without a token, or a client that takes none, for so long is cut.", unit="s", ge=0.05, le=_DAY_S
+    )
+    request_timeout_s: Real = setting(1800.0, "Longest time of a request.", unit="s", ge=0.1, le=_DAY_S)
+    probe_interval_s: Real = setting(1.0, "Time between two health probes of an engine.", unit="s", ge=0.01, le=3600)
+    probe_timeout_s: Real = setting(
+        5.0, "A probe without an answer after so long has failed.", unit="s", ge=0.01, le=300
+    )
+    probe_failures: Whole = setting(
+        3, "Failed probes in a row after which an engine counts as down.", unit="probes", ge=1, le=1000
+    )
+    breaker_failures: Whole = setting(
+        3, "Failures in a row (5xx, network) after which an engine gets no requests.", unit="failures", ge=1, le=1000
+    )
+    breaker_open_s: Real = setting(
+        10.0, "How long it gets none, before one request may try it.", unit="s", ge=0.01, le=_DAY_S
+    )
+    affinity_prefixes: Whole = setting(
+        65_536,
+        "Beginnings of prompts, 1 KiB each, remembered with the engines that have them.",
+        unit="prefixes",
+        ge=0,
+        le=1 << 26,
+    )
+    drain_timeout_s: Real = setting(
+        60.0,
+        "How long open requests may finish after SIGTERM; streams that remain end with an error.",
+        unit="s",
+        ge=0,
+        le=_DAY_S,
+    )
+    max_request_bytes: Size = setting(
+        64 << 20, "Largest request, event or answer.", unit="bytes", ge=1 << 10, le=1 << 32
+    )
+    metaserver_url: str = setting(
+        "", "Where decoders reach /v1/metaserver; empty = this proxy's own address as each decoder sees it."
+    )
+    admin_token: str = setting(
+        "",
+        "Bearer token of /instances/* and /reset_prefix_cache; empty = they answer this machine only.",
+        secret=True,
+    )
+
+    @field_validator("prefill", "decode")
+    @classmethod
+    def _addresses(cls, value: str) -> str:
+        instance_addresses(value)
+        return value
+
+    @field_validator("metaserver_url")
+    @classmethod
+    def _reachable(cls, value: str) -> str:
+        if value and not re.fullmatch(r"https?://[^\s/]+/\S*", value):
+            raise ValueError('should be "http://host:port/v1/metaserver", or "" for the proxy\'s own address')
+        return value

@@ -1,0 +1,1 @@
+"""The prefill/decode proxy: OpenAI's API in front of engines that prefill and engines that decode."""

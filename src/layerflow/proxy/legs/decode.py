@@ -1,0 +1,148 @@
+"""The decode's leg: its answer goes to the client, a stream event by event, once it is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import httpx
+
+from layerflow.config.proxy import ProxySettings
+from layerflow.errors import UpstreamError
+from layerflow.proxy.instances.instance import Instance
+from layerflow.proxy.legs.call import Headers, passed_on, post
+from layerflow.proxy.legs.checks import StreamCheck, whole_answer
+from layerflow.proxy.legs.usage import PrefillUsage, event_with_cached, with_cached
+from layerflow.proxy.outlet import Outlet
+from layerflow.proxy.sse import Event, EventParser
+
+_LAST_CHUNK_S = 0.1  # for the end of a body whose last event was [DONE]
+_MOST_HELD = 1000  # events before the first token: engines send one, with the role
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCall:
+    """What a decode engine is asked."""
+
+    path: str
+    body: bytes
+    headers: Headers
+    stream: bool
+
+
+async def decode(
+    instance: Instance,
+    call: DecodeCall,
+    outlet: Outlet,
+    usage: PrefillUsage,
+    settings: ProxySettings,
+    first_token: Callable[[], None],
+) -> None:
+    """Pass the engine's answer on until its end. Cancelling closes the connection, and so aborts it in the engine.
+
+    Nothing is sent to the client before the answer has begun to be one: until then the caller may ask another engine.
+
+    :param usage: what the prefill found cached.
+    :param first_token: called once, when the first token is there.
+    :raises UpstreamError: see `outlet.begun` whether the client has got something.
+    """
+    with instance.breaker.watch(), instance.given_up_when_down() as answered:
+        if call.stream:
+            await _stream(instance, call, outlet, usage, settings, first_token, answered)
+        else:
+            await _whole(instance, call, outlet, usage, settings, first_token, answered)
+
+
+async def _whole(
+    instance: Instance,
+    call: DecodeCall,
+    outlet: Outlet,
+    usage: PrefillUsage,
+    settings: ProxySettings,
+    first_token: Callable[[], None],
+    answered: Callable[[], None],
+) -> None:
+    engine = f"decode engine {instance.url}"
+    async with post(instance, call.path, call.body, call.headers) as response:
+        content = bytearray()
+        async for piece in response.aiter_raw():
+            content += piece
+            if len(content) > settings.max_request_bytes:
+                raise UpstreamError(f"{engine} answered with more than {settings.max_request_bytes} bytes")
+        answer = whole_answer(engine, bytes(content))
+        answered()
+        first_token()
+        await outlet.whole(with_cached(answer, await usage.cached_tokens()), passed_on(response.headers.multi_items()))
+
+
+async def _stream(
+    instance: Instance,
+    call: DecodeCall,
+    outlet: Outlet,
+    usage: PrefillUsage,
+    settings: ProxySettings,
+    first_token: Callable[[], None],
+    answered: Callable[[], None],
+) -> None:
+    engine = f"decode engine {instance.url}"
+    deadline = anyio.current_time() + settings.first_token_timeout_s
+    check, waited_s = StreamCheck(engine), settings.first_token_timeout_s
+    begun = False
+    with anyio.CancelScope(deadline=deadline) as patience:
+        async with _complete_at_done(check), post(instance, call.path, call.body, call.headers) as response:
+            _check_type(engine, response)
+            headers = passed_on(response.headers.multi_items())
+            parser = EventParser(settings.max_request_bytes)
+            held: list[Event] = []  # what came before the first token; then what one piece brought
+            async for piece in response.aiter_raw():
+                if check.done:
+                    continue  # read to the end, so that the connection may serve another request
+                failure: UpstreamError | None = None
+                try:
+                    for event in parser.feed(piece):
+                        if check.take(event) and not begun:
+                            begun, waited_s = True, settings.idle_timeout_s
+                            answered()
+                            first_token()
+                        held.append(event)
+                        if check.usage:
+                            held[-1] = event_with_cached(event, await usage.cached_tokens())
+                        if check.done:
+                            break
+                except UpstreamError as error:
+                    failure = error
+                # A first token that came together with the end of the engine is not sent: another one may start.
+                if begun and held and (failure is None or outlet.begun):
+                    patience.deadline = math.inf  # the client's time is not the engine's
+                    await outlet.events(held, headers)
+                    held = []
+                if failure is not None:
+                    raise failure
+                if len(held) > _MOST_HELD:
+                    raise UpstreamError(f"{engine} sent {len(held)} events without a token")
+                if check.done:
+                    patience.deadline = anyio.current_time() + _LAST_CHUNK_S
+                elif begun:
+                    patience.deadline = anyio.current_time() + waited_s
+            check.ended(parser.unfinished)
+    if patience.cancelled_caught and not check.done:
+        raise UpstreamError(f"{engine} sent nothing for {waited_s:g} s", 504)
+
+
+@asynccontextmanager
+async def _complete_at_done(check: StreamCheck) -> AsyncIterator[None]:
+    """How the connection ends after ``[DONE]`` changes nothing any more."""
+    try:
+        yield
+    except UpstreamError:
+        if not check.done:
+            raise
+
+
+def _check_type(engine: str, response: httpx.Response) -> None:
+    found = response.headers.get("content-type", "")
+    if not found.startswith("text/event-stream"):
+        raise UpstreamError(f"{engine} was asked for a stream and answered with {found or 'no content-type'}")

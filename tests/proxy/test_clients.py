@@ -1,0 +1,155 @@
+"""Clients that leave, and a proxy that stops."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import anyio
+import httpx
+import pytest
+
+from layerflow_testing.stub_engine import Behaviour, StubEngine
+
+from .scene import COMPLETIONS, ORDERS, ended, events_of, numbered, proxied, said
+
+
+async def at(engine: StubEngine):
+    while not engine.seen:  # noqa: ASYNC110 - another thread's list, which has no event
+        await anyio.sleep(0.005)
+    return engine.seen[0]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_aborts_both_legs(order, stream):
+    slow = Behaviour(hangs=True)
+    with StubEngine(slow) as prefiller, StubEngine(Behaviour(first_s=60)) as decoder:
+        if order == "decode-first":
+            decoder.behaviour = Behaviour()  # it asks for its prefill, which hangs
+        async with proxied(prefiller, decoder, order=order, breaker_failures=1) as scene:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lambda: scene.complete(stream=stream))
+                await at(prefiller)
+                if order != "prefill-first":
+                    await at(decoder)
+                tasks.cancel_scope.cancel()
+            assert (await ended(prefiller.seen[0])).aborted
+            if order != "prefill-first":
+                assert (await ended(decoder.seen[0])).aborted
+            while await scene.metric("layerflow_proxy_clients_gone_total") < 1:
+                pass
+            health = (await scene.client.get("/health")).json()
+            assert health["open_requests"] == 0
+            assert [one["active"] for one in health["prefill"] + health["decode"]] == [0, 0]
+            assert {one["state"] for one in health["prefill"] + health["decode"]} == {"up"}, "not the engines' fault"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_it(order):
+    with StubEngine() as prefiller, StubEngine(Behaviour(between_s=0.05)) as decoder:
+        async with proxied(prefiller, decoder, order=order) as scene:
+            body = {"prompt": "a", "max_tokens": 10_000, "stream": True}
+            async with scene.client.stream("POST", COMPLETIONS, json=body) as answer:
+                async for _ in answer.aiter_raw():
+                    break
+            assert (await ended(decoder.seen[0])).aborted
+
+
+async def test_a_client_that_takes_nothing_is_left():
+    with StubEngine() as prefiller, StubEngine(Behaviour(per_write=500)) as decoder:
+        async with proxied(prefiller, decoder, idle_timeout_s=0.5) as scene:
+            host, port = scene.url.removeprefix("http://").split(":")
+            body = b'{"prompt": "a", "stream": true, "max_tokens": 300000}'
+            async with await anyio.connect_tcp(host, int(port)) as silent:
+                head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+                await silent.send(head.encode() + body)
+                assert (await ended(await at(decoder))).aborted
+
+
+async def test_while_it_drains_open_streams_finish_and_new_requests_are_told():
+    with StubEngine() as prefiller, StubEngine(Behaviour(between_s=0.02)) as decoder:
+        async with proxied(prefiller, decoder) as scene:
+            got = []
+
+            async def ask():
+                got.append(await scene.complete(stream=True, max_tokens=40))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await at(decoder)
+                scene.shutdown.set()
+                while (health := await scene.client.get("/health")).status_code == 200:
+                    pass
+                assert health.status_code == 503 and health.json()["status"] == "draining"
+                refused = await scene.complete()
+                assert refused.status_code == 503 and "stopping" in refused.json()["error"]["message"]
+            assert said(got[0].text) == numbered(40) and events_of(got[0].text)[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_what_is_open_at_the_end_of_the_drain_is_told(begun):
+    with StubEngine() as prefiller, StubEngine(Behaviour(between_s=60, first_s=0 if begun else 60)) as decoder:
+        async with proxied(prefiller, decoder, drain_timeout_s=0.2) as scene:
+            body = {"prompt": "a", "stream": True}
+            async with anyio.create_task_group() as tasks:
+
+                async def stop():
+                    await at(decoder)
+                    if not begun:
+                        scene.shutdown.set()
+
+                tasks.start_soon(stop)
+                async with scene.client.stream("POST", COMPLETIONS, json=body) as answer:
+                    text = ""
+                    async for piece in answer.aiter_text():
+                        text += piece
+                        scene.shutdown.set()
+            if begun:
+                assert said(text) == "t0 " and events_of(text)[-1]["error"]["code"] == 503
+            else:
+                assert answer.status_code == 503 and "stopped" in text
+            assert (await ended(decoder.seen[0])).aborted
+
+
+def test_the_command_serves_until_sigterm():
+    with StubEngine() as prefiller, StubEngine(Behaviour(between_s=0.02)) as decoder:
+        command = [sys.executable, "-m", "layerflow_cli", "proxy", "--prefill", prefiller.url, "--decode", decoder.url]
+        process = subprocess.Popen(
+            [*command, "--port", "0", "--order", "prefill-first", "--set", "proxy.short_prompt_tokens=0"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ),
+        )
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[-1]
+            body = {"prompt": "a", "max_tokens": 30, "stream": True}
+            with httpx.stream("POST", url + COMPLETIONS, json=body, timeout=60) as answer:
+                text = ""
+                for piece in answer.iter_text():
+                    if not text:
+                        process.send_signal(signal.SIGTERM)
+                    text += piece
+            assert said(text) == numbered(30)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.communicate()
+    assert prefiller.seen
+
+
+def test_the_command_refuses_what_it_cannot_use():
+    def refused(*arguments: str) -> str:
+        ended = subprocess.run(
+            [sys.executable, "-m", "layerflow_cli", "proxy", *arguments], capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 2
+        return ended.stderr
+
+    assert "no prefill engine: give --prefill URL" in refused("--decode", "http://d:1")
+    assert "no decode engine" in refused("--prefill", "http://p:1")
+    assert "proxy.order" in refused("--prefill", "p:1", "--decode", "d:1", "--order", "sideways")
+    assert 'should be "http://host:port"' in refused("--prefill", "p", "--decode", "d:1")
+    taken = refused("--prefill", "p:1", "--decode", "d:1", "--host", "192.0.2.1")
+    assert "cannot listen on 192.0.2.1:8000" in taken and "proxy.port" in taken

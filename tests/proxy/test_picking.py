@@ -1,0 +1,174 @@
+"""Who gets the next request: the circuit breaker, load, and who has the prompt's beginning."""
+
+import anyio
+import pytest
+
+from layerflow.config.proxy import InstanceAddress, ProxySettings, instance_addresses
+from layerflow.errors import ProxyError, UpstreamError
+from layerflow.proxy.instances.affinity import BLOCK_BYTES, MAX_HOLDERS, digests, prompt_bytes
+from layerflow.proxy.instances.breaker import Breaker, BreakerState
+from layerflow.proxy.instances.instance import Role
+from layerflow.proxy.instances.registry import Registry
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fail(breaker: Breaker, **kind: bool) -> None:
+    with pytest.raises(UpstreamError), breaker.watch():
+        raise UpstreamError("x", **kind)
+
+
+def succeed(breaker: Breaker) -> None:
+    with breaker.watch():
+        pass
+
+
+def test_failures_in_a_row_open_the_breaker_and_one_request_tries_later():
+    clock = Clock()
+    breaker = Breaker(2, 10, clock)
+    fail(breaker)
+    succeed(breaker)
+    fail(breaker)
+    assert breaker.allows
+    fail(breaker)
+    assert breaker.state is BreakerState.OPEN and not breaker.allows
+    clock.now += 10
+    assert breaker.state is BreakerState.HALF_OPEN and breaker.allows
+    with pytest.raises(UpstreamError), breaker.watch():
+        assert not breaker.allows, "one request at a time"
+        raise UpstreamError("still broken")
+    assert breaker.state is BreakerState.OPEN
+    clock.now += 10
+    succeed(breaker)
+    assert breaker.state is BreakerState.CLOSED
+
+
+def test_what_a_client_did_wrong_does_not_count():
+    breaker = Breaker(1, 10, Clock())
+    for _ in range(5):
+        fail(breaker, judged=True, counts=False)
+        fail(breaker, counts=False)
+    assert breaker.state is BreakerState.CLOSED
+
+
+async def test_a_cancelled_try_leaves_the_next_one_free():
+    clock = Clock()
+    breaker = Breaker(1, 10, clock)
+    fail(breaker)
+    clock.now += 10
+    with anyio.CancelScope() as scope, breaker.watch():
+        scope.cancel()
+        await anyio.sleep_forever()
+    assert breaker.state is BreakerState.HALF_OPEN and breaker.allows
+
+
+def registry(*hosts: str, **settings) -> Registry:
+    made = Registry(ProxySettings(**settings), Clock())
+    for host in hosts:
+        made.add(Role.PREFILL, InstanceAddress(f"http://{host}:1"))
+    return made
+
+
+def picked(of: Registry, text: str = "", tokens: int = 100, **more) -> str:
+    return of.pick(Role.PREFILL, digests(text.encode()), tokens, **more).url[7:-2]
+
+
+def test_the_least_loaded_is_picked_and_equals_take_turns():
+    engines = registry("a", "b", "c")
+    assert [picked(engines) for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
+    with engines.of(Role.PREFILL)[0].busy(50), engines.of(Role.PREFILL)[2].busy(10):
+        assert [picked(engines), picked(engines)] == ["b", "b"]
+
+
+def test_who_has_the_beginning_is_picked_until_the_others_are_quicker():
+    engines = registry("a", "b")
+    b = engines.of(Role.PREFILL)[1]
+    prompt = "x" * 10 * BLOCK_BYTES
+    engines.prefixes.record(digests(prompt.encode()), b)
+    assert [picked(engines, prompt) for _ in range(3)] == ["b"] * 3
+    assert picked(engines, prompt[: 5 * BLOCK_BYTES] + "other" * 1000) == "b", "half of it is better than none"
+    with b.busy(99):
+        assert picked(engines, prompt) == "b"
+    with b.busy(101):
+        assert picked(engines, prompt) == "a"
+
+
+def test_an_engine_that_was_down_has_lost_what_it_had():
+    engines = registry("a", "b")
+    a, b = engines.of(Role.PREFILL)
+    prompt = "x" * 2 * BLOCK_BYTES
+    engines.prefixes.record(digests(prompt.encode()), b)
+    b.went_down()
+    assert picked(engines, prompt) == "a"
+    b.down = False
+    assert engines.prefixes.matched(digests(prompt.encode()), [a, b]) == {}
+
+
+def test_the_table_is_bounded_and_forgets_what_was_not_used():
+    engines = registry("a", affinity_prefixes=3)
+    (a,) = engines.of(Role.PREFILL)
+    first, other = (digests(letter.encode() * 2 * BLOCK_BYTES) for letter in "xy")
+    engines.prefixes.record(first, a)
+    engines.prefixes.record(other, a)
+    assert len(engines.prefixes) == 3
+    assert engines.prefixes.matched(other, [a]) == {a: 2} and engines.prefixes.matched(first, [a]) == {}
+    engines.prefixes.clear()
+    assert engines.prefixes.matched(other, [a]) == {}
+
+
+def test_a_beginning_has_few_holders():
+    engines = registry(*"abcdefgh")
+    beginnings = digests(b"x" * BLOCK_BYTES)
+    for instance in engines.all:
+        engines.prefixes.record(beginnings, instance)
+    assert len(engines.prefixes.matched(beginnings, engines.all)) == MAX_HOLDERS
+
+
+def test_wanted_tried_and_down():
+    engines = registry("a", "b")
+    a, b = engines.of(Role.PREFILL)
+    assert picked(engines, wanted="b:1") == "b" and picked(engines, wanted="b:1") == "b"
+    assert picked(engines, tried=[b], wanted="b:1") == "a"
+    a.went_down()
+    with pytest.raises(ProxyError, match="a:1 down, http://b:1 up, 1 of them failed this request") as caught:
+        picked(engines, tried=[b])
+    assert caught.value.status == 503
+
+
+def test_the_same_beginning_gives_the_same_digests():
+    long, short = "y" * 5000, "y" * 3000
+    for body in ({"model": "m", "prompt": long}, {"model": "m", "messages": [{"role": "user", "content": long}]}):
+        cut = {
+            **body,
+            **({"prompt": short} if "prompt" in body else {"messages": [{"role": "user", "content": short}]}),
+        }
+        whole, part = digests(prompt_bytes(body)), digests(prompt_bytes(cut))
+        assert len(whole) == 4 and whole[: len(part)] == part and len(part) == 2
+        assert digests(prompt_bytes({**body, "cache_salt": "s"}))[0] != whole[0]
+    assert prompt_bytes({"prompt": [1, 2]}) == prompt_bytes({"prompt": [[1, 2]]})
+    assert digests(prompt_bytes({"prompt": "\ud800" * 2000})) and prompt_bytes({"prompt": {"no": "prompt"}})
+
+
+def test_addresses():
+    assert instance_addresses("a:1, http://b:2=tcp://b:9+tcp://c:9\nhttps://c:3/") == [
+        InstanceAddress("http://a:1"),
+        InstanceAddress("http://b:2", ("tcp://b:9", "tcp://c:9")),
+        InstanceAddress("https://c:3"),
+    ]
+    for bad in (
+        "a",
+        "http://a",
+        "http://a:1/v1",
+        "ftp://a:1",
+        "http://a:99999",
+        "http://u:p@a:1",
+        "a:1=b:2",
+        "a:1 a:1",
+    ):
+        with pytest.raises(ValueError, match=r"should be|twice"):
+            instance_addresses(bad)
