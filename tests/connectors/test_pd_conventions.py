@@ -92,6 +92,19 @@ class TestWhoDoesWhat:
         assert isinstance(other, PrefillPart)
         assert other.handoff != prefill.handoff
 
+    def test_what_layerflows_own_proxy_sends(self) -> None:
+        asked = {"do_remote_decode": True, "transfer_id": "x", "layerflow": {"v": 1, "deadline_s": 7}}
+        claimed = {
+            "do_remote_prefill": True,
+            "transfer_id": "x",
+            "layerflow": {"v": 1, "handoff": "x", "servers": ["s"]},
+        }
+        prefill, decode = read(asked), read(claimed, speaks=False)
+        assert isinstance(prefill, PrefillPart)
+        assert isinstance(decode, DecodePart)
+        assert (prefill.handoff, prefill.deadline_s) == (decode.handoff, 7)
+        assert decode.servers == ("s",)
+
     def test_told_servers_need_no_question(self) -> None:
         params = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://p:8998"}
         told = read(params | {"layerflow": {"v": 1, "servers": ["tcp://p:1"]}})
@@ -157,6 +170,8 @@ class TestWhoDoesWhat:
             ({"do_remote_prefill": True, "metaserver": "ftp://x"}, "metaserver"),
             ({"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "nowhere"}, "bootstrap"),
             ({"do_remote_prefill": True, "layerflow": {"v": 2, "handoff": "h"}}, "version"),
+            ({"do_remote_prefill": True, "transfer_id": "x", "layerflow": {"servers": 5}}, "servers"),
+            ({"do_remote_decode": True, "transfer_id": "x", "layerflow": {"deadline_s": 0}}, "deadline_s"),
             ({"do_remote_prefill": True, "layerflow": {"handoff": ""}}, "handoff"),
             ({"do_remote_prefill": True, "layerflow": {"handoff": 7}}, "handoff"),
             ({"do_remote_prefill": True, "layerflow": {"handoff": "h", "servers": "x"}}, "servers"),

@@ -8,5 +8,5 @@ venv=$root/.venv-vllm
 pinned=$(cat "$here/requirements.txt")
 [ -f "$venv/.pd" ] && [ "$(cat "$venv/.pd")" = "$pinned" ] && exit 0
 "$venv/bin/python" -m pip --disable-pip-version-check -q install --no-deps -r "$here/requirements.txt" ||
-    { echo "pip finds no vllm-router; the tests with it are skipped" >&2; exit 0; }
+    { echo "the pinned vllm-router cannot be installed; the tests with it are skipped" >&2; exit 0; }
 echo "$pinned" >"$venv/.pd"

@@ -56,11 +56,10 @@ class Prefilling:
         self._servers = servers
         self._incarnation = incarnation
 
-    def begin(self, part: PrefillPart, chain: Chain, tokens: int, deadline_s: float) -> PrefillHandoff:
+    def begin(self, part: PrefillPart, chain: Chain, tokens: int) -> PrefillHandoff:
         """Open it; returns at once.
 
         :param tokens: leading tokens of the prompt that will be saved.
-        :param deadline_s: it has failed if the prefill has not ended by then.
         """
         handoff = PrefillHandoff(part, tokens)
         if part.decoder is not None and (why := first_difference(self._layout, part.decoder.layout)):
@@ -70,7 +69,7 @@ class Prefilling:
             log.info("handoff_not_opened", handoff=part.handoff, reason="nothing of so short a prompt is saved")
             return handoff
         handoff.inquiry = self._lookups.open_handoff(
-            part.handoff, chain, tokens, lease_s=part.lease_s, timeout_s=max(1.0, deadline_s)
+            part.handoff, chain, tokens, lease_s=part.lease_s, timeout_s=max(1.0, part.deadline_s)
         )
         return handoff
 

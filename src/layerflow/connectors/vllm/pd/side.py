@@ -157,7 +157,7 @@ class HandoffSide:
         """It has keys: open its hand-off, start its prefill, or wait for both."""
         if isinstance(part, PrefillPart) and self._prefilling is not None:
             tokens = len(tracked.chain) // self._unit * self._unit if tracked.may_save else 0
-            tracked.handoff = self._prefilling.begin(part, tracked.chain, tokens, self.options.deadline_s)
+            tracked.handoff = self._prefilling.begin(part, tracked.chain, tokens)
         elif isinstance(part, DecodePart) and self._decoding is not None:
             if tracked.may_load:
                 tracked.handoff = self._decoding.begin(part, tracked.id)

@@ -19,11 +19,13 @@ QUERY = "/query"
 
 def prefill_part(words: Words) -> PrefillPart:
     """P. The hand-off is named by the proxy's id and the prompt: prompts of a list share the id."""
+    told = words.params.get(KEY)
     return PrefillPart(
         handoff=_handoff(words),
         convention=Convention.CONCURRENT,
         prompt=words.digest,
         lease_s=words.lease_s,
+        deadline_s=_deadline_s(told, words),
         decoder=words.terms,
     )
 
@@ -32,14 +34,15 @@ def decode_part(words: Words) -> DecodePart:
     """D. Where its servers are not told, the prefill engine's ``GET /query`` tells them."""
     told = words.params.get(KEY)
     servers = told.get("servers") if isinstance(told, Mapping) else None
+    if servers is not None and not (isinstance(servers, list) and all(isinstance(each, str) for each in servers)):
+        raise ProtocolError(f"kv_transfer_params.{KEY}.servers = {servers!r}: should be a list of control addresses")
     known = tuple(servers) if servers else words.prefill_servers
     bootstrap = words.params.get("remote_bootstrap_addr")
-    deadline_s = told.get("deadline_s", words.deadline_s) if isinstance(told, Mapping) else words.deadline_s
     return DecodePart(
         handoff=_handoff(words),
         convention=Convention.CONCURRENT,
         prompt=words.digest,
-        deadline_s=min(deadline_s, words.deadline_s),
+        deadline_s=_deadline_s(told, words),
         servers=known,
         prefiller=words.terms,
         bootstrap=_url(bootstrap) if bootstrap and servers is None and not known else "",
@@ -77,6 +80,14 @@ def servers_in(answer: Any, engine: str) -> tuple[str, ...]:
     raise ProtocolError(
         f"the prefill engine's {QUERY} does not name engine {engine!r}; let its proxy discover the engines again"
     )
+
+
+def _deadline_s(told: Any, words: Words) -> float:
+    """:raises ProtocolError: the request's is not a number of seconds."""
+    wanted = told.get("deadline_s", words.deadline_s) if isinstance(told, Mapping) else words.deadline_s
+    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not wanted > 0:
+        raise ProtocolError(f"kv_transfer_params.{KEY}.deadline_s = {wanted!r}: should be a number above 0")
+    return min(wanted, words.deadline_s)
 
 
 def _handoff(words: Words) -> str:

@@ -46,6 +46,7 @@ def prefill_part(words: Words) -> PrefillPart:
         convention=Convention.METASERVER,
         prompt=words.digest,
         lease_s=words.lease_s,
+        deadline_s=min(words.terms.deadline_s, words.deadline_s),
         decoder=words.terms,
     )
 

@@ -60,6 +60,7 @@ class Words(NamedTuple):
 class PrefillPart:
     """This engine computes the prompt and hands it over.
 
+    :param deadline_s: the hand-off has failed if the prefill has not ended so soon.
     :param decoder: what the decode engine has said; None = nothing.
     :param prompt: digest of the tokens.
     """
@@ -68,6 +69,7 @@ class PrefillPart:
     convention: Convention
     prompt: str
     lease_s: float = DEFAULT_LEASE_S
+    deadline_s: float = DEFAULT_DEADLINE_S
     decoder: HandoffTerms | None = None
 
 

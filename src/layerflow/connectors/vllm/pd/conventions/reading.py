@@ -31,18 +31,18 @@ def part_of(words: Words, *, speaks: bool, producer: bool, consumer: bool) -> Pa
 
 
 def _prefill(words: Words, terms: HandoffTerms | None, *, speaks: bool) -> Part:
+    meant = speaks or terms is not None
+    if meant and words.params.get("transfer_id"):
+        return concurrent.prefill_part(words)
     if terms is not None:
         return metaserver.prefill_part(words)
-    if not speaks:
-        return PLAIN
-    if words.params.get("transfer_id"):
-        return concurrent.prefill_part(words)
-    return twophase.prefill_part(words)
+    return twophase.prefill_part(words) if speaks else PLAIN
 
 
 def _decode(words: Words, terms: HandoffTerms | None, *, speaks: bool) -> Part:
-    if terms is None and speaks and words.params.get("metaserver"):
-        return metaserver.decode_part(words)
-    if terms is None and speaks and words.params.get("transfer_id"):
+    meant = speaks or terms is not None
+    if meant and words.params.get("transfer_id"):
         return concurrent.decode_part(words)
-    return twophase.decode_part(words) if terms is not None or speaks else PLAIN
+    if speaks and terms is None and words.params.get("metaserver"):
+        return metaserver.decode_part(words)
+    return twophase.decode_part(words) if meant else PLAIN

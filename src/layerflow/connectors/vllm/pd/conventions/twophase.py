@@ -35,7 +35,11 @@ def prefill_part(words: Words) -> Part:
             "and does not speak layerflow; give both engines LayerflowConnector"
         )
     return PrefillPart(
-        handoff=words.own_handoff, convention=Convention.TWO_PHASE, prompt=words.digest, lease_s=words.lease_s
+        handoff=words.own_handoff,
+        convention=Convention.TWO_PHASE,
+        prompt=words.digest,
+        lease_s=words.lease_s,
+        deadline_s=words.deadline_s,
     )
 
 
