@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test test-vllm test-backends lint campaign bench bench-vllm clean
+.PHONY: setup demo test test-vllm test-pd test-backends lint campaign bench bench-vllm bench-pd clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,10 @@ test: lint
 # A real vLLM on the CPU, in an environment of its own (2.5 GB).
 test-vllm:
 	tests/vllm/run.sh
+
+# Prefill and decode in vLLMs of their own, behind layerflow's proxy and somebody else's router.
+test-pd: $(STAMP)
+	tests/pd/run.sh
 
 # Real Mooncake and memcache servers on this machine; their packages go into .venv.
 test-backends: $(STAMP)
@@ -56,5 +60,10 @@ bench-vllm: $(STAMP)
 	bench/vllm/setup.sh
 	$(BIN)/python -m bench.vllm --out $(or $(OUT),bench-vllm.json)
 
+# The first token of prompts that one vLLM prefills and another decodes, beside a single vLLM and NixlConnector.
+bench-pd: $(STAMP)
+	bench/pd/setup.sh
+	$(BIN)/python -m bench.pd --out $(or $(OUT),bench-pd.json)
+
 clean:
-	rm -rf $(VENV) .venv-npu .venv-vllm* .venv-lmcache build out bench.json bench-vllm.json
+	rm -rf $(VENV) .venv-npu .venv-vllm* .venv-lmcache build out bench.json bench-vllm.json bench-pd.json

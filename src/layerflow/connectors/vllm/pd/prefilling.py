@@ -85,7 +85,7 @@ class Prefilling:
             return True
         if not state and state.state in ("refused", "unknown"):
             handoff.over = True
-            log.warning("handoff_refused", handoff=handoff.part.handoff, state=state.state, reason=state.reason)
+            log.warning("handoff_not_opened", handoff=handoff.part.handoff, reason=f"{state.state}: {state.reason}")
         return False
 
     def finished(self, handoff: PrefillHandoff, request: Any, blocks: Sequence[Sequence[int]]) -> dict[str, Any] | None:
