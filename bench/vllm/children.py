@@ -47,6 +47,11 @@ class Child:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Of the process, and of its group."""
+        return self._process.pid
+
     def wait_healthy(self) -> None:
         """Until it serves.
 

@@ -95,7 +95,14 @@ class Program:
 
 
 def vllm_server(
-    name: str, model: str, folder: Path, endpoint: str | None, role: str = "kv_both", *, config: Any = None, **extra: Any
+    name: str,
+    model: str,
+    folder: Path,
+    endpoint: str | None,
+    role: str = "kv_both",
+    *,
+    config: Any = None,
+    **extra: Any,
 ) -> Program:
     """vLLM's API server.
 

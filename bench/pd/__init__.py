@@ -1,0 +1,1 @@
+"""Prefill and decode apart, beside a single vLLM and NixlConnector, over HTTP."""
