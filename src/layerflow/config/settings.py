@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from layerflow.config.fields import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
+from layerflow.config.pd import PdSettings
 from layerflow.config.pool import PoolSettings
 from layerflow.config.proxy import ProxySettings
 from layerflow.config.reference import EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
@@ -37,6 +38,7 @@ __all__ = [
     "ALIASES",
     "REFUSED",
     "LogSettings",
+    "PdSettings",
     "PoolSettings",
     "ProxySettings",
     "ReferenceRow",
@@ -290,6 +292,7 @@ class Settings(BaseSettings):
     pool: PoolSettings = Field(default_factory=PoolSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
     proxy: ProxySettings = Field(default_factory=ProxySettings)
+    pd: PdSettings = Field(default_factory=PdSettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
     @model_validator(mode="after")

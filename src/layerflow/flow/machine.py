@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.commands import Command, Revoke, WakeAt
+from layerflow.flow.arrivals.edges import release_edges
+from layerflow.flow.arrivals.fetches import (
+    expire_fetch,
+    fetch_done,
+    lease_fetch,
+    lose_fetches,
+    open_fetch,
+    raise_fetch,
+    revoke_fetches,
+    settle_fetch,
+)
+from layerflow.flow.arrivals.follows import (
+    advance_follows,
+    commit_follows,
+    lose_follow,
+    lose_followed,
+    move_follow,
+    open_follow,
+    settle_follow,
+)
+from layerflow.flow.commands import Command, WakeAt
 from layerflow.flow.completion import (
     abort,
     cancel_saves,
     cancel_uncomputed,
     drained,
     fence_loads,
-    follow_saves,
     settle,
 )
 from layerflow.flow.events import (
@@ -27,9 +45,13 @@ from layerflow.flow.events import (
     CallDone,
     Direction,
     Event,
+    FetchAvailable,
     FetchesRevoked,
     FetchLeased,
     FetchOpened,
+    FollowLost,
+    FollowMoved,
+    FollowOpened,
     FrontierReached,
     Hop,
     HostLost,
@@ -37,7 +59,6 @@ from layerflow.flow.events import (
     Limits,
     LimitsChanged,
     LoadsFenced,
-    Part,
     RequestAborted,
     SessionLost,
     SessionOpened,
@@ -48,101 +69,44 @@ from layerflow.flow.events import (
     WriteOpened,
     WritesRevoked,
 )
-from layerflow.flow.fetches import (
-    check_needs,
-    expire_fetch,
-    fetch_done,
-    lay_out,
-    lease_fetch,
-    lose_fetches,
-    open_fetch,
-    release_edges,
-    revoke_fetches,
-)
 from layerflow.flow.graph.fetch import FetchTransfer
-from layerflow.flow.graph.session import Session, open_session
-from layerflow.flow.graph.step import Step, Transfer, TransferJob
+from layerflow.flow.graph.follow import FollowTransfer
+from layerflow.flow.graph.session import open_session
+from layerflow.flow.graph.step import Step
 from layerflow.flow.graph.write import WriteTransfer
 from layerflow.flow.hosts.lane import HostLane, grant_calls
+from layerflow.flow.opening import open_step
 from layerflow.flow.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
 from layerflow.flow.validate.steps import validate
-from layerflow.flow.writes import lose_writes, open_write, revoke_writes, write_done
+from layerflow.flow.writes import follow_save, lose_writes, open_write, revoke_writes, write_done
 
 
-def open_step(state: State, session: Session, event: StepOpened, out: list[Command]) -> None:
-    """Add the step; its saves are shed where the session has too much unsaved already.
-
-    :raises InvalidTransition: for a step that is open already, or parts that cannot be.
-    """
-    if event.step in session.steps:
-        raise InvalidTransition(
-            f"session {session.number} opened step {event.step} twice; step numbers are not reused while a step lives",
-            session.steps[event.step].told(),
-        )
-    if event.deadline != event.deadline or event.save_deadline != event.save_deadline:
-        raise InvalidTransition(f"session {session.number} step {event.step}: a deadline is not a number")
-    _check(session, event, event.loads, "load")
-    _check_needs(state, session, event)
-    _check(session, event, event.saves, "save")
-
-    step = Step(session, event.step, event.deadline, event.save_deadline)
-    step.story.append(event)
-    session.steps[event.step] = step
-    if event.loads:
-        step.loads = _job(state, step, Direction.LOAD, event.loads)
-        state.enqueue(step.loads)
-    if event.saves:
-        saves = _job(state, step, Direction.SAVE, event.saves)
-        nbytes = sum(transfer.starts[-1] * transfer.shape.tail_bytes[0] for transfer in saves.transfers.values())
-        if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
-            state.counters.shed_parts += len(event.saves)
-            state.counters.revoked_parts += len(event.saves)
-            out.append(Revoke(session.number, step.number, tuple(range(len(event.saves))), "shed"))
-        else:
-            session.unsaved += nbytes
-            saves.open = len(event.saves)
-            step.saves = saves
-            state.enqueue(saves)
-    state.deadlines.set(step, step.next_alarm())
-
-
-def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str) -> None:
-    unknown = {part.group for part in parts} - session.groups.keys()
-    if not unknown and (not parts or min([part.blocks for part in parts]) > 0):
-        return
-    for position, part in enumerate(parts):
-        if part.blocks <= 0 or part.group in unknown:
-            raise InvalidTransition(
-                f"session {session.number} step {event.step}: {what} part {position} (request {part.request!r}) has "
-                f"{part.blocks} blocks of group {part.group}; it needs at least one block of one of the session's "
-                f"groups {sorted(session.groups)}"
-            )
-
-
-def _check_needs(state: State, session: Session, event: StepOpened) -> None:
-    for position, part in enumerate(event.loads):
-        if part.needs and (wrong := check_needs(state, part, session.groups[part.group].layers)):
-            raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
-
-
-def _job(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> TransferJob:
-    job = TransferJob(step, direction, parts)
-    groups = {part.group for part in parts}
-    arrives = direction is Direction.LOAD and any([part.needs for part in parts])
-    for group in sorted(groups):
-        members: Sequence[int] = range(len(parts))
-        if len(groups) > 1:
-            members = [position for position, part in enumerate(parts) if part.group == group]
-        starts = list(accumulate([parts[position].blocks for position in members], initial=0))
-        transfer = Transfer(job, step.session.groups[group], members, starts)
-        job.transfers[group] = transfer
-        if arrives:
-            lay_out(state, transfer)
-        else:
-            transfer.add_cursor([(0, starts[-1])])
-    return job
+def _conclude(state: State, out: list[Command]) -> None:
+    """What follows from an event, until nothing more does: a save that is given up may fail a load, and that a save."""
+    while state.advanced or state.severed or state.unsettled or state.committed or state.loosened:
+        # What is stored is told of before the commit that follows from the last of it.
+        for save in state.advanced:
+            follow_save(state, save, out)
+            advance_follows(state, save)
+        state.advanced.clear()
+        severed, state.severed = state.severed, []
+        for save, parts, reason in severed:
+            lose_followed(state, save, parts, reason, out)
+        for step in state.unsettled:
+            settle(state, step, out)
+        state.unsettled.clear()
+        for save in state.committed:
+            commit_follows(state, save, out)
+        state.committed.clear()
+        loosened, state.loosened = state.loosened, []
+        for job in loosened:
+            for upstream in release_edges(job):
+                if isinstance(upstream, FetchTransfer):
+                    settle_fetch(state, upstream, out)
+                elif isinstance(upstream, FollowTransfer):
+                    settle_follow(state, upstream, out)
 
 
 class Flow:
@@ -162,7 +126,11 @@ class Flow:
             SessionLost: self._session_lost,
             StepOpened: self._step_opened,
             FetchOpened: self._fetch_opened,
+            FetchAvailable: self._fetch_available,
             FetchLeased: partial(lease_fetch, self._state),
+            FollowOpened: partial(open_follow, self._state),
+            FollowMoved: partial(move_follow, self._state),
+            FollowLost: partial(lose_follow, self._state),
             WriteOpened: partial(open_write, self._state),
             WritesRevoked: partial(revoke_writes, self._state),
             CallDone: self._call_done,
@@ -203,16 +171,8 @@ class Flow:
                 self._expire(due, now, out)
             else:
                 expire_fetch(state, due, out)
-        if state.advanced:
-            follow_saves(state, out)
-        if state.unsettled:
-            for step in state.unsettled:
-                settle(state, step, out)
-            state.unsettled.clear()
-        if state.loosened:
-            for job in state.loosened:
-                release_edges(state, job, out)
-            state.loosened.clear()
+        if state.advanced or state.unsettled or state.loosened or state.severed:
+            _conclude(state, out)
         grant(state, out, most)
         if state.fetches.ring.queue:
             grant_calls(state.fetches, state.budget, now, out)
@@ -248,6 +208,7 @@ class Flow:
             writes=len(state.writes.transfers),
             write_inflight_bytes=state.writes.inflight,
             write_backlog_bytes=state.writes.backlog,
+            following=len(state.follows),
             **asdict(state.counters),
         )
 
@@ -270,6 +231,9 @@ class Flow:
 
     def _fetch_opened(self, event: FetchOpened, _: list[Command]) -> None:
         open_fetch(self._state, event, self._now)
+
+    def _fetch_available(self, event: FetchAvailable, _: list[Command]) -> None:
+        raise_fetch(self._state, event, self._now)
 
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
         state = self._state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import time
@@ -27,6 +28,7 @@ from layerflow.server.clients import Clients
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
+from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.housekeeping import housekeep
 from layerflow.server.sessions import LOCAL, REMOTE, ClientSession, Sessions
 from layerflow.server.status import status_of
@@ -63,6 +65,15 @@ class Server:
         self.pool = CoveringPool(self._arena, self._presence, lease_share=settings.pool.lease_share)
         self.sessions = Sessions()
         self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
+        self.handoffs = Handoffs(
+            self.pool,
+            self.pool.statistics().capacity_bytes,
+            lambda: self.settings.pd.handoff_share,
+            self.driver.follows.withdraw,
+            lambda work: asyncio.get_running_loop().call_soon(work),
+            self._less_to_do,
+        )
+        self.driver.handoffs = self.handoffs
         self.tier: Tier | None = None
         if tier is not None:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
@@ -81,6 +92,8 @@ class Server:
             status=self.status,
             arena_bytes=self._arena.nbytes,
             settings=lambda: self.settings.server,
+            handoffs=self.handoffs,
+            pd=lambda: self.settings.pd,
             tier=self.tier,
             direct=bool(behind.direct_options(settings)),
         )
@@ -94,6 +107,7 @@ class Server:
             self._send,
             lambda address: self._routers[address[0]].send(address[1], codec.greeting()),
             self._handlers.lose,
+            lambda session: self.handoffs.lose_engine(session.engine, "a worker of its engine has hung up"),
         )
         self._fd_server: FdServer | None = None
         self._curve: Curve | None = None
@@ -203,6 +217,8 @@ class Server:
         """Bring the metrics up to date with what is counted elsewhere."""
         self.metrics.pool(self.pool.statistics())
         self.metrics.flow(self.driver.flow.statistics())
+        follows = self.driver.follows
+        self.metrics.handoffs(self.handoffs.statistics(), follows.objects, follows.coming_objects)
         if self.tier is not None:
             self.metrics.tier(self.tier.statistics())
 
@@ -256,9 +272,10 @@ class Server:
         self._server_context.draining = True
         self._log.info("server_draining", open_steps=self.driver.open_steps)
         self._idle = anyio.Event()
-        if self.driver.open_steps:
-            with anyio.move_on_after(self.settings.server.drain_timeout_s):
+        with anyio.move_on_after(self.settings.server.drain_timeout_s):
+            while self.driver.open_steps or self.handoffs.wanted:
                 await self._idle.wait()
+                self._idle = anyio.Event()
         if self.tier is not None:
             with anyio.move_on_after(self.settings.server.drain_timeout_s):
                 await self.tier.drain()
@@ -306,7 +323,11 @@ class Server:
         if session is not None:
             self.metrics.step_done(session.labels, done.loaded_bytes, done.saved_bytes)
             session.open_steps.pop(done.step, None)
-        if self._idle is not None and not self.driver.open_steps:
+        self._less_to_do()
+
+    def _less_to_do(self) -> None:
+        """Something that a server which is to stop waits for has ended."""
+        if self._idle is not None:
             self._idle.set()
 
     def _terms(self) -> wire.Terms:

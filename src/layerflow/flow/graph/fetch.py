@@ -1,4 +1,4 @@
-"""A transfer from the backend into the arena, and the loads that hang on it by edges."""
+"""A transfer from the backend (or a peer) into the arena, and the loads that hang on it by edges."""
 
 from __future__ import annotations
 
@@ -6,28 +6,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from layerflow.flow.events import Hop, Item
-from layerflow.flow.graph.cursor import Span
+from layerflow.flow.graph.edge import Edge
 from layerflow.flow.graph.host_transfer import HostTransfer, Source
-
-if TYPE_CHECKING:
-    from layerflow.flow.graph.step import Transfer
-
-
-@dataclass(slots=True, eq=False)
-class Edge:
-    """Loads of one transfer that need objects of one fetch, until the step's loads are done.
-
-    :param spans: by object, its blocks of the transfer.
-    :param waiting: objects that are neither lost nor whole in the arena, ascending.
-    """
-
-    fetch: FetchTransfer
-    transfer: Transfer
-    spans: dict[int, list[Span]]
-    waiting: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +37,21 @@ class FetchTransfer(HostTransfer):
         """Something waits for it, or nothing ever has."""
         return self.leased or bool(self.edges) or not self.claimed
 
+    @property
+    def size(self) -> int:
+        """How many objects."""
+        return len(self.objects)
+
+    @property
+    def span(self) -> int:
+        """How many layers each has."""
+        return self.layers
+
+    @property
+    def stalled(self) -> bool:
+        """All that its source has stored has moved, and that is not all."""
+        return self.index == self.limit < self.layers and not self.calls
+
     def urgency(self) -> tuple[float, float]:
         """How far the cursor's layer is from where a forward pass is, and the earliest deadline of such a pass."""
         layer = self.numbers[self.index]
@@ -79,6 +77,8 @@ class FetchTransfer(HostTransfer):
         self.occupied.update(objects)
 
 
-def fetch_of(number: int, source: Source, numbers: tuple[int, ...], objects: tuple[Item, ...]) -> FetchTransfer:
-    """A fetch that has just begun: all of it may move."""
-    return FetchTransfer(number, source, objects, len(numbers), len(numbers), numbers=numbers)
+def fetch_of(
+    number: int, source: Source, numbers: tuple[int, ...], objects: tuple[Item, ...], available: int
+) -> FetchTransfer:
+    """A fetch that has just begun: so many layers of it may move."""
+    return FetchTransfer(number, source, objects, len(numbers), available, numbers=numbers)
