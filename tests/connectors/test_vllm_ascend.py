@@ -17,7 +17,6 @@ from layerflow.agent import Step, StepRequest
 from layerflow.agent.descriptors import describe_loads
 from layerflow.connectors.vllm.layout import _planes
 from layerflow.connectors.vllm.plan import StepPlan
-from layerflow.connectors.vllm.worker.worker import _all_failed
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ class Hit:
     :param tail_digest: its digest.
     :param tail_shared: so many of its leading tokens are the prompt's; 0 = all of them.
     :param shared_digest: digest of these, where they are not all.
+    :param resident: the server has answered that all of it lies in its arena, pinned for the request; only of models
+        with several cache groups.
     """
 
     tokens: int
@@ -32,6 +34,7 @@ class Hit:
     tail_digest: bytes = b""
     tail_shared: int = 0
     shared_digest: bytes = b""
+    resident: bool = False
 
     def stored(self, chunk_tokens: int) -> int:
         """Leading tokens of the prompt that are stored: the hit's, and the one left to compute if that is too."""

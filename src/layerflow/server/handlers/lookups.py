@@ -10,7 +10,7 @@ from layerflow.errors import ProtocolError
 from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
-from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
+from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, needed_keys, prompt_keys
 from layerflow.server.sessions import ClientSession
 from layerflow.server.turns import Work
 from layerflow.spec import ModelSpec
@@ -168,11 +168,11 @@ class Lookups:
         for _ in range(MOST_SEARCHES):
             before = self._departures()
             hit = yield from search()
-            yield from self._lease(session, message, digests, hit)
+            resident = yield from self._lease(session, message, digests, hit)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or self._departures() == before:
                 break
-        self._found(session, message, hit, heard)
+        self._found(session, message, hit, heard, resident=resident)
 
     def _departures(self) -> int:
         """How many objects have left the pool since the start."""
@@ -194,28 +194,37 @@ class Lookups:
                 "needed, or look up with a shorter lease_ms",
             )
 
-    def _lease(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> Work:
-        assert session.spec is not None
+    def _lease(
+        self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength
+    ) -> Generator[None, None, bool]:
+        """Pin what is here of a hit; True if that is all which it needs. Asked for by models of several groups only."""
+        spec = session.spec
+        assert spec is not None
         if hit.tokens or hit.tails:
             until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
             session.leases[message.request] = until
-            for keys in hit_keys(session.spec, digests, hit):
+            for keys in hit_keys(spec, digests, hit):
                 here = [key for key, there in zip(keys, self._context.pool.lookup(keys), strict=True) if there]
                 self._context.pool.acquire(here, owner, until, lease=True)
                 if self._context.tier is not None:
                     self._context.tier.lease(keys, owner, until)
                 yield
+            if len(spec.groups) > 1:
+                return self._context.pool.pins(owner, needed_keys(spec, digests, hit, message.tokens))
+        return False
 
-    def _found(self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float) -> None:
-        self._context.send(session, _found(message.id, hit))
+    def _found(
+        self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float, *, resident: bool
+    ) -> None:
+        self._context.send(session, _found(message.id, hit, resident=resident))
         assert session.spec is not None
         tokens = hit.surely(session.spec, message.tokens)
         self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - heard)
 
 
-def _found(number: int, hit: HitLength) -> wire.Found:
+def _found(number: int, hit: HitLength, *, resident: bool = False) -> wire.Found:
     tails = [wire.TailHit(tail.chunk, tail.tokens, tail.digest, tail.shared) for tail in hit.tails]
-    return wire.Found(number, hit.tokens, tails)
+    return wire.Found(number, hit.tokens, tails, resident)
 
 
 def _blocks_of(message: wire.Lookup, spec: ModelSpec) -> BlockDigests:

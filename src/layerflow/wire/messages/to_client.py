@@ -69,11 +69,13 @@ class Found(Message, frozen=True, tag=103):
 
     :param tokens: leading tokens that can be loaded, tails not counted; below the prompt's length.
     :param tails: longer hits: up to what is shared, and to all of it where the digest is that of the prompt's tokens.
+    :param resident: every object that any of these hits needs lies in the arena, and the lease pins it.
     """
 
     id: int
     tokens: int
     tails: list[TailHit]
+    resident: bool = False
 
 
 class PlanPart(Message, frozen=True):
