@@ -268,13 +268,18 @@ def _break_loads(_worker: Any, broken: bool) -> None:
     from layerflow.agent import Step
 
     if not hasattr(Step, "unbroken"):
-        Step.unbroken = Step.wait_layer  # type: ignore[attr-defined]
+        Step.unbroken = Step.wait_layer, Step.wait_all  # type: ignore[attr-defined]
+    wait_layer, wait_all = Step.unbroken  # type: ignore[attr-defined]
 
     def cut(step: Step, layer: int) -> Any:
         step.fence("broken by the test")
-        return step.unbroken(layer)  # type: ignore[attr-defined]
+        return wait_layer(step, layer)
 
-    Step.wait_layer = cut if broken else Step.unbroken  # type: ignore[method-assign,attr-defined]
+    def cut_all(step: Step) -> Any:
+        step.fence("broken by the test")
+        return wait_all(step)
+
+    Step.wait_layer, Step.wait_all = (cut, cut_all) if broken else (wait_layer, wait_all)  # type: ignore[method-assign]
 
 
 def feature(offset: int, length: int, identifier: str) -> Any:
