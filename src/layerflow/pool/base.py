@@ -8,7 +8,7 @@ An *owner* is any hashable name of a reader or writer, e.g. ``("session", 3)`` o
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -147,6 +147,10 @@ class Pool(Protocol):
 
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """As :meth:`acquire`, for bookkeeping: counts neither a hit nor a use; what is not there is left out."""
+        ...
+
+    def pins(self, owner: Owner, keys: Iterable[bytes]) -> bool:
+        """Is each of these objects here itself, and pinned by `owner`?"""
         ...
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:

@@ -88,6 +88,27 @@ def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[
         yield object_keys(few, groups, shards)
 
 
+def needed_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength, tokens: int) -> set[bytes]:
+    """What a load of this hit or of any of its tails reads, of all shards.
+
+    :param tokens: of the prompt, of which one is left to compute.
+    """
+    chunk, shards = spec.chunk_tokens, spec.shard.peers()
+    ends = [(hit.tokens, digests)] if hit.tokens else []
+    ends += [
+        (tail.chunk * chunk + end, [*digests[: tail.chunk], tail.digest])
+        for tail in hit.tails
+        for end in {tail.tokens, tail.shared or tail.tokens}
+    ]
+    keys: set[bytes] = set()
+    for end, chunks in ends:
+        usable = spec.usable(end, tokens)
+        for number, group in enumerate(spec.groups):
+            if usable:
+                keys.update(object_keys([chunks[at] for at in group.rules.need(usable, chunk)], [number], shards))
+    return keys
+
+
 def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, parent: bytes = b"") -> NewObject:
     """The shape of a stored object.
 

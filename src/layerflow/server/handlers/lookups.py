@@ -13,7 +13,7 @@ from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
 from layerflow.server.handlers.following import Asked, FollowLookups
-from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
+from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, needed_keys, prompt_keys
 from layerflow.server.sessions import ClientSession
 from layerflow.server.turns import Work
 from layerflow.spec import ModelSpec
@@ -206,11 +206,11 @@ class Lookups:
         for _ in range(MOST_SEARCHES):
             before = self._departures()
             hit = yield from search()
-            yield from self._lease(session, message, digests, hit)
+            resident = yield from self._lease(session, message, digests, hit)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or self._departures() == before:
                 break
-        self._found(session, message, hit, heard, following=following, reason=reason)
+        self._found(session, message, hit, heard, resident=resident, following=following, reason=reason)
 
     def _departures(self) -> int:
         """How many objects have left the pool since the start."""
@@ -232,17 +232,24 @@ class Lookups:
                 "needed, or look up with a shorter lease_ms",
             )
 
-    def _lease(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> Work:
-        assert session.spec is not None
+    def _lease(
+        self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength
+    ) -> Generator[None, None, bool]:
+        """Pin what is here of a hit; True if that is all which it needs. Asked for by models of several groups only."""
+        spec = session.spec
+        assert spec is not None
         if hit.tokens or hit.tails:
             until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
             session.leases[message.request] = until
-            for keys in hit_keys(session.spec, digests, hit):
+            for keys in hit_keys(spec, digests, hit):
                 here = [key for key, there in zip(keys, self._context.pool.lookup(keys), strict=True) if there]
                 self._context.pool.acquire(here, owner, until, lease=True)
                 if self._context.tier is not None:
                     self._context.tier.lease(keys, owner, until)
                 yield
+            if len(spec.groups) > 1:
+                return self._context.pool.pins(owner, needed_keys(spec, digests, hit, message.tokens))
+        return False
 
     def _found(
         self,
@@ -251,12 +258,13 @@ class Lookups:
         hit: HitLength,
         heard: float,
         *,
+        resident: bool,
         following: bool,
         reason: str,
     ) -> None:
         told = _found(message.id, hit)
-        if following or reason:
-            told = msgspec.structs.replace(told, following=following, reason=reason)
+        if resident or following or reason:
+            told = msgspec.structs.replace(told, resident=resident, following=following, reason=reason)
         self._context.send(session, told)
         assert session.spec is not None
         tokens = hit.surely(session.spec, message.tokens)

@@ -71,6 +71,7 @@ class Found(Message, frozen=True, tag=103):
     :param tails: longer hits: up to what is shared, and to all of it where the digest is that of the prompt's tokens.
     :param following: some of it is still being stored: the step that loads it follows that, layer by layer.
     :param reason: of a Lookup with a hand-off that it does not follow: the hand-off's state, and why.
+    :param resident: every object that any of these hits needs lies in the arena, and the lease pins it.
     """
 
     id: int
@@ -78,6 +79,7 @@ class Found(Message, frozen=True, tag=103):
     tails: list[TailHit]
     following: bool = False
     reason: str = ""
+    resident: bool = False
 
 
 class PlanPart(Message, frozen=True):
