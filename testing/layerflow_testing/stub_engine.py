@@ -213,8 +213,7 @@ class StubEngine:
             return
         written = 0
         for piece, count in _pieces(stream_events(seen, how), how.per_write):
-            if how.between_s and written:
-                await asyncio.sleep(how.between_s)
+            await asyncio.sleep(how.between_s if written else 0)  # also notices a client that has left
             if how.dies_after is not None and written >= how.dies_after:
                 raise _Dies
             if how.error_event is not None and written >= how.error_event:

@@ -83,6 +83,13 @@ def numbered(count: int) -> str:
     return "".join(f"t{number} " for number in range(count))
 
 
+async def at(engine: StubEngine) -> Seen:
+    """The first request that the engine gets."""
+    while not engine.seen:  # noqa: ASYNC110 - another thread's list, which has no event
+        await anyio.sleep(0.005)
+    return engine.seen[0]
+
+
 async def ended(seen: Seen) -> Seen:
     """The engine's request, once it has ended there."""
     assert await anyio.to_thread.run_sync(seen.ended.wait, 20), "the engine's request goes on"
