@@ -49,9 +49,6 @@ class _PacedStep:
         self._pipe.send(layer)
         self._pipe.recv()
         self._honest.layer_done(layer)
-        step = getattr(self._honest, "_step", None)
-        if hasattr(step, "hurry"):
-            step.hurry()
 
     def __enter__(self) -> StepHooks:
         self._honest.__enter__()
