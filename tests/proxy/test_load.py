@@ -65,7 +65,9 @@ async def run(order: str, tokens: int, behaviours: tuple[Behaviour, ...]) -> dic
         p1.answer_for = p2.answer_for = Turns(
             Behaviour(), Behaviour(status=500), *[Behaviour()] * 5, Behaviour(empty=True)
         )
-        patient = {"breaker_failures": 1000, "probe_timeout_s": 60, "idle_timeout_s": 300, "first_token_timeout_s": 300}
+        # All of it shares one interpreter: what is slow here is the test.
+        patient = {"breaker_failures": 1000, "probe_timeout_s": 60, "connect_timeout_s": 300}
+        patient |= {"idle_timeout_s": 300, "first_token_timeout_s": 300}
         async with proxied([p1, p2], [d1, d2, d3], order=order, **patient) as scene:
 
             async def stream(number: int) -> None:
