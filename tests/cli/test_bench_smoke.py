@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from layerflow_cli.bench import auto, copy, device, flow, lookup, miss, overlap, pool, stagger
+from layerflow_cli.bench import auto, copy, device, flow, lookup, miss, overlap, pool, proxy, stagger
 
 
 def test_miss():
@@ -50,6 +50,12 @@ def test_device():
     assert math.isfinite(result["compute_slowdown"])
     assert 0 < result["wait_us"]["p50"] <= result["wait_us"]["p99"] and result["first_byte_us"] > 0
     assert result["register_gb_per_s"] is None and result["emulated"] is False
+
+
+def test_proxy():
+    result = proxy.measure(rounds=3, streams=1, prompt_chars=2048)
+    for order in ("concurrent", "prefill-first"):
+        assert result[order]["proxied_ms"] > 0 and math.isfinite(result[order]["added_ms"]["p50"])
 
 
 def test_stagger():

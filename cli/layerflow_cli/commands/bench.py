@@ -24,6 +24,7 @@ MEASUREMENTS = {
     "lookup": "What a lookup that hits costs the server's loop.",
     "stagger": "How well ranks keep their slots on a shared link.",
     "auto": "Whether mode = auto picks the cheaper way.",
+    "proxy": "What `layerflow proxy` adds to the first token.",
     "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",
 }
 WITH_OPTIONS = ("device", "overlap", "pool", "stagger")
