@@ -26,8 +26,10 @@ def test_auto():
     assert result["worst_ratio"] == max(case["ratio"] for case in result["cases"])
 
 
-def test_overlap():
-    result = overlap.measure(layers=3, compute_ms=6.0, transfer_ms=3.0, runs=1)
+@pytest.mark.parametrize("shape", ["full", "compressed"])
+def test_overlap(shape):
+    result = overlap.measure(layers=3, compute_ms=6.0, transfer_ms=3.0, runs=1, shape=shape)
+    assert result["bytes"] == 3 << 20
     for direction in ("load", "save"):
         assert math.isfinite(result[direction]["overlap"]) and 0 < result[direction]["bound"] <= 1
 

@@ -59,10 +59,11 @@ def overlap(
         float, typer.Option(min=0, metavar="MS", help="What the link needs for all layers.")
     ] = 167.0,
     compute: Annotated[Literal["sleep", "matmul"], typer.Option(help="What stands in for attention.")] = "sleep",
+    shape: Annotated[Literal["full", "compressed"], typer.Option(help="Of a layer's cache.")] = "full",
     options: Options = None,
     json_file: JsonFile = None,
 ) -> None:
-    given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute}
+    given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute, "shape": shape}
     _run("overlap", given, options or [], json_file)
 
 

@@ -20,8 +20,8 @@ def model_spec(
     """What this engine caches, so that any engine with the same bytes computes the same keys."""
     facts = {name: value for name, value in dataclasses.asdict(config).items() if name not in _BESIDE_THE_CONTENT}
     groups = tuple(
-        GroupSpec(each.kind, config.block_size, each.layers, tuple(Plane(*plane) for plane in each.planes), each.window)
-        for each in config.groups
+        GroupSpec(g.kind, g.block_size, g.layers, tuple(Plane(*plane) for plane in g.planes), g.window, ratio=g.ratio)
+        for g in config.groups
     )
     return ModelSpec(
         config.name,

@@ -70,6 +70,10 @@ class MemoryPool:
         """The table that tells clients which objects are certainly not here; None = none is kept."""
         return self._directory.presence
 
+    def memory_at(self, offset: int, nbytes: int) -> memoryview:
+        """The arena's bytes there, to be written by who has reserved them."""
+        return self._view[offset : offset + nbytes]
+
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete. Does not count as a use."""
         ready = self._directory.ready

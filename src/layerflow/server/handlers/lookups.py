@@ -13,8 +13,17 @@ from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
 from layerflow.server.handlers.following import Asked, FollowLookups
-from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, needed_keys, prompt_keys
+from layerflow.server.lookup import (
+    TieredLookup,
+    TierLookup,
+    ask_tier,
+    find_and_bring,
+    hit_keys,
+    needed_keys,
+    prompt_keys,
+)
 from layerflow.server.sessions import ClientSession
+from layerflow.server.tier.pieces import bring_pieces
 from layerflow.server.turns import Work
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
@@ -189,7 +198,30 @@ class Lookups:
         search = functools.partial(
             find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, blocks=blocks, direct=direct
         )
-        yield from self._find(session, lookup, digests, heard, search, reason=reason)
+        find = functools.partial(self._find, session, lookup, digests, heard, search, reason=reason)
+        covering = None if direct else pool.covering(spec)
+        pieces: set[bytes] = set()
+        if covering is not None:
+            there = TieredLookup(pool, tier, found, covering=covering)
+            hit = yield from search_hit(there, spec, *prompt, blocks)
+            above = lookup.root, digests
+            pieces = yield from bring_pieces(pool, tier, spec, covering, above, hit, found, session.engine)
+        if not pieces:
+            yield from find()
+            return
+        # What has come by then counts; what comes later, for the next lookup of the prompt, while the lease lasts.
+        owner = lease_owner(session.engine, lookup.request)
+        session.leases[lookup.request] = until = time.monotonic() + lookup.lease_ms / 1e3
+        tier.lease([*pieces], owner, until)
+        resets = session.resets
+
+        def go_on() -> None:
+            if session.resets == resets:
+                self._go_on(session.number, lookup, find())
+            else:
+                self._context.send(session, wire.Found(lookup.id, 0, []))
+
+        tier.when_come([*pieces], heard + tier.settings.lookup_timeout_ms / 1e3, go_on)
 
     def _find(
         self,

@@ -209,6 +209,8 @@ def _plan_loads(
     handoffs: Handoffs,
     follows: Follows,
 ) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
+    spec = session.spec
+    assert spec is not None
     # A pin outlives the deadline by far: it ends with the step, and only a lost server forgets it.
     located = [pool.acquire(wanted.keys, book.owner, deadline + MAX_STEP_S) for wanted in loads]
     _follow(follows, session, loads, located)
@@ -228,6 +230,8 @@ def _plan_loads(
         needs: list[Need] = []
         for key, place, count in zip(wanted.keys, found, wanted.counts.tolist(), strict=True):
             coming = _coming(tier, follows, key) if place is None else None
+            if coming is not None and coming.job.layers != spec.groups[wanted.group].layers:
+                coming = None  # brought as a piece, for workers of another pipeline size
             source = place or coming
             if source is None or source.blocks < count:
                 bad.add(wanted.request)
