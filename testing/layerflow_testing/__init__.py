@@ -14,7 +14,7 @@ A pool that several nodes share has a second client of it in ``Bench``. Needs py
 
 import pytest
 
-pytest.register_assert_rewrite("layerflow_testing.contract", "layerflow_testing.objects")
+pytest.register_assert_rewrite("layerflow_testing.contract", "layerflow_testing.objects", "layerflow_testing.shapes")
 
 from layerflow_testing.contract import BackendContract  # noqa: E402 - rewritten first
 from layerflow_testing.objects import (  # noqa: E402

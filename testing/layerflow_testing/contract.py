@@ -35,9 +35,10 @@ from layerflow_testing.objects import (
     seen,
     soon,
 )
+from layerflow_testing.shapes import ShapesContract
 
 
-class BackendContract:
+class BackendContract(ShapesContract):
     """Subclass as ``TestX`` and override the fixture ``bench``. The pool may hold objects of former tests."""
 
     @pytest.fixture

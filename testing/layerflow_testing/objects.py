@@ -76,6 +76,7 @@ class Thing:
     tokens: int = 256
     parent: bytes = b""
     variant: int = 0
+    block_digests: bytes = b""
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +102,7 @@ class Thing:
         return np.concatenate([np.frombuffer(self.header, np.uint8), self.payload])
 
     def at(self, client: Client, offset: int, *, known: bool = True) -> ObjectLocation:
-        """:param known: whether tokens and parent are told, as they are to a writer."""
+        """:param known: whether tokens, parent and block digests are told, as they are to a writer."""
         return ObjectLocation(
             self.key,
             offset,
@@ -111,6 +112,7 @@ class Thing:
             self.blocks,
             self.tokens if known else 0,
             self.parent if known else b"",
+            self.block_digests if known else b"",
         )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -213,8 +214,7 @@ class StubEngine:
             return
         written = 0
         for piece, count in _pieces(stream_events(seen, how), how.per_write):
-            if how.between_s and written:
-                await asyncio.sleep(how.between_s)
+            await asyncio.sleep(how.between_s if written else 0)  # also notices a client that has left
             if how.dies_after is not None and written >= how.dies_after:
                 raise _Dies
             if how.error_event is not None and written >= how.error_event:
@@ -404,3 +404,15 @@ def _pieces(events: Iterator[bytes], per_write: int) -> Iterator[tuple[bytes, in
             rest, size = rest[size:], 7 + (size * 31) % 211
     if rest:
         yield rest, rest.count(b"\n\n")
+
+
+def main() -> None:
+    """``python -m layerflow_testing.stub_engine first_s=0.03``: serve until killed; the first line says where."""
+    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    with StubEngine(Behaviour(**{name: float(value) for name, value in given.items()})) as engine:
+        print(engine.url, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

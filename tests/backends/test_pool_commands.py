@@ -38,8 +38,8 @@ def test_metadata_requests_do_not_grow_with_layers(kind, options):
 def test_the_demo_loads_every_shape_from_the_pool(kind, options, tmp_path, capsys):
     code = run_demo(json_file=tmp_path / "demo.json", out=tmp_path / "out", quick=True, pool=kind, **options)
     written = json.loads((tmp_path / "demo.json").read_text())
-    assert (code, list(written["shapes"])) == (0, ["gqa", "mla", "hybrid"])
-    assert written["pool"]["kind"] == kind and written["pool"]["fetched_objects"] == 5 * (3 + 3 + 4)
+    assert (code, list(written["shapes"])) == (0, ["gqa", "mla", "hybrid", "compressed"])
+    assert written["pool"]["kind"] == kind and written["pool"]["fetched_objects"] == 5 * (3 + 3 + 4 + 9)
     for found in written["shapes"].values():
         assert found["tokens_identical"] is True and found["wrong_bytes"] == 0 < found["compared_bytes"]
     said = [capsys.readouterr().out, (tmp_path / "out" / "timeline.html").read_text()]

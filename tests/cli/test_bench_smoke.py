@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from layerflow_cli.bench import auto, copy, device, flow, lookup, miss, overlap, pool, stagger
+from layerflow_cli.bench import auto, copy, device, flow, lookup, miss, overlap, pool, proxy, stagger
 
 
 def test_miss():
@@ -26,8 +26,10 @@ def test_auto():
     assert result["worst_ratio"] == max(case["ratio"] for case in result["cases"])
 
 
-def test_overlap():
-    result = overlap.measure(layers=3, compute_ms=6.0, transfer_ms=3.0, runs=1)
+@pytest.mark.parametrize("shape", ["full", "compressed"])
+def test_overlap(shape):
+    result = overlap.measure(layers=3, compute_ms=6.0, transfer_ms=3.0, runs=1, shape=shape)
+    assert result["bytes"] == 3 << 20
     for direction in ("load", "save"):
         assert math.isfinite(result[direction]["overlap"]) and 0 < result[direction]["bound"] <= 1
 
@@ -50,6 +52,12 @@ def test_device():
     assert math.isfinite(result["compute_slowdown"])
     assert 0 < result["wait_us"]["p50"] <= result["wait_us"]["p99"] and result["first_byte_us"] > 0
     assert result["register_gb_per_s"] is None and result["emulated"] is False
+
+
+def test_proxy():
+    result = proxy.measure(rounds=3, streams=1, prompt_chars=2048)
+    for order in ("concurrent", "prefill-first"):
+        assert result[order]["proxied_ms"] > 0 and math.isfinite(result[order]["added_ms"]["p50"])
 
 
 def test_stagger():

@@ -232,9 +232,18 @@ def measured(monkeypatch):
     calls: list[tuple[str, dict]] = []
 
     def fake(name: str) -> types.ModuleType:
-        def measure(layers=60, compute_ms=838.0, transfer_ms=167.0, compute="sleep", runs=5, sizes=(1, 2), warm=True):
+        def measure(
+            layers=60,
+            compute_ms=838.0,
+            transfer_ms=167.0,
+            compute="sleep",
+            runs=5,
+            sizes=(1, 2),
+            warm=True,
+            shape="full",
+        ):
             given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute}
-            calls.append((name, {**given, "runs": runs, "sizes": sizes, "warm": warm}))
+            calls.append((name, {**given, "runs": runs, "sizes": sizes, "warm": warm, "shape": shape}))
             return {"wall_ms": 12.5, "load": {"overlap": 0.5, "moved_bytes": 2048}}
 
         module = types.ModuleType(name)

@@ -28,7 +28,7 @@ def _threads():
 def test_quick_demo_of_all_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code = run_demo(json_file=tmp_path / "demo.json", out=tmp_path / "out", quick=True)
     written = json.loads((tmp_path / "demo.json").read_text())
-    assert (code, list(written["shapes"])) == (0, ["gqa", "mla", "hybrid"])
+    assert (code, list(written["shapes"])) == (0, ["gqa", "mla", "hybrid", "compressed"])
     assert written["link"]["emulated"] is True and written["link"]["gbps"] > 0
     for shape, found in written["shapes"].items():
         assert found["tokens_identical"] is True and found["compared_tokens"] > 0
@@ -51,8 +51,8 @@ def test_every_load_comes_from_behind_the_arena(tmp_path: Path, capsys: pytest.C
     written = json.loads((tmp_path / "demo.json").read_text())
     assert (code, written["link"]["emulated"]) == (0, False)
     # Per shape 2 loads of the saved prompt, 2 of another with its passage, and the control; hybrid has 2 groups, of
-    # whose sliding one the last chunk is enough.
-    assert written["pool"] == {"kind": "disk", "remark": "", "fetched_objects": 5 * (3 + 3 + 4)}
+    # whose sliding one the last chunk is enough; compressed has 2 of rows and 3 windows.
+    assert written["pool"] == {"kind": "disk", "remark": "", "fetched_objects": 5 * (3 + 3 + 4 + 9)}
     for shape, found in written["shapes"].items():
         assert found["tokens_identical"] is True and found["wrong_bytes"] == 0 < found["compared_bytes"]
         assert found["bytes"] == Workload.of(shape, quick=True).prefix_bytes

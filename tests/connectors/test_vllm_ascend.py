@@ -17,7 +17,7 @@ from layerflow.agent import Step, StepRequest
 from layerflow.agent.descriptors import describe_loads
 from layerflow.connectors.vllm.layout import _planes
 from layerflow.connectors.vllm.plan import StepPlan
-from layerflow.connectors.vllm.worker.worker import _all_failed
+from layerflow.connectors.vllm.worker.failures import all_failed
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_where_layers_ask_the_first_waits_for_itself_only(
 
 def test_a_failed_load_of_such_a_pass_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     run = loading(world)
-    monkeypatch.setattr(Step, "wait_all", _all_failed)
+    monkeypatch.setattr(Step, "wait_all", all_failed)
     world.side.wait_unasked(SimpleNamespace(num_prefills=0))
     assert world.side.failed_blocks() == set(run.tables[0][: HIT // world.worker.block_size].tolist())
 

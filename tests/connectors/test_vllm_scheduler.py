@@ -312,9 +312,23 @@ class TestLeases:
         made = house.arrive(hit=Hit(128))
         house.side.matched(made, 0)
         house.admit(made, 128)
-        house.plan()
+        plan = house.plan()
+        house.hear(WorkerReport(ran=frozenset({plan.number})))
         assert house.lookups.dropped == []
         house.side.finished(made)
+        assert house.lookups.dropped == ["r"]
+
+    def test_a_load_under_way_in_its_step_keeps_it_past_the_request(self) -> None:
+        """vLLM has the blocks in its own prefix cache since it allocated them: others go on from them."""
+        house = House()
+        made = house.arrive(hit=Hit(128))
+        house.side.matched(made, 0)
+        house.admit(made, 128)
+        plan = house.plan()
+        house.side.finished(made)
+        house.hear(WorkerReport(ran=frozenset({plan.number + 1})))
+        assert house.lookups.dropped == []
+        house.hear(WorkerReport(ran=frozenset({plan.number})))
         assert house.lookups.dropped == ["r"]
 
 

@@ -153,7 +153,7 @@ def test_what_there_is_to_tell_waits_for_the_next_step(side: worker.WorkerSide, 
 
 def test_a_failed_load_is_told_at_once(side: worker.WorkerSide) -> None:
     run(side, saving())
-    side._failed_loads["other"] = 0.5
+    side._failures.shares["other"] = 0.5
     news = side.news()
     assert news is not None and news.failed == {"other": 0.5}
 

@@ -1,11 +1,15 @@
 """docs/operations.md lists every metric and every log event."""
 
 import re
+import time
 
 from pages import ROOT, code, page, rows, sections
 
+from layerflow.config.proxy import ProxySettings
 from layerflow.connectors.vllm.worker.figures import FIGURES
 from layerflow.observe.metrics import Metrics
+from layerflow.proxy.instances.registry import Registry
+from layerflow.proxy.metrics import ProxyMetrics
 
 TEXT = page("operations.md")
 
@@ -14,6 +18,12 @@ def exported() -> dict[str, str]:
     """Every metric's name, as Prometheus has it, and its type."""
     found = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics().render().decode(), re.M)
     return dict(found)
+
+
+def of_the_proxy() -> dict[str, str]:
+    """The same of the proxy."""
+    text = ProxyMetrics(Registry(ProxySettings(), time.monotonic)).render().decode()
+    return dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M))
 
 
 def test_every_metric_is_there_with_its_type_and_unit():
@@ -28,6 +38,7 @@ def test_every_metric_is_there_with_its_type_and_unit():
 
 def test_metrics_named_elsewhere_exist():
     known = {name.removesuffix("_total") for name in exported()} | {f"layerflow_vllm_{name}" for name in FIGURES}
+    known |= {name.removesuffix("_total") for name in of_the_proxy()}
     for path in (ROOT / "docs").glob("*.md"):
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r"\blayerflow_(?!cli|testing)\w+", re.sub(r"/\S*layerflow_\S*", "", text)):
@@ -52,3 +63,15 @@ def test_every_log_event_is_explained():
 def test_every_figure_of_the_vllm_connector_is_explained():
     told = set(re.findall(r"`layerflow_vllm_(\w+)_total`", page("vllm.md")))
     assert told == set(FIGURES)
+
+
+def test_the_proxys_metrics_and_log_events_are_explained():
+    text = page("proxy.md")
+    table = rows(sections(text)["Metrics"])
+    metrics = [cells for cells in table if cells[0].startswith("`layerflow_")]
+    assert {code(cells[0]): cells[1] for cells in metrics} == of_the_proxy()
+    told = {name for cells in table if len(cells) == 2 for name in re.findall(r"`(\w+)`", cells[0])}
+    said = set()
+    for path in (ROOT / "src/layerflow/proxy").rglob("*.py"):
+        said |= set(re.findall(r'\b_?log(?:\.\w+)?\(\s*"([a-z_]+)"', path.read_text(encoding="utf-8")))
+    assert said == told

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from layerflow.agent import Ended, FailedBlocks, Hit, LoadResult, NoStep, StepRequest
+from layerflow.engine.config import EngineConfig
 from layerflow.keys import Chain, root_digest
 from layerflow.spec import ModelSpec
 
@@ -34,6 +35,15 @@ class FakePool:
 
     objects: dict[tuple[bytes, int], tuple[range, dict[tuple[int, str], torch.Tensor]]] = field(default_factory=dict)
     tails: dict[bytes, list[tuple[int, bytes]]] = field(default_factory=dict)
+
+
+def hit_of(config: EngineConfig, stored: int, prompt: int, chunk: int = 64) -> int:
+    """Tokens that a prompt of `prompt` tokens loads where its first `stored` ones were saved, the last as a tail."""
+    most = min(stored, prompt - 1)
+    if not config.packed or (most == stored and not stored % max(config.ratios)):
+        return most
+    # A row is loaded whole or computed, and what a compressor knows is stored for the end of a chunk alone.
+    return most // chunk * chunk
 
 
 class FakeAgent:
@@ -69,16 +79,17 @@ class FakeAgent:
         return hit
 
     def _lookup(self, chain: Chain) -> Hit:
-        chunk, most = self.spec.chunk_tokens, len(chain) - 1
+        chunk, spec = self.spec.chunk_tokens, self.spec
         for chunks in range(len(chain) // chunk, -1, -1):
             for tokens, digest in sorted(self.pool.tails.get(chain.parent(chunks), ()), reverse=True):
                 base = chunks * chunk
                 if base + tokens <= len(chain) and chain.partial(chunks, tokens) == digest:
-                    hit = Hit(min(base + tokens, most), chunks, tokens, digest)
-                    if self._complete(chain, hit):
+                    hit = Hit(spec.usable(base + tokens, len(chain)) or 0, chunks, tokens, digest)
+                    if hit.tokens > base and spec.inside(tokens, hit.tokens - base) and self._complete(chain, hit):
                         return hit
-            hit = Hit(min(chunks * chunk, most))
-            if chunks and self._complete(chain, hit):
+            hit = Hit(spec.usable(chunks * chunk, len(chain)) or 0)
+            inside = chunks and spec.inside(chunk, hit.tokens - (chunks - 1) * chunk)
+            if inside and self._complete(chain, hit):
                 return hit
         return Hit(0)
 
@@ -208,7 +219,7 @@ class FakeStep:
                     for layer in group.layers
                     for name, plane in self.agent.tensors[layer].items()
                 }
-                known = piece.tokens - (piece.numbers.start - piece.base) * group.block_size
+                known = piece.tokens // group.ratio - (piece.numbers.start - piece.base) * group.entries
                 for rows in stored.values():
                     rows.flatten(0, 1)[known:] = 0  # past a tail's last token nothing means anything
                 numbers = range(piece.numbers.start - piece.base, piece.numbers.stop - piece.base)

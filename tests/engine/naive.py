@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from layerflow.engine.attention import ROPE_BASE
+from layerflow.engine.attention.tile import ROPE_BASE
 from layerflow.engine.config import EngineConfig
 
 
@@ -14,10 +14,10 @@ def norm(x):
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def turn(x):
-    """Rotary embedding of (tokens, heads, dim) as complex numbers."""
+def turn(x, every=1):
+    """Rotary embedding of (tokens, heads, dim) as complex numbers; of each `every`-th position."""
     tokens, _, dim = x.shape
-    angles = torch.outer(torch.arange(tokens).double(), ROPE_BASE ** (-torch.arange(0, dim, 2).double() / dim))
+    angles = torch.outer(torch.arange(tokens).double() * every, ROPE_BASE ** (-torch.arange(0, dim, 2).double() / dim))
     turned = (
         torch.complex(x[..., : dim // 2], x[..., dim // 2 :]) * torch.polar(torch.ones_like(angles), angles)[:, None]
     )
@@ -59,6 +59,25 @@ def mla(config, w, x, allowed):
     return attention(q, torch.cat((keys, rope), -1), values, chosen) @ w["o"].T
 
 
+def compressed(config, ratio, w, x, allowed, near):
+    """Row by row: of which tokens each is made, and who sees it."""
+    tokens, heads, dim = len(x), config.heads, config.head_dim
+    q = turn((x @ w["q"].T).unflatten(-1, (heads, dim)))
+    offer, score = x @ w["offer"].T, x @ w["score"].T
+    rows = []
+    for end in range(ratio, tokens + 1, ratio):
+        first = max(0, end - 2 * ratio)
+        share = (score[first:end] + w["bias"][2 * ratio - (end - first) :]).softmax(0)
+        rows.append((share * offer[first:end]).sum(0))
+    whole = torch.stack(rows) if rows else x.new_zeros(0, 2 * dim)
+    row_k, row_v = turn(norm(whole[:, None, :dim]) * 2.3, ratio), norm(whole[:, None, dim:])
+    k = torch.cat((row_k, turn((x @ w["k"].T)[:, None])))
+    v = torch.cat((row_v, (x @ w["v"].T)[:, None]))
+    ends = (torch.arange(len(rows)) + 1) * ratio - 1
+    seen = torch.cat((ends[None] <= torch.arange(tokens)[:, None], allowed & near), 1)
+    return attention(q, k.expand(-1, heads, -1), v.expand(-1, heads, -1), seen) @ w["o"].T
+
+
 def logits(config: EngineConfig, weights: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
     """Of every position, float64 (tokens, vocabulary)."""
     x = weights["embed"].double()[torch.tensor(tokens)]
@@ -68,8 +87,11 @@ def logits(config: EngineConfig, weights: dict[str, torch.Tensor], tokens: list[
     for layer, kind in enumerate(config.kinds):
         prefix = f"layers.{layer}."
         w = {name.removeprefix(prefix): t.double() for name, t in weights.items() if name.startswith(prefix)}
-        attend = mla if kind == "mla" else gqa
-        x = x + attend(config, w, norm(x), causal & near if kind == "sliding" else causal)
+        if kind == "compressed":
+            x = x + compressed(config, config.ratios[layer], w, norm(x), causal, near)
+        else:
+            attend = mla if kind == "mla" else gqa
+            x = x + attend(config, w, norm(x), causal & near if kind == "sliding" else causal)
         y = norm(x)
         x = x + (torch.nn.functional.silu(y @ w["gate"].T) * (y @ w["up"].T)) @ w["down"].T
     return norm(x) @ weights["head"].double().T

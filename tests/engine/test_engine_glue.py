@@ -3,15 +3,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_agent import FakeAgent, FakePool
+from fake_agent import FakeAgent, FakePool, hit_of
 
 import layerflow.engine.glue
 from layerflow.engine import Engine
-from layerflow.engine.config import GQA, HYBRID, MLA, TINY_GQA, TINY_HYBRID, TINY_MLA
-from layerflow.engine.glue import LayerflowConnection, model_spec
+from layerflow.engine.config import GQA, HYBRID, MLA, TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA
+from layerflow.engine.glue import LayerflowConnection
+from layerflow.engine.identity import model_spec
 from layerflow.engine.texts import passage
 
-TINY = pytest.mark.parametrize("config", [TINY_GQA, TINY_MLA, TINY_HYBRID], ids=lambda config: config.name)
+TINY = pytest.mark.parametrize(
+    "config", [TINY_GQA, TINY_MLA, TINY_HYBRID, TINY_COMPRESSED], ids=lambda config: config.name
+)
 CHUNK = 64
 ANSWER = 6
 
@@ -40,14 +43,14 @@ def test_a_hit_gives_the_cold_answer_and_the_cold_bytes(config, mode):
     cold = answer(first, prompt)[0]
     second, _ = connected(config, pool, mode)
     hit = answer(second, prompt)[0]
-    assert (cold.cached_tokens, hit.cached_tokens) == (0, 228)
+    assert (cold.cached_tokens, hit.cached_tokens) == (0, hit_of(config, 229, 229))
     assert hit.tokens == cold.tokens == Engine(config).generate([prompt], ANSWER)[0].tokens
 
     # Whatever the hit run stores of a longer prompt, loaded and computed bytes mixed, a cold run stores too.
     warm = answer(second, longer)[0]
     fresh, other = connected(config)
     assert warm.tokens == answer(fresh, longer)[0].tokens
-    assert warm.cached_tokens == 229
+    assert warm.cached_tokens == hit_of(config, 229, 379)
     assert other.pool.objects
     for key, (_, stored) in other.pool.objects.items():
         for place, rows in stored.items():
@@ -62,16 +65,18 @@ def test_every_length_of_a_shared_prefix_gives_the_cold_answer(config, tokens):
     engine, _ = connected(config)
     answer(engine, prompt[:tokens])
     result = answer(engine, prompt)[0]
-    assert result.cached_tokens == tokens
+    assert result.cached_tokens == hit_of(config, tokens, 192)
     assert result.tokens == Engine(config).generate([prompt], ANSWER)[0].tokens
 
 
 @TINY
 def test_every_plane_of_every_layer_matters(config):
-    prompt = passage(230)
+    # The answer must see the window of a hit that ends with a chunk, and the rows that its states become part of.
+    prompt = passage(208 if config.packed else 230)
     engine, agent = connected(config)
-    cold = answer(engine, prompt, tokens=16)[0].tokens
-    planes = [(layer, name) for layer in range(config.num_layers) for name in agent.tensors[layer]]
+    cold = said(engine, prompt)
+    assert torch.equal(said(connected(config, agent.pool)[0], prompt), cold)
+    planes = [(layer, name) for layer in agent.tensors for name in agent.tensors[layer]]
     for place in planes:
         spoiled = FakePool(
             {
@@ -80,9 +85,21 @@ def test_every_plane_of_every_layer_matters(config):
             },
             agent.pool.tails,
         )
-        result = answer(connected(config, spoiled)[0], prompt, tokens=16)[0]
-        assert result.cached_tokens == 229
-        assert result.tokens != cold, place
+        assert (said(connected(config, spoiled)[0], prompt) - cold).abs().max() > 1e-3, place
+
+
+def said(engine, prompt):
+    """Logits of the first 8 tokens of an answer."""
+    logits, forward = [], engine.model.forward
+
+    def heard(*args):
+        out = forward(*args)
+        logits.extend(out.logits.values())
+        return out
+
+    engine.model.forward = heard
+    answer(engine, prompt, tokens=8)
+    return torch.stack(logits)
 
 
 @TINY
@@ -96,9 +113,10 @@ def test_a_failed_load_is_computed_instead(config, layer, mode):
     failing, healthy = answer(engine, *prompts)
     assert [failing.tokens, healthy.tokens] == cold
     assert (failing.restarts, failing.cached_tokens) == (1, 0)
-    assert (healthy.restarts, healthy.cached_tokens) == (0, 149)
+    whole = hit_of(config, 150, 150)
+    assert (healthy.restarts, healthy.cached_tokens) == (0, whole)
     assert "request-2" in agent.aborted  # so that nothing computed from missing bytes is published
-    assert [result.cached_tokens for result in answer(engine, *prompts)] == [149, 149]
+    assert [result.cached_tokens for result in answer(engine, *prompts)] == [whole, whole]
 
 
 def test_a_request_whose_loads_always_fail_is_computed_in_the_end():
@@ -128,13 +146,13 @@ def test_a_request_whose_loads_always_fail_is_computed_in_the_end():
 @TINY
 def test_blocks_are_not_reused_while_saves_still_read_them(config):
     # Saves read engine memory only after several more steps; a block given away early would be stored wrong.
-    tight = dataclasses.replace(config, num_blocks=75)
+    tight = dataclasses.replace(config, num_blocks=140 if config.packed else 75)
     prompts = [passage(260, 900 * index) for index in range(5)]
     engine, agent = connected(tight, delay=12)
     answer(engine, *prompts)
     warm, _ = connected(config, agent.pool)
     results = answer(warm, *prompts)
-    assert [result.cached_tokens for result in results] == [259] * 5
+    assert [result.cached_tokens for result in results] == [hit_of(config, 260, 260)] * 5
     assert [r.tokens for r in results] == [r.tokens for r in Engine(config).generate(prompts, ANSWER)]
 
 

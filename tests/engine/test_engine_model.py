@@ -5,16 +5,18 @@ import pytest
 import torch
 
 from layerflow.engine import Engine
-from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
+from layerflow.engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
 from layerflow.engine.texts import passage, shared_prefix_prompts
 
-TINY = pytest.mark.parametrize("config", [TINY_GQA, TINY_MLA, TINY_HYBRID], ids=lambda config: config.name)
+TINY = pytest.mark.parametrize(
+    "config", [TINY_GQA, TINY_MLA, TINY_HYBRID, TINY_COMPRESSED], ids=lambda config: config.name
+)
 
 
 @TINY
 def test_the_answer_is_the_one_of_the_plain_transformer(config):
     # Depth amplifies rounding, so the plain one (float64) follows the same tokens and is compared within a margin.
-    config = dataclasses.replace(config, kinds=config.kinds[:3])
+    config = dataclasses.replace(config, kinds=config.kinds[:3], ratios=config.ratios[:3])
     engine, prompt = Engine(config), passage(203, 400)
     tokens = engine.generate([prompt], 6)[0].tokens
     with torch.inference_mode():
@@ -36,17 +38,17 @@ def test_how_a_prompt_is_cut_into_steps_changes_no_bit_of_its_kv(config):
 
 
 def prefilled(config: EngineConfig, prompt: str):
-    """The answer, and the last `window` tokens of every plane at the prompt's end."""
+    """The answer, and every row of every plane that the next token could read."""
     engine = Engine(config)
     engine.submit(prompt, 4, "a")
     request = engine._requests["a"]
     while request.computed < len(prompt):
         engine.step()
-    first = max(0, len(prompt) - (config.window or len(prompt))) // config.block_size * config.block_size
-    planes = {
-        layer: engine.cache.gather(layer, request.tables[group], first, len(prompt), len(prompt))
-        for layer, group in engine.cache.group_of.items()
-    }
+    planes = {}
+    for number, place in engine.cache.group_of.items():
+        group = config.groups[place]
+        first, rows = max(0, len(prompt) - (group.window or len(prompt))), len(prompt) // group.ratio
+        planes[number] = engine.cache.gather(number, request.tables[place], first, rows, rows)
     engine.run()
     return engine.results["a"].tokens, planes
 
@@ -71,6 +73,16 @@ def test_answers_depend_on_the_prompt_and_are_not_one_byte_repeated(config):
     assert all(len(set(answer)) > 3 for answer in answers)
 
 
+def test_decoding_a_prompt_token_by_token_gives_what_one_prefill_gives():
+    """Each token alone against all at once: windows slide, states fill up, rows become whole, whatever the step."""
+    config, text = TINY_COMPRESSED, passage(90).encode()
+    engine = Engine(config)
+    answer = engine.generate([text[:1]], 90)[0].tokens
+    for known in (15, 16, 17, 31, 32, 33, 63, 80):
+        longer = Engine(config).generate([text[:1] + bytes(answer[:known])], 90 - known)[0].tokens
+        assert longer == answer[known:], known
+
+
 def test_weights_come_from_the_seed_alone():
     one, same, other = (Engine(dataclasses.replace(TINY_GQA, seed=seed)).model.weights for seed in (3, 3, 4))
     assert all(torch.equal(one[name], same[name]) for name in one)
@@ -90,6 +102,9 @@ def test_half_precision_caches_work():
         ({"window": 10}, "window"),
         ({"heads": 3}, "heads"),
         ({"kinds": ("mla",), "latent_rank": 0, "rope_dim": 0}, "latent_rank"),
+        ({"kinds": ("compressed",), "window": 8}, "ratios"),
+        ({"kinds": ("compressed",), "ratios": (4,)}, "window"),
+        ({"kinds": ("compressed",), "ratios": (12,), "window": 8}, "row_block"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(change, message):

@@ -6,7 +6,7 @@ import torch
 
 from layerflow.engine import Engine
 from layerflow.engine.cache import NO_BLOCK, BlockAllocator, PagedCache
-from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA
+from layerflow.engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA
 from layerflow.engine.texts import library, passage, shared_prefix_prompts
 
 
@@ -40,7 +40,7 @@ def test_pages_give_back_what_was_written_and_zeros_elsewhere():
 
 def test_stale_bytes_in_reused_blocks_change_nothing():
     prompt = passage(150, 100)
-    for config in (TINY_GQA, TINY_MLA, TINY_HYBRID):
+    for config in (TINY_GQA, TINY_MLA, TINY_HYBRID, TINY_COMPRESSED):
         clean, dirty = Engine(config), Engine(config)
         for planes in dirty.cache.tensors.values():
             for plane in planes.values():

@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 
 import pytest
+from fake_agent import hit_of
 
 from layerflow.config.settings import PoolSettings, Settings
 from layerflow.engine import Engine
-from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA
+from layerflow.engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA
 from layerflow.engine.glue import LayerflowConnection, attach
 from layerflow.engine.texts import passage
 from layerflow.server.embedded import EmbeddedServer
 
-TINY = pytest.mark.parametrize("config", [TINY_GQA, TINY_MLA, TINY_HYBRID], ids=lambda config: config.name)
+TINY = pytest.mark.parametrize(
+    "config", [TINY_GQA, TINY_MLA, TINY_HYBRID, TINY_COMPRESSED], ids=lambda config: config.name
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def test_what_one_engine_saved_another_loads(server, config, mode):
     reader.drain()
     second.close()
     assert [result.cached_tokens for result in cold] == [0, 0]
-    assert [result.cached_tokens for result in hits] == [228, 130]
+    assert [result.cached_tokens for result in hits] == [hit_of(config, 229, 229), hit_of(config, 130, 140)]
     assert [result.tokens for result in hits] == [r.tokens for r in Engine(config).generate(longer, 8)]
 
 
@@ -74,7 +77,7 @@ def test_the_answer_is_part_of_the_next_hit_only_if_the_operator_wants_it(config
         reader.drain()
         second.close()
     # 199 positions are computed: three chunks of 64 tokens fill up, or one and the prompt's tail of 36.
-    assert result.cached_tokens == (192 if decoded else 100)
+    assert result.cached_tokens == (192 if decoded else hit_of(config, 100, 208))
     assert result.tokens == Engine(config).generate([follow_up], 6)[0].tokens
 
 

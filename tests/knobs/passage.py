@@ -39,6 +39,13 @@ def spec_of(shape: str) -> ModelSpec:
             GroupSpec("full", BLOCK, tuple(range(0, LAYERS, 2)), planes),
             GroupSpec("sliding", BLOCK, tuple(range(1, LAYERS, 2)), planes, window=40),
         )
+    if shape == "compressed":  # two layers of a window, rows and a state each
+        row = (Plane("row", "uint8", (256,)),)
+        groups = (
+            GroupSpec("sliding", BLOCK, (0, 3), row, window=40),
+            GroupSpec("mla", 4 * BLOCK, (1, 4), row, ratio=4),
+            GroupSpec("sliding", BLOCK, (2, 5), (Plane("state", "uint8", (256,)),), window=8),
+        )
     return ModelSpec("knobs", shape, groups, chunk_tokens=CHUNK)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 Combination = dict[str, Any]
@@ -9,7 +10,7 @@ Combination = dict[str, Any]
 WAYS = ("wait_layer", "wait_all", "background", "inside_block")
 """How the engine waits: layer by layer; for all at once; not at all, until the load is there; and layer by layer for
 the whole blocks of a hit that ends inside a block, whose last block is waited for before the pass."""
-SHAPES = ("gqa", "mla", "hybrid")
+SHAPES = ("gqa", "mla", "hybrid", "compressed")
 SOURCES = ("arena", "tier", "direct")
 """Where loads come from: the arena, what is behind it, or a pool that workers reach themselves, past the arena."""
 
@@ -50,6 +51,8 @@ NOT_ABOUT_TRANSFERS = {
 def fits(values: list[Any]) -> bool:
     """Whether the settings accept a combination, given in the order of :data:`AXES`, perhaps cut short."""
     chosen = dict(zip(AXES, values, strict=False))
+    if (chosen.get("way"), chosen.get("shape")) == ("inside_block", "compressed"):
+        return False  # its hits end with a compressed row, which blocks are made of
     # max_inflight_bytes is at least twice max_transfer_bytes, or the settings are refused.
     allowed = {"256KiB": {"4KiB"}, "256MiB": {"4KiB", "64MiB"}}
     inflight = chosen.get("transfer.max_inflight_bytes")
@@ -58,3 +61,6 @@ def fits(values: list[Any]) -> bool:
 
 
 AXES: dict[str, tuple[Any, ...]] = {"way": WAYS, "shape": SHAPES, "source": SOURCES, **KNOBS}
+
+PLACES = [place for place in itertools.product(WAYS, SHAPES, SOURCES) if fits(list(place))]
+"""Every way, shape and source that go together."""

@@ -13,7 +13,7 @@ from agent.fake_memcache import G2L, L2G, FakePool
 from allpairspy import AllPairs
 from e2e.known import KnownWorker, eventually
 from knobs.passage import BLOCK, Passage, spec_of
-from knobs.table import AXES, KNOBS, LINK, NOT_ABOUT_TRANSFERS, SHAPES, SOURCES, WAYS, Combination, fits
+from knobs.table import AXES, KNOBS, LINK, NOT_ABOUT_TRANSFERS, PLACES, Combination, fits
 
 from layerflow.config.settings import Settings, reference
 from layerflow.server import EmbeddedServer
@@ -115,9 +115,7 @@ def test_pairwise(combination: Combination, tmp_path: Path, tmp_path_factory: py
         assert run.messages <= 2 * (usual + calls), f"{run.kinds}, by default {usual} messages, and {calls} calls"
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "shape", "source"), PLACES)
 def test_the_least_that_is_allowed(way: str, shape: str, source: str, tmp_path: Path) -> None:
     """A layer ahead, a block a call, a page a call, two pages on their way: slow, and right."""
     least = {
@@ -132,9 +130,7 @@ def test_the_least_that_is_allowed(way: str, shape: str, source: str, tmp_path: 
         check(run, server)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "shape", "source"), PLACES)
 def test_by_default(way: str, shape: str, source: str, tmp_path: Path) -> None:
     """What the others are compared with is right itself."""
     with passage({"way": way, "shape": shape, "source": source}, tmp_path) as (run, _):

@@ -38,7 +38,7 @@ class Scene:
 @asynccontextmanager
 async def proxied(prefill: Any, decode: Any, **settings: Any) -> AsyncIterator[Scene]:
     """`prefill`, `decode`: stub engines or addresses, one or several. Short prompts are prefilled apart too."""
-    given = {"short_prompt_tokens": 0, "port": 0, "probe_interval_s": 0.02, "connect_timeout_s": 1, **settings}
+    given = {"short_prompt_tokens": 0, "port": 0, "probe_interval_s": 0.02, "connect_timeout_s": 30, **settings}
     wanted = ProxySettings(prefill=addresses(prefill), decode=addresses(decode), **given)
     shutdown, at_once, told = anyio.Event(), anyio.Event(), anyio.Event()
     urls: list[str] = []
@@ -81,6 +81,13 @@ def said(text: str, index: int = 0) -> str:
 
 def numbered(count: int) -> str:
     return "".join(f"t{number} " for number in range(count))
+
+
+async def at(engine: StubEngine) -> Seen:
+    """The first request that the engine gets."""
+    while not engine.seen:  # noqa: ASYNC110 - another thread's list, which has no event
+        await anyio.sleep(0.005)
+    return engine.seen[0]
 
 
 async def ended(seen: Seen) -> Seen:

@@ -11,13 +11,7 @@ import pytest
 
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
-from .scene import COMPLETIONS, ORDERS, ended, events_of, numbered, proxied, said
-
-
-async def at(engine: StubEngine):
-    while not engine.seen:  # noqa: ASYNC110 - another thread's list, which has no event
-        await anyio.sleep(0.005)
-    return engine.seen[0]
+from .scene import COMPLETIONS, ORDERS, at, ended, events_of, numbered, proxied, said
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -7,17 +7,10 @@ from layerflow.proxy.metaserver import DecodeRequest, Metaserver
 from layerflow.proxy.request import ClientRequest
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
-from .scene import CHAT, COMPLETIONS, ended, proxied
+from .scene import CHAT, COMPLETIONS, at, ended, proxied
 
 ASKING = {"order": "decode-first"}
 BY_HAND = Behaviour(asks_metaserver=False, first_s=30)
-
-
-async def at(engine: StubEngine):
-    """The first request that the engine gets."""
-    while not engine.seen:  # noqa: ASYNC110 - another thread's list, which has no event
-        await anyio.sleep(0.005)
-    return engine.seen[0]
 
 
 async def post(scene, child: str, **more):

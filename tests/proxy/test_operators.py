@@ -11,7 +11,7 @@ from layerflow.proxy.context import make_context
 from layerflow.proxy.metaserver import Metaserver
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
-from .scene import GONE, numbered, proxied, said
+from .scene import GONE, at, numbered, proxied, said
 
 
 @pytest.fixture
@@ -67,8 +67,7 @@ async def test_engines_come_and_go_while_it_runs(engines):
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(ask)
-                while not other.seen:
-                    await anyio.sleep(0.005)
+                await at(other)
                 await change("remove", "decode", other.url)
                 assert (await scene.complete()).status_code == 503
             assert said(got[0].text) == numbered(20), "it finishes what it has"

@@ -2,83 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from e2e.known import eventually
+from e2e.partitions import BLOCK, BLOCKS, CHUNK, TOKENS, Rank, leave, load_all, save_all
+from e2e.partitions import everyone as workers
 
 from layerflow.agent import Agent
-from layerflow.agent.values import Hit, StepRequest
-from layerflow.keys import Chain
-from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
+from layerflow.agent.values import Hit
+from layerflow.pool.covering import MOST_PARTITIONS
+from layerflow.server.tier.partitions import note_key
+from layerflow.spec import GroupSpec, ModelSpec, Plane
 from server.support import Embed, observe
 
-LAYERS, HEADS, BLOCK, CHUNK, TOKENS, BLOCKS = 6, 6, 4, 16, 75, 24
-WIDTH = {"k": 8, "v": 4}
 
-
-def truth(layer: int, plane: str) -> np.ndarray:
-    """uint8, shape ``(blocks, heads, entries, bytes)``, of the whole model."""
-    shape = (-(-TOKENS // BLOCK), HEADS, BLOCK, WIDTH[plane])
-    return np.random.default_rng([layer, ord(plane)]).integers(0, 256, shape, dtype=np.uint8)
-
-
-class Rank:
-    """One worker, its planes head-major."""
-
-    def __init__(self, server: Any, tp: tuple[int, int], stage: int, stages: tuple[int, ...]) -> None:
-        shard = Shard(*tp, stage, len(stages), (HEADS,), (stages,))
-        self.box = shard.box(0)
-        planes = tuple(Plane(name, "uint8", (self.box.heads, width)) for name, width in WIDTH.items())
-        group = GroupSpec("full", BLOCK, tuple(range(self.box.layers)), planes)
-        self.spec = ModelSpec("m", "c", (group,), shard, chunk_tokens=CHUNK)
-        self.memory = {
-            layer: {
-                name: torch.zeros(BLOCKS, self.box.heads, BLOCK, width, dtype=torch.uint8)
-                for name, width in WIDTH.items()
-            }
-            for layer in range(self.box.layers)
-        }
-        views = {
-            layer: {name: t.transpose(1, 2) for name, t in planes.items()} for layer, planes in self.memory.items()
-        }
-        self.agent = Agent(server.endpoint, self.spec, views, f"tp{tp[1]}pp{len(stages)}", context=server.context)
-        self.table = np.random.default_rng([*tp, stage]).permutation(BLOCKS)[: -(-TOKENS // BLOCK)].astype(np.int64)
-
-    def own(self, layer: int, plane: str) -> torch.Tensor:
-        whole = truth(self.box.first_layer + layer, plane)
-        return torch.from_numpy(whole[:, self.box.first_head : self.box.end_head].copy())
-
-    def run(self, request: str, chain: Chain, hit: Hit, *, save: bool) -> None:
-        """One step: loads the hit, or saves the whole prompt."""
-        load, keep = ((0, 0), (0, len(chain))) if save else ((0, hit.tokens), (0, 0))
-        with self.agent.open_step([StepRequest(request, chain, (self.table,), load, hit, keep, tail=save)]) as step:
-            for layer in range(self.box.layers):
-                assert not step.wait_layer(layer).failed
-                if save:
-                    for plane in WIDTH:
-                        self.memory[layer][plane][self.table] = self.own(layer, plane)
-                step.layer_done(layer)
-        assert self.agent.wait_idle(request, 20)
-
-    def check(self, tokens: int) -> None:
-        """Blocks of the hit hold the model's bytes, and no other block was touched."""
-        for layer, plane in itertools.product(range(self.box.layers), WIDTH):
-            held, blocks = self.memory[layer][plane], -(-tokens // BLOCK)
-            assert torch.equal(held[self.table[:blocks]], self.own(layer, plane)[:blocks])
-            rest = np.setdiff1d(np.arange(BLOCKS), self.table[:blocks])
-            assert not held[rest].any()
-
-
-def everyone(server: Any, tp: int, stages: tuple[int, ...]) -> list[Rank]:
-    return [Rank(server, (rank, tp), stage, stages) for stage in range(len(stages)) for rank in range(tp)]
-
-
-def leave(ranks: list[Rank]) -> None:
-    for rank in ranks:
-        rank.agent.close()
+def everyone(server: Any, tp: int, stages: tuple[int, ...], **more: Any) -> list[Rank]:
+    return workers(server.endpoint, tp, stages, context=server.context, **more)
 
 
 @pytest.mark.parametrize(
@@ -158,3 +101,101 @@ def test_a_group_that_no_other_size_reads_is_told_with_its_reason(embed: Embed) 
     bound.close()
     control.close()
     leave([cut])
+
+
+SIZES = [((2, (6,)), (1, (6,))), ((3, (6,)), (2, (6,))), ((1, (2, 4)), (1, (6,))), ((2, (6,)), (3, (1, 3, 2)))]
+PATIENT = {"pool__size": "4MiB", "pool__lookup_timeout_ms": 10_000}
+
+
+def on_disk(embed: Embed, folder: Path) -> Any:
+    server = embed(pool__disk={"path": str(folder)}, **PATIENT)
+    assert eventually(lambda: server.server.tier.up)
+    return server
+
+
+def written(server: Any) -> bool:
+    return not server.call(server.server.tier.statistics).writing_jobs
+
+
+def notes(server: Any, spec: ModelSpec) -> int:
+    """Partitions that are noted in the tier."""
+    keys = [note_key(spec.fingerprint, number) for number in range(16)]
+    return sum(server.call(lambda: server.server.tier.holds(keys)))
+
+
+@pytest.mark.parametrize(("writing", "reading"), SIZES)
+def test_what_other_sizes_stored_before_a_restart_is_hit(
+    embed: Embed, tmp_path: Path, writing: tuple[int, tuple[int, ...]], reading: tuple[int, tuple[int, ...]]
+) -> None:
+    first = on_disk(embed, tmp_path)
+    writers = everyone(first, *writing)
+    save_all(writers)
+    assert eventually(lambda: written(first) and notes(first, writers[0].spec) == 1)
+    leave(writers)
+    first.close()
+    second = on_disk(embed, tmp_path)
+    readers = everyone(second, *reading, lookup_timeout_s=10.0)
+    assert eventually(lambda: second.call(lambda: second.server.pool.covering(readers[0].spec)))
+    for attempt in ("from the disk", "from the arena"):
+        assert load_all(readers, attempt) == TOKENS - 1
+        for reader in readers:
+            for planes in reader.memory.values():
+                for plane in planes.values():
+                    plane.zero_()
+    fetched = second.call(second.server.tier.statistics).fetched_objects
+    assert fetched, "it came from the disk"
+    prompt = np.concatenate([np.arange(2 * CHUNK + 2 * BLOCK), np.arange(1000, 1030)])
+    hit = readers[0].agent.lookup("parts in a chunk", readers[0].agent.chain(prompt))
+    assert hit.tokens == 2 * CHUNK + 2 * BLOCK
+    leave(readers)
+
+
+def test_a_piece_that_is_missing_is_no_hit(embed: Embed, tmp_path: Path) -> None:
+    server = on_disk(embed, tmp_path)
+    writers, [reader] = everyone(server, 2, (6,)), everyone(server, 1, (6,), lookup_timeout_s=10.0)
+    save_all(writers[:1])
+    assert eventually(lambda: written(server))
+    server.call(server.server.pool.clear)
+    assert load_all([reader], "half") == 0
+    save_all(writers[1:], "v")
+    assert eventually(lambda: written(server))
+    server.call(server.server.pool.clear)
+    assert load_all([reader], "whole") == TOKENS - 1
+    leave([reader, *writers])
+
+
+def test_each_partition_is_noted_once_and_no_more_than_four_are_looked_for(embed: Embed, tmp_path: Path) -> None:
+    server = on_disk(embed, tmp_path)
+    for number, sizes in enumerate(((1, (6,)), (2, (6,)), (1, (6,)), (3, (6,)), (6, (6,)), (1, (3, 3)))):
+        ranks = everyone(server, *sizes)
+        expected = (1, 2, 2, 3, 4, 5)[number]
+        assert eventually(lambda ranks=ranks, expected=expected: notes(server, ranks[0].spec) == expected)  # type: ignore[misc]
+        leave(ranks)
+    spec = ranks[0].spec
+    server.close()
+    again = on_disk(embed, tmp_path)
+    ranks = everyone(again, 1, (6,))
+    registry, pool = again.server.tier.partitions, again.server.pool
+    assert eventually(lambda: len(registry._models[spec.fingerprint].noted) == 5)
+    assert notes(again, spec) == 5
+    # Of one head and layer of the model there is an object in each partition.
+    looked_for = {pool._partitions[spec.fingerprint].attached[0], *pool._partitions[spec.fingerprint].heard}
+    assert len(looked_for) == 5
+    key = ranks[0].agent.chain(np.arange(CHUNK)).digests[0] + bytes(8)
+    assert 0 < len(pool.alternatives(key)) <= (MOST_PARTITIONS - 1) * 6
+    leave(ranks)
+
+
+def test_a_note_that_cannot_be_read_is_left_alone(embed: Embed, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("msgspec.msgpack.encode", lambda value: b"\xc1 is never valid")
+    server = on_disk(embed, tmp_path)
+    ranks = everyone(server, 2, (6,))
+    assert eventually(lambda: notes(server, ranks[0].spec) == 1)
+    monkeypatch.undo()
+    leave(ranks)
+    server.close()
+    again = on_disk(embed, tmp_path)
+    ranks = everyone(again, 1, (6,))
+    assert eventually(lambda: notes(again, ranks[0].spec) == 2), "its own goes to the next number"
+    assert again.call(lambda: again.server.pool.covering(ranks[0].spec)) is None
+    leave(ranks)

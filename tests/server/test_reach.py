@@ -44,6 +44,9 @@ class Arena:
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         self.keys = frozenset(keys)
 
+    def covering(self, spec: ModelSpec) -> None:
+        return None
+
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         return [key in self.keys for key in keys]
 

@@ -140,6 +140,18 @@ class Engine:
         """A counter of vLLM's own, of an engine with ``disable_log_stats=False``."""
         return self._ask("metric", name)
 
+    def loads(self) -> tuple[int, int]:
+        """Requests that were loaded in their step, and in the background."""
+        figures = self._ask("figures")
+        return int(figures.get("step_loads", 0)), int(figures.get("background_loads", 0))
+
+    def watch_states(self) -> tuple[dict[Any, bytes], ...]:
+        """Recurrent states by object, layer and plane, since the first call.
+
+        As saved; as loaded, when the pass begins; and as the step goes on from them.
+        """
+        return self._ask("watch_states")
+
     def reset(self, *, pool: bool = False) -> None:
         """Forget vLLM's own prefix cache, and what layerflow's pool holds if `pool`.
 

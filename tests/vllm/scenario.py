@@ -77,6 +77,8 @@ class Scenario:
 
         if arguments.pop("ahead", False):
             schedule_ahead()
+        self._figures = _sum_figures()
+        self._states: tuple[dict[Any, bytes], ...] | None = None
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._names = itertools.count()
@@ -155,6 +157,16 @@ class Scenario:
         """How often a running request's blocks were taken away."""
         return self._preemptions
 
+    def figures(self) -> dict[str, float]:
+        """What layerflow has counted in this process since it started, see :data:`~..worker.figures.FIGURES`."""
+        return dict(self._figures)
+
+    def watch_states(self) -> tuple[dict[Any, bytes], ...]:
+        """Recurrent states since the first call: saved, loaded, and those that a step goes on from."""
+        if self._states is None:
+            self._states = _watch_states()
+        return self._states
+
     def reset(self, pool: bool) -> bool:
         """Forget vLLM's own prefix cache, so that later hits are layerflow's; and layerflow's pool if `pool`."""
         return bool(self._llm.reset_prefix_cache(reset_connector=pool))
@@ -217,18 +229,70 @@ class Scenario:
         self._engine.engine_core.shutdown()
 
 
+def _sum_figures() -> dict[str, float]:
+    """What every worker of this process counts, summed up beside vLLM's own intervals."""
+    from layerflow.connectors.vllm.worker.figures import StepTally
+
+    sums: dict[str, float] = {}
+    add = StepTally.add
+
+    def counted(tally: StepTally, name: str, value: float) -> None:
+        sums[name] = sums.get(name, 0) + value
+        add(tally, name, value)
+
+    StepTally.add = counted  # type: ignore[method-assign]
+    return sums
+
+
+def _watch_states() -> tuple[dict[Any, bytes], ...]:
+    """See :meth:`Scenario.watch_states`."""
+    from layerflow.connectors.vllm.worker.worker import WorkerSide
+
+    saved: dict[Any, bytes] = {}
+    loaded: dict[Any, bytes] = {}
+    current: dict[Any, bytes] = {}
+    wait_tails, end = WorkerSide.wait_tails, WorkerSide.end
+
+    def note(side: Any, part: Any, into: dict[Any, bytes]) -> None:
+        group = side._layout.spec.groups[part.group]
+        for piece in part.pieces if group.rules.exact else ():
+            for layer in group.layers:
+                for name, plane in side._layout.tensors[layer].items():
+                    into[piece.digest, layer, name] = plane[int(part.table[piece.blocks.start])].numpy().tobytes()
+
+    def after_tails(side: Any) -> None:
+        wait_tails(side)
+        known: set[tuple[str, int]] = set()
+        for part in side._plan.tails:
+            note(side, part, current if (part.request, part.group) in known else loaded)
+            known.add((part.request, part.group))
+
+    def before_end(side: Any) -> None:
+        for part in side._plan.saves.parts if side._plan.saves else ():
+            note(side, part, saved)
+        end(side)
+
+    WorkerSide.wait_tails, WorkerSide.end = after_tails, before_end  # type: ignore[method-assign]
+    return saved, loaded, current
+
+
 def _break_loads(_worker: Any, broken: bool) -> None:
     """In a worker's process."""
     from layerflow.agent import Step
 
     if not hasattr(Step, "unbroken"):
-        Step.unbroken = Step.wait_layer  # type: ignore[attr-defined]
+        Step.unbroken = Step.wait_layer, Step.wait_all  # type: ignore[attr-defined]
+    wait_layer, wait_all = Step.unbroken  # type: ignore[attr-defined]
 
     def cut(step: Step, layer: int) -> Any:
         step.fence("broken by the test")
-        return step.unbroken(layer)  # type: ignore[attr-defined]
+        return wait_layer(step, layer)
 
-    Step.wait_layer = cut if broken else Step.unbroken  # type: ignore[method-assign,attr-defined]
+    def cut_all(step: Step) -> Any:
+        step.fence("broken by the test")
+        return wait_all(step)
+
+    Step.wait_layer, Step.wait_all = (cut, cut_all) if broken else (wait_layer, wait_all)  # type: ignore[method-assign]
 
 
 def feature(offset: int, length: int, identifier: str) -> Any:

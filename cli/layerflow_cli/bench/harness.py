@@ -92,13 +92,17 @@ def serving(**settings: object) -> Iterator[ServerProcess]:
 
 
 class Worker:
-    """An engine worker with paged memory but no model: `layers` layers of K and V.
+    """An engine worker with paged memory but no model: `layers` layers of K and V, or of compressed caches.
 
     :param tokens: that one request has; a multiple of the block size.
     :param layer_bytes: bytes of one layer of such a request, all planes together.
     :param planes: their names.
     :param shard: which part of the model it has.
     :param content: names the model; workers that name the same share objects. Default: a model of its own.
+    :param compressed: each layer has three caches, see :func:`compressed_groups`, and `planes` are not used.
+
+    :ivar caches: by layer, the numbers of its caches, which are layers to the agent.
+    :ivar saved_bytes: of one layer of a request; `layer_bytes` is what a load of it moves.
     """
 
     def __init__(
@@ -112,20 +116,35 @@ class Worker:
         planes: Sequence[str] = ("k", "v"),
         shard: Shard | None = None,
         content: str = "",
+        compressed: bool = False,
     ) -> None:
-        self.layers, self.tokens, self.block_size = layers, tokens, block_size
-        row = layer_bytes // tokens // len(planes)
-        self.layer_bytes = row * tokens * len(planes)
-        group = GroupSpec(
-            "full", block_size, tuple(range(layers)), tuple(Plane(name, "uint8", (row,)) for name in planes)
+        self.layers, self.tokens = layers, tokens
+        if compressed:
+            groups = compressed_groups(layers, tokens, layer_bytes)
+        else:
+            row = layer_bytes // tokens // len(planes)
+            own = tuple(Plane(name, "uint8", (row,)) for name in planes)
+            groups = (GroupSpec("full", block_size, tuple(range(layers)), own),)
+        self.spec = ModelSpec("bench", content or secrets.token_hex(8), groups, shard=shard or Shard())
+        each = len(groups)
+        self.caches = [tuple(range(layer * each, (layer + 1) * each)) for layer in range(layers)]
+        # Windows slide: a request has the blocks that are kept of each chunk, and the others no more.
+        self._kept = [self._blocks_kept(group) for group in groups]
+        loaded = [tokens // group.block_size - group.rules.first_token(tokens) // group.block_size for group in groups]
+        self.layer_bytes = sum(blocks * group.bytes_per_block for blocks, group in zip(loaded, groups, strict=True))
+        self.saved_bytes = sum(
+            len(kept) * group.bytes_per_block for kept, group in zip(self._kept, groups, strict=True)
         )
-        self.spec = ModelSpec("bench", content or secrets.token_hex(8), (group,), shard=shard or Shard())
-        self.blocks = tokens // block_size
-        shape = (self.blocks * requests, block_size, row)
         # Written once: memory that was never touched costs the first copy a page fault per page.
         self.tensors = {
-            layer: {name: torch.full(shape, layer % 251, dtype=torch.uint8) for name in planes}
-            for layer in range(layers)
+            layer: {
+                plane.name: torch.full(
+                    (len(kept) * requests, group.entries, *plane.shape), layer % 251, dtype=torch.uint8
+                )
+                for plane in group.planes
+            }
+            for kept, group in zip(self._kept, groups, strict=True)
+            for layer in group.layers
         }
         self.agent = Agent(endpoint, self.spec, self.tensors, "bench", lookup_timeout_s=WARM_TIMEOUT_S)
         if not self.agent.attached:
@@ -136,13 +155,25 @@ class Worker:
         self._names = itertools.count()
 
     def prompt(self) -> Chain:
-        """Random tokens: a prompt that nobody has seen."""
-        return self.agent.chain(self._random.integers(0, 1 << 30, self.tokens))
+        """A prompt that nobody has seen, one token longer than what is saved where a hit cannot be shortened by one."""
+        return self.agent.chain(self._random.integers(0, 1 << 30, self.tokens + (self.spec.alignment > 1)))
 
     def table(self, place: int = 0) -> tuple[np.ndarray, ...]:
-        """Block ids of request slot `place`, scattered as after long use."""
-        order = np.random.default_rng(place).permutation(self.blocks)
-        return (order + place * self.blocks,)
+        """Block ids of request slot `place`, scattered as after long use; by group."""
+        tables = []
+        for group, kept in zip(self.spec.groups, self._kept, strict=True):
+            table = np.full(self.tokens // group.block_size, -1, dtype=np.int64)
+            table[kept] = np.random.default_rng(place).permutation(len(kept)) + place * len(kept)
+            tables.append(table)
+        return tuple(tables)
+
+    def _blocks_kept(self, group: GroupSpec) -> list[int]:
+        chunk = self.spec.chunk_tokens
+        return [
+            start // group.block_size + block
+            for start in range(0, self.tokens, chunk)
+            for block in group.rules.keep(min(chunk, self.tokens - start))
+        ]
 
     def saving(self, chain: Chain, place: int = 0) -> StepRequest:
         """A request whose whole prompt is computed and saved."""
@@ -160,7 +191,7 @@ class Worker:
         """
         request = self.saving(chain)
         with self.agent.open_step([request]) as step:
-            for layer in range(self.layers):
+            for layer in range(self.spec.num_layers):
                 step.wait_layer(layer)
                 step.layer_done(layer)
         if not self.agent.wait_idle(request.request, 60) or request.request not in self.agent.poll().saved:
@@ -169,3 +200,17 @@ class Worker:
     def close(self) -> None:
         """Detach."""
         self.agent.close()
+
+
+def compressed_groups(layers: int, tokens: int, layer_bytes: int) -> tuple[GroupSpec, ...]:
+    """A window, a row for every 4 tokens and a compressor's state in each layer, after DeepSeek-V4's.
+
+    :param layer_bytes: about so many are loaded of one layer of a request: three quarters are rows.
+    """
+    numbers = [tuple(range(cache, 3 * layers, 3)) for cache in range(3)]
+    row, state = layer_bytes * 3 // tokens, 2 * layer_bytes // tokens * 8
+    return (
+        GroupSpec("sliding", 16, numbers[0], (Plane("kv", "uint8", (row,)),), window=128),
+        GroupSpec("mla", 64, numbers[1], (Plane("row", "uint8", (row,)),), ratio=4),
+        GroupSpec("sliding", 4, numbers[2], (Plane("state", "uint8", (state,)),), window=8),
+    )

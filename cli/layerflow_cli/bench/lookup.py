@@ -51,7 +51,7 @@ def measure(tokens: int = 32_768, tp_size: int = 8, lookups: int = 300) -> dict[
             before, began = clock(), time.perf_counter_ns()
             hit = agent.lookup(f"lookup-{number}", chain)
             wall.append(time.perf_counter_ns() - began)
-            if hit.tokens < tokens - workers[0].block_size:
+            if hit.tokens < tokens - workers[0].spec.block_tokens:
                 raise LayerflowError(f"a stored prompt was not found again: hit of {hit.tokens} of {tokens} tokens")
             time.sleep(PAUSE_S)
             after = clock()

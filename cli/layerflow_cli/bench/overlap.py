@@ -31,10 +31,13 @@ def measure(
     transfer_ms: float = 167.0,
     compute: Literal["sleep", "matmul"] = "sleep",
     runs: int = 5,
+    shape: Literal["full", "compressed"] = "full",
 ) -> dict[str, Any]:
     """Median of `runs`, everything interleaved in one run.
 
-    :param transfer_ms: T: what the emulated link needs for all bytes of one direction.
+    :param transfer_ms: T: what the emulated link needs for all bytes of a load. A save of compressed caches has more:
+        the window at the end of every chunk.
+    :param shape: of a layer's cache: K and V, or compressed rows, a window and a running state.
     :returns: per direction: bulk and layer-wise wall time (ms), overlap, bound, slowdown of compute.
     """
     torch.set_num_threads(1)
@@ -42,19 +45,20 @@ def measure(
     gbps = layers * LAYER_BYTES / (transfer_ms / 1e3) / 1e9
     settings = {"pool__size": "1GiB", "pool__link_gbps": gbps, "transfer__step_timeout_ms": 60_000}
     with serving(**settings) as server:
-        worker = Worker(server.endpoint, layers, TOKENS, LAYER_BYTES)
+        worker = Worker(server.endpoint, layers, TOKENS, LAYER_BYTES, compressed=shape == "compressed")
         try:
             walls = _interleaved(worker, work, runs)
         finally:
             worker.close()
     alone = statistics.median(walls["alone"])
     per_layer = alone / layers
-    transfer = transfer_ms / 1e3
+    moved = {"load": layers * worker.layer_bytes, "save": layers * worker.saved_bytes}
     result: dict[str, Any] = {
         "layers": layers, "compute_ms": alone * 1e3, "transfer_ms": transfer_ms, "compute": compute,
-        "link": "emulated", "bytes": layers * worker.layer_bytes,
+        "shape": shape, "link": "emulated", "bytes": moved["load"],
     }  # fmt: skip
-    for direction in ("load", "save"):
+    for direction, nbytes in moved.items():
+        transfer = nbytes / gbps / 1e9
         wall = statistics.median(walls[f"{direction}-layerwise"])
         inside = statistics.median(walls[f"{direction}-compute"])
         bound = overlap_bound(transfer, layers, inside / layers)
@@ -106,12 +110,14 @@ def _load(worker: Worker, chain: Any, work: Compute, bulk: bool) -> tuple[float,
         if bulk and not step.wait_all():
             raise LayerflowError(f"bulk load failed: {step.failed}")
         for layer in range(worker.layers):
-            if not step.wait_layer(layer):
-                raise LayerflowError(f"layer-wise load failed at layer {layer}: {step.failed}")
+            for cache in worker.caches[layer]:
+                if not step.wait_layer(cache):
+                    raise LayerflowError(f"layer-wise load failed at layer {layer}: {step.failed}")
             computing = clock()
             work()
             spent.append(clock() - computing)
-            step.layer_done(layer)
+            for cache in worker.caches[layer]:
+                step.layer_done(cache)
     wall = clock() - began
     worker.agent.wait_idle(request.request, WAIT_S)
     return wall, sum(spent)
@@ -125,14 +131,15 @@ def _save(worker: Worker, work: Compute, bulk: bool) -> tuple[float, float]:
     began = clock()
     with worker.agent.open_step([request]) as step:
         for layer in range(worker.layers):
-            step.wait_layer(layer)
+            for cache in worker.caches[layer]:
+                step.wait_layer(cache)
             computing = clock()
             work()
             spent.append(clock() - computing)
-            if not bulk:
-                step.layer_done(layer)
-        for layer in range(worker.layers if bulk else 0):
-            step.layer_done(layer)
+            for cache in () if bulk else worker.caches[layer]:
+                step.layer_done(cache)
+        for cache in range(worker.spec.num_layers if bulk else 0):
+            step.layer_done(cache)
     if not worker.agent.wait_idle(request.request, WAIT_S):
         raise LayerflowError("a save did not end")
     wall = clock() - began

@@ -24,6 +24,7 @@ MEASUREMENTS = {
     "lookup": "What a lookup that hits costs the server's loop.",
     "stagger": "How well ranks keep their slots on a shared link.",
     "auto": "Whether mode = auto picks the cheaper way.",
+    "proxy": "What `layerflow proxy` adds to the first token.",
     "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",
 }
 WITH_OPTIONS = ("device", "overlap", "pool", "stagger")
@@ -58,10 +59,11 @@ def overlap(
         float, typer.Option(min=0, metavar="MS", help="What the link needs for all layers.")
     ] = 167.0,
     compute: Annotated[Literal["sleep", "matmul"], typer.Option(help="What stands in for attention.")] = "sleep",
+    shape: Annotated[Literal["full", "compressed"], typer.Option(help="Of a layer's cache.")] = "full",
     options: Options = None,
     json_file: JsonFile = None,
 ) -> None:
-    given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute}
+    given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute, "shape": shape}
     _run("overlap", given, options or [], json_file)
 
 

@@ -16,7 +16,8 @@ def demo(
         "out"
     ),
     shape: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="gqa, mla or hybrid; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="gqa, mla, hybrid or compressed; may be repeated. Default: all."),
     ] = None,
     runs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Passages per shape. Default: 3.")] = None,
     link_gbps: Annotated[

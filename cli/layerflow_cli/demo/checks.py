@@ -30,10 +30,10 @@ def wrong_bytes(expected: KvBytes, found: KvBytes) -> int:
 class Spoiling(LayerflowConnection):
     """Turns the sign of one layer's KV after it was loaded, before the engine sees it.
 
-    :param layer: which one.
+    :param layer: the numbers of its caches.
     """
 
-    def __init__(self, honest: LayerflowConnection, cache: PagedCache, layer: int) -> None:
+    def __init__(self, honest: LayerflowConnection, cache: PagedCache, layer: Sequence[int]) -> None:
         super().__init__(honest.agent, honest.mode)
         self._cache, self._layer = cache, layer
 
@@ -43,14 +43,15 @@ class Spoiling(LayerflowConnection):
 
 
 class _SpoilingStep:
-    def __init__(self, honest: StepHooks, spans: Sequence[TokenSpan], cache: PagedCache, layer: int) -> None:
+    def __init__(self, honest: StepHooks, spans: Sequence[TokenSpan], cache: PagedCache, layer: Sequence[int]) -> None:
         self._honest, self._spans, self._cache, self._layer = honest, spans, cache, layer
 
     def wait_layer(self, layer: int) -> Collection[str]:
         failed = self._honest.wait_layer(layer)
-        if layer == self._layer:
+        if layer in self._layer:
+            group = self._cache.group_of[layer]
             for span in self._spans:
-                table = span.request.tables[self._cache.group_of[layer]][: span.load // self._cache.block_size]
+                table = span.request.tables[group][: span.load // self._cache.groups[group].block_size]
                 blocks = torch.from_numpy(table[table >= 0])
                 for plane in self._cache.tensors[layer].values():
                     plane[blocks] = -plane[blocks]

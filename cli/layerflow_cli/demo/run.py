@@ -138,7 +138,7 @@ def _through_the_pool(outcome: Outcome, plain: Engine, runs: int, pool: PoolUsed
                     outcome.answers[way].append(made)
                 ways.reverse()  # so that neither always runs on the warmer caches
         advance(f"{shape}: negative control")
-        layer = workload.config.num_layers // 2
+        layer = workload.config.caches[workload.config.num_layers // 2]
         layerwise.engine.connect(checks.Spoiling(layerwise.connection, layerwise.engine.cache, layer))
         made = _answer_hit(outcome, layerwise, runs - 1, AGAIN, pool)
         outcome.control_bytes = checks.wrong_bytes(stored, made.kv)

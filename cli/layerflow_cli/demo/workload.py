@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
 from layerflow.engine import PRESETS, EngineConfig
+from layerflow.engine.config import CacheGroup
 from layerflow.engine.texts import QUESTIONS, passage
+from layerflow.kinds import KINDS, Kind
 
 SHAPES = {
     "gqa": "grouped-query attention",
     "mla": "latent attention with a sparse indexer",
     "hybrid": "sliding window + full attention",
+    "compressed": "compressed rows, a window and a running state in every layer, packed into one allocation",
 }
 MAX_NEW_TOKENS = 8
 TRANSFER_SHARE = 0.4
@@ -57,8 +57,11 @@ class Workload:
         """The demo's model for a shape, with a cache for one prompt at a time."""
         sizes = QUICK if quick else FULL
         config = PRESETS[f"tiny-{shape}" if quick else shape]
-        blocks = -(-(sizes.prefix + sizes.suffix + MAX_NEW_TOKENS) // config.block_size)
-        return cls(shape, dataclasses.replace(config, num_blocks=blocks * 3 // 2), sizes, salt)
+        tokens = sizes.prefix + sizes.suffix + MAX_NEW_TOKENS
+        # All of a prompt, since saves may still read what has left a window; groups that share memory share its blocks.
+        needs = [-(-tokens // group.block_size) for group in config.groups]
+        blocks = sum(needs) * 9 // 8 if config.packed else max(needs) * 3 // 2
+        return cls(shape, dataclasses.replace(config, num_blocks=blocks), sizes, salt)
 
     @property
     def prompt_tokens(self) -> int:
@@ -78,30 +81,40 @@ class Workload:
         )
 
     def loaded_blocks(self, layer: int) -> range:
-        """Block numbers that a hit of the prefix loads of a layer."""
-        window = next(group.window for group in self.config.groups if layer in group.layers)
-        first = max(0, self.sizes.prefix - window + 1) if window else 0
-        return range(first // self.config.block_size, self.sizes.prefix // self.config.block_size)
+        """Block numbers that a hit of the prefix loads of a cache (:attr:`EngineConfig.caches`)."""
+        group = self._group_of(layer)
+        first = rules_of(group).first_token(self.sizes.prefix)
+        return range(first // group.block_size, self.sizes.prefix // group.block_size)
 
     @property
     def prefix_bytes(self) -> int:
         """What a hit loads, all layers."""
-        return sum(len(self.loaded_blocks(layer)) * self._block_bytes(layer) for layer in range(self.config.num_layers))
+        return sum(
+            len(self.loaded_blocks(layer)) * _block_bytes(group)
+            for group in self.config.groups
+            for layer in group.layers
+        )
 
     @property
     def stored_bytes(self) -> int:
         """What one run stores: of each chunk all blocks, or those that a window before its end touches."""
-        chunks, size = self.sizes.prefix // self.sizes.chunk, self.config.block_size
-        kept = 0
-        for group in self.config.groups:
-            tokens = min(self.sizes.chunk, group.window or self.sizes.chunk)
-            kept += chunks * sum((-(-tokens // size)) * self._block_bytes(layer) for layer in group.layers)
-        return kept
+        chunks, size = self.sizes.prefix // self.sizes.chunk, self.sizes.chunk
+        return sum(
+            chunks * len(rules_of(group).keep(size)) * _block_bytes(group) * len(group.layers)
+            for group in self.config.groups
+        )
 
-    def _block_bytes(self, layer: int) -> int:
-        planes = next(group.planes for group in self.config.groups if layer in group.layers)
-        row: int = sum(math.prod(plane.shape) * getattr(torch, plane.dtype).itemsize for plane in planes)
-        return row * self.config.block_size
+    def _group_of(self, layer: int) -> CacheGroup:
+        return next(group for group in self.config.groups if layer in group.layers)
+
+
+def rules_of(group: CacheGroup) -> Kind:
+    """What of a group's blocks a hit needs, and what is kept of a chunk."""
+    return KINDS[group.kind](group.block_size, group.window, group.ratio)
+
+
+def _block_bytes(group: CacheGroup) -> int:
+    return group.rows * sum(plane.row_bytes for plane in group.planes)
 
 
 def suitable_link(hits: Iterable[tuple[Workload, float]]) -> float:

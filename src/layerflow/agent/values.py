@@ -27,6 +27,8 @@ class Hit:
     :param following: some of it is still being stored: its layers arrive in the step that loads it as they are.
     :param reason: where a hand-off was asked for and is not followed: its state, and why. Then the hit is of what is
         stored, as any other.
+    :param resident: the server has answered that all of it lies in its arena, pinned for the request; only of models
+        with several cache groups.
     """
 
     tokens: int
@@ -37,6 +39,7 @@ class Hit:
     shared_digest: bytes = b""
     following: bool = False
     reason: str = ""
+    resident: bool = False
 
     def stored(self, chunk_tokens: int) -> int:
         """Leading tokens of the prompt that are stored: the hit's, and the one left to compute if that is too."""

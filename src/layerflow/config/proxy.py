@@ -96,7 +96,7 @@ class ProxySettings(Section):
         3, "Decoders that one request is tried on before its first token.", unit="engines", ge=1, le=32
     )
     connect_timeout_s: Real = setting(
-        2.0, "An engine that does not accept in time has failed.", unit="s", ge=0.01, le=300
+        5.0, "An engine that does not accept in time has failed.", unit="s", ge=0.01, le=300
     )
     prefill_timeout_s: Real = setting(
         300.0, "A prefill that takes longer has failed; also the deadline of a hand-off.", unit="s", ge=0.05, le=_DAY_S

@@ -291,8 +291,8 @@ class Settings(BaseSettings):
     server: ServerSettings = Field(default_factory=ServerSettings)
     pool: PoolSettings = Field(default_factory=PoolSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
-    pd: PdSettings = Field(default_factory=PdSettings)
     proxy: ProxySettings = Field(default_factory=ProxySettings)
+    pd: PdSettings = Field(default_factory=PdSettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
     @model_validator(mode="after")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from layerflow.engine.config import CacheGroup, EngineConfig
+from layerflow.engine.config import CacheGroup, EngineConfig, PlaneSize
 
+ALIGNMENT = 64  # bytes: where a cache begins within a block
 NULL_BLOCK = 0  # what a table's missing entry reads as; zeros, never handed out and never written
 NO_BLOCK = -1
 
@@ -55,52 +56,81 @@ class BlockAllocator:
 
 
 class PagedCache:
-    """Every layer's planes, and the allocators.
+    """Every cache's planes, and the allocators. Numbers are those of :attr:`EngineConfig.caches`.
 
-    :ivar tensors: ``tensors[layer][plane]``: shape ``(num_blocks, block_size, *plane.shape)``.
+    :ivar tensors: ``tensors[number][plane]``: shape ``(num_blocks, rows of a block, *plane.shape)``.
+    :ivar allocators: by group; one and the same where the groups share their memory.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.groups: tuple[CacheGroup, ...] = config.groups
-        self.block_size = config.block_size
-        self.allocators = [BlockAllocator(config.num_blocks) for _ in self.groups]
+        shared = BlockAllocator(config.num_blocks)
+        self.allocators = [shared if config.packed else BlockAllocator(config.num_blocks) for _ in self.groups]
         self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
-        rows = (config.num_blocks, config.block_size)
-        self.tensors: dict[int, dict[str, torch.Tensor]] = {
-            layer: {
-                plane.name: torch.zeros(*rows, *plane.shape, dtype=getattr(torch, plane.dtype))
-                for plane in self.groups[self.group_of[layer]].planes
-            }
-            for layer in range(config.num_layers)
-        }
+        made = (_packed if config.packed else _apart)(self.groups, config.num_blocks)
+        self.tensors: dict[int, dict[str, torch.Tensor]] = {number: made[number] for number in sorted(made)}
 
     def write(self, layer: int, table: np.ndarray, start: int, planes: dict[str, torch.Tensor]) -> None:
-        """Store tokens from position `start` on.
+        """Store rows from row `start` on: tokens, or what a compressed cache has of several.
 
         :param table: int64 block ids by block number.
-        :param planes: one tensor per plane, shape ``(tokens, *plane.shape)``.
+        :param planes: one tensor per plane, shape ``(rows, *plane.shape)``.
         """
-        tokens = len(next(iter(planes.values())))
-        positions = torch.arange(start, start + tokens)
-        blocks = torch.from_numpy(table)[positions // self.block_size]
-        assert int(blocks.min()) > NULL_BLOCK, f"layer {layer}: tokens {start}+{tokens} lack blocks in {table}"
-        for name, rows in planes.items():
+        count, size = len(next(iter(planes.values()))), self._rows(layer)
+        rows = torch.arange(start, start + count)
+        blocks = torch.from_numpy(table)[rows // size]
+        assert int(blocks.min()) > NULL_BLOCK, f"cache {layer}: rows {start}+{count} lack blocks in {table}"
+        for name, new in planes.items():
             plane = self.tensors[layer][name]
-            plane[blocks, positions % self.block_size] = rows.to(plane.dtype)
+            plane[blocks, rows % size] = new.to(plane.dtype)
 
     def gather(self, layer: int, table: np.ndarray, first: int, stop: int, known: int) -> dict[str, torch.Tensor]:
-        """Tokens `first` to `stop` of each plane, shape ``(stop - first, *plane.shape)``.
+        """Rows `first` to `stop` of each plane, shape ``(stop - first, *plane.shape)``.
 
-        :param first: a block's first token.
-        :param known: positions from here on are not computed yet and read as zeros.
+        :param known: rows from here on are not computed yet and read as zeros.
         """
-        numbers = np.zeros(-(-stop // self.block_size) - first // self.block_size, dtype=np.int64)
-        there = table[first // self.block_size : first // self.block_size + len(numbers)]
+        size = self._rows(layer)
+        numbers = np.zeros(-(-stop // size) - first // size, dtype=np.int64)
+        there = table[first // size : first // size + len(numbers)]
         numbers[: len(there)] = np.maximum(there, NULL_BLOCK)
-        index = torch.from_numpy(numbers)
+        index, skipped = torch.from_numpy(numbers), first % size
         pages = {}
         for name, plane in self.tensors[layer].items():
-            rows = plane.index_select(0, index).flatten(0, 1)[: stop - first]
-            rows[known - first :] = 0
+            rows = plane.index_select(0, index).flatten(0, 1)[skipped : skipped + stop - first]
+            rows[max(0, known - first) :] = 0
             pages[name] = rows
         return pages
+
+    def _rows(self, layer: int) -> int:
+        return self.groups[self.group_of[layer]].rows
+
+
+def _apart(groups: tuple[CacheGroup, ...], blocks: int) -> dict[int, dict[str, torch.Tensor]]:
+    """Each plane of each cache has memory of its own."""
+    return {
+        number: {
+            plane.name: torch.zeros(blocks, group.rows, *plane.shape, dtype=getattr(torch, plane.dtype))
+            for plane in group.planes
+        }
+        for group in groups
+        for number in group.layers
+    }
+
+
+def _packed(groups: tuple[CacheGroup, ...], blocks: int) -> dict[int, dict[str, torch.Tensor]]:
+    """One allocation, block by block: a block holds all caches of one group, side by side, whichever group that is."""
+    places: list[tuple[int, CacheGroup, PlaneSize, int]] = []
+    page = 0
+    for group in groups:
+        offset = 0
+        for number in group.layers:
+            for plane in group.planes:
+                places.append((number, group, plane, offset))
+                offset += -(-group.rows * plane.row_bytes // ALIGNMENT) * ALIGNMENT
+        page = max(page, offset)
+    memory = torch.zeros(blocks, page, dtype=torch.uint8)
+    made: dict[int, dict[str, torch.Tensor]] = {}
+    for number, group, plane, offset in places:
+        own = memory[:, offset : offset + group.rows * plane.row_bytes].view(getattr(torch, plane.dtype))
+        made.setdefault(number, {})[plane.name] = own.view(blocks, group.rows, *plane.shape)
+    return made

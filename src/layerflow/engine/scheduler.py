@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
-from layerflow.engine.cache import NO_BLOCK, PagedCache
+from layerflow.engine.cache import NO_BLOCK, BlockAllocator, PagedCache
 from layerflow.engine.config import CacheGroup, EngineConfig
 from layerflow.engine.connection import Connection
 from layerflow.engine.request import Request, RequestStatus, TokenSpan
@@ -38,12 +40,12 @@ class Scheduler:
 
         :raises ValueError: it is longer than this engine can ever take.
         """
-        needs = [self._blocks_needed(group, request) for group in self._cache.groups]
-        capacity = min(allocator.capacity for allocator in self._cache.allocators)
-        if request.positions > self._config.max_positions or max(needs) > capacity:
+        needs = self._needs(request)
+        if request.positions > self._config.max_positions or any(need > pool.capacity for pool, need in needs.items()):
             raise ValueError(
-                f"request {request.id!r} of {len(request.prompt)}+{request.max_tokens} tokens needs {max(needs)} "
-                f"blocks; this engine has {capacity} and takes {self._config.max_positions} positions"
+                f"request {request.id!r} of {len(request.prompt)}+{request.max_tokens} tokens needs "
+                f"{max(needs.values())} blocks; this engine has {min(pool.capacity for pool in needs)} and takes "
+                f"{self._config.max_positions} positions"
             )
         self._waiting.append(request)
 
@@ -78,22 +80,25 @@ class Scheduler:
         for request in [request for request in self._draining if not self._connection.busy(request)]:
             self._draining.remove(request)
             self._connection.forget(request)
-            for number, table in enumerate(request.tables):
-                self._cache.allocators[number].release(table)
-                self._cache.allocators[number].promise(-self._blocks_needed(self._cache.groups[number], request))
+            if request.tables:
+                for number, table in enumerate(request.tables):
+                    self._cache.allocators[number].release(table)
+                for allocator, need in self._needs(request).items():
+                    allocator.promise(-need)
             request.tables = []
             if request.state is RequestStatus.WAITING:
                 request.attempt += 1
                 self._waiting.insert(0, request)
 
     def _admit(self, request: Request) -> bool:
-        needs = [self._blocks_needed(group, request) for group in self._cache.groups]
-        if any(need > pool.unpromised for need, pool in zip(needs, self._cache.allocators, strict=True)):
+        needs = self._needs(request)
+        if any(need > allocator.unpromised for allocator, need in needs.items()):
             return False
-        for need, allocator in zip(needs, self._cache.allocators, strict=True):
+        for allocator, need in needs.items():
             allocator.promise(need)
-        blocks = -(-request.positions // self._config.block_size)
-        request.tables = [np.full(blocks, NO_BLOCK, dtype=np.int64) for _ in self._cache.groups]
+        request.tables = [
+            np.full(-(-request.positions // group.block_size), NO_BLOCK, dtype=np.int64) for group in self._cache.groups
+        ]
         request.hit = self._connection.lookup(request) if request.attempt < MAX_LOAD_ATTEMPTS else 0
         request.computed = request.hit
         request.state = RequestStatus.RUNNING
@@ -112,11 +117,14 @@ class Scheduler:
 
     def _allocate(self, span: TokenSpan) -> bool:
         """Blocks for everything that the step reads or writes, in every group or in none."""
-        wanted = []
-        for group, table in zip(self._cache.groups, span.request.tables, strict=True):
-            first, stop = self._first_block(group, span.start), -(-span.stop // self._config.block_size)
+        wanted, needs = [], Counter[BlockAllocator]()
+        for group, table, allocator in zip(
+            self._cache.groups, span.request.tables, self._cache.allocators, strict=True
+        ):
+            first, stop = self._first_block(group, span.start), -(-span.stop // group.block_size)
             wanted.append(first + np.flatnonzero(table[first:stop] == NO_BLOCK))
-        if any(len(new) > pool.free for new, pool in zip(wanted, self._cache.allocators, strict=True)):
+            needs[allocator] += len(wanted[-1])
+        if any(need > allocator.free for allocator, need in needs.items()):
             return False  # saves still read recycled blocks; a later step finds them free
         for table, new, allocator in zip(span.request.tables, wanted, self._cache.allocators, strict=True):
             blocks = allocator.allocate(len(new))
@@ -133,11 +141,14 @@ class Scheduler:
 
     def _first_block(self, group: CacheGroup, computed: int) -> int:
         """The first block that the query at position `computed` still sees."""
-        return max(0, computed - group.window + 1) // self._config.block_size if group.window else 0
+        return max(0, computed - group.window + 1) // group.block_size if group.window else 0
 
-    def _blocks_needed(self, group: CacheGroup, request: Request) -> int:
-        """Blocks of a group with which the request can always go on: all, or a window and a step's tokens."""
-        tokens = request.positions
-        if group.window:
-            tokens = min(tokens, group.window + self._config.step_tokens + 2 * self._config.block_size)
-        return -(-tokens // self._config.block_size)
+    def _needs(self, request: Request) -> Counter[BlockAllocator]:
+        """Blocks with which the request can always go on: per group all, or a window and a step's tokens."""
+        needs = Counter[BlockAllocator]()
+        for group, allocator in zip(self._cache.groups, self._cache.allocators, strict=True):
+            tokens = request.positions
+            if group.window:
+                tokens = min(tokens, group.window + self._config.step_tokens + 2 * group.block_size)
+            needs[allocator] += -(-tokens // group.block_size)
+        return needs

@@ -8,13 +8,13 @@ An *owner* is any hashable name of a reader or writer, e.g. ``("session", 3)`` o
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from layerflow.boxes import Box
 from layerflow.presence import Presence
-from layerflow.spec import ModelSpec
+from layerflow.spec import ModelSpec, Shard
 
 Owner = Hashable
 
@@ -105,6 +105,18 @@ class PoolStatistics:
     hidden: int
 
 
+class Covering(Protocol):
+    """Objects of other partitions (tensor and pipeline sizes), which may stand in for one that was never stored."""
+
+    def alternatives(self, key: bytes) -> list[bytes]:
+        """Objects, complete or not, that have something of this one."""
+        ...
+
+    def sources(self, key: bytes, there: Callable[[bytes], bool]) -> list[tuple[Box, bytes]]:
+        """Of those that can be had, some that together cover this one; none if something is missing."""
+        ...
+
+
 class Pool(Protocol):
     """What every backend does. `now` is monotonic seconds."""
 
@@ -118,6 +130,18 @@ class Pool(Protocol):
 
     def learn(self, spec: ModelSpec) -> None:
         """A worker of this model has attached."""
+        ...
+
+    def covering(self, spec: ModelSpec) -> Covering | None:
+        """Which objects may stand in for this model's; None = it is known in one partition only."""
+        ...
+
+    def hear(self, model: bytes, shard: Shard) -> None:
+        """Workers of this partition have stored this model (its fingerprint) behind the arena."""
+        ...
+
+    def memory_at(self, offset: int, nbytes: int) -> memoryview:
+        """The arena's bytes there, to be written by who has reserved them."""
         ...
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
@@ -147,6 +171,10 @@ class Pool(Protocol):
 
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """As :meth:`acquire`, for bookkeeping: counts neither a hit nor a use; what is not there is left out."""
+        ...
+
+    def pins(self, owner: Owner, keys: Iterable[bytes]) -> bool:
+        """Is each of these objects here itself, and pinned by `owner`?"""
         ...
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from layerflow.boxes import Box, cover
@@ -13,7 +13,15 @@ from layerflow.presence import PresenceWriter
 from layerflow.spec import ModelSpec, Shard
 
 MOST_PARTITIONS = 4
-"""Partitions of one model whose objects are looked for: the newest so many."""
+"""Partitions of one model whose objects are looked for: those of workers here, then others; of both the newest."""
+
+
+class _Partitions(NamedTuple):
+    """A model's: of workers that have attached here, and those of which a tier told; oldest first."""
+
+    attached: list[Shard]
+    heard: list[Shard]
+    groups: int
 
 
 class _Alternatives(NamedTuple):
@@ -33,22 +41,56 @@ class CoveringPool(MemoryPool):
     def __init__(self, arena: ArenaMemory, presence: PresenceWriter | None = None, *, lease_share: float = 1.0) -> None:
         super().__init__(arena, presence, lease_share=lease_share)
         self._writer = presence
-        self._partitions: dict[bytes, list[Shard]] = {}
+        self._partitions: dict[bytes, _Partitions] = {}
         self._alternatives: dict[bytes, dict[bytes, _Alternatives]] = {}
 
     def learn(self, spec: ModelSpec) -> None:
         """A worker of this model has attached: its partition's objects are looked for from now on."""
         model, first = spec.fingerprint, spec.shard.peers()[0]
-        known = self._partitions.setdefault(model, [])
-        if not spec.shard.shareable or first in known:
+        known = self._partitions.setdefault(model, _Partitions([], [], len(spec.groups)))
+        if not spec.shard.shareable or first in known.attached:
             return
-        known.append(first)
-        del known[:-MOST_PARTITIONS]
+        known.attached.append(first)
+        del known.attached[:-MOST_PARTITIONS]
+        self._renew(model, known)
+        if model in self._alternatives and self._writer is not None and not self._writer.may_hold(several_key(model)):
+            self._writer.add(several_key(model))
+
+    def hear(self, model: bytes, shard: Shard) -> None:
+        """Workers of this partition have stored behind the arena; those that attach here go before it."""
+        known = self._partitions.get(model)
+        if known is not None and shard not in known.heard:
+            known.heard.append(shard)
+            self._renew(model, known)
+
+    def covering(self, spec: ModelSpec) -> CoveringPool | None:
+        """Itself, where objects of other partitions may stand in for this model's."""
+        return self if spec.fingerprint in self._alternatives else None
+
+    def alternatives(self, key: bytes) -> list[bytes]:
+        """Objects of other partitions, complete or not, that have something of this one."""
+        return [other for _, other in self._others(key)]
+
+    def sources(self, key: bytes, there: Callable[[bytes], bool]) -> list[tuple[Box, bytes]]:
+        """Objects that together cover the key's; none if something is missing.
+
+        :param there: which objects can be had.
+        """
+        digest = key[:DIGEST_BYTES]
+        for box, others in self._boxes_of(key):
+            found = [(other, name) for other, end in others if there(name := digest + end)]
+            if found:
+                pieces, missing = cover(box, tuple(other for other, _ in found))
+                if not missing:
+                    return [found[source] for source in dict.fromkeys(piece.source for piece in pieces)]
+        return []
+
+    def _renew(self, model: bytes, known: _Partitions) -> None:
+        heard = [shard for shard in reversed(known.heard) if shard not in known.attached]
+        looked_for = [*reversed(known.attached), *heard][:MOST_PARTITIONS]
         self._alternatives.pop(model, None)
-        if len(known) > 1:
-            self._alternatives[model] = _alternatives(known, len(spec.groups))
-            if self._writer is not None and not self._writer.may_hold(several_key(model)):
-                self._writer.add(several_key(model))
+        if len(looked_for) > 1:
+            self._alternatives[model] = _alternatives(looked_for, known.groups)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete, or covered by complete ones."""
@@ -99,15 +141,8 @@ class CoveringPool(MemoryPool):
         return whole[0]._replace(pieces=pieces)
 
     def _sources(self, key: bytes) -> list[tuple[Box, bytes]]:
-        """Complete objects that together cover the key's; none if something is missing."""
-        ready, digest = self._directory.ready, key[:DIGEST_BYTES]
-        for box, others in self._boxes_of(key):
-            there = [(other, name) for other, end in others if (name := digest + end) in ready]
-            if there:
-                pieces, missing = cover(box, tuple(other for other, _ in there))
-                if not missing:
-                    return [there[source] for source in dict.fromkeys(piece.source for piece in pieces)]
-        return []
+        """Those in the arena."""
+        return self.sources(key, self._directory.ready.__contains__)
 
     def _others(self, key: bytes) -> list[tuple[Box, bytes]]:
         return [(other, key[:DIGEST_BYTES] + end) for _, others in self._boxes_of(key) for other, end in others]

@@ -238,6 +238,11 @@ class Directory:
         """How many entries `owner` pins."""
         return len(self._pins[owner].entries) if owner in self._pins else 0
 
+    def pins(self, owner: Owner, keys: Iterable[bytes]) -> bool:
+        """Does `owner` pin what is ready under each of these keys?"""
+        mine, ready = self._pins.get(owner, OwnerPins()).entries, self.ready
+        return all((entry := ready.get(key)) is not None and entry in mine for key in keys)
+
     def expire(self, now: float) -> tuple[int, list[DirectoryEntry]]:
         """Drop pins that run out at or before `now`: how many, and the entries now unpinned."""
         dropped, idle = 0, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -70,6 +70,10 @@ class MemoryPool:
         """The table that tells clients which objects are certainly not here; None = none is kept."""
         return self._directory.presence
 
+    def memory_at(self, offset: int, nbytes: int) -> memoryview:
+        """The arena's bytes there, to be written by who has reserved them."""
+        return self._view[offset : offset + nbytes]
+
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete. Does not count as a use."""
         ready = self._directory.ready
@@ -106,6 +110,10 @@ class MemoryPool:
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """Pin complete objects without counting a hit or a use; what is not there is left out."""
         self._policy.park(self._directory.pin(keys, owner, until, self._most(lease))[2])
+
+    def pins(self, owner: Owner, keys: Iterable[bytes]) -> bool:
+        """Is each of these objects here itself, and pinned by `owner`?"""
+        return self._directory.pins(owner, keys)
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from layerflow.hits import NO_BLOCKS, SLICE_KEYS, BlockDigests, HitLength, LookupSource, search_hit, sharing_chunks
-from layerflow.keys import object_keys
+from layerflow.keys import DIGEST_BYTES, object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool import base
-from layerflow.pool.base import NewObject, Pool
+from layerflow.pool.base import Covering, NewObject, Pool
 from layerflow.spec import ModelSpec, Shard
 
 if TYPE_CHECKING:
@@ -25,15 +25,28 @@ class TieredLookup:
 
     :param found: what the tier was asked for and has.
     :param unavailable: what the tier has and cannot be brought now.
+    :param covering: objects of other partitions may stand in for those that the tier does not have. Of the arena's
+        the pool knows by itself.
     """
 
     pool: Pool
     tier: Tier
     found: frozenset[bytes] = frozenset()
     unavailable: frozenset[bytes] = frozenset()
+    covering: Covering | None = None
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects can be loaded."""
+        there = self._each(keys)
+        if self.covering is not None and not all(there):
+            missing = [key for key, found in zip(keys, there, strict=True) if not found]
+            others = list({other for key in missing for other in self.covering.alternatives(key)})
+            have = {other for other, found in zip(others, self._each(others), strict=True) if found}
+            for at, key in enumerate(keys):
+                there[at] = there[at] or bool(self.covering.sources(key, have.__contains__))
+        return there
+
+    def _each(self, keys: Sequence[bytes]) -> list[bool]:
         here, behind = self.pool.lookup(keys), self.tier.holds(keys)
         found, unavailable = self.found, self.unavailable
         return [
@@ -44,6 +57,10 @@ class TieredLookup:
     def tails(self, parent: bytes) -> list[base.Tail]:
         """Partial chunks that follow `parent`, longest first."""
         found = {*self.pool.tails(parent), *self.tier.tails(parent)}
+        if self.covering is not None:
+            end = parent[DIGEST_BYTES:]
+            for other in self.covering.alternatives(parent):
+                found |= {base.Tail(tail.tokens, tail.key[:DIGEST_BYTES] + end) for tail in self.tier.tails(other)}
         return sorted(found, key=lambda tail: (-tail.tokens, tail.key))
 
     def sharing(self, block: bytes) -> Iterator[base.Child]:
@@ -86,6 +103,27 @@ def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[
     for first in range(0, len(wanted), step):
         few = wanted[first : first + step]
         yield object_keys(few, groups, shards)
+
+
+def needed_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength, tokens: int) -> set[bytes]:
+    """What a load of this hit or of any of its tails reads, of all shards.
+
+    :param tokens: of the prompt, of which one is left to compute.
+    """
+    chunk, shards = spec.chunk_tokens, spec.shard.peers()
+    ends = [(hit.tokens, digests)] if hit.tokens else []
+    ends += [
+        (tail.chunk * chunk + end, [*digests[: tail.chunk], tail.digest])
+        for tail in hit.tails
+        for end in {tail.tokens, tail.shared or tail.tokens}
+    ]
+    keys: set[bytes] = set()
+    for end, chunks in ends:
+        usable = spec.usable(end, tokens)
+        for number, group in enumerate(spec.groups):
+            if usable:
+                keys.update(object_keys([chunks[at] for at in group.rules.need(usable, chunk)], [number], shards))
+    return keys
 
 
 def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, parent: bytes = b"") -> NewObject:
@@ -132,25 +170,40 @@ def ask_tier(
     until = time.monotonic() + tier.settings.lookup_timeout_ms / 1e3
     every = range(len(spec.groups))
     prefixes = [group for group in every if not spec.groups[group].rules.first_token(tokens)]
-    known: LookupSource = TierLookup(tier) if direct else TieredLookup(pool, tier)
+    # The tier is asked in the same question for other partitions' objects that may stand in for what is not known.
+    covering = None if direct else pool.covering(spec)
+    known: LookupSource = TierLookup(tier) if direct else TieredLookup(pool, tier, covering=covering)
     first = yield from unknown_keys(known, spec, digests, prefixes)
     others = yield from sharing_chunks(known, spec, digests, tokens, blocks)
     more = [digest for digest in (own, *others) if digest]
     lacking = [chunk for chunk, keys in enumerate(first) if keys]
     if len(lacking) <= FEW_CHUNKS:
         asked = yield from unknown_keys(known, spec, list(dict.fromkeys([*digests, *more])), every)
-        tier.ask(list(chain.from_iterable(asked)), then, until)
+        tier.ask(_with_alternatives(covering, chain.from_iterable(asked)), then, until)
         return
     probed = [lacking[at] for at in (*doubling(len(lacking) - 1), len(lacking) - 1)]
 
     def ask_rest(found: frozenset[bytes]) -> Generator[None, None, None]:
-        end = next((chunk for chunk in probed if not found.issuperset(first[chunk])), len(digests))
+        there = TieredLookup(pool, tier, found, covering=covering)
+        end = next(
+            (chunk for chunk in probed if not (found.issuperset(first[chunk]) or all(there.lookup(first[chunk])))),
+            len(digests),
+        )
         left = [*digests[:end], *(more if end == len(digests) else others)]
         asked = yield from unknown_keys(known, spec, list(dict.fromkeys(left)), every)
-        keys = [key for key in chain.from_iterable(asked) if key not in found]
+        keys = [key for key in _with_alternatives(covering, chain.from_iterable(asked)) if key not in found]
         tier.ask(keys, lambda more: then(found | more), until)
 
-    tier.ask(list(chain.from_iterable(first[chunk] for chunk in probed)), lambda found: go(ask_rest(found)), until)
+    probes = _with_alternatives(covering, chain.from_iterable(first[chunk] for chunk in probed))
+    tier.ask(probes, lambda found: go(ask_rest(found)), until)
+
+
+def _with_alternatives(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:
+    """These keys, each once, and after them those that may stand in for them."""
+    own = list(keys)
+    if covering is None:
+        return own
+    return list(dict.fromkeys([*own, *(other for key in own for other in covering.alternatives(key))]))
 
 
 def doubling(stop: int) -> Iterator[int]:

@@ -12,6 +12,7 @@ from memcache_client import RemoteMemcache
 from meta_service import MetaService
 from mooncake_master import MooncakeMaster
 from mooncake_owner import Owner
+from redis_server import RedisServer
 
 from layerflow.memfd import SharedMemory
 
@@ -171,6 +172,19 @@ class Memcache(Kind):
         self._closing.callback(owner.kill)
         owner.attach(arena, lambda keys: None)
         self._owned = True
+
+
+class Redis(Kind):
+    """A Redis of its own; the tests of shapes and sizes run on it too."""
+
+    name, shared = "redis", True
+
+    def open(self) -> None:
+        self.server = RedisServer()
+        self._closing.callback(self.server.kill)
+
+    def settings(self) -> dict[str, object]:
+        return {"pool.backend": "redis", "pool.redis.url": self.server.url}
 
 
 KINDS: tuple[type[Kind], ...] = (Memory, Disk, Mooncake, Memcache)

@@ -159,7 +159,8 @@ class _SeenKeys:
 
 def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
     """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
-    best = Hit(found.tokens)
+    resident = isinstance(found, Found) and found.resident
+    best = Hit(found.tokens, resident=resident)
     for tail in found.tails:
         start, shared = tail.chunk * chain.chunk_tokens, tail.shared
         if start + tail.tokens <= len(chain) and chain.partial(tail.chunk, tail.tokens) == tail.digest:
@@ -168,9 +169,10 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
         if tokens is None or tokens <= best.tokens:
             continue
         if shared == tail.tokens:
-            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest)
+            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, resident=resident)
         else:
-            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, chain.partial(tail.chunk, shared))
+            digest = chain.partial(tail.chunk, shared)
+            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, digest, resident=resident)
     if isinstance(found, Found) and (found.following or found.reason):
         return replace(best, following=found.following and best.tokens > 0, reason=found.reason)
     return best

@@ -23,11 +23,12 @@ from layerflow.connectors.vllm.adapters import Adapters
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
 from layerflow.connectors.vllm.heads import wanted_layout
 from layerflow.connectors.vllm.identity import RequestKeys, media_salt_of
-from layerflow.connectors.vllm.layout import layout_of
+from layerflow.connectors.vllm.layout import layout_of, waits_by_layer
 from layerflow.connectors.vllm.options import parse_options
 from layerflow.connectors.vllm.pd.options import check_policy
 from layerflow.connectors.vllm.pd.side import HandoffSide
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout
+from layerflow.connectors.vllm.scheduler import recovery
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.versions import check_version, release
@@ -89,6 +90,10 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 transfer.engine_id,
                 self._groups,
                 can_fail_in_background=_TransferResults is not None,
+                recovers=self._groups > 1
+                and recovery.install(
+                    vllm.__version__, vllm_config.scheduler_config.get_scheduler_cls(), LayerflowConnector
+                ),
                 # With overlapping steps vLLM may emit tokens of the step behind a failed one: hits need leases there.
                 trusts_sight=transfer.kv_load_failure_policy == "recompute" and not _steps_overlap(vllm_config),
                 events=ChunkEvents(kv_cache_config) if self._events else None,
@@ -172,6 +177,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         return self._scheduler.finished(request, block_ids)
 
+    def failed_in_step(self, connector_output: Any) -> Any:
+        """For :mod:`.recovery`: see :meth:`.loads.StepLoads.failed`."""
+        assert self._scheduler is not None
+        return self._scheduler.step_loads.failed(connector_output)
+
     def take_events(self) -> Iterable[Any]:
         """KV cache events."""
         events = self._scheduler.events if self._scheduler is not None else None
@@ -194,11 +204,17 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0:
                 self._server = embed(self.options, engine_id)
         agent = Agent(endpoint, layout.spec, layout.tensors, engine_id)
-        # With several cache groups vLLM may zero new blocks while it prepares a step, and where steps overlap the one
-        # before may still run then.
-        early = self._groups == 1 and not _steps_overlap(self._vllm_config)
+        # With some caches vLLM zeroes new blocks while it prepares a step, and where steps overlap the one before may
+        # still run then.
+        zeroes = self._groups > 1 and getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
         self._worker = WorkerSide(
-            agent, layout, endpoint, several_groups=self._groups > 1, early=early, events=self._events
+            agent,
+            layout,
+            endpoint,
+            several_groups=self._groups > 1,
+            early=not (zeroes or _steps_overlap(self._vllm_config)),
+            waits=waits_by_layer(self._vllm_config, layout),
+            events=self._events,
         )
 
     def get_handshake_metadata(self) -> Any:

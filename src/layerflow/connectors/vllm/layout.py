@@ -102,6 +102,22 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     return Layout(spec, tensors, numbers, tuple(vllm_groups))
 
 
+def waits_by_layer(vllm_config: Any, layout: Layout) -> bool:
+    """Does every layer, but those of recurrent state, wait for its own blocks before its attention?
+
+    vLLM's own attention layers do; those that a model brings along (DeepSeek-V4) call no connector.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention  # noqa: PLC0415 - as above
+
+    groups = [group for group, _ in layout.spec.layer_places()]
+    layers = vllm_config.compilation_config.static_forward_context
+    return vllm_config.device_config.device_type != "npu" and all(
+        isinstance(layers.get(name), Attention | MLAAttention)
+        for name, number in layout.numbers.items()
+        if not layout.spec.groups[groups[number]].rules.exact
+    )
+
+
 def chunk_tokens(groups: Sequence[GroupSpec], wanted: int = 0) -> int:
     """Tokens of a chunk: `wanted` if given, else the least multiple of every block size from 256 tokens on.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -15,6 +16,7 @@ from layerflow.agent.descriptors import PartDescriptor
 from layerflow.connectors.vllm.planned import NO_SAVES, PlannedSaves
 from layerflow.connectors.vllm.verdicts import Verdict
 from layerflow.flow.cost.estimators import ComputeCost, LinkCost
+from layerflow.spec import ModelSpec
 
 ChunkKey = tuple[int, bytes]
 """A chunk's layerflow group and digest."""
@@ -81,6 +83,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     :param costs: the worker's link and compute, as far as measured.
     :param failed: requests of which a load has failed, with the largest share of their blocks that has, over all ranks.
     :param stored: chunks that are published since, with how many ranks have stored them; only for KV cache events.
+    :param lost: requests of which a load of the running step has failed; of models with several cache groups.
     :param ran: numbers of the unsure plans that were run.
     :param layouts: of the workers, by rank, with what they tell first.
     """
@@ -90,6 +93,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     costs: tuple[LinkCost | None, ComputeCost | None] | None = None
     failed: dict[str, float] = field(default_factory=dict)
     stored: dict[ChunkKey, int] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
     ran: frozenset[int] = frozenset()
     layouts: tuple[WorkerLayout, ...] = ()
 
@@ -112,6 +116,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             costs=_slower(self.costs, other.costs),
             failed=failed,
             stored=stored,
+            lost=self.lost | other.lost,
             ran=self.ran | other.ran,
             layouts=self.layouts + other.layouts,
         )
@@ -124,11 +129,18 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     :param spec: msgpack of :class:`layerflow.spec.ModelSpec`.
     :param vllm_groups: see :class:`.layout.Layout`.
     :param endpoint: where the server listens (the embedded one's is chosen by the worker).
+    :param waits: every layer but those of recurrent state waits for its own blocks before its attention.
     """
 
     spec: bytes
     vllm_groups: tuple[int, ...]
     endpoint: str
+    waits: bool = True
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """What this worker caches."""
+        return msgspec.msgpack.decode(self.spec, type=ModelSpec)
 
 
 NO_NEWS = WorkerReport()

@@ -9,7 +9,7 @@ import anyio
 
 from layerflow.errors import ProxyError, UpstreamError
 from layerflow.proxy.instances.instance import Instance, Role
-from layerflow.proxy.orders.exchange import RETRIES, Exchange
+from layerflow.proxy.orders.exchange import Exchange
 from layerflow.proxy.outlet import ClientGone
 
 _VERSION = 1  # of what stands under "layerflow"
@@ -20,21 +20,20 @@ async def concurrent(exchange: Exchange) -> None:
 
     :raises ProxyError: the decoder failed, one of them refused, or the prompt is too long to be recomputed.
     """
-    settings = exchange.context.settings
-    retries = RETRIES if settings.on_prefill_failure == "retry" else 0
     tried: list[Instance] = []
+    failure: UpstreamError | None = None
     while True:
         try:
             prefiller = exchange.pick(Role.PREFILL, tried)
         except ProxyError as none:
-            return await exchange.recompute(none)
+            return await exchange.recompute(failure or none)
         failure = await _attempt(exchange, prefiller)
         if failure is None:
             return None
         if failure.judged:
             raise failure
         tried.append(prefiller)
-        if len(tried) > retries:
+        if len(tried) > exchange.prefill_retries:
             return await exchange.recompute(failure)
         exchange.context.metrics.retries.labels(Role.PREFILL.value).inc()
 

@@ -10,7 +10,7 @@ import anyio
 from layerflow.errors import ProxyError, UpstreamError
 from layerflow.proxy.instances.instance import Instance, Role
 from layerflow.proxy.metaserver import DecodeRequest, PrefillJob
-from layerflow.proxy.orders.exchange import RETRIES, Exchange
+from layerflow.proxy.orders.exchange import Exchange
 from layerflow.proxy.outlet import ClientGone
 
 
@@ -59,13 +59,15 @@ async def _attempt(exchange: Exchange, decoder: Instance, request_id: str) -> No
         child = exchange.child(prompts[prompt] if prompts else None, counted=prompt not in counted)
         counted.add(prompt)
         try:
-            await _prefill(exchange, child, posted, f"{request_id}-{prompt}" if prompts else request_id)
+            base_id = f"{request_id}-{prompt}" if prompts else request_id
+            await child.prefill_anywhere(posted, lambda: exchange.leg_id(Role.PREFILL, base_id))
         except ProxyError as error:
             job.end(error)
             if not exchange.outlet.begun:
                 ended = _PrefillLost(error)
                 tasks.cancel_scope.cancel()
         else:
+            exchange.prefill_ended()
             job.end(None)
 
     def start(prompt: int, posted: dict[str, Any], job: PrefillJob) -> None:
@@ -80,24 +82,3 @@ async def _attempt(exchange: Exchange, decoder: Instance, request_id: str) -> No
             tasks.cancel_scope.cancel()
     if ended is not None:
         raise ended
-
-
-async def _prefill(exchange: Exchange, child: Exchange, posted: dict[str, Any], base_id: str) -> None:
-    """The child's prompt, with what its decoder posted as ``kv_transfer_params``.
-
-    :raises ProxyError: no prefill engine could do it, or one refused it.
-    """
-    retries = RETRIES if exchange.context.settings.on_prefill_failure == "retry" else 0
-    tried: list[Instance] = []
-    while True:
-        instance = child.pick(Role.PREFILL, tried)
-        try:
-            await child.prefill(instance, posted, exchange.leg_id(Role.PREFILL, base_id))
-        except UpstreamError as error:
-            tried.append(instance)
-            if error.judged or len(tried) > retries:
-                raise
-        else:
-            exchange.prefill_ended()
-            return
-        exchange.context.metrics.retries.labels(Role.PREFILL.value).inc()

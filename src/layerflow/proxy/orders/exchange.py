@@ -21,7 +21,7 @@ from layerflow.proxy.request import CHAT, ClientRequest
 from layerflow.proxy.timings import Way
 
 RECOMPUTED = "recomputed"
-RETRIES = 1  # of a prefill, with [proxy] on_prefill_failure = retry
+_RETRIES = 1  # of a prefill, with [proxy] on_prefill_failure = retry
 _log = structlog.get_logger("layerflow.proxy")
 
 
@@ -67,6 +67,11 @@ class Exchange:
         self._sent[role, base] = number + 1
         return f"{base}-{number}" if number else base
 
+    @property
+    def prefill_retries(self) -> int:
+        """How often a prefill that failed is tried elsewhere."""
+        return _RETRIES if self.context.settings.on_prefill_failure == "retry" else 0
+
     def prefill_ended(self) -> None:
         """From now on the decoder's first token is what the hand-off takes."""
         self._prefilled_at = self.context.clock()
@@ -98,6 +103,28 @@ class Exchange:
         if self._text_bytes and done.prompt_tokens:
             context.estimate.learn(self._text_bytes, done.prompt_tokens)
         return done
+
+    async def prefill_anywhere(self, params: Mapping[str, Any], next_id: Callable[[], str]) -> Prefilled:
+        """Compute the prompt at one engine, or where that fails and `on_prefill_failure` says so at another.
+
+        :param next_id: the request's id at the next engine.
+        :raises ProxyError: the last one's failure; or no engine can take it.
+        """
+        tried: list[Instance] = []
+        failure: UpstreamError | None = None
+        while True:
+            try:
+                instance = self.pick(Role.PREFILL, tried)
+            except ProxyError as none:
+                raise failure or none from None
+            try:
+                return await self.prefill(instance, params, next_id())
+            except UpstreamError as error:
+                tried.append(instance)
+                if error.judged or len(tried) > self.prefill_retries:
+                    raise
+                failure = error
+            self.context.metrics.retries.labels(Role.PREFILL.value).inc()
 
     async def decode(self, instance: Instance, params: Mapping[str, Any] | None, request_id: str) -> None:
         """Pass that engine's answer on to the client.

@@ -6,8 +6,7 @@ from typing import Any
 
 from layerflow.errors import ProxyError, UpstreamError
 from layerflow.proxy.instances.instance import Instance, Role
-from layerflow.proxy.legs.prefill import Prefilled
-from layerflow.proxy.orders.exchange import RETRIES, Exchange
+from layerflow.proxy.orders.exchange import Exchange
 
 _ASKED: dict[str, Any] = {
     "do_remote_decode": True,
@@ -25,7 +24,7 @@ async def prefill_first(exchange: Exchange) -> None:
     :raises ProxyError: neither a prefill nor a decode engine could do it, or one of them refused it.
     """
     try:
-        done = await _prefill_somewhere(exchange)
+        done = await exchange.prefill_anywhere(_ASKED, lambda: exchange.leg_id(Role.PREFILL))
     except UpstreamError as error:
         if error.judged:
             raise
@@ -37,17 +36,3 @@ async def prefill_first(exchange: Exchange) -> None:
         await exchange.decode(instance, done.params, request_id)
 
     return await exchange.decode_anywhere(attempt)
-
-
-async def _prefill_somewhere(exchange: Exchange) -> Prefilled:
-    tried: list[Instance] = []
-    retries = RETRIES if exchange.context.settings.on_prefill_failure == "retry" else 0
-    while True:
-        instance = exchange.pick(Role.PREFILL, tried)
-        try:
-            return await exchange.prefill(instance, _ASKED, exchange.leg_id(Role.PREFILL))
-        except UpstreamError as error:
-            tried.append(instance)
-            if error.judged or len(tried) > retries:
-                raise
-        exchange.context.metrics.retries.labels(Role.PREFILL.value).inc()

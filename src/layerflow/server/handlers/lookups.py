@@ -13,8 +13,17 @@ from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
 from layerflow.server.handlers.following import Asked, FollowLookups
-from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
+from layerflow.server.lookup import (
+    TieredLookup,
+    TierLookup,
+    ask_tier,
+    find_and_bring,
+    hit_keys,
+    needed_keys,
+    prompt_keys,
+)
 from layerflow.server.sessions import ClientSession
+from layerflow.server.tier.pieces import bring_pieces
 from layerflow.server.turns import Work
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
@@ -189,7 +198,30 @@ class Lookups:
         search = functools.partial(
             find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, blocks=blocks, direct=direct
         )
-        yield from self._find(session, lookup, digests, heard, search, reason=reason)
+        find = functools.partial(self._find, session, lookup, digests, heard, search, reason=reason)
+        covering = None if direct else pool.covering(spec)
+        pieces: set[bytes] = set()
+        if covering is not None:
+            there = TieredLookup(pool, tier, found, covering=covering)
+            hit = yield from search_hit(there, spec, *prompt, blocks)
+            above = lookup.root, digests
+            pieces = yield from bring_pieces(pool, tier, spec, covering, above, hit, found, session.engine)
+        if not pieces:
+            yield from find()
+            return
+        # What has come by then counts; what comes later, for the next lookup of the prompt, while the lease lasts.
+        owner = lease_owner(session.engine, lookup.request)
+        session.leases[lookup.request] = until = time.monotonic() + lookup.lease_ms / 1e3
+        tier.lease([*pieces], owner, until)
+        resets = session.resets
+
+        def go_on() -> None:
+            if session.resets == resets:
+                self._go_on(session.number, lookup, find())
+            else:
+                self._context.send(session, wire.Found(lookup.id, 0, []))
+
+        tier.when_come([*pieces], heard + tier.settings.lookup_timeout_ms / 1e3, go_on)
 
     def _find(
         self,
@@ -206,11 +238,11 @@ class Lookups:
         for _ in range(MOST_SEARCHES):
             before = self._departures()
             hit = yield from search()
-            yield from self._lease(session, message, digests, hit)
+            resident = yield from self._lease(session, message, digests, hit)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or self._departures() == before:
                 break
-        self._found(session, message, hit, heard, following=following, reason=reason)
+        self._found(session, message, hit, heard, resident=resident, following=following, reason=reason)
 
     def _departures(self) -> int:
         """How many objects have left the pool since the start."""
@@ -232,17 +264,24 @@ class Lookups:
                 "needed, or look up with a shorter lease_ms",
             )
 
-    def _lease(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> Work:
-        assert session.spec is not None
+    def _lease(
+        self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength
+    ) -> Generator[None, None, bool]:
+        """Pin what is here of a hit; True if that is all which it needs. Asked for by models of several groups only."""
+        spec = session.spec
+        assert spec is not None
         if hit.tokens or hit.tails:
             until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
             session.leases[message.request] = until
-            for keys in hit_keys(session.spec, digests, hit):
+            for keys in hit_keys(spec, digests, hit):
                 here = [key for key, there in zip(keys, self._context.pool.lookup(keys), strict=True) if there]
                 self._context.pool.acquire(here, owner, until, lease=True)
                 if self._context.tier is not None:
                     self._context.tier.lease(keys, owner, until)
                 yield
+            if len(spec.groups) > 1:
+                return self._context.pool.pins(owner, needed_keys(spec, digests, hit, message.tokens))
+        return False
 
     def _found(
         self,
@@ -251,12 +290,13 @@ class Lookups:
         hit: HitLength,
         heard: float,
         *,
+        resident: bool,
         following: bool,
         reason: str,
     ) -> None:
         told = _found(message.id, hit)
-        if following or reason:
-            told = msgspec.structs.replace(told, following=following, reason=reason)
+        if resident or following or reason:
+            told = msgspec.structs.replace(told, resident=resident, following=following, reason=reason)
         self._context.send(session, told)
         assert session.spec is not None
         tokens = hit.surely(session.spec, message.tokens)

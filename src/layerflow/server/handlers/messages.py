@@ -189,6 +189,8 @@ class Handlers:
             shapes = tuple(LayerShape(group, spec.groups[group].bytes_per_block) for group, _ in spec.layer_places())
             context.driver.handle(SessionOpened(session.number, shapes))
             context.pool.learn(spec)
+            if context.tier is not None:
+                context.tier.partitions.learn(spec)
         session.spec = message.spec
         session.memory = message.memory
         session.direct = message.memory and message.direct

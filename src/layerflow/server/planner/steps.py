@@ -194,7 +194,8 @@ def plan_step(
         events += follows.adopted((session.number, message.step), group, saved)
     # Objects that other ranks load too stay leased for them, until the lease ends.
     loaded = [(wanted.request, wanted.keys) for wanted in loads if spec.shard.copy_of(wanted.group).copies == 1]
-    plan = Plan(message.step, load_plan, save_plan, covered)
+    urgent = any(part.promised for part in save_parts)
+    plan = Plan(message.step, load_plan, save_plan, covered, urgent)
     return Opening(events, plan, book, loaded, full, len(bad))
 
 
@@ -208,6 +209,8 @@ def _plan_loads(
     handoffs: Handoffs,
     follows: Follows,
 ) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
+    spec = session.spec
+    assert spec is not None
     # A pin outlives the deadline by far: it ends with the step, and only a lost server forgets it.
     located = [pool.acquire(wanted.keys, book.owner, deadline + MAX_STEP_S) for wanted in loads]
     _follow(follows, session, loads, located)
@@ -227,6 +230,8 @@ def _plan_loads(
         needs: list[Need] = []
         for key, place, count in zip(wanted.keys, found, wanted.counts.tolist(), strict=True):
             coming = _coming(tier, follows, key) if place is None else None
+            if coming is not None and coming.job.layers != spec.groups[wanted.group].layers:
+                coming = None  # brought as a piece, for workers of another pipeline size
             source = place or coming
             if source is None or source.blocks < count:
                 bad.add(wanted.request)

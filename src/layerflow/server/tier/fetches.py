@@ -26,6 +26,7 @@ class Job:
     """One fetch.
 
     :param objects: by position, as the core and the host know them.
+    :param layers: the model's layer numbers, as the core knows them.
     :param leases: who has looked these keys up: (owner, until, keys).
     :param left: objects that are neither published nor without room.
     :param done: the host has been told of its end.
@@ -33,6 +34,7 @@ class Job:
 
     number: int
     objects: list[NewObject]
+    layers: tuple[int, ...]
     left: int
     leases: list[Lease] = field(default_factory=list)
     done: bool = False
@@ -73,6 +75,7 @@ class Fetches:
         self._failed = failed
         self._jobs: dict[int, Job] = {}
         self._coming: dict[bytes, PendingFetch] = {}
+        self._waiting: list[tuple[set[bytes], Callable[[], None]]] = []
         self._numbers = 0
         self.fetched_objects = 0
         self.fetched_bytes = 0
@@ -93,6 +96,14 @@ class Fetches:
         """Where `key` will be; None = it is not on its way, or will not come."""
         return self._coming.get(key)
 
+    def when_come(self, keys: Iterable[bytes], then: Callable[[], None]) -> None:
+        """Call `then` once none of these is on its way any more, whatever became of it; perhaps at once."""
+        left = {key for key in keys if key in self._coming}
+        if left:
+            self._waiting.append((left, then))
+        else:
+            then()
+
     def begin(self, objects: Sequence[NewObject], layers: Sequence[int], source: str) -> None:
         """Start bringing objects of one group that are neither in the arena nor on their way.
 
@@ -108,7 +119,7 @@ class Fetches:
         self.refused += len(objects) - len(placed)
         if not placed:
             return
-        job = Job(self._numbers, [new for new, _ in placed], len(placed))
+        job = Job(self._numbers, [new for new, _ in placed], tuple(layers), len(placed))
         if not self._send(Fetch(job.number, describe(placed, len(layers)))):
             self._pool.revoke([new.key for new in job.objects], owner)
             return
@@ -178,8 +189,7 @@ class Fetches:
             case Arrived():
                 self._arrived(self._jobs[command.fetch], command)
             case ObjectsLost():
-                for position in command.objects:
-                    del self._coming[self._jobs[command.transfer].objects[position].key]
+                self._left([self._jobs[command.transfer].objects[position].key for position in command.objects])
             case Vacate():
                 job = self._jobs[command.fetch]
                 self._pool.revoke([job.objects[position].key for position in command.objects], job.owner)
@@ -195,14 +205,24 @@ class Fetches:
         keys = [new.key for new in came]
         self.fetched_objects += len(came)
         self.fetched_bytes += sum(new.nbytes for new in came)
-        for key in keys:
-            del self._coming[key]
         self._pool.commit(keys, job.owner)
         for owner, until, wanted in job.leases:
             self._pool.hold([key for key in keys if key in wanted], owner, until, lease=True)
         for session, step, objects in command.readers:
             self._pool.hold([job.objects[position].key for position in objects], ("step", session, step), math.inf)
+        self._left(keys)
         self._leave(job, len(came))
+
+    def _left(self, keys: Sequence[bytes]) -> None:
+        """These are not on their way any more."""
+        for key in keys:
+            del self._coming[key]
+        for left, _ in self._waiting:
+            left.difference_update(keys)
+        done = [then for left, then in self._waiting if not left]
+        self._waiting = [each for each in self._waiting if each[0]]
+        for then in done:
+            then()
 
     def _leave(self, job: Job, objects: int) -> None:
         job.left -= objects

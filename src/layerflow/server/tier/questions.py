@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -71,3 +72,16 @@ class Questions:
             del self._by_keys[question.packed]
             for then in question.then:
                 then(present)
+
+
+def once(until: float, then: Callable[[], None]) -> Callable[[], None]:
+    """Calls `then` when it is first called, or else at `until`."""
+    pending = [then]
+
+    def call() -> None:
+        if pending:
+            timer.cancel()
+            pending.pop()()
+
+    timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), call)
+    return call

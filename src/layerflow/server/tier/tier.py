@@ -25,8 +25,9 @@ from layerflow.pool.base import Child, NewObject, Owner, Pool, Tail
 from layerflow.pool.sharing import SharedBlocks
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.index import MAX_RECENT_CHUNKS, NegativeCache, TierIndex
+from layerflow.server.tier.partitions import PartitionRegistry
 from layerflow.server.tier.process import HostProcess
-from layerflow.server.tier.questions import Questions
+from layerflow.server.tier.questions import Questions, once
 from layerflow.server.tier.statistics import TierStatistics
 from layerflow.server.tier.writes import Writes
 from layerflow.wire.host_messages import (
@@ -47,6 +48,8 @@ from layerflow.wire.host_messages import Written as WrittenMessage
 
 HIDE_S = 30.0
 """How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
+ASK_S = 5.0
+"""How long the backend may take to say which partitions are noted: nobody waits for it."""
 TierCommand = Call | Arrived | ObjectsLost | Vacate | WriteBegun | Written | TransferDone
 
 
@@ -83,6 +86,7 @@ class Tier:
         self._host = HostProcess(name, options, *arena, self)
         self._questions = Questions(self._host.send)
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
+        self.partitions = PartitionRegistry(pool, self._host.send, self._which, self._noted)
         self._emit = emit
         self._writes = Writes(pool, self._host.send, emit, self._written, self._write_failed)
 
@@ -117,6 +121,13 @@ class Tier:
             then(frozenset())
             return
         self._questions.ask(wanted, then, timeout_s)
+
+    def _which(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None]) -> None:
+        """Which of these are in the backend?"""
+        if self.indexed or not self.up:
+            then(frozenset(key for key in keys if self.up and key in self._index))
+        else:
+            self._questions.ask(keys, then, ASK_S)
 
     def hide(self, keys: Sequence[bytes]) -> int:
         """Reading these has failed: they are not offered for a while. How many there are."""
@@ -157,6 +168,10 @@ class Tier:
     def coming(self, key: bytes) -> PendingFetch | None:
         """An object's room in the arena while it is on its way."""
         return self._fetches.coming(key)
+
+    def when_come(self, keys: Sequence[bytes], until: float, then: Callable[[], None]) -> None:
+        """Call `then` once, when none of `keys` is on its way into the arena, or at `until`; perhaps at once."""
+        self._fetches.when_come(keys, once(until, then))
 
     def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
         """Pin these for `owner` once they have come."""
@@ -235,24 +250,16 @@ class Tier:
 
     def when_written(self, keys: Sequence[bytes], until: float, then: Callable[[], None]) -> None:
         """Call `then` once, when none of `keys` is on its way into the tier, or at `until`; perhaps at once."""
-        pending = [then]
-
-        def once() -> None:
-            if pending:
-                timer.cancel()
-                pending.pop()()
-
-        timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), once)
-        self._writes.when_ended(keys, once)
+        self._writes.when_ended(keys, once(until, then))
 
     # The host ------------------------------------------------------------------------------------
 
     def host_said(self, message: ToServer) -> None:
         """News from the host."""
         match message:
-            case Fetched():
+            case Fetched() if not self.partitions.heard(message):
                 self._fetches.heard(message)
-            case WrittenMessage():
+            case WrittenMessage() if not self.partitions.heard(message):
                 self._writes.heard(message)
             case Present():
                 self._questions.heard(message)
@@ -261,6 +268,8 @@ class Tier:
                 self.indexed = message.indexed
                 self._index.clear()
                 self._log.info("tier_up", backend=self.name, **message.details)
+                if not message.indexed:
+                    self.partitions.refresh()
             case Indexed():
                 self._hold(message)
             case Evicted():
@@ -271,7 +280,7 @@ class Tier:
                 waiting = self._clearing.pop(message.id, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
-            case Pong():
+            case Pong() | Fetched() | WrittenMessage():
                 pass
 
     def host_stuck(self, why: str) -> None:
@@ -281,6 +290,7 @@ class Tier:
     def host_lost(self, why: str) -> None:
         """The host is dead and will be started anew."""
         self._lower(why)
+        self.partitions.lost()
         fetching, writing = self._fetches.coming_objects, self._writes.pending_objects
         self._emit([HostLost(f"the host process is gone: {why}")])
         if fetching:  # counted, and not shunned: the objects may be well
@@ -326,6 +336,7 @@ class Tier:
             "details": self.details,
             "host": dataclasses.asdict(self._host.state),
             "backend_figures": dict(self._host.statistics),
+            "noted": self.partitions.noted(),
             **dataclasses.asdict(self.statistics()),
         }
 
@@ -345,7 +356,9 @@ class Tier:
             IndexEntry(key, blocks, tokens, parents.get(at, b""), digests.get(at, b""))
             for at, (key, blocks, tokens) in enumerate(rows)
         )
-        self.up = self.up or message.last
+        if message.last and not self.up:
+            self.up = True
+            self.partitions.refresh()
 
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()
@@ -354,6 +367,10 @@ class Tier:
         if outcome == ObjectStatus.BROKEN:
             self._index.discard([key])
         self._log.warning("fetch_failed", backend=self.name, key=describe_key(key), outcome=name, reason=reason)
+
+    def _noted(self, new: NewObject) -> None:
+        if self.indexed:
+            self._index.add([IndexEntry(new.key, new.blocks, new.tokens, new.parent)])
 
     def _written(self, new: NewObject) -> None:
         self._failed_reads.discard(new.key)

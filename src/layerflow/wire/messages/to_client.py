@@ -71,6 +71,7 @@ class Found(Message, frozen=True, tag=103):
     :param tails: longer hits: up to what is shared, and to all of it where the digest is that of the prompt's tokens.
     :param following: some of it is still being stored: the step that loads it follows that, layer by layer.
     :param reason: of a Lookup with a hand-off that it does not follow: the hand-off's state, and why.
+    :param resident: every object that any of these hits needs lies in the arena, and the lease pins it.
     """
 
     id: int
@@ -78,6 +79,7 @@ class Found(Message, frozen=True, tag=103):
     tails: list[TailHit]
     following: bool = False
     reason: str = ""
+    resident: bool = False
 
 
 class PlanPart(Message, frozen=True):
@@ -105,12 +107,16 @@ class Covered(Message, frozen=True):
 
 class Plan(Message, frozen=True, tag=104):
     """The answer to OpenStep: parts in the order of the request. Blocks of objects that are NOWHERE are not
-    numbered; a load object that is NOWHERE has failed."""
+    numbered; a load object that is NOWHERE has failed.
+
+    :param urgent: another engine waits for what is saved: each layer leaves as soon as it is computed.
+    """
 
     step: int
     loads: list[PlanPart]
     saves: list[PlanPart]
     covered: list[Covered] = []
+    urgent: bool = False
 
 
 class Batch(Message, frozen=True):

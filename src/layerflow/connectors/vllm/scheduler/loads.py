@@ -1,25 +1,162 @@
-"""A hit's part of a step: which objects it loads into which blocks."""
+"""A hit's part of a step: which objects it loads into which blocks, and where it may be loaded in the step itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from layerflow.agent.descriptors import PartDescriptor, describe_loads
-from layerflow.agent.values import StepRequest
+from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, describe_loads
+from layerflow.agent.values import Hit, StepRequest
+from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.errors import SpecError
 from layerflow.spec import ModelSpec
 
+Tables = tuple[list[int], ...]
+"""Block ids per vLLM group."""
 
-def describe_hit(
-    spec: ModelSpec, tracked: Tracked, tables: Sequence[np.ndarray], load: tuple[int, int]
-) -> list[PartDescriptor]:
-    """The parts of one request's load; none where `load` is empty.
+
+@dataclass(slots=True)
+class Arrival:
+    """A load of a step whose output has not come.
+
+    :param number: of the plan.
+    :param start: the first token that it loads.
+    :param tables: where; the request's last ones if it has ended since.
+    """
+
+    number: int
+    start: int
+    tables: Tables
+
+
+class StepLoads:
+    """Which hits may be loaded in the step, and what loads are under way there.
+
+    With one cache group all may. With several vLLM cannot be told that such a load has failed; :mod:`.recovery` makes
+    up for that, but what it costs should be rare: only what lies in the server's arena, pinned, is loaded there.
+
+    :param groups: the model's cache groups.
+    :param recovers: vLLM's scheduler takes back what was computed on such a load.
+    """
+
+    def __init__(self, groups: int, *, recovers: bool) -> None:
+        self._one_group = groups == 1
+        self._allowed = self._one_group or recovers
+        self._arrivals: dict[str, list[Arrival]] = {}
+        self._dropped: set[str] = set()
+
+    @property
+    def needs_answer(self) -> bool:
+        """Is a hit loaded in the step only with the server's word that it is pinned?"""
+        return self._allowed and not self._one_group
+
+    def meet_workers(self, layouts: Collection[WorkerLayout]) -> None:
+        """Layers that nobody waits for one by one cannot be loaded while others compute."""
+        self._allowed &= self._one_group or all(layout.waits for layout in layouts)
+
+    def may(self, hit: Hit) -> bool:
+        """May this hit be loaded in the step?"""
+        return self._allowed and (self._one_group or hit.resident)
+
+    def planned(self, number: int, tracked: Tracked) -> None:
+        """The plan of this number loads the request in its step."""
+        assert tracked.load is not None
+        self._arrivals.setdefault(tracked.id, []).append(Arrival(number, tracked.load[0], tracked.tables))
+
+    def failed(self, output: Any) -> dict[str, Sequence[Arrival]]:
+        """By request whose load in the step has failed: all its loads under way.
+
+        :param output: vLLM's KVConnectorOutput, of all ranks; None = nothing was told.
+        """
+        news = output.kv_connector_worker_meta if output is not None else None
+        reports = [each for each in getattr(news, "metadata", (news,)) if isinstance(each, WorkerReport)]
+        return {request: self._arrivals.get(request, ()) for report in reports for request in report.lost}
+
+    def finished(self, request: str, tables: Tables) -> bool:
+        """The request is over. Must its lease stay until its load is?
+
+        Its blocks are in vLLM's own prefix cache since they were allocated: others may go on from them.
+
+        :param tables: its last ones.
+        """
+        for arrival in self._arrivals.get(request, ()):
+            arrival.tables = tables
+        if request in self._arrivals:
+            self._dropped.add(request)
+        return request in self._arrivals
+
+    def ended(self, ran: Collection[int]) -> list[str]:
+        """The output of these plans has come: whose leases can go now?"""
+        if not self._arrivals:
+            return []
+        for request, arrivals in list(self._arrivals.items()):
+            left = [arrival for arrival in arrivals if arrival.number not in ran]
+            if left:
+                self._arrivals[request] = left
+            else:
+                del self._arrivals[request]
+        free = [request for request in self._dropped if request not in self._arrivals]
+        self._dropped.difference_update(free)
+        return free
+
+
+def plan_load(spec: ModelSpec, tracked: Tracked, tables: Sequence[np.ndarray], tokens: int, plan: StepPlan) -> int:
+    """Put a hit's load into the plan.
+
+    In the step some blocks cannot wait for their layer's turn. The step writes to the block that the hit ends in, if
+    tokens of it are left, before it asks for the layer. Nothing asks for recurrent state; and vLLM has copied the state
+    block to the one that the step writes before it lets loads begin, so both get it.
 
     :param tables: int64 block ids per layerflow group; negative = no block.
-    :param load: tokens ``[start, stop)``.
+    :param tokens: what the step computes of the request.
+    :returns: how many tokens it loads.
     """
-    if load[0] >= load[1]:
+    assert tracked.load is not None
+    start, stop = tracked.load
+    parts = describe_loads(spec, [StepRequest(tracked.id, tracked.chain, tables, (start, stop), tracked.hit)])
+    if tracked.background:
+        tracked.arriving = True
+        plan.background[tracked.id] = parts
+        return stop - start
+    for part in parts:
+        group = spec.groups[part.group]
+        if group.rules.exact:
+            current = -(-(stop + tokens) // group.block_size) - 1
+            plan.tails += [part, _copy_to(part, current, tables[part.group])]
+        else:
+            whole, rest = _split(part, stop // group.block_size, spec.chunk_tokens)
+            plan.loads += whole
+            plan.tails += rest
+    return stop - start
+
+
+def _copy_to(part: PartDescriptor, block: int, table: np.ndarray) -> PartDescriptor:
+    """The part's one state, to another position of the block table."""
+    (piece,) = part.pieces
+    if block >= len(table) or table[block] < 0:
+        raise SpecError(f"request {part.request!r}, group {part.group}: no block {block} for the state to continue")
+    return replace(part, table=np.array(table), pieces=(replace(piece, blocks=range(block, block + 1)),))
+
+
+def _split(part: PartDescriptor, block: int, chunk: int) -> tuple[list[PartDescriptor], list[PartDescriptor]]:
+    """Before a position of the block table, and from it on."""
+    before: list[ObjectDescriptor] = []
+    after: list[ObjectDescriptor] = []
+    for piece in part.pieces:
+        cut = min(max(block, piece.blocks.start), piece.blocks.stop)
+        if cut > piece.blocks.start:
+            before.append(replace(piece, blocks=range(piece.blocks.start, cut)))
+        if cut < piece.blocks.stop:
+            index = piece.index + cut - piece.blocks.start
+            after.append(replace(piece, blocks=range(cut, piece.blocks.stop), index=index))
+    return _part(part, before, chunk), _part(part, after, chunk)
+
+
+def _part(part: PartDescriptor, pieces: list[ObjectDescriptor], chunk: int) -> list[PartDescriptor]:
+    if not pieces:
         return []
-    return describe_loads(spec, [StepRequest(tracked.id, tracked.chain, tables, load, tracked.hit)])
+    return [replace(part, pieces=tuple(pieces), parent=part.parent if pieces[-1].tokens != chunk else b"")]

@@ -2,8 +2,8 @@
 
 A hit reaches its request in one of two ways. *In the step*: the request runs at once and each layer waits for its
 own blocks. *In the background*: the request waits, vLLM goes on with others, and it runs when everything is there.
-Layer-wise loading is the first, bulk the second. Models with several cache groups always load in the background:
-vLLM can be told that such a load has failed, but not that a load of the running step has.
+Layer-wise loading is the first, bulk the second; :mod:`.loads` says which hits of models with several cache groups may
+take the first.
 
 Loads can fail, also on another rank, while later steps are planned already: :mod:`.verdicts` says whose saves count.
 """
@@ -24,7 +24,7 @@ from layerflow.connectors.vllm.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
 from layerflow.connectors.vllm.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
-from layerflow.connectors.vllm.scheduler.loads import describe_hit
+from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.scheduler.search import HitSearch
@@ -53,6 +53,7 @@ class SchedulerSide:
     :param engine_id: vLLM's, shared with its workers.
     :param groups: how many cache groups the model has.
     :param can_fail_in_background: vLLM can be told that a background load of several groups has failed.
+    :param recovers: vLLM takes back what was computed on a load of the running step that has failed; of several groups.
     :param trusts_sight: vLLM recovers from a load that fails, so that a hit need not wait for its lease.
     :param events: takes what is stored, where vLLM's KV cache events are on.
     :param keys: hashes its requests.
@@ -66,6 +67,7 @@ class SchedulerSide:
         groups: int,
         *,
         can_fail_in_background: bool,
+        recovers: bool = False,
         trusts_sight: bool = False,
         events: ChunkEvents | None = None,
         keys: RequestKeys | None = None,
@@ -75,11 +77,11 @@ class SchedulerSide:
         self.events = events
         self.spec: ModelSpec | None = None
         self._engine_id = engine_id
-        self._in_step = groups == 1
+        self.step_loads = StepLoads(groups, recovers=recovers and options.mode != "bulk")
         self._keys = keys or RequestKeys()
         self._handoffs = handoffs or HandoffSide()
         self._trusts_sight = trusts_sight
-        self._may_load = options.load and (self._in_step or can_fail_in_background)
+        self._may_load = options.load and (groups == 1 or can_fail_in_background)
         self._tracked: dict[str, Tracked] = {}
         self._loading: list[Tracked] = []
         self._leaving: list[str] = []
@@ -98,8 +100,8 @@ class SchedulerSide:
         self._held: set[str] = set()  # finished requests whose blocks vLLM keeps for their saves
         self._vllm_kept = False
         if options.load and not self._may_load:
-            log.warning("loading_off", groups=groups, reason="this vLLM cannot recover from a failed load of several "
-                        "cache groups; prompts are only saved")  # fmt: skip
+            reason = "this vLLM cannot recover from a failed load of several cache groups; prompts are only saved"
+            log.warning("loading_off", groups=groups, reason=reason)
 
     def meet_workers(self, layouts: Sequence[WorkerLayout], connect_s: float = CONNECT_S) -> None:
         """All workers have registered their caches. Called again, or with none, it does nothing.
@@ -108,9 +110,11 @@ class SchedulerSide:
         """
         if not layouts or self.spec is not None:
             return
-        first, self.spec = layouts[0], _spec_of(layouts[0])
+        first, self.spec = layouts[0], layouts[0].model_spec
         self._ranks = max(len(layouts), self.spec.shard.workers)  # older vLLMs tell of one pipeline stage only
-        self._lookups = Lookups(first.endpoint, self._engine_id, self.spec, at_sight=self._trusts_sight)
+        self.step_loads.meet_workers(layouts)
+        at_sight = self._trusts_sight and not self.step_loads.needs_answer
+        self._lookups = Lookups(first.endpoint, self._engine_id, self.spec, at_sight=at_sight)
         self._lookups.wait_connected(connect_s)
         self._control = Control(first.endpoint, self._engine_id, self.spec)
         self._advisor = LoadPolicy(self.spec)
@@ -173,7 +177,7 @@ class SchedulerSide:
         mode = self._advisor.advise(self.options.mode, hit, request.num_tokens)
         if mode is Mode.RECOMPUTE:
             return 0, False
-        tracked.background = not self._in_step or mode is Mode.BULK
+        tracked.background = mode is Mode.BULK or not self.step_loads.may(hit)
         return more, tracked.background
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
@@ -209,7 +213,7 @@ class SchedulerSide:
         plan.verdicts = self._verdicts.take()
         plan.fresh = self._saves.fresh(output, self._loading)
         for tracked in self._loading:
-            self._load(tracked, plan)
+            self._load(tracked, plan, output.num_scheduled_tokens.get(tracked.id, 0))
         self._loading.clear()
         self._saves.step(output, plan)
         # Another connector of a MultiConnector may load in this step, and its failures are not told to these workers.
@@ -240,9 +244,11 @@ class SchedulerSide:
                 self._tracked[request].arriving = False
                 if request not in news.failed:
                     self._handoffs.loaded(self._tracked[request])
-        self._verdicts.heard(news.ran, failed=bool(output.invalid_block_ids))
-        if output.invalid_block_ids and self._saves is not None:
+        lost = bool(output.invalid_block_ids or news.lost)
+        self._verdicts.heard(news.ran, failed=lost)
+        if lost and self._saves is not None:
             self._saves.again(self._tracked.values())
+        self._drop(*self.step_loads.ended(news.ran))
         for request, share in news.failed.items():
             self._load_failed(request, share)
         for request, overlap in news.overlaps.items():
@@ -256,14 +262,14 @@ class SchedulerSide:
         if news.costs is not None and self._advisor is not None:
             self._advisor.adopt(*news.costs)
 
-    def finished(self, request: Any, blocks: Sequence[Sequence[int]] = ()) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Any, tables: tuple[list[int], ...] = ()) -> tuple[bool, dict[str, Any] | None]:
         """The request is over: must its blocks stay until :attr:`StepPlan.leaving` is answered; what its response says.
 
         While a background load is under way vLLM itself keeps them, until every rank has told its end: then that is the
         one sign that frees them. A save that is still open reads blocks of before that load, which vLLM has freed
         already; :meth:`SavePlanner.fresh` guards those.
 
-        :param blocks: its block ids per cache group.
+        :param tables: its block ids per cache group.
         """
         if self._unmet is not None:
             self._unmet.pop(request.request_id, None)
@@ -273,8 +279,10 @@ class SchedulerSide:
         if self._saves is not None:
             self._saves.close(tracked)
         # A load gives back what it has pinned; the lease also covers shorter tails, and what vLLM had itself.
-        if (tracked.hit is not MISS or tracked.may_hold_lease or tracked.loaded_tokens) and self._lookups is not None:
-            self._lookups.drop_lease(tracked.id)
+        under_way = self.step_loads.finished(tracked.id, tables)
+        leased = tracked.hit is not MISS or tracked.may_hold_lease or tracked.loaded_tokens
+        if leased and not under_way:
+            self._drop(tracked.id)
         if tracked.load is not None:
             self._loading.remove(tracked)
         stays = self._saves is not None and self._saves.reading(tracked.id) and not tracked.arriving
@@ -283,7 +291,7 @@ class SchedulerSide:
             self._held.add(tracked.id)
         if tracked.arriving:
             self._aborted.append(tracked.id)
-        return stays, merged(tracked.summary(), self._handoffs.finished(tracked, blocks))
+        return stays, merged(tracked.summary(), self._handoffs.finished(tracked, tables))
 
     def reset(self) -> bool:
         """The weights are being replaced under the same name: nothing computed with the old ones is loaded again.
@@ -318,9 +326,14 @@ class SchedulerSide:
             self._saves.close(tracked)
         if tracked.load is not None:
             return  # the next plan loads it, as vLLM was told
-        if tracked.may_hold_lease and self._lookups is not None:
-            self._lookups.drop_lease(tracked.id)
+        if tracked.may_hold_lease:
+            self._drop(tracked.id)
         tracked.outdate()
+
+    def _drop(self, *requests: str) -> None:
+        for request in requests:
+            if self._lookups is not None:
+                self._lookups.drop_lease(request)
 
     def _is_current(self, tracked: Tracked, num_computed: int) -> bool:
         """May the request, which starts now, load and save? What it takes from vLLM's own cache must be current too."""
@@ -363,7 +376,7 @@ class SchedulerSide:
     def _met(self, layouts: Sequence[WorkerLayout]) -> None:
         """Layouts that came with a step's output: behind another connector's handshake there is no earlier way."""
         self._layouts += layouts
-        if self._layouts and len(self._layouts) == _spec_of(self._layouts[0]).shard.workers:
+        if self._layouts and len(self._layouts) == self._layouts[0].model_spec.shard.workers:
             self.meet_workers(self._layouts, DEFAULT_LOOKUP_TIMEOUT_S)
         elif self._unmet:
             reason = "the workers have not told their cache's layout; these requests are not cached"
@@ -378,25 +391,13 @@ class SchedulerSide:
         self._search.load_failed(tracked, share)
         self._saves.again([tracked])
 
-    def _load(self, tracked: Tracked, plan: StepPlan) -> None:
+    def _load(self, tracked: Tracked, plan: StepPlan, tokens: int) -> None:
         assert self.spec is not None
         assert self._saves is not None
-        assert tracked.load is not None
         tables = self._saves.tables(tracked.tables)
-        load = tracked.load
+        tracked.loaded_tokens += plan_load(self.spec, tracked, tables, tokens, plan)
         if tracked.background:
-            tracked.arriving = True
-            plan.background[tracked.id] = describe_hit(self.spec, tracked, tables, load)
             plan.timeouts |= self._handoffs.timeout_of(tracked)
         else:
-            # The step writes to the block that the hit ends in: that one cannot wait for its layer's turn.
-            size = max(group.block_size for group in self.spec.groups)
-            whole = max(load[0], load[1] // size * size)
-            plan.loads += describe_hit(self.spec, tracked, tables, (load[0], whole))
-            plan.tails += describe_hit(self.spec, tracked, tables, (whole, load[1]))
-        tracked.loaded_tokens += load[1] - load[0]
+            self.step_loads.planned(self._saves.number(plan), tracked)
         tracked.load, tracked.hit, tracked.inquiry = None, MISS, None
-
-
-def _spec_of(layout: WorkerLayout) -> ModelSpec:
-    return msgspec.msgpack.decode(layout.spec, type=ModelSpec)

@@ -12,6 +12,8 @@ FIGURES = {
     "save_bytes": "Bytes saved to the pool.",
     "save_seconds": "Time during which saves were moving.",
     "save_exposed_seconds": "Save time that outlasted compute.",
+    "step_loads": "Requests that were loaded in the step, layer by layer.",
+    "background_loads": "Requests that waited until they were loaded.",
     "failed_loads": "Requests of which a load failed; their tokens were recomputed.",
     "failed_saves": "Saves that failed; they cost a later miss.",
     "shed_saves": "Saves dropped to keep out of the way.",

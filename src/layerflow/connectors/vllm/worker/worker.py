@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import structlog
 
-from layerflow.agent import Agent, FailedBlocks, LoadResult, NoStep, Step
+from layerflow.agent import Agent, LoadResult, NoStep, Step
 from layerflow.agent.agent import REPLACED
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.lanes.save import FAST_LAYER_S
@@ -23,6 +23,7 @@ from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.verdicts import Verdict
 from layerflow.connectors.vllm.worker.deferred import Deferred
+from layerflow.connectors.vllm.worker.failures import LoadFailures, all_failed
 from layerflow.connectors.vllm.worker.figures import StepTally
 from layerflow.connectors.vllm.worker.stats import TransferStats
 from layerflow.connectors.vllm.worker.stored import StoredChunks
@@ -47,18 +48,27 @@ class WorkerSide:
     """One per worker.
 
     :param early: loads may begin before vLLM has prepared the step: nothing that it does then touches the blocks.
+    :param waits: see :class:`.plan.WorkerLayout`.
     :param events: tell which chunks are stored, for KV cache events.
     """
 
     def __init__(
-        self, agent: Agent, layout: Layout, endpoint: str, *, several_groups: bool, early: bool, events: bool
+        self,
+        agent: Agent,
+        layout: Layout,
+        endpoint: str,
+        *,
+        several_groups: bool,
+        early: bool,
+        events: bool,
+        waits: bool = True,
     ) -> None:
         self._agent = agent
         self._measured = agent.measured
         self._layout = layout
         self._endpoint = endpoint
-        self._several_groups = several_groups
         self._early = early
+        self._waits = waits
         self._plan: StepPlan | None = None
         self._hooked = False
         self._late = False
@@ -70,11 +80,8 @@ class WorkerSide:
         self._background: dict[str, Step | NoStep] = {}
         self._outdated: set[str] = set()
         self._cut: set[str] = set()  # their requests are over
-        self._restarts = False
         self._leaving: set[str] = set()
-        self._failed_blocks: set[int] = set()
-        self._failed_requests: set[str] = set()
-        self._failed_loads: dict[str, float] = {}
+        self._failures = LoadFailures(several_groups=several_groups)
         self._ran: set[int] = set()
         self._held: dict[int, Step] = {}
         self._met = False
@@ -90,7 +97,8 @@ class WorkerSide:
     @property
     def greeting(self) -> WorkerLayout:
         """For the scheduler's side."""
-        return WorkerLayout(msgspec.msgpack.encode(self._layout.spec), self._layout.vllm_groups, self._endpoint)
+        spec = msgspec.msgpack.encode(self._layout.spec)
+        return WorkerLayout(spec, self._layout.vllm_groups, self._endpoint, self._waits)
 
     # -- before the forward pass --------------------------------------------------------------------
 
@@ -128,11 +136,12 @@ class WorkerSide:
         for request in plan.aborted:
             self._agent.abort(request)
             self._cut.add(request)
-        self._restarts = plan.restarts
+        self._failures.restarts = plan.restarts
         for request, parts in plan.background.items():
             step = self._agent.open_descriptors(parts, [], timeout_s=plan.timeouts.get(request))
             step.want_all()
             self._background[request] = self._remember(step, (request,))
+            self._tally.add("background_loads", 1)
         self._leaving.update(plan.leaving)
         return not (plan.idle or self._late)
 
@@ -189,7 +198,7 @@ class WorkerSide:
             if not self._hooked:  # a replayed graph, or layers without hooks
                 self._check(step, step.wait_all())
             self._mark_done(step)
-        step.close(False if crashed or self._failed_blocks else None)
+        step.close(False if crashed or self._failures.in_step else None)
 
     def transfers(self, *, forward: bool) -> tuple[set[str], set[str], set[str]]:
         """Requests whose saves have ended, whose background loads have, and those of them that failed.
@@ -211,20 +220,18 @@ class WorkerSide:
                 arrived.add(request)
             elif step.wait_loaded(0.0):
                 outcome = step.wait_all()
-                self._check(step, _all_failed(step) if request in self._outdated else outcome)
+                self._check(step, all_failed(step) if request in self._outdated else outcome, background=True)
                 step.close()
                 del self._background[request]
                 self._outdated.discard(request)
                 arrived.add(request)
         sent = {request for request in self._leaving if not self._saving_for(request)}
         self._leaving -= sent
-        failed, self._failed_requests = self._failed_requests & arrived, set()
-        return sent, arrived, failed
+        return sent, arrived, self._failures.take_waiting() & arrived
 
     def failed_blocks(self) -> set[int]:
         """Block ids that hold no valid bytes, since the last call."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        return self._failures.take_blocks()
 
     def stats(self) -> TransferStats | None:
         """What was moved since the last call; None = nothing, or it can wait for the next step."""
@@ -238,26 +245,26 @@ class WorkerSide:
         """For the scheduler's side; None = nothing new, or it can wait for the next step."""
         layouts = () if self._met else (self.greeting,)
         self._met = True
-        if self._in_haste and not (self._failed_loads or self._ran or layouts):
+        if self._in_haste and not (self._failures.shares or self._ran or layouts):
             return None
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
         stored = {}
         if self._stored is not None:
             self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
             stored = self._stored.take()
-        if not (self._overlaps or drained or stored or self._failed_loads or self._ran or layouts):
+        if not (self._overlaps or drained or stored or self._failures.shares or self._ran or layouts):
             return None
         for request, _ in drained:
             del self._saving[request]
         overlaps, self._overlaps = self._overlaps, {}
-        failed, self._failed_loads = self._failed_loads, {}
         ran, self._ran = frozenset(self._ran), set()
         return WorkerReport(
             overlaps=overlaps,
             drained=drained,
             costs=self._agent.costs,
-            failed=failed,
+            failed=self._failures.take_shares(),
             stored=stored,
+            lost=self._failures.take_lost(),
             ran=ran,
             layouts=layouts,
         )
@@ -306,6 +313,7 @@ class WorkerSide:
         return compute is not None and plan.work is not None and compute.layer_seconds(*plan.work) < FAST_LAYER_S
 
     def _open(self, plan: StepPlan) -> None:
+        self._tally.add("step_loads", len({part.request for part in (*plan.loads, *plan.tails)}))
         if plan.tails:
             self._tails = self._remember(self._agent.open_descriptors(plan.tails, []), _requests(plan.tails))
         if plan.loads or plan.saves:
@@ -355,23 +363,11 @@ class WorkerSide:
                 if not step.is_done(number):
                     step.layer_done(number, event)
 
-    def _check(self, step: Step | NoStep, outcome: LoadResult) -> None:
-        """A failed load: tell vLLM which blocks to compute, and publish nothing that was computed from them."""
+    def _check(self, step: Step | NoStep, outcome: LoadResult, *, background: bool = False) -> None:
+        """A failed load: tell vLLM what to compute, and publish nothing that was computed from it."""
         if outcome.ready or isinstance(step, NoStep):
             return
-        tables = {(part.request, part.group): part.table for part in step.loads}
-        blocks_of = Counter[str]()
-        for part in step.loads:
-            blocks_of[part.request] += sum(len(piece.blocks) for piece in part.pieces)
-        for failed in outcome.failed:
-            log.warning("load_failed", request=failed.request, blocks=len(failed.blocks), reason=failed.reason)
-            share = len(failed.blocks) / blocks_of[failed.request]
-            self._failed_loads[failed.request] = max(share, self._failed_loads.get(failed.request, 0.0))
-            if self._several_groups or (self._restarts and failed.request in self._background):
-                self._failed_requests.add(failed.request)
-            else:
-                table = tables[failed.request, failed.group]
-                self._failed_blocks.update(int(table[block]) for block in failed.blocks)
+        self._failures.add(step, outcome, background=background)
         self._tally.add("failed_loads", len({failed.request for failed in outcome.failed}))
         # Other requests of the step may share these blocks, so nothing of the step is published.
         for mine in (self._step, self._tails):
@@ -396,13 +392,6 @@ class WorkerSide:
             for request in self._loads_of.pop(step, ()):
                 hidden, whole = self._overlaps.get(request, (0.0, 0.0))
                 self._overlaps[request] = (hidden + load.hidden_ms / 1e3, whole + load.transfer_ms / 1e3)
-
-
-def _all_failed(step: Step | NoStep) -> LoadResult:
-    """Nothing that the step loads is of use."""
-    parts = step.loads if isinstance(step, Step) else []
-    blocks = {(part.request, part.group): [b for piece in part.pieces for b in piece.blocks] for part in parts}
-    return LoadResult(tuple(FailedBlocks(*of, tuple(lost), REPLACED) for of, lost in blocks.items()))
 
 
 def _requests(parts: list[PartDescriptor]) -> tuple[str, ...]:

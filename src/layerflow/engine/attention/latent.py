@@ -10,16 +10,18 @@ import math
 
 import torch
 
-from layerflow.engine.attention import LOUD, SHARP, Rotation, Shapes, Weights
+from layerflow.engine.attention.base import LOUD, SHARP, Shapes, TokenRows, Weights
+from layerflow.engine.attention.tile import Rotation
 from layerflow.engine.config import EngineConfig
 
 KEEP_SHARE = 0.5  # of the context, counted in whole tiles, that a query may attend to
 
 
-class LatentAttention:
+class LatentAttention(TokenRows):
     """Queries are absorbed into the latent space, so that keys and values are never expanded."""
 
-    def __init__(self, config: EngineConfig, weights: Weights) -> None:
+    def __init__(self, config: EngineConfig, layer: int, weights: Weights) -> None:
+        super().__init__()
         self._w = weights
         self._heads, self._dim = config.heads, config.head_dim
         self._rank, self._rope = config.latent_rank, config.rope_dim
@@ -28,8 +30,8 @@ class LatentAttention:
         self._value_up = weights["value_up"].view(self._heads, self._dim, self._rank)
 
     @staticmethod
-    def shapes(config: EngineConfig) -> Shapes:
-        """See :class:`layerflow.engine.attention.Attention`."""
+    def shapes(config: EngineConfig, layer: int) -> Shapes:
+        """Its weights, the same in every layer."""
         wide = config.heads * config.head_dim
         return {
             "q": ((config.heads * (config.head_dim + config.rope_dim), config.hidden), SHARP),
@@ -44,7 +46,7 @@ class LatentAttention:
         }
 
     def project(self, x: torch.Tensor, turn: Rotation) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See :class:`layerflow.engine.attention.Attention`."""
+        """See :class:`.base.Attention`."""
         query = (x @ self._w["q"].T).view(len(x), self._heads, -1) * (self._dim + self._rope) ** -0.5
         plain, turned = query[..., : self._dim], turn(query[..., self._dim :])
         absorbed = torch.einsum("rhd,hdl->rhl", plain, self._key_up)
@@ -54,7 +56,7 @@ class LatentAttention:
         return torch.cat((absorbed, turned), dim=-1), rows
 
     def attend(self, x: torch.Tensor, query: torch.Tensor, pages: Weights, mask: torch.Tensor) -> torch.Tensor:
-        """See :class:`layerflow.engine.attention.Attention`."""
+        """See :class:`.base.Attention`."""
         latent = pages["latent"].float()
         keys = torch.cat((latent, pages["rope"].float()), dim=-1)
         chosen = self._select(self.index_scores(x, pages), mask)

@@ -1,0 +1,110 @@
+"""What ``layerflow proxy`` adds to the first token: engines that compute nothing, each a process, and a client.
+
+The decoder takes 30 ms to its first token, the prefiller 10 ms. The same client asks them directly and through the
+proxy, in turns: ``concurrent`` beside a request to the decoder alone, ``prefill-first`` beside the two requests that a
+client would make by itself. ``added_ms`` is the difference of neighbours.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+
+from layerflow.errors import LayerflowError
+
+_START_S = 60.0
+_PATH = "/v1/completions"
+_PREFILL_S, _DECODE_S = 0.010, 0.030
+
+
+def measure(rounds: int = 200, streams: int = 0, prompt_chars: int = 8192) -> dict[str, Any]:
+    """Ask in turns, for each of the two orders.
+
+    :param rounds: requests each way.
+    :param streams: others that are open meanwhile, 20 events a second each.
+    :param prompt_chars: of each prompt.
+    :returns: by order ``added_ms``, p50 and p99, and the medians ``direct_ms`` and ``proxied_ms``.
+    """
+    return {order: _measure(order, rounds, streams, prompt_chars) for order in ("concurrent", "prefill-first")} | {
+        "rounds": rounds,
+        "streams": streams,
+    }
+
+
+def _measure(order: str, rounds: int, streams: int, prompt_chars: int) -> dict[str, Any]:
+    with ExitStack() as stack:
+        prefill = stack.enter_context(_process("-m", "layerflow_testing.stub_engine", f"first_s={_PREFILL_S}"))
+        decode = stack.enter_context(
+            _process("-m", "layerflow_testing.stub_engine", f"first_s={_DECODE_S}", "between_s=0.05")
+        )
+        flags = ("--prefill", prefill, "--decode", decode, "--order", order, "--port", "0", "--log-level", "error")
+        proxy = stack.enter_context(_process("-m", "layerflow_cli", "proxy", *flags))
+        client = stack.enter_context(httpx.Client(timeout=60, trust_env=False, verify=False))  # noqa: S501 - http
+        ended = threading.Event()
+        stack.callback(ended.set)
+        for _ in range(streams):
+            threading.Thread(target=_stream, args=(proxy, ended), daemon=True).start()
+        direct, proxied = [], []
+        for number in range(rounds + 5):
+            prompt = f"{number} " * (prompt_chars // 4)
+            direct.append(_direct(client, order, prefill, decode, prompt))
+            proxied.append(_first_token(client, proxy, prompt))
+    added = [after - before for before, after in zip(direct[5:], proxied[5:], strict=True)]
+    return {
+        "added_ms": {"p50": statistics.median(added), "p99": statistics.quantiles(added, n=100)[98]},
+        "direct_ms": statistics.median(direct),
+        "proxied_ms": statistics.median(proxied),
+    }
+
+
+def _direct(client: httpx.Client, order: str, prefill: str, decode: str, prompt: str) -> float:
+    began = time.perf_counter()
+    if order == "prefill-first":
+        client.post(prefill + _PATH, json={"prompt": prompt, "max_tokens": 1}).raise_for_status()
+    return (time.perf_counter() - began) * 1e3 + _first_token(client, decode, prompt)
+
+
+def _first_token(client: httpx.Client, url: str, prompt: str) -> float:
+    """Milliseconds until the first event."""
+    began = time.perf_counter()
+    first = 0.0
+    with client.stream("POST", url + _PATH, json={"prompt": prompt, "max_tokens": 2, "stream": True}) as answer:
+        answer.raise_for_status()
+        for _ in answer.iter_raw():
+            first = first or time.perf_counter()
+    return (first - began) * 1e3
+
+
+def _stream(url: str, ended: threading.Event) -> None:
+    body = {"prompt": "other", "max_tokens": 1_000_000, "stream": True}
+    with httpx.stream("POST", url + _PATH, json=body, timeout=60) as answer:
+        for _ in answer.iter_raw():
+            if ended.is_set():
+                return
+
+
+@contextmanager
+def _process(*arguments: str) -> Iterator[str]:
+    """A Python process that prints its URL when it accepts requests."""
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    giving_up = threading.Timer(_START_S, process.kill)
+    try:
+        giving_up.start()
+        assert process.stdout is not None
+        line = process.stdout.readline().split()
+        giving_up.cancel()
+        if not line:
+            raise LayerflowError(f"{' '.join(arguments)} ended with code {process.wait()} before it was listening")
+        yield line[-1]
+    finally:
+        giving_up.cancel()
+        process.kill()
+        process.communicate()

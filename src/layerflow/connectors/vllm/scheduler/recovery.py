@@ -1,0 +1,151 @@
+"""Takes back what vLLM has computed on a load of the running step that failed, for models with several cache groups.
+
+vLLM 0.32 hears of such a failure by block, and for one cache group only: with several it raises, and everything is
+over. Its scheduler has what is needed all the same: it can preempt a running request and drop what the steps in flight
+have computed for it, as when its prefix cache is reset under running requests. So layerflow looks at a step's output
+just before vLLM does: a request whose load has failed is preempted, and so is every request that shares a block with it
+from the failed load on, and they start over; or they end with an error where ``kv_load_failure_policy`` says so. Not
+one token that was computed on such a block leaves the engine, none is saved, and the blocks leave vLLM's prefix cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from layerflow.connectors.vllm.scheduler.loads import Arrival
+from layerflow.connectors.vllm.versions import release
+
+KNOWN = (0, 32)
+"""The vLLM whose scheduler this was written for."""
+NULL_BLOCK = 0
+
+log = structlog.get_logger("layerflow.vllm")
+
+Tables = Sequence[Sequence[int]]
+
+
+def install(vllm_version: str, scheduler: type[Any], connector: type[Any]) -> bool:
+    """Let vLLM's scheduler recover; False where it is another one than this was written for.
+
+    :param scheduler: the class of the engine's scheduler.
+    :param connector: the class that answers ``failed_in_step``.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: PLC0415 - heavy, and in one process only
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
+
+    if release(vllm_version) != KNOWN or scheduler not in {Scheduler, AsyncScheduler}:
+        return False
+    if "drop_stale_output" not in inspect.signature(Scheduler._preempt_request).parameters:
+        return False
+    if not hasattr(Scheduler.update_from_output, "recovers"):
+        original = Scheduler.update_from_output
+
+        @functools.wraps(original)
+        def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+            for own in _own(self.connector, connector):
+                failed = own.failed_in_step(model_runner_output.kv_connector_output)
+                if failed:
+                    take_back(self, failed)
+            return original(self, scheduler_output, model_runner_output)
+
+        update_from_output.recovers = True  # type: ignore[attr-defined]
+        Scheduler.update_from_output = update_from_output
+    return True
+
+
+def take_back(scheduler: Any, failed: Mapping[str, Sequence[Arrival]]) -> set[str]:
+    """Preempt every request that has computed, or is to go on, on a load that failed.
+
+    :param scheduler: vLLM's, before it looks at the step's output.
+    :param failed: by request: its loads under way.
+    :returns: the requests that were taken back.
+    """
+    sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
+    spoilt = _Spoilt(sizes)
+    for arrivals in failed.values():
+        for arrival in arrivals:
+            spoilt.add(arrival.tables, arrival.start)
+    running = {request.request_id: request for request in scheduler.running}
+    waiting = {
+        request.request_id: request
+        for request in scheduler.kv_holding_waiting
+        if request.status.name == "WAITING_FOR_REMOTE_KVS"
+    }
+    holders = {name: scheduler.kv_cache_manager.get_block_ids(name) for name in (*running, *waiting)}
+    spoilt_requests = spoilt.spread(holders)
+    if failed.keys() <= running.keys():
+        scheduler.kv_cache_manager.evict_blocks(spoilt.blocks)
+    else:
+        # A request that was aborted or preempted meanwhile: which of its blocks vLLM had hashed is not known any more.
+        pool = scheduler.kv_cache_manager.block_pool
+        scheduler.kv_cache_manager.evict_blocks(set(range(len(pool.blocks))))
+    now = time.monotonic()
+    for name in reversed([name for name in running if name in spoilt_requests]):  # the first is to be the first again
+        scheduler.running.remove(running[name])
+        scheduler._preempt_request(running[name], now, drop_stale_output=True)
+        scheduler.prev_step_scheduled_req_ids.discard(name)
+    scheduler._handle_failed_recving(spoilt_requests & waiting.keys())
+    if not scheduler.recompute_kv_load_failures:
+        scheduler.encoder_cache_mismatch_reqs.update(spoilt_requests)  # ended with an error, with the step's output
+    log.warning(
+        "step_loads_taken_back",
+        failed=sorted(failed),
+        requests=sorted(spoilt_requests),
+        outcome="recomputed" if scheduler.recompute_kv_load_failures else "ended with an error",
+    )
+    return spoilt_requests
+
+
+class _Spoilt:
+    """Blocks that hold nothing valid, and what was computed on them.
+
+    :param sizes: tokens of a block, per vLLM group.
+
+    :ivar blocks: all of them.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._groups: list[set[int]] = [set() for _ in sizes]
+
+    @property
+    def blocks(self) -> set[int]:
+        return set().union(*self._groups)
+
+    def add(self, tables: Tables, start: int) -> None:
+        """Everything of a request from a token on."""
+        for spoilt, size, table in zip(self._groups, self._sizes, tables, strict=False):
+            spoilt.update(table[start // size :])
+            spoilt.discard(NULL_BLOCK)
+
+    def spread(self, holders: Mapping[str, Tables]) -> set[str]:
+        """Who holds such a block; everything of these from there on is spoilt too."""
+        found: set[str] = set()
+        while True:
+            more = {name: at for name in holders.keys() - found if (at := self._first(holders[name])) is not None}
+            if not more:
+                return found
+            for name, at in more.items():
+                self.add(holders[name], at)
+            found |= more.keys()
+
+    def _first(self, tables: Tables) -> int | None:
+        """The first token of a spoilt block."""
+        firsts = [
+            number * size
+            for spoilt, size, table in zip(self._groups, self._sizes, tables, strict=False)
+            for number, block in enumerate(table)
+            if block in spoilt
+        ]
+        return min(firsts, default=None)
+
+
+def _own(connector: Any, wanted: type[Any]) -> Iterable[Any]:
+    """Ours: vLLM's connector itself, or among those of a MultiConnector."""
+    return [each for each in (connector, *getattr(connector, "_connectors", ())) if isinstance(each, wanted)]

@@ -1,0 +1,86 @@
+"""What a worker tells vLLM, and the scheduler's side, of loads that have failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import structlog
+
+from layerflow.agent import FailedBlocks, LoadResult, NoStep, Step
+from layerflow.agent.agent import REPLACED
+
+log = structlog.get_logger("layerflow.vllm")
+
+
+class LoadFailures:
+    """Since each was last taken.
+
+    With one cache group vLLM is told blocks. With several block ids do not tell it which request is meant: it is told
+    the requests whose background loads have failed, and :mod:`..scheduler.recovery` those whose step's loads have.
+
+    :ivar restarts: a background load that fails is told as a whole with one group too: its request starts over.
+    :ivar shares: requests of which a load has failed, with the share of its blocks that has.
+    """
+
+    def __init__(self, *, several_groups: bool) -> None:
+        self._several_groups = several_groups
+        self._blocks: set[int] = set()
+        self._waiting: set[str] = set()
+        self._lost: set[str] = set()
+        self.restarts = False
+        self.shares: dict[str, float] = {}
+
+    @property
+    def in_step(self) -> bool:
+        """Has a load of a running step failed, that was not told yet?"""
+        return bool(self._blocks or self._lost)
+
+    def add(self, step: Step, outcome: LoadResult, *, background: bool) -> None:
+        """A step whose wait ended so.
+
+        :param background: its request waits for it, and computes nothing meanwhile.
+        """
+        block_ids = {
+            (part.request, part.group, number): int(part.table[number])
+            for part in step.loads
+            for piece in part.pieces
+            for number in piece.blocks
+        }
+        blocks_of = Counter(request for request, _, _ in block_ids)
+        for failed in outcome.failed:
+            log.warning("load_failed", request=failed.request, blocks=len(failed.blocks), reason=failed.reason)
+            share = len(failed.blocks) / blocks_of[failed.request]
+            self.shares[failed.request] = max(share, self.shares.get(failed.request, 0.0))
+            if not (self._several_groups or (background and self.restarts)):
+                self._blocks.update(block_ids[failed.request, failed.group, block] for block in failed.blocks)
+            elif background:
+                self._waiting.add(failed.request)
+            else:
+                self._lost.add(failed.request)
+
+    def take_blocks(self) -> set[int]:
+        """Block ids that hold no valid bytes."""
+        taken, self._blocks = self._blocks, set()
+        return taken
+
+    def take_waiting(self) -> set[str]:
+        """Requests whose background loads have failed."""
+        taken, self._waiting = self._waiting, set()
+        return taken
+
+    def take_lost(self) -> frozenset[str]:
+        """Requests whose loads in the step have failed."""
+        taken, self._lost = frozenset(self._lost), set()
+        return taken
+
+    def take_shares(self) -> dict[str, float]:
+        """See :attr:`shares`."""
+        taken, self.shares = self.shares, {}
+        return taken
+
+
+def all_failed(step: Step | NoStep) -> LoadResult:
+    """Nothing that the step loads is of use."""
+    parts = step.loads if isinstance(step, Step) else []
+    blocks = {(part.request, part.group): [b for piece in part.pieces for b in piece.blocks] for part in parts}
+    return LoadResult(tuple(FailedBlocks(*of, tuple(lost), REPLACED) for of, lost in blocks.items()))
