@@ -39,7 +39,7 @@ def test_chunked_prefill(serve: Serve, vllm: Start, plain: Start) -> None:
     wanted = [plain("llama").one(each, max_tokens=MAX_TOKENS).tokens for each in asked]
     answers = concurrently(prefill, decode, asked, MAX_TOKENS)
     assert [answer.tokens for answer in answers] == wanted
-    assert [told(answer) for answer in answers] == [("loaded", len(each) - 1) for each in asked]
+    assert [told(answer) for answer in answers] == [("loaded", len(each) - 1) for each in asked], answers
     for engine in (prefill, decode):
         engine.assert_no_block_lost()
 
@@ -56,7 +56,7 @@ def test_tensor_sizes(sizes: tuple[int, int], serve: Serve, vllm: Start, plain: 
     wanted = [plain("llama").one(each, max_tokens=MAX_TOKENS).tokens for each in asked]
     answers = concurrently(engines[0], engines[1], asked, MAX_TOKENS)
     assert [answer.tokens for answer in answers] == wanted
-    assert [told(answer) for answer in answers] == [("loaded", len(each) - 1) for each in asked]
+    assert [told(answer) for answer in answers] == [("loaded", len(each) - 1) for each in asked], answers
 
 
 def among(ours: dict[str, Any], folder: Path, role: str) -> dict[str, Any]:
