@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import httpx
@@ -35,11 +35,17 @@ class HttpCall:
         """It has ended, well or not."""
         return self._future.done()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Until it has ended; False after `timeout_s`."""
+        return not wait([self._future], timeout_s).not_done
+
     @property
     def error(self) -> str:
         """Why it has failed; "" = it has not, or not yet."""
-        if not self._future.done() or self._future.cancelled():
-            return "" if not self._future.done() else "cancelled"
+        if not self._future.done():
+            return ""
+        if self._future.cancelled():
+            return "cancelled"
         error = self._future.exception()
         return "" if error is None else str(error) or type(error).__name__
 

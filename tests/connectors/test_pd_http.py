@@ -1,0 +1,173 @@
+"""HTTP of the scheduler's sides: posts and questions that nobody waits for, and ``GET /query``."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from layerflow.backends import free_ports
+from layerflow.connectors.vllm.pd.bootstrap import BootstrapServer
+from layerflow.connectors.vllm.pd.conventions.concurrent import query_answer
+from layerflow.connectors.vllm.pd.http_calls import HttpCall, HttpCalls
+from layerflow.errors import ConfigError
+
+SOON_S = 20.0
+
+
+class Answering:
+    """A server that answers as a test says.
+
+    :param status: of its answers; None = it never answers, until it is closed.
+    """
+
+    def __init__(self, status: int | None = 200, body: bytes = b'{"status": "ok"}') -> None:
+        self.heard: list[tuple[str, str, Any]] = []
+        self.asked, self.closing = threading.Event(), threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                said = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                outer.heard.append((self.command, self.path, json.loads(said) if said else None))
+                outer.asked.set()
+                if status is None:
+                    outer.closing.wait()
+                    return
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_GET
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.closing.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[..., Answering]]:
+    made: list[Answering] = []
+
+    def start(*given: Any, **named: Any) -> Answering:
+        made.append(Answering(*given, **named))
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def calls() -> Iterator[HttpCalls]:
+    made = HttpCalls()
+    yield made
+    made.close()
+
+
+def ended(call: HttpCall) -> HttpCall:
+    assert call.wait(SOON_S)
+    return call
+
+
+def soon() -> float:
+    return time.monotonic() + SOON_S
+
+
+class TestCalls:
+    def test_a_post_arrives_as_json(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
+        server = answering()
+        call = ended(calls.post("h", f"{server.url}/v1/metaserver", {"a": [1]}, soon()))
+        assert (call.error, call.answer) == ("", {"status": "ok"})
+        assert server.heard == [("POST", "/v1/metaserver", {"a": [1]})]
+
+    def test_the_same_hand_off_is_posted_once(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
+        server = answering()
+        first = calls.post("h", server.url, {}, soon())
+        assert ended(calls.post("h", server.url, {}, soon())) is first
+        ended(calls.post("other", server.url, {}, soon()))
+        assert len(server.heard) == 2
+
+    @pytest.mark.parametrize("status", [404, 500, 502, 302])
+    def test_another_status_is_a_failure(
+        self, status: int, answering: Callable[..., Answering], calls: HttpCalls
+    ) -> None:
+        assert f"status {status}" in ended(calls.post("h", answering(status).url, {}, soon())).error
+
+    def test_no_json_is_a_failure(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
+        assert "no JSON" in ended(calls.get(answering(body=b"hello").url, soon())).error
+
+    def test_nobody_there_is_a_failure(self, calls: HttpCalls) -> None:
+        call = ended(calls.post("h", f"http://127.0.0.1:{free_ports(1)[0]}", {}, soon()))
+        assert "ConnectError" in call.error
+
+    def test_the_deadline_ends_it(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
+        server = answering(None)
+        call = calls.post("h", server.url, {}, time.monotonic() + 0.05)
+        assert "deadline" in ended(call).error
+
+    def test_one_that_hangs_holds_up_no_other(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
+        hung, well = answering(None), answering()
+        waiting = calls.post("a", hung.url, {}, soon())
+        assert not ended(calls.post("b", well.url, {}, soon())).error
+        assert not waiting.done
+        calls.forget("a")
+        assert "cancelled" in ended(waiting).error
+
+    def test_closing_ends_what_is_under_way(self, answering: Callable[..., Answering]) -> None:
+        server, calls = answering(None), HttpCalls()
+        call = calls.post("h", server.url, {}, soon())
+        assert server.asked.wait(SOON_S)
+        calls.close()
+        assert call.done
+
+    def test_an_answer_is_believed_for_a_while(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
+        server = answering()
+        ended(calls.get(server.url, soon()))
+        ended(calls.get(server.url, soon()))
+        assert len(server.heard) == 1
+
+    def test_a_failure_is_not(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
+        server = answering(500)
+        ended(calls.get(server.url, soon()))
+        ended(calls.get(server.url, soon()))
+        assert len(server.heard) == 2
+
+
+class TestBootstrap:
+    def test_query(self) -> None:
+        server = BootstrapServer(0, lambda: query_answer({0: "p0"}, (), "i"), "127.0.0.1")
+        try:
+            url = f"http://127.0.0.1:{server.port}"
+            with urllib.request.urlopen(f"{url}/query", timeout=SOON_S) as answer:
+                assert json.load(answer)["0"]["engine_id"] == "p0"
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(f"{url}/other", timeout=SOON_S)
+        finally:
+            server.close()
+
+    def test_a_port_that_is_taken_is_named(self) -> None:
+        first = BootstrapServer(0, dict, "127.0.0.1")
+        try:
+            with pytest.raises(ConfigError, match=f"bootstrap_port = {first.port}"):
+                BootstrapServer(first.port, dict, "127.0.0.1")
+        finally:
+            first.close()
