@@ -2,8 +2,15 @@
 
 import json
 
+import anyio
+import anyio.lowlevel
+import httpx
 import pytest
 
+from layerflow.config.proxy import InstanceAddress, ProxySettings
+from layerflow.proxy.instances.instance import Instance, Role
+from layerflow.proxy.legs.decode import DecodeCall, decode
+from layerflow.proxy.legs.usage import PrefillUsage
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 from .scene import GONE, ORDERS, ended, events_of, numbered, proxied, said
@@ -302,3 +309,41 @@ async def test_an_engines_answer_is_an_error_in_json_whatever_it_says():
             answer = await scene.complete()
     assert answer.status_code == 500 and "oops" in error_of(answer)["message"]
     assert json.loads(answer.text)["error"]["type"] == "proxy_error"
+
+
+async def test_a_call_that_was_given_up_sends_nothing_even_if_its_data_came_in_the_same_turn():
+    """The prefill fails and the decoder's first token arrives in one turn of the loop: only the retry is heard."""
+    calls = []
+
+    class Client:
+        begun = False
+
+        async def events(self, events, headers):
+            calls.append(events)
+
+    token = b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    got = anyio.Event()
+
+    class Pieces(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            got.set()
+            await released.wait()
+            yield token
+
+    settings = ProxySettings()
+    instance = Instance(Role.DECODE, InstanceAddress("http://d:1"), settings, lambda: 0.0)
+    answer = httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Pieces())
+    instance.client = httpx.AsyncClient(base_url="http://d:1", transport=httpx.MockTransport(lambda _: answer))
+    released = anyio.Event()
+    call = DecodeCall("/v1/completions", b"{}", [], stream=True)
+    async with anyio.create_task_group() as tasks:
+
+        async def leg():
+            await decode(instance, call, Client(), PrefillUsage(), settings, lambda: None)
+
+        tasks.start_soon(leg)
+        await got.wait()
+        await anyio.lowlevel.checkpoint()
+        released.set()
+        tasks.cancel_scope.cancel()
+    assert calls == []
