@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("7b5ab36770d177ac48779e60f580838b")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("ad28944c9c6e5bf6068ed50e90275069")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10
