@@ -238,10 +238,11 @@ class TestDecode:
 
     def test_a_rejected_request_releases_the_prefill(self) -> None:
         d = house()
-        made = d.arrive(tokens=1, kv_transfer_params=TO_DECODE)
+        own = {"v": 1, "handoff": "h", "prompt": "of the prompt that was rejected"}
+        made = d.arrive(tokens=1, kv_transfer_params={"do_remote_prefill": True, "layerflow": own})
         finish(made, "FINISHED_ABORTED", 0)
         d.side.finished(made)
-        assert len(d.lookups.released) == 1
+        assert d.lookups.released == ["h"]
 
     def test_what_needs_no_load_releases_the_prefill(self) -> None:
         d = house()
