@@ -79,7 +79,8 @@ class ShapesContract:
             same = [thing for thing in others if thing.layers == layers]
             assert save(bench, bench.clients[-1], same) == [OK] * len(same)
         bench.first.backend.hide([first.key])
-        assert seen(bench, first, *others) == [[False] + [True] * len(others)] * len(bench.clients)
+        # Another client's question a moment ago may still keep it there, for that client.
+        assert seen(bench, first, *others)[0] == [False] + [True] * len(others)
         for thing in others:
             assert_whole(bench, bench.first, [thing])
 

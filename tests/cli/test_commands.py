@@ -40,7 +40,18 @@ def refused(*args: str) -> list[str]:
     return lines
 
 
-COMMANDS = [[], ["run"], ["status"], ["purge"], ["config"], ["doctor"], ["demo"], ["bench"], ["bench", "all"]]
+COMMANDS = [
+    [],
+    ["run"],
+    ["proxy"],
+    ["status"],
+    ["purge"],
+    ["config"],
+    ["doctor"],
+    ["demo"],
+    ["bench"],
+    ["bench", "all"],
+]
 COMMANDS += [["bench", name] for name in MEASUREMENTS]
 
 
@@ -296,7 +307,8 @@ def test_bench_all_goes_on_after_a_failure(measured, monkeypatch, tmp_path):
 def test_help_and_config_load_no_torch():
     code = (
         "import sys\nfrom layerflow_cli.main import app\n"
-        "for line in ('--help', 'run --help', 'config', 'config --markdown', 'doctor --help', 'bench copy --help'):\n"
+        "for line in ('--help', 'run --help', 'config', 'config --markdown', 'doctor --help', 'proxy --help',\n"
+        "             'bench copy --help'):\n"
         "    try: app(line.split())\n"
         "    except SystemExit as end: assert not end.code, end.code\n"
         "sys.exit(','.join({'torch', 'zmq', 'numpy'} & set(sys.modules)) or None)\n"

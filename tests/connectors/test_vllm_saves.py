@@ -237,5 +237,15 @@ class TestFreshBlocks:
         loading.tables, loading.local = ([1, 2, 3, 4],), 2 * BLOCK
         assert [set(ids) for ids in self.planner().fresh(output({}), [loading])] == [{3, 4}]
 
+    def test_what_one_group_has_freed_is_another_ones_next_block(self) -> None:
+        """VLLM lays its groups over one memory."""
+        spec = spec_of(FULL, STATE)
+        planner, vllm = SavePlanner(spec, [0, 1], Options()), request("r", 150)
+        planner.open(tracked(vllm, spec))
+        state = BlockState({"r": (BLOCKS, BLOCKS)}, {"r": [(1, 7, 128)]})
+        planner.step(output({"r": 150}, state=state), StepPlan())
+        fresh = planner.fresh(output({}, new=[("a", ([1, 2], [3, 0]), 0)]), [])
+        assert [set(ids) for ids in fresh] == [{1, 2, 3}] * 2
+
     def test_nothing_is_overwritten(self) -> None:
         assert self.planner().fresh(output({}, cached=[("a", None, 100, False)]), []) == ()

@@ -133,6 +133,16 @@ def test_the_command_serves_until_sigterm():
     assert prefiller.seen
 
 
+def test_the_proxy_loads_no_engine():
+    code = (
+        "import sys\nimport layerflow.proxy.serve\n"
+        "engines = {'torch', 'zmq', 'vllm', 'layerflow.agent', 'layerflow.server'}\n"
+        "sys.exit(','.join(engines & set(sys.modules)) or None)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_the_command_refuses_what_it_cannot_use():
     def refused(*arguments: str) -> str:
         ended = subprocess.run(

@@ -87,6 +87,19 @@ async def test_concurrent_without_addresses_means_one_server(engines):
     assert "servers" not in engines[1].seen[0].params["layerflow"]
 
 
+async def test_a_prefillers_servers_are_learnt_from_its_answer(engines):
+    prefiller, decoder = engines
+    told = (
+        b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{"layerflow":{"v":1,"servers":["tcp://p:1"]}}}'
+    )
+    prefiller.behaviour = Behaviour(raw=told)
+    decoder.behaviour = Behaviour(first_s=0.3)
+    async with proxied(*engines) as scene:
+        while not decoder.seen or "servers" not in decoder.seen[-1].params["layerflow"]:
+            assert (await scene.complete()).status_code == 200
+    assert decoder.seen[-1].params["layerflow"]["servers"] == ["tcp://p:1"]
+
+
 async def test_concurrent_legs_run_at_once():
     """The decoder answers only after the prefill has, and the prefill is slow: in sequence neither would begin."""
     with StubEngine(Behaviour(hangs=True)) as prefiller, StubEngine() as decoder:

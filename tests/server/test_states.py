@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from e2e.known import kv_bytes
+from e2e.known import eventually, kv_bytes
 
 from layerflow.agent import Agent, Hit, StepRequest
 from layerflow.agent.connection.control import hit_of
@@ -16,7 +18,7 @@ from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from layerflow.wire.messages import Found, TailHit
-from server.support import Embed
+from server.support import Embed, observe
 
 BLOCK, STATE, CHUNK = 4, 8, 16
 ROW, CONV, SSM = 32, 24, 40
@@ -179,3 +181,32 @@ def test_every_rank_keeps_its_own_state(embed: Embed, boundary: int) -> None:
         assert first.serve(longer) == 0, "the other rank has stored nothing"
         second.serve(stored, keep=[boundary])
         assert [first.serve(longer), second.serve(longer)] == [boundary] * 2
+
+
+def test_a_hit_is_resident_where_its_lease_pins_all_of_it(embed: Embed) -> None:
+    with HybridWorker(embed(pool__size="64KiB", pool__lease_share=0.05)) as worker:
+        stored = worker.prompt(16 * CHUNK)
+        worker.serve(stored, keep=[2 * CHUNK, 16 * CHUNK])
+        hit = worker.agent.lookup("short", worker.prompt(3 * CHUNK, like=worker.prompt(2 * CHUNK, like=stored)))
+        assert (hit.tokens, hit.resident) == (2 * CHUNK, True)
+        hit = worker.agent.lookup("long", worker.prompt(17 * CHUNK, like=stored))
+        assert (hit.tokens, hit.resident) == (16 * CHUNK, False), "leases may not pin so much"
+
+
+def test_what_comes_from_behind_the_arena_is_not_resident(embed: Embed, tmp_path: Path) -> None:
+    folder = {"path": str(tmp_path / "tier")}
+    server = embed(pool__disk=folder)
+    with HybridWorker(server) as worker, closing(observe(server)) as control:
+        assert eventually(lambda: control.status()["tier"]["up"])
+        stored = worker.prompt(40)
+        worker.serve(stored, keep=[32])
+        assert worker.agent.lookup("r", stored).resident
+        assert eventually(
+            lambda: control.status()["tier"]["written_objects"] and not control.status()["tier"]["backlog_bytes"]
+        )
+    server.close()
+    server = embed(pool__disk=folder)
+    with HybridWorker(server) as worker, closing(observe(server)) as control:
+        assert eventually(lambda: control.status()["tier"]["indexed_objects"])
+        hit = worker.agent.lookup("r", worker.agent.chain(stored.tokens))
+        assert (hit.tokens, hit.resident) == (32, False)

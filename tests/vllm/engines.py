@@ -161,9 +161,9 @@ class Engine:
         if not self._ask("reset", pool):
             raise EngineFailed("vLLM's prefix cache is still in use")
 
-    def break_loads(self, broken: bool) -> None:
-        """Every load of a running step fails before its first layer, or no more."""
-        self._ask("break_loads", broken)
+    def break_loads(self, share: float) -> None:
+        """This share of the loads of running steps fails before its first layer."""
+        self._ask("break_loads", share)
 
     def reset_now(self) -> None:
         """As :meth:`reset` with the pool, whatever is under way.

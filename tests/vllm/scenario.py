@@ -9,6 +9,7 @@ import copy
 import itertools
 import multiprocessing.connection
 import os
+import random
 import time
 import traceback
 from collections.abc import Sequence
@@ -211,9 +212,9 @@ class Scenario:
             time.sleep(0.001)
         return pool.get_num_free_blocks(), total
 
-    def break_loads(self, broken: bool) -> None:
-        """Every load of a running step fails before its first layer, or no more."""
-        self._core.model_executor.collective_rpc(_break_loads, args=(broken,))
+    def break_loads(self, share: float) -> None:
+        """This share of the loads of running steps fails before its first layer."""
+        self._core.model_executor.collective_rpc(_break_loads, args=(share,))
 
     def metric(self, name: str) -> float:
         """A counter of vLLM's own; it counts unless ``disable_log_stats`` is set."""
@@ -276,7 +277,7 @@ def _watch_states() -> tuple[dict[Any, bytes], ...]:
     return saved, loaded, current
 
 
-def _break_loads(_worker: Any, broken: bool) -> None:
+def _break_loads(_worker: Any, share: float) -> None:
     """In a worker's process."""
     from layerflow.agent import Step
 
@@ -284,15 +285,20 @@ def _break_loads(_worker: Any, broken: bool) -> None:
         Step.unbroken = Step.wait_layer, Step.wait_all  # type: ignore[attr-defined]
     wait_layer, wait_all = Step.unbroken  # type: ignore[attr-defined]
 
+    def broken(step: Step) -> bool:
+        return random.Random(step.number).random() < share
+
     def cut(step: Step, layer: int) -> Any:
-        step.fence("broken by the test")
+        if broken(step):
+            step.fence("broken by the test")
         return wait_layer(step, layer)
 
     def cut_all(step: Step) -> Any:
-        step.fence("broken by the test")
+        if broken(step):
+            step.fence("broken by the test")
         return wait_all(step)
 
-    Step.wait_layer, Step.wait_all = (cut, cut_all) if broken else (wait_layer, wait_all)  # type: ignore[method-assign]
+    Step.wait_layer, Step.wait_all = cut, cut_all  # type: ignore[method-assign]
 
 
 def feature(offset: int, length: int, identifier: str) -> Any:

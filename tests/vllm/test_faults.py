@@ -35,12 +35,14 @@ def until(server: ServerProcess, what: Callable[[dict[str, Any]], bool]) -> dict
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["layerwise", "bulk"])
-def test_the_server_is_killed_under_eight_requests(mode: str, serve: Serve, vllm: Start, plain: Start) -> None:
+@pytest.mark.parametrize(("model", "mode"), [("llama", "layerwise"), ("llama", "bulk"), ("gemma3", "layerwise")])
+def test_the_server_is_killed_under_eight_requests(
+    model: str, mode: str, serve: Serve, vllm: Start, plain: Start
+) -> None:
     server = serve(**SLOW)
-    engine = vllm("llama", kv_transfer_config=connector(server.endpoint, mode=mode, chunk_tokens=CHUNK))
+    engine = vllm(model, kv_transfer_config=connector(server.endpoint, mode=mode, chunk_tokens=CHUNK))
     prompts = [prompt(seed, 150 + 20 * seed) for seed in range(8)]
-    wanted = [answer.tokens for answer in plain("llama").generate(*prompts, max_tokens=MAX_TOKENS)]
+    wanted = [answer.tokens for answer in plain(model).generate(*prompts, max_tokens=MAX_TOKENS)]
     engine.generate(*prompts)
     settled(server.endpoint)
     engine.begin(prompts, MAX_TOKENS)
@@ -64,17 +66,20 @@ def test_the_server_is_killed_under_eight_requests(mode: str, serve: Serve, vllm
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)
-def test_the_server_is_killed_at_twenty_random_moments(serve: Serve, vllm: Start, plain: Start) -> None:
+@pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3next"])
+def test_the_server_is_killed_at_twenty_random_moments(model: str, serve: Serve, vllm: Start, plain: Start) -> None:
     server = serve(**SLOW | {"pool__link_gbps": 0.05})
-    engine = vllm("llama", kv_transfer_config=connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK))
+    extra = {} if model == "qwen3next" else {"chunk_tokens": CHUNK}
+    engine = vllm(model, kv_transfer_config=connector(server.endpoint, mode="layerwise", **extra))
     prompts = [prompt(seed, 150 + 40 * seed) for seed in range(8)]
-    wanted = [answer.tokens for answer in plain("llama").generate(*prompts, max_tokens=MAX_TOKENS)]
+    wanted = [answer.tokens for answer in plain(model).generate(*prompts, max_tokens=MAX_TOKENS)]
     source, hits = random.Random(5), 0
     for _ in range(20):
         began = time.monotonic()
         first = engine.generate(*prompts, max_tokens=MAX_TOKENS)
         took = time.monotonic() - began
         settled(server.endpoint)
+        engine.reset()
         engine.begin(prompts, MAX_TOKENS)
         time.sleep(source.uniform(0, took))  # a random moment of the run
         server.kill()
@@ -110,12 +115,18 @@ def test_vllm_is_killed_while_it_saves(serve: Serve, vllm: Start, plain: Start) 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["layerwise", "bulk"])
-def test_aborts_and_preemption(mode: str, serve: Serve, vllm: Start, plain: Start) -> None:
+@pytest.mark.parametrize(
+    ("model", "mode", "ahead"),
+    [("llama", "layerwise", False), ("llama", "bulk", False), ("gemma3", "layerwise", False),
+     ("gemma3", "layerwise", True)],
+)  # fmt: skip
+def test_aborts_and_preemption(model: str, mode: str, ahead: bool, serve: Serve, vllm: Start, plain: Start) -> None:
     """200 requests in a cache for a few: many are preempted, some aborted at every stage, none gets a wrong token."""
     server = serve(pool__lease_ms=600_000)  # what is pinned afterwards was forgotten, and does not expire in this test
-    small = {"num_gpu_blocks_override": 48, "max_num_seqs": 16, "max_model_len": 1024}
-    engine = vllm("llama", kv_transfer_config=connector(server.endpoint, mode=mode, chunk_tokens=CHUNK), **small)
+    blocks = 48 if model == "llama" else 108  # of one cache group, of three
+    small = {"num_gpu_blocks_override": blocks, "max_num_seqs": 16, "max_model_len": 1024}
+    config = connector(server.endpoint, mode=mode, chunk_tokens=CHUNK)
+    engine = vllm(model, kv_transfer_config=config, ahead=ahead, **small)
     source = random.Random(11)
     heads = [prompt(seed, 200) for seed in range(10)]
     prompts = [
@@ -123,7 +134,7 @@ def test_aborts_and_preemption(mode: str, serve: Serve, vllm: Start, plain: Star
         for number in range(200)
     ]
     aborts = {number: source.randrange(0, 250) for number in source.sample(range(200), 50)}
-    wanted = plain("llama", **small).generate(*prompts, max_tokens=40)
+    wanted = plain(model, **small).generate(*prompts, max_tokens=40)
     for _ in range(2):
         engine.begin(prompts, 40, aborts)
         answers = engine.finish()

@@ -127,9 +127,9 @@ def test_a_load_that_fails_in_the_step_is_taken_back(
     engine.one(head + prompt(6, 10))
     settled(server.endpoint)
     engine.reset()
-    engine.break_loads(True)
+    engine.break_loads(1)
     answers = engine.generate(*prompts, max_tokens=MAX_TOKENS)
-    engine.break_loads(False)
+    engine.break_loads(0)
     assert "broken by the test" in engine.output()
     assert "step_loads_taken_back" in engine.output()
     assert [answer.tokens for answer in answers] == wanted
@@ -151,9 +151,9 @@ def test_where_vllm_is_to_fail_such_requests_it_fails_those_and_no_others(
     head, other = prompt(1, 300), prompt(4, 90)
     engine.one(head)
     settled(server.endpoint)
-    engine.break_loads(True)
+    engine.break_loads(1)
     failed, well = engine.generate(head + prompt(2, 20), other, max_tokens=MAX_TOKENS)
-    engine.break_loads(False)
+    engine.break_loads(0)
     assert (failed.reason, failed.tokens) == ("error", ())
     assert well.tokens == plain("gemma3").one(other, max_tokens=MAX_TOKENS).tokens
     engine.assert_no_block_lost()
@@ -183,7 +183,7 @@ def test_the_server_goes_while_steps_load(model: str, how: str, serve: Serve, vl
         if how == "stopped":
             os.kill(server.process.pid, signal.SIGCONT)
     assert [answer.tokens for answer in answers] == wanted
-    assert "step_loads_taken_back" in engine.output()
+    assert engine.loads()[0] > 0
     engine.assert_no_block_lost()
 
 
@@ -239,3 +239,37 @@ def test_a_corrupted_object_is_never_loaded(serve: Serve, vllm: Start, plain: St
     assert any(name.startswith("fetch_") for name in fetch_status(server.endpoint)["tier"]["failures"])
     engine.assert_no_block_lost()
     until(server, lambda status: status["pool"]["pinned"] == 0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_loads_fail_under_aborts_and_preemption(ahead: bool, serve: Serve, vllm: Start, plain: Start) -> None:
+    """A third of them, in a cache for a few requests that share what vLLM's own prefix cache shows."""
+    server = serve(pool__link_gbps=0.05, transfer__max_transfer_bytes="64KiB", pool__lease_ms=600_000)
+    small = {"num_gpu_blocks_override": 108, "max_num_seqs": 16, "max_model_len": 1024} | PREFIX_CACHE
+    engine = vllm("gemma3", kv_transfer_config=layerwise(server), ahead=ahead, **small)
+    source = random.Random(7)
+    heads = [prompt(seed, 200) for seed in range(10)]
+    prompts = [
+        source.choice(heads)[: source.randrange(60, 201)] + prompt(100 + number, source.randrange(1, 120))
+        for number in range(100)
+    ]
+    aborts = {number: source.randrange(0, 120) for number in source.sample(range(100), 25)}
+    wanted = plain("gemma3", **small).generate(*prompts, max_tokens=20)
+    engine.break_loads(1 / 3)
+    for _ in range(2):
+        engine.begin(prompts, 20, aborts)
+        answers = engine.finish()
+        wrong = [
+            number
+            for number, (answer, right) in enumerate(zip(answers, wanted, strict=True))
+            if answer.tokens != right.tokens and not (answer.reason == "abort" and number in aborts)
+        ]
+        assert not wrong
+        engine.reset()
+        settled(server.endpoint)
+        until(server, lambda status: status["pool"]["pinned"] == 0)
+    assert "step_loads_taken_back" in engine.output()
+    engine.break_loads(0)
+    assert [answer.tokens for answer in engine.generate(*prompts, max_tokens=20)] == [each.tokens for each in wanted]
+    engine.assert_no_block_lost()

@@ -98,6 +98,7 @@ class Worker:
     :param layer_bytes: bytes of one layer of such a request, all planes together.
     :param planes: their names.
     :param shard: which part of the model it has.
+    :param engine: names its serving engine.
     :param content: names the model; workers that name the same share objects. Default: a model of its own.
     :param compressed: each layer has three caches, see :func:`compressed_groups`, and `planes` are not used.
 
@@ -117,6 +118,7 @@ class Worker:
         shard: Shard | None = None,
         content: str = "",
         compressed: bool = False,
+        engine: str = "bench",
     ) -> None:
         self.layers, self.tokens = layers, tokens
         if compressed:
@@ -146,7 +148,7 @@ class Worker:
             for kept, group in zip(self._kept, groups, strict=True)
             for layer in group.layers
         }
-        self.agent = Agent(endpoint, self.spec, self.tensors, "bench", lookup_timeout_s=WARM_TIMEOUT_S)
+        self.agent = Agent(endpoint, self.spec, self.tensors, engine, lookup_timeout_s=WARM_TIMEOUT_S)
         if not self.agent.attached:
             raise LayerflowError(f"{endpoint}: the benchmark's worker could not attach")
         if not self.agent.wait_warm(WARM_TIMEOUT_S):

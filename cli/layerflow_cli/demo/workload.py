@@ -80,11 +80,13 @@ class Workload:
             prefix + (f"\n\n[{question + 1}] Compare it with this: {other}")[: self.sizes.suffix - len(asked)] + asked
         )
 
-    def loaded_blocks(self, layer: int) -> range:
-        """Block numbers that a hit of the prefix loads of a cache (:attr:`EngineConfig.caches`)."""
-        group = self._group_of(layer)
-        first = rules_of(group).first_token(self.sizes.prefix)
-        return range(first // group.block_size, self.sizes.prefix // group.block_size)
+    def loaded_blocks(self, layer: int, tokens: int = 0) -> range:
+        """Block numbers that a hit of so many tokens loads of a cache (:attr:`EngineConfig.caches`), whole ones.
+
+        :param tokens: 0 = the prefix.
+        """
+        group, hit = self._group_of(layer), tokens or self.sizes.prefix
+        return range(rules_of(group).first_token(hit) // group.block_size, hit // group.block_size)
 
     @property
     def prefix_bytes(self) -> int:

@@ -62,6 +62,8 @@ def configure(level: str = "info", fmt: str = "console", stream: TextIO | None =
         foreign.setLevel(logging.NOTSET)
     # It reports every change it sees, a log file beside the watched one included: each line would cause the next.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
+    # A line for each request that the proxy sends, and each probe.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.captureWarnings(True)
     structlog.configure(
         processors=_NATIVE,

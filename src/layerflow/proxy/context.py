@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import anyio
 
 from layerflow.config.proxy import ProxySettings, instance_addresses
+from layerflow.errors import UpstreamError
 from layerflow.proxy.instances.instance import Instance, Role
 from layerflow.proxy.instances.registry import Registry
 from layerflow.proxy.metaserver import Metaserver
@@ -76,18 +77,26 @@ class ProxyContext:
         if self.draining and not self.requests:
             self.drained.set()
 
-    def metaserver_url(self, decoder: Instance) -> str:
-        """Where this decoder reaches ``/v1/metaserver``: the address from which the proxy reaches the decoder."""
+    async def metaserver_url(self, decoder: Instance) -> str:
+        """Where this decoder reaches ``/v1/metaserver``: the address from which the proxy reaches the decoder.
+
+        :raises UpstreamError: its name cannot be resolved.
+        """
         if self.settings.metaserver_url:
             return self.settings.metaserver_url
-        parts = urlsplit(decoder.url)
-        host = _own_address(parts.hostname or "", parts.port or 80)
+        if decoder.seen_from is None:
+            parts = urlsplit(decoder.url)
+            try:
+                decoder.seen_from = await _own_address(parts.hostname or "", parts.port or 80)
+            except OSError as error:
+                raise UpstreamError(f"decode engine {decoder.url} cannot be reached: {error}") from error
+        host = decoder.seen_from
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1/metaserver"
 
 
-def _own_address(host: str, port: int) -> str:
+async def _own_address(host: str, port: int) -> str:
     """This machine's address on the way to another; nothing is sent."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, address = (await anyio.getaddrinfo(host, port, type=socket.SOCK_DGRAM))[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         found: str = probe.getsockname()[0]

@@ -81,7 +81,7 @@ class Metaserver:
             decoding.close()
 
     def knows(self, request: ClientRequest, request_id: str) -> bool:
-        """Whether such a request is open already: clients choose their ids."""
+        """Whether such a request is open already: clients choose their ids. Ask right before :meth:`expecting`."""
         return any(child in self._children for child in _children(request, request_id))
 
     def find(self, child: str) -> tuple[DecodeRequest, int] | None:

@@ -41,6 +41,7 @@ class Instance:
         self.generation = 0  #: grows each time it goes down: what it had cached is gone then
         self.active = 0  #: requests on their way
         self.tokens = 0  #: prompt tokens of these
+        self.seen_from: str | None = None  #: this machine's address as the engine sees it; None = not asked yet
         self.last_picked = 0  #: the number of the pick; settles ties
         self._waiting: set[anyio.CancelScope] = set()
         self.client = httpx.AsyncClient(

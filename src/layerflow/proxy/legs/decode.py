@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
+import anyio.lowlevel
 import httpx
 
 from layerflow.config.proxy import ProxySettings
@@ -44,6 +45,8 @@ async def decode(
     """Pass the engine's answer on until its end. Cancelling closes the connection, and so aborts it in the engine.
 
     Nothing is sent to the client before the answer has begun to be one: until then the caller may ask another engine.
+    A call that was cancelled sends nothing either, even where its data had come in the same turn of the event loop: the
+    caller has decided to start again.
 
     :param usage: what the prefill found cached.
     :param first_token: called once, when the first token is there.
@@ -73,9 +76,11 @@ async def _whole(
             if len(content) > settings.max_request_bytes:
                 raise UpstreamError(f"{engine} answered with more than {settings.max_request_bytes} bytes")
         answer = whole_answer(engine, bytes(content))
+        cached = await usage.cached_tokens()
+        await anyio.lowlevel.checkpoint_if_cancelled()
         answered()
         first_token()
-        await outlet.whole(with_cached(answer, await usage.cached_tokens()), passed_on(response.headers.multi_items()))
+        await outlet.whole(with_cached(answer, cached), passed_on(response.headers.multi_items()))
 
 
 async def _stream(
@@ -117,6 +122,7 @@ async def _stream(
                 # A first token that came together with the end of the engine is not sent: another one may start.
                 if begun and held and (failure is None or outlet.begun):
                     patience.deadline = math.inf  # the client's time is not the engine's
+                    await anyio.lowlevel.checkpoint_if_cancelled()
                     await outlet.events(held, headers)
                     held = []
                 if failure is not None:

@@ -26,11 +26,13 @@ class Prefilled:
     :param params: its ``kv_transfer_params``, for the decoder; None = it hands nothing over.
     :param cached_tokens: prompt tokens that it did not have to compute; None = it does not say.
     :param prompt_tokens: None = it does not say.
+    :param servers: control addresses of the layerflow servers that it saves through, if it tells them.
     """
 
     params: dict[str, Any] | None
     cached_tokens: int | None
     prompt_tokens: int | None
+    servers: tuple[str, ...] = ()
 
 
 def prefill_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
@@ -66,4 +68,13 @@ async def prefill(instance: Instance, path: str, body: bytes, headers: Headers, 
         params if isinstance(params, dict) and params else None,
         cached_of(answer),
         tokens if isinstance(tokens, int) else None,
+        _servers(params),
     )
+
+
+def _servers(params: Any) -> tuple[str, ...]:
+    ours = params.get("layerflow") if isinstance(params, dict) else None
+    servers = ours.get("servers") if isinstance(ours, dict) else None
+    if isinstance(servers, list) and all(isinstance(server, str) for server in servers):
+        return tuple(servers)
+    return ()

@@ -42,12 +42,13 @@ async def decode_first(exchange: Exchange) -> None:
 async def _attempt(exchange: Exchange, decoder: Instance, request_id: str) -> None:
     """One request at one decoder, with the prefills of its children; all end together."""
     context, metaserver = exchange.context, exchange.context.metaserver
+    url = await context.metaserver_url(decoder)
     if metaserver.knows(exchange.request, request_id):
         request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
     params = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
-        "metaserver": context.metaserver_url(decoder),
+        "metaserver": url,
     }
     ended: Exception | None = None
 

@@ -96,6 +96,8 @@ class Exchange:
             raise
         finally:
             self.usage.settle(cached)
+        if done.servers and not instance.servers:
+            instance.servers = done.servers
         self.prefill_ended()
         context.metrics.prefill.observe(context.clock() - began)
         context.metrics.cached_tokens.inc(cached or 0)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from layerflow.errors import ProxyError
@@ -58,6 +59,7 @@ class _Merged:
         passed = [event for event in map(lambda one: self._renumbered(number, one), events) if event is not None]
         if passed:
             async with self._turn:
+                await anyio.lowlevel.checkpoint_if_cancelled()  # see decode(): cancelled while it waited for its turn
                 await self.response.events(passed, headers)
 
     def whole(self, number: int, answer: dict[str, Any], headers: Headers) -> None:

@@ -17,7 +17,7 @@ from layerflow.config.proxy import InstanceAddress, instance_addresses
 from layerflow.errors import ProxyError
 from layerflow.proxy.context import ProxyContext
 from layerflow.proxy.instances.instance import Instance, Role
-from layerflow.proxy.routes.answers import refusal
+from layerflow.proxy.routes.bodies import read_small_body, refusal
 
 _RESET_S = 60.0
 _log = structlog.get_logger("layerflow.proxy")
@@ -84,8 +84,9 @@ class Admin:
 
     async def _read(self, request: Request) -> tuple[Role, list[InstanceAddress]]:
         self._check(request)
+        raw = await read_small_body(request.receive, self._context.settings)
         try:
-            asked: Any = msgspec.json.decode(await request.body())
+            asked: Any = msgspec.json.decode(raw)
             role = Role(asked["type"])
             named = asked["instances"]
             addresses = instance_addresses(",".join([named] if isinstance(named, str) else named))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import anyio
@@ -13,8 +13,8 @@ from layerflow.proxy.context import Cut, OpenRequest, ProxyContext
 from layerflow.proxy.orders.dispatch import serve
 from layerflow.proxy.outlet import ClientGone, ClientResponse, Send
 from layerflow.proxy.request import read_request, request_id_of
+from layerflow.proxy.routes.bodies import Receive, read_body
 
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _GONE_STATUS = "499"  # nginx's word for it, in the metrics only
 _log = structlog.get_logger("layerflow.proxy")
 
@@ -41,7 +41,7 @@ class Completions:
                     try:
                         if self._context.draining:
                             raise ProxyError("the proxy is stopping; ask another one", 503)
-                        raw = await _body(receive, settings.max_request_bytes, settings.idle_timeout_s)
+                        raw = await read_body(receive, settings)
                         tasks.start_soon(_watch, receive, opened)
                         request = read_request(self._path, headers, raw, request_id)
                         await serve(self._context, request, response)
@@ -78,28 +78,6 @@ def _cut_off(opened: OpenRequest, timeout_s: float) -> ProxyError:
     if opened.cut is Cut.STOPPING:
         return ProxyError("the proxy stopped before the request had ended; ask another one", 503)
     return ProxyError(f"the request took longer than {timeout_s:g} s (proxy.request_timeout_s)", 504)
-
-
-async def _body(receive: Receive, most: int, patience_s: float) -> bytes:
-    """The request's body.
-
-    :raises ProxyError: it is too large, or does not come.
-    :raises ClientGone: the client left.
-    """
-    content = bytearray()
-    while True:
-        try:
-            with anyio.fail_after(patience_s):
-                message = await receive()
-        except TimeoutError:
-            raise ProxyError(f"the request's body did not come in {patience_s:g} s", 408) from None
-        if message["type"] == "http.disconnect":
-            raise ClientGone("while it sent its request")
-        content += message.get("body", b"")
-        if len(content) > most:
-            raise ProxyError(f"the request is larger than {most} bytes (proxy.max_request_bytes)", 413)
-        if not message.get("more_body"):
-            return bytes(content)
 
 
 async def _watch(receive: Receive, opened: OpenRequest) -> None:

@@ -11,7 +11,7 @@ from layerflow.errors import ProxyError
 from layerflow.proxy.context import ProxyContext
 from layerflow.proxy.instances.instance import Instance, Role
 from layerflow.proxy.legs.call import engine_headers, passed_on
-from layerflow.proxy.routes.answers import refusal
+from layerflow.proxy.routes.bodies import refusal
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _QUESTION_S = 10.0  # for an engine's list of models

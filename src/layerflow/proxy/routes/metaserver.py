@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from layerflow.errors import ProxyError
 from layerflow.proxy.context import ProxyContext
-from layerflow.proxy.routes.answers import refusal
+from layerflow.proxy.routes.bodies import read_small_body, refusal
 
 
 class MetaserverRoute:
@@ -23,9 +23,11 @@ class MetaserverRoute:
 
     async def post(self, request: Request) -> Response:
         try:
-            posted = msgspec.json.decode(await request.body())
+            posted = msgspec.json.decode(await read_small_body(request.receive, self._context.settings))
         except msgspec.DecodeError as error:
             return refusal(ProxyError(f"the body is not valid JSON: {error}", 400))
+        except ProxyError as error:
+            return refusal(error)
         child = posted.get("request_id") if isinstance(posted, dict) else None
         if not isinstance(child, str):
             return refusal(ProxyError("the body should be an object with request_id", 400))

@@ -91,6 +91,7 @@ class PartitionRegistry:
     :param send: to the host; False = there is none.
     :param present: calls back, once, with those of the keys that the backend has.
     :param wrote: told of an object that is in the backend now.
+    :param up: can the backend be used?
     """
 
     def __init__(
@@ -99,8 +100,9 @@ class PartitionRegistry:
         send: Callable[[ToHost], bool],
         present: Callable[[Sequence[bytes], Callable[[frozenset[bytes]], None]], None],
         wrote: Callable[[NewObject], None],
+        up: Callable[[], bool],
     ) -> None:
-        self._pool, self._send, self._present, self._wrote = pool, send, present, wrote
+        self._pool, self._send, self._present, self._wrote, self._up = pool, send, present, wrote, up
         self._models: dict[bytes, _Model] = {}
         self._jobs: dict[int, _Job] = {}
         self._next = FIRST_JOB
@@ -127,7 +129,7 @@ class PartitionRegistry:
     def refresh(self) -> None:
         """Look what is noted, and note what is missing. Again every :data:`REFRESH_S`."""
         self._again(REFRESH_S)
-        for model in self._models.values():
+        for model in self._models.values() if self._up() else ():
             if model.busy:
                 model.stale = True
             else:

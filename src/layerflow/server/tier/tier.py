@@ -86,7 +86,7 @@ class Tier:
         self._host = HostProcess(name, options, *arena, self)
         self._questions = Questions(self._host.send)
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
-        self.partitions = PartitionRegistry(pool, self._host.send, self._which, self._noted)
+        self.partitions = PartitionRegistry(pool, self._host.send, self._which, self._noted, lambda: self.up)
         self._emit = emit
         self._writes = Writes(pool, self._host.send, emit, self._written, self._write_failed)
 
@@ -124,8 +124,8 @@ class Tier:
 
     def _which(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None]) -> None:
         """Which of these are in the backend?"""
-        if self.indexed or not self.up:
-            then(frozenset(key for key in keys if self.up and key in self._index))
+        if self.indexed:
+            then(frozenset(key for key in keys if key in self._index))
         else:
             self._questions.ask(keys, then, ASK_S)
 

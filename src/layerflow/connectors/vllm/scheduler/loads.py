@@ -138,25 +138,28 @@ def _copy_to(part: PartDescriptor, block: int, table: np.ndarray) -> PartDescrip
     """The part's one state, to another position of the block table."""
     (piece,) = part.pieces
     if block >= len(table) or table[block] < 0:
-        raise SpecError(f"request {part.request!r}, group {part.group}: no block {block} for the state to continue")
+        raise SpecError(f"request {part.request!r}, group {part.group}: no block {block} for the state to continue in")
     return replace(part, table=np.array(table), pieces=(replace(piece, blocks=range(block, block + 1)),))
 
 
 def _split(part: PartDescriptor, block: int, chunk: int) -> tuple[list[PartDescriptor], list[PartDescriptor]]:
     """Before a position of the block table, and from it on."""
-    before: list[ObjectDescriptor] = []
-    after: list[ObjectDescriptor] = []
-    for piece in part.pieces:
+    before: dict[int, ObjectDescriptor] = {}
+    after: dict[int, ObjectDescriptor] = {}
+    for number, piece in enumerate(part.pieces):
         cut = min(max(block, piece.blocks.start), piece.blocks.stop)
         if cut > piece.blocks.start:
-            before.append(replace(piece, blocks=range(piece.blocks.start, cut)))
+            before[number] = replace(piece, blocks=range(piece.blocks.start, cut))
         if cut < piece.blocks.stop:
             index = piece.index + cut - piece.blocks.start
-            after.append(replace(piece, blocks=range(cut, piece.blocks.stop), index=index))
-    return _part(part, before, chunk), _part(part, after, chunk)
+            after[number] = replace(piece, blocks=range(cut, piece.blocks.stop), index=index)
+    return _only(part, before, chunk), _only(part, after, chunk)
 
 
-def _part(part: PartDescriptor, pieces: list[ObjectDescriptor], chunk: int) -> list[PartDescriptor]:
+def _only(part: PartDescriptor, pieces: dict[int, ObjectDescriptor], chunk: int) -> list[PartDescriptor]:
+    """These of its pieces, or leading and last blocks of them, by their position."""
     if not pieces:
         return []
-    return [replace(part, pieces=tuple(pieces), parent=part.parent if pieces[-1].tokens != chunk else b"")]
+    last = pieces[max(pieces)]
+    parent = part.parent if last.tokens != chunk else b""
+    return [replace(part, pieces=tuple(pieces.values()), parent=parent)]

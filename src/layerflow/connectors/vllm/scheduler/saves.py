@@ -94,17 +94,18 @@ class SavePlanner:
         return _signed(self._of_groups(block_ids))
 
     def fresh(self, output: Any, loading: Sequence[Tracked]) -> tuple[tuple[int, ...], ...]:
-        """Blocks that the step, or a load that starts with it, overwrites, per layerflow group.
+        """Blocks that the step, or a load that starts with it, overwrites, per layerflow group: the same for each.
 
         A save that still reads one of them is too late: vLLM recycles blocks of running requests too (sliding
-        windows, preemption). Empty where no save is in flight: every rank has told that its saves have ended.
+        windows, preemption), and lays its groups over one memory: what one has freed is another's next block. Empty
+        where no save is in flight: every rank has told that its saves have ended.
         """
         if not self._reading:
             return ()
         cached = output.scheduled_cached_reqs
         if not (loading or output.scheduled_new_reqs or any(cached.new_block_ids)):  # most steps that only decode
             return ()
-        taken: list[set[int]] = [set() for _ in self._vllm_groups]
+        taken: set[int] = set()
         for new in output.scheduled_new_reqs:
             self._beyond(taken, new.block_ids, new.num_computed_tokens)
         for request, blocks, computed in zip(
@@ -114,7 +115,8 @@ class SavePlanner:
                 self._beyond(taken, blocks, computed if request in cached.resumed_req_ids else 0)
         for tracked in loading:
             self._beyond(taken, tracked.tables, tracked.local)
-        return tuple(tuple(ids - {NULL_BLOCK}) for ids in taken) if any(taken) else ()
+        taken.discard(NULL_BLOCK)
+        return (tuple(taken),) * len(self._vllm_groups) if taken else ()
 
     def step(self, output: Any, plan: StepPlan) -> None:
         """Put the step's saves into its plan."""
@@ -199,10 +201,10 @@ class SavePlanner:
     def _of_groups(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         return [block_ids[group] for group in self._vllm_groups]
 
-    def _beyond(self, taken: list[set[int]], block_ids: Sequence[Sequence[int]], computed: int) -> None:
+    def _beyond(self, taken: set[int], block_ids: Sequence[Sequence[int]], computed: int) -> None:
         for number, vllm_group in enumerate(self._vllm_groups):
             first = computed // self._spec.groups[number].block_size
-            taken[number].update(block_ids[vllm_group][first:])
+            taken.update(block_ids[vllm_group][first:])
 
 
 def _signed(tables: Tables) -> list[np.ndarray]:

@@ -1,0 +1,132 @@
+"""What vLLM's scheduler is made to take back when a load of the running step has failed."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerflow.connectors.vllm.plan import WorkerReport
+from layerflow.connectors.vllm.scheduler.loads import Arrival
+from layerflow.connectors.vllm.scheduler.recovery import take_back
+
+BLOCK = 32
+
+
+class FakeScheduler:
+    """As much of vLLM's as is asked; two cache groups.
+
+    :param holders: block tables by request, a table a group; those named "w…" wait for a background load.
+    """
+
+    def __init__(self, holders: dict[str, tuple[list[int], ...]], *, recompute: bool = True, blocks: int = 200) -> None:
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group, group])
+        self.holders = holders
+        requests = [SimpleNamespace(request_id=name, status=self.status(name)) for name in holders]
+        self.running = [each for each in requests if each.status.name == "RUNNING"]
+        self.kv_holding_waiting = [each for each in requests if each.status.name != "RUNNING"]
+        self.evicted: set[int] = set()
+        self.kv_cache_manager = SimpleNamespace(
+            get_block_ids=lambda name: self.holders[name],
+            evict_blocks=self.evicted.update,
+            block_pool=SimpleNamespace(blocks=range(blocks)),
+        )
+        self.prev_step_scheduled_req_ids = set(holders)
+        self.encoder_cache_mismatch_reqs: set[str] = set()
+        self.recompute_kv_load_failures = recompute
+        self.preempted: list[str] = []
+        self.restarted: set[str] = set()
+
+    @staticmethod
+    def status(name: str) -> Any:
+        return SimpleNamespace(name="WAITING_FOR_REMOTE_KVS" if name.startswith("w") else "RUNNING")
+
+    def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+        assert drop_stale_output
+        assert request not in self.running
+        self.preempted.append(request.request_id)
+
+    def _handle_failed_recving(self, names: set[str]) -> None:
+        self.restarted |= names
+
+
+def arrival(tables: tuple[list[int], ...], start: int = 0) -> list[Arrival]:
+    return [Arrival(1, start, tables)]
+
+
+def test_the_request_and_those_that_go_on_from_its_blocks() -> None:
+    failed = ([1, 2, 3, 4], [0, 0, 13, 14])
+    scheduler = FakeScheduler(
+        {
+            "a": failed,
+            "b": ([1, 2, 5], [0, 16, 17]),  # shares what vLLM had itself, before the load
+            "c": ([1, 2, 3, 6], [0, 0, 18, 19]),
+            "d": ([20, 21], [22, 23]),
+            "w1": ([1, 2, 3, 30], [0, 0, 13, 31]),
+            "w2": ([24], [25]),
+        }
+    )
+    assert take_back(scheduler, {"a": arrival(failed, start=2 * BLOCK)}) == {"a", "c", "w1"}
+    assert scheduler.preempted == ["c", "a"], "each is put before the others: the first comes first again"
+    assert scheduler.restarted == {"w1"}
+    assert [each.request_id for each in scheduler.running] == ["b", "d"]
+    assert scheduler.evicted >= {3, 4, 13, 14, 6, 18, 19}
+    assert not scheduler.evicted & {0, 1, 2, 5, 16, 17, 20, 21, 22, 23, 24, 25}
+    assert scheduler.prev_step_scheduled_req_ids == {"b", "d", "w1", "w2"}
+    assert not scheduler.encoder_cache_mismatch_reqs
+
+
+def test_what_was_computed_on_what_was_computed() -> None:
+    """A third request shares only what the second has computed behind a failed block."""
+    scheduler = FakeScheduler({"a": ([1, 2], [11, 12]), "b": ([1, 3, 4], [11, 13, 14]), "c": ([9, 3, 8], [15, 13, 16])})
+    assert take_back(scheduler, {"a": arrival(([1, 2], [11, 12]))}) == {"a", "b", "c"}
+
+
+def test_a_request_that_has_ended_meanwhile_leaves_nothing_in_the_prefix_cache() -> None:
+    scheduler = FakeScheduler({"b": ([1, 3], [11, 13]), "d": ([20], [22])})
+    assert take_back(scheduler, {"a": arrival(([1, 2], [11, 12]))}) == {"b"}
+    assert scheduler.evicted == set(range(200))
+
+
+def test_where_vllm_is_to_fail_them_they_end_with_an_error() -> None:
+    scheduler = FakeScheduler({"a": ([1], [11]), "d": ([20], [22])}, recompute=False)
+    take_back(scheduler, {"a": arrival(([1], [11]))})
+    assert scheduler.encoder_cache_mismatch_reqs == {"a"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_keeps_a_spoilt_block_and_nobody_else_is_touched(seed: int) -> None:
+    """Against a search that goes token by token."""
+    source = random.Random(seed)
+    tree: dict[tuple[int, ...], tuple[int, int]] = {}
+    holders: dict[str, tuple[list[int], ...]] = {}
+    for number in range(30):
+        path = tuple(source.randrange(2) for _ in range(source.randrange(1, 7)))
+        prefixes = [path[: end + 1] for end in range(len(path))]
+        for prefix in prefixes:
+            tree.setdefault(prefix, (2 * len(tree) + 1, 2 * len(tree) + 2))
+        holders[f"r{number}"] = ([tree[prefix][0] for prefix in prefixes], [tree[prefix][1] for prefix in prefixes])
+    scheduler = FakeScheduler(holders)
+    start = source.randrange(len(holders["r0"][0]))
+    spoilt = set(holders["r0"][0][start:])
+    while True:
+        more = {
+            block
+            for tables in holders.values()
+            for at, block in enumerate(tables[0])
+            if spoilt & set(tables[0][: at + 1])
+        }
+        if more <= spoilt:
+            break
+        spoilt |= more
+    wanted = {name for name, tables in holders.items() if spoilt & set(tables[0])}
+    assert take_back(scheduler, {"r0": arrival(holders["r0"], start * BLOCK)}) == wanted
+    assert spoilt <= scheduler.evicted
+
+
+def test_ranks_tell_together() -> None:
+    both = WorkerReport(lost=frozenset("a")).aggregate(WorkerReport(lost=frozenset("b")))
+    assert both.lost == {"a", "b"}

@@ -1,0 +1,125 @@
+"""Hits of models with several cache groups: which are loaded in the step, and what of them must not wait."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm_fakes import BLOCK, FULL, request, spec_of
+
+from layerflow.agent.values import Hit
+from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
+from layerflow.connectors.vllm.scheduler.requests import Tracked
+from layerflow.errors import SpecError
+from layerflow.keys import Chain, root_digest
+from layerflow.spec import GroupSpec, ModelSpec, Plane
+
+WINDOW = 2 * BLOCK
+SLIDING = GroupSpec("sliding", BLOCK, (2, 3), FULL.planes, WINDOW)
+STATE = GroupSpec("state", 2 * BLOCK, (2, 3), (Plane("kv", "uint8", (64,)),))
+RESIDENT = Hit(128, resident=True)
+
+
+def layout(spec: ModelSpec, *, waits: bool = True) -> WorkerLayout:
+    return WorkerLayout(b"", tuple(range(len(spec.groups))), "ipc:///nowhere", waits)
+
+
+class TestWhere:
+    @pytest.mark.parametrize(
+        ("groups", "recovers", "waits", "hit", "allowed"),
+        [
+            (1, False, False, Hit(128), True),
+            (2, True, True, RESIDENT, True),
+            (2, True, True, Hit(128), False),
+            (2, True, False, RESIDENT, False),
+            (2, False, True, RESIDENT, False),
+        ],
+    )
+    def test_in_the_step(self, groups: int, recovers: bool, waits: bool, hit: Hit, allowed: bool) -> None:
+        loads = StepLoads(groups, recovers=recovers)
+        loads.meet_workers([layout(spec_of()), layout(spec_of(), waits=waits)])
+        assert loads.may(hit) is allowed
+        assert loads.needs_answer is (groups > 1 and recovers and waits)
+
+
+class TestWhoseLoadsHaveFailed:
+    def tracked(self, name: str = "r") -> Tracked:
+        made = Tracked(request(name, 150), chain_of(spec_of()), True, True)
+        made.tables, made.load = ([1, 2], [3, 4]), (32, 128)
+        return made
+
+    def told(self, *lost: str) -> Any:
+        return SimpleNamespace(kv_connector_worker_meta=WorkerReport(lost=frozenset(lost)))
+
+    def test_with_where_they_went(self) -> None:
+        loads = StepLoads(2, recovers=True)
+        loads.planned(7, self.tracked())
+        assert loads.failed(None) == loads.failed(self.told()) == {}
+        (arrival,) = loads.failed(self.told("r"))["r"]
+        assert (arrival.number, arrival.start, arrival.tables) == (7, 32, ([1, 2], [3, 4]))
+
+    def test_of_one_that_has_ended_its_last_blocks(self) -> None:
+        loads = StepLoads(2, recovers=True)
+        loads.planned(7, self.tracked())
+        assert loads.finished("r", ([1, 2, 9], [3, 4, 10])) is True
+        assert loads.failed(self.told("r"))["r"][0].tables == ([1, 2, 9], [3, 4, 10])
+        assert loads.ended({6}) == []
+        assert loads.ended({7}) == ["r"]
+        assert loads.finished("r", ()) is False
+
+    def test_through_a_multi_connector(self) -> None:
+        loads = StepLoads(2, recovers=True)
+        loads.planned(7, self.tracked())
+        metadata = (None, WorkerReport(lost=frozenset({"r"})))
+        output = SimpleNamespace(kv_connector_worker_meta=SimpleNamespace(metadata=metadata))
+        assert loads.failed(output).keys() == {"r"}
+
+
+def chain_of(spec: ModelSpec, tokens: int = 150) -> Chain:
+    return Chain(root_digest(spec.fingerprint), list(range(tokens)), spec.chunk_tokens, model=spec.fingerprint)
+
+
+def planned(spec: ModelSpec, hit: Hit, tables: list[list[int]], tokens: int, start: int = 0) -> StepPlan:
+    tracked = Tracked(request("r", 150), chain_of(spec), True, True, hit=hit)
+    tracked.load = (start, hit.tokens)
+    plan = StepPlan()
+    loaded = plan_load(spec, tracked, [np.array(table, dtype=np.int64) for table in tables], tokens, plan)
+    assert loaded == hit.tokens - start
+    return plan
+
+
+def blocks(parts: Any) -> list[tuple[int, list[int], list[int]]]:
+    return [(part.group, part.engine_blocks().tolist(), [piece.index for piece in part.pieces]) for part in parts]
+
+
+class TestWhatCannotWait:
+    def test_a_hit_that_ends_with_a_block_has_no_such_part(self) -> None:
+        plan = planned(spec_of(FULL, SLIDING), Hit(128), [[1, 2, 3, 4, 5], [-1, -1, 13, 14, 15]], 22)
+        assert blocks(plan.loads) == [(0, [1, 2, 3, 4], [0, 0]), (1, [13, 14], [0])]
+        assert plan.tails == []
+
+    def test_each_group_splits_at_its_own_block(self) -> None:
+        spec = spec_of(FULL, SLIDING)
+        chain = chain_of(spec)
+        chunk = spec.chunk_tokens
+        number, rest = divmod(140, chunk)
+        hit = Hit(140, number, rest, chain.partial(number, rest))
+        plan = planned(spec, hit, [[1, 2, 3, 4, 5], [-1, -1, 13, 14, 15]], 10)
+        assert [(group, ids) for group, ids, _ in blocks(plan.loads)] == [(0, [1, 2, 3, 4]), (1, [13, 14])]
+        assert [(group, ids) for group, ids, _ in blocks(plan.tails)] == [(0, [5]), (1, [15])]
+        assert all(part.parent for part in plan.tails), "they end in the stored tail"
+        assert not any(part.parent for part in plan.loads)
+
+    @pytest.mark.parametrize(("tokens", "current"), [(1, 2), (22, 2), (64, 2), (65, 3)])
+    def test_state_goes_where_the_hit_ends_and_where_the_step_goes_on(self, tokens: int, current: int) -> None:
+        plan = planned(spec_of(FULL, STATE), Hit(128), [[1, 2, 3, 4, 5, 6, 7], [-1, 22, 23, 24]], tokens)
+        assert [group for group, _, _ in blocks(plan.loads)] == [0]
+        assert blocks(plan.tails) == [(1, [22], [0]), (1, [21 + current], [0])]
+        assert plan.tails[0].pieces[0].digest == plan.tails[1].pieces[0].digest
+
+    def test_without_a_block_to_go_on_in(self) -> None:
+        with pytest.raises(SpecError, match="no block 2"):
+            planned(spec_of(FULL, STATE), Hit(128), [[1, 2, 3, 4, 5], [-1, 22]], 22)
