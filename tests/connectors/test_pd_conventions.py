@@ -81,6 +81,11 @@ class TestWhoDoesWhat:
         assert isinstance(part, PlainPart)
         assert "another prompt" in part.reason
 
+    def test_a_rejected_request_is_one_token_of_vllms_and_still_has_the_hand_off(self) -> None:
+        part = read(twophase.response(HandoffTerms(handoff="h", prompt=DIGEST), SIZES, [[1]]), prompt=[0])
+        assert isinstance(part, DecodePart)
+        assert part.handoff == "h"
+
     def test_a_shared_id_names_the_hand_off_on_both_sides_and_by_prompt(self) -> None:
         prefill = read({"do_remote_decode": True, "transfer_id": "xfer-1"})
         decode = read({"do_remote_prefill": True, "transfer_id": "xfer-1", "remote_bootstrap_addr": "http://p:8998"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from test_vllm_scheduler import House, fakes
-from vllm_fakes import BLOCK, FULL, request
+from vllm_fakes import BLOCK, FULL, output, request
 
 from layerflow.agent.values import Handoff, Hit
 from layerflow.connectors.vllm.pd import decoding, refusal
@@ -26,6 +26,7 @@ PREFILL_FIRST = TO_PREFILL | {"remote_host": None}
 STATE = GroupSpec("state", BLOCK, (2,), (Plane("kv", "uint8", (8,)),))
 TOKENS = 150
 HIT = 128
+IDLE = output({})
 
 
 class FakeCall:
@@ -34,6 +35,11 @@ class FakeCall:
     def __init__(self, kind: str, url: str, body: Any = None) -> None:
         self.kind, self.url, self.body = kind, url, body
         self.done, self.error, self.answer = False, "", None
+        self.waits: list[float] = []
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        return self.done
 
 
 class FakeCalls:
@@ -201,8 +207,7 @@ class TestDecode:
         d.plan(scheduled=1)
         assert d.lookups.waits == [0.0]
         d.side.matched(made, 0)
-        d.side.plan(SimpleNamespace(num_scheduled_tokens={}, scheduled_new_reqs=[],
-                                    scheduled_cached_reqs=SimpleNamespace(new_block_ids=[])))  # fmt: skip
+        d.side.plan(IDLE)
         assert d.lookups.waits[1:] == [0.0, d.side.options.lookup_wait_s]
 
     def test_loaded_it_is_released_at_once(self) -> None:
@@ -233,10 +238,11 @@ class TestDecode:
 
     def test_a_rejected_request_releases_the_prefill(self) -> None:
         d = house()
-        made = d.arrive(tokens=1, kv_transfer_params=TO_DECODE)
+        own = {"v": 1, "handoff": "h", "prompt": "of the prompt that was rejected"}
+        made = d.arrive(tokens=1, kv_transfer_params={"do_remote_prefill": True, "layerflow": own})
         finish(made, "FINISHED_ABORTED", 0)
         d.side.finished(made)
-        assert len(d.lookups.released) == 1
+        assert d.lookups.released == ["h"]
 
     def test_what_needs_no_load_releases_the_prefill(self) -> None:
         d = house()
@@ -343,6 +349,13 @@ class TestBootstrap:
         calls.calls[0].done = True
         assert d.side.matched(made, 0) == (None, False)
         assert d.lookups.asked[0].follow.servers == ("tcp://p:7",)  # type: ignore[union-attr]
+
+    def test_an_engine_with_nothing_to_compute_waits_for_the_answer(self, calls: FakeCalls) -> None:
+        d = house()
+        made = d.arrive(kv_transfer_params=self.PARAMS)
+        d.side.matched(made, 0)
+        d.side.plan(IDLE)
+        assert calls.calls[0].waits == [d.side.options.lookup_wait_s]
 
     def test_without_an_answer_the_prompt_is_computed(self, calls: FakeCalls) -> None:
         d = house()

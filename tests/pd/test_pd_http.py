@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,17 @@ from pathlib import Path
 import pytest
 from comparison import prompt
 from engines import Engine
-from legs import ORDERS
+from legs import ORDERS, SIX_KEYS
 from servers import BIN, Program, closing, complete, layerflow_proxy, streamed, tokens_of, vllm_router, vllm_server
 
+from layerflow.agent.connection.control import fetch_status
 from layerflow.backends import free_ports
 from layerflow_cli.bench.harness import ServerProcess
 
 MAX_TOKENS = 6
 CHUNK = 64
 MOST = 150
+SOON_S = 10.0
 HITS = "vllm:external_prefix_cache_hits_total"
 
 
@@ -86,6 +89,34 @@ def test_vllm_router(concurrent: bool, pair: Pair, plain: Callable[..., Engine])
         before = hits(pair)
         assert tokens_of(complete(router.url, asked, MAX_TOKENS)) == wanted
         assert hits(pair) - before == len(asked) - 1
+
+
+@pytest.mark.timeout(400)
+def test_samples_of_one_prompt_share_its_hand_off(pair: Pair, plain: Callable[..., Engine]) -> None:
+    proxy = layerflow_proxy(pair.prefill, pair.decode, "concurrent", pair.folder, short_prompt_tokens=0)
+    with closing(proxy):
+        proxy.wait_up()
+        asked = prompt(1500, 200)
+        wanted = plain("llama").one(asked, max_tokens=MAX_TOKENS).tokens
+        before = hits(pair)
+        answer = complete(proxy.url, asked, MAX_TOKENS, n=2)
+        assert answer.status_code == 200, answer.text
+        assert [tuple(choice["token_ids"]) for choice in answer.json()["choices"]] == [wanted, wanted]
+        assert hits(pair) - before == 2 * (len(asked) - 1)
+
+
+@pytest.mark.timeout(400)
+def test_a_request_that_the_decode_engine_rejects_releases_the_hand_off(pair: Pair) -> None:
+    asked = prompt(1600, 200)
+    prefilled = complete(pair.prefill.url, asked, 1, kv_transfer_params=SIX_KEYS)
+    assert prefilled.status_code == 200, prefilled.text
+    told = prefilled.json()["kv_transfer_params"]
+    before = fetch_status(pair.server.endpoint)["handoffs"]["released"]
+    assert complete(pair.decode.url, asked, 1 << 20, kv_transfer_params=told).status_code == 400
+    until = time.monotonic() + SOON_S
+    while fetch_status(pair.server.endpoint)["handoffs"]["released"] == before:
+        assert time.monotonic() < until, "the hand-off of a rejected request is kept"
+        time.sleep(0.02)
 
 
 @pytest.mark.timeout(400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ def test_chunked_prefill(serve: Serve, vllm: Start, plain: Start) -> None:
     assert [told(answer) for answer in answers] == [("loaded", len(each) - 1) for each in asked], answers
     for engine in (prefill, decode):
         engine.assert_no_block_lost()
+
+
+@pytest.mark.timeout(400)
+def test_two_of_each(serve: Serve, vllm: Start, plain: Start) -> None:
+    """Any prefill engine hands over to any decode engine of its server."""
+    server = serve()
+    prefill = [vllm("llama", kv_transfer_config=connector(server.endpoint, "kv_producer", **EXTRA)) for _ in range(2)]
+    decode = [vllm("llama", kv_transfer_config=connector(server.endpoint, "kv_consumer", **EXTRA)) for _ in range(2)]
+    for number, (p, d) in enumerate(itertools.product(prefill, decode)):
+        asked = [prompt(300 + 2 * number, 170), prompt(301 + 2 * number, 270)]
+        wanted = [plain("llama").one(each, max_tokens=MAX_TOKENS).tokens for each in asked]
+        answers = concurrently(p, d, asked, MAX_TOKENS)
+        assert [answer.tokens for answer in answers] == wanted
+        assert [told(answer) for answer in answers] == [("loaded", len(each) - 1) for each in asked], answers
 
 
 @pytest.mark.timeout(400)

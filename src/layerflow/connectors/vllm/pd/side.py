@@ -204,6 +204,12 @@ class HandoffSide:
             return self._refuse(tracked, handoff.reason)
         return False
 
+    def rest(self, tracked: Tracked, wait_s: float) -> None:
+        """Nothing is computed, and the request :meth:`waits`: so does this, a moment, for what it waits for."""
+        handoff = tracked.handoff
+        if isinstance(handoff, DecodeHandoff) and handoff.query is not None:
+            handoff.query.wait(wait_s)
+
     def accepts(self, tracked: Tracked, hit: Hit) -> bool:
         """Is this the answer? False: it has to be looked up again, for the hand-off is elsewhere."""
         handoff = tracked.handoff

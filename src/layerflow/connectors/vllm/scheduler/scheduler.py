@@ -267,9 +267,7 @@ class SchedulerSide:
 
         While a background load is under way vLLM itself keeps them, until every rank has told its end: then that is the
         one sign that frees them. A save that is still open reads blocks of before that load, which vLLM has freed
-        already; :meth:`SavePlanner.fresh` guards those.
-
-        :param tables: its block ids per cache group.
+        already; :meth:`SavePlanner.fresh` guards those. `tables`: its block ids per cache group.
         """
         if self._unmet is not None:
             self._unmet.pop(request.request_id, None)

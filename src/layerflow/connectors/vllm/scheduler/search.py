@@ -34,6 +34,7 @@ class HitSearch:
         self._wait_s = wait_s
         self._waited_s = 0.0
         self._awaited: Inquiry | None = None
+        self._undecided: Tracked | None = None
 
     def pass_over(self, *, idle: bool) -> None:
         """A scheduling pass has ended.
@@ -45,7 +46,10 @@ class HitSearch:
             time.sleep(0)
             if self._awaited is not None:
                 self._lookups.wait(self._awaited, self._wait_s)
-        self._awaited, self._waited_s = None, 0.0
+            elif self._undecided is not None:
+                self._handoffs.rest(self._undecided, self._wait_s)
+        self._awaited = self._undecided = None
+        self._waited_s = 0.0
 
     def undecided(self, tracked: Tracked) -> bool:
         """Is it not known yet whether, or where, there is a hand-off?"""
@@ -54,6 +58,8 @@ class HitSearch:
         began = time.monotonic()
         waits = self._handoffs.waits(tracked, self._wait_s - self._waited_s)
         self._waited_s += time.monotonic() - began
+        if waits:
+            self._undecided = tracked
         return waits
 
     def ask(self, tracked: Tracked) -> Inquiry:

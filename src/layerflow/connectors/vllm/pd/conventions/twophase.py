@@ -52,7 +52,8 @@ def decode_part(words: Words) -> Part:
                 f"engine {params.get('remote_engine_id')!r} at {params.get('remote_host')!r} does not speak layerflow"
             )
         return PLAIN
-    if terms.prompt and terms.prompt != words.digest:
+    # vLLM tells of a request that it has rejected as one with a single token: that is to release the hand-off.
+    if terms.prompt and terms.prompt != words.digest and len(words.prompt) > 1:
         # Of a list of prompts, vLLM answers with the first one's keys only.
         return PlainPart(f"hand-off {terms.handoff} is of another prompt")
     servers, otherwise = _addresses(terms.servers, params.get("remote_host"))
