@@ -157,7 +157,7 @@ class _SeenKeys:
         ]
 
 
-def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
+def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Follow | None = None) -> Hit:
     """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
     resident = isinstance(found, Found) and found.resident
     best = Hit(found.tokens, resident=resident)
@@ -174,7 +174,9 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
             digest = chain.partial(tail.chunk, shared)
             best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, digest, resident=resident)
     if isinstance(found, Found) and (found.following or found.reason):
-        return replace(best, following=found.following and best.tokens > 0, reason=found.reason)
+        following = found.following and best.tokens > 0
+        until = follow.deadline if following and follow is not None else 0.0
+        return replace(best, following=following, reason=found.reason, until=until)
     return best
 
 

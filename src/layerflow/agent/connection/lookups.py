@@ -65,6 +65,7 @@ class Inquiry:
     :param hit: the answer; None while it is under way.
     :param until: monotonic seconds: a server that has not answered by then is away.
     :param waits: for a hand-off: the server answers once that is open.
+    :param follow: what it may wait for.
     :param seen: what the server's table shows, where that is taken for an answer until there is one.
     """
 
@@ -73,6 +74,7 @@ class Inquiry:
     asked_at: float
     until: float
     waits: bool = False
+    follow: Follow | None = None
     hit: Hit | None = None
     seen: Hit | None = None
 
@@ -124,7 +126,7 @@ class Lookups:
         now = time.monotonic()
         waits = follow is not None and bool(follow.handoff)
         until = now + self._timeout_s if follow is None or not waits else max(now, follow.deadline) + self._timeout_s
-        inquiry = Inquiry(request, chain, now, until, waits)
+        inquiry = Inquiry(request, chain, now, until, waits, follow)
         line = self._connected()
         if line is not None and line.hung_up():
             self._lost("the server has hung up")
@@ -262,7 +264,7 @@ class Lookups:
         if isinstance(message, Found):
             inquiry = self._open.pop(message.id, None)
             if inquiry is not None:
-                inquiry.hit = hit_of(message, inquiry.chain, self._spec)
+                inquiry.hit = hit_of(message, inquiry.chain, self._spec, inquiry.follow)
                 if message.tails and not inquiry.hit.tokens:
                     self.drop_lease(inquiry.request)  # of tails that are another prompt's
         elif isinstance(message, HandoffState):

@@ -89,6 +89,9 @@ class Lookups:
         if message.handoff:
             yield from self._following.look_up(session, Asked(message, digests, blocks))
             return
+        if 0 < message.follow_ms <= most_ms and self._context.pd().follow == "auto":
+            yield from self._following.look_up_unasked(session, Asked(message, digests, blocks))
+            return
         yield from self._look(session, message, digests, blocks)
 
     def stored(self, session: ClientSession, asked: Asked, reason: str) -> Work:
