@@ -146,6 +146,7 @@ class Arrived:
     fetch: int
     objects: tuple[int, ...]
     readers: tuple[tuple[int, int, tuple[int, ...]], ...]
+    hop: Hop = Hop.FETCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,7 @@ class Vacate:
 
     fetch: int
     objects: tuple[int, ...]
+    hop: Hop = Hop.FETCH
 
 
 @dataclass(frozen=True, slots=True)

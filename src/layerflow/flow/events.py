@@ -20,10 +20,14 @@ class Direction(enum.IntEnum):
 
 
 class Hop(enum.IntEnum):
-    """Which way a host moves objects between the arena and its backend."""
+    """Which way a host moves objects: from the backend into the arena, to it, or from a peer's arena into this one.
+
+    Transfers of :data:`FETCH` and :data:`PEER` are fetches alike; each hop has a host, calls and pace of its own.
+    """
 
     FETCH = 0
     WRITE = 1
+    PEER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +140,35 @@ class FetchOpened:
 
     It runs until all of it has come, unless it was wanted (leased, or needed by a step's loads) and no longer is.
 
-    :param fetch: numbers ascend and are never reused.
+    :param fetch: numbers ascend and are never reused, on both hops together.
     :param source: who it is for; sources share the host evenly.
     :param layers: the model's layer numbers of the group, ascending.
+    :param hop: where from: the backend, or a peer.
+    :param available: so many leading layers can be fetched already; -1 = all. See :class:`FetchAvailable`.
     """
 
     fetch: int
     source: str
     layers: tuple[int, ...]
     objects: tuple[Item, ...]
+    hop: Hop = Hop.FETCH
+    available: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAvailable:
+    """So many leading layers of a fetch are stored where it comes from; never fewer than before."""
+
+    fetch: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """These objects of a fetch, ``(position, why)``, will not come, whatever the host is doing with them."""
+
+    fetch: int
+    failed: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +231,13 @@ class FetchesRevoked:
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """The host process is dead: nothing of it touches the arena, and nothing that it carried will end."""
+    """The host process is dead: nothing of it touches the arena, and nothing that it carried will end.
+
+    :param hops: what it moved.
+    """
 
     reason: str
+    hops: tuple[Hop, ...] = (Hop.FETCH, Hop.WRITE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +334,8 @@ Event = (
     | SessionLost
     | StepOpened
     | FetchOpened
+    | FetchAvailable
+    | FetchFailed
     | FetchLeased
     | WriteOpened
     | WritesRevoked

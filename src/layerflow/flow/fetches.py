@@ -1,4 +1,4 @@
-"""Fetches: objects on their way from the backend into the arena, and the loads that hang on them.
+"""Fetches: objects on their way from the backend or a peer into the arena, and the loads that hang on them.
 
 An object is published once all its layers have come. One that fails fails the blocks that need it, and no
 others. A fetch ends when all its objects have come or failed, or when it was wanted and no longer is: then
@@ -13,10 +13,19 @@ from collections.abc import Sequence
 from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import Arrived, Call, Command, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.completion import fail_blocks
-from layerflow.flow.events import FetchesRevoked, FetchLeased, FetchOpened, Hop, Part
+from layerflow.flow.events import (
+    FetchAvailable,
+    FetchesRevoked,
+    FetchFailed,
+    FetchLeased,
+    FetchOpened,
+    Hop,
+    Part,
+)
 from layerflow.flow.graph.cursor import Span, joined
 from layerflow.flow.graph.fetch import Edge, FetchTransfer, fetch_of
 from layerflow.flow.graph.step import Transfer, TransferJob
+from layerflow.flow.hosts.lane import HostLane
 from layerflow.flow.state import State
 
 UNWANTED = ""
@@ -27,29 +36,67 @@ def open_fetch(state: State, event: FetchOpened, now: float) -> None:
 
     :raises InvalidTransition: for a number that was used, or objects that cannot be.
     """
-    lane = state.fetches
-    if event.fetch <= lane.newest:
-        raise InvalidTransition(f"fetch {event.fetch} was opened after fetch {lane.newest}; numbers ascend")
+    lane, newest = state.lane_of(event.hop), max(state.fetches.newest, state.peers.newest)
+    if event.fetch <= newest:
+        raise InvalidTransition(f"fetch {event.fetch} was opened after fetch {newest}; numbers ascend")
+    if event.hop is Hop.WRITE or not -1 <= event.available <= len(event.layers):
+        raise InvalidTransition(f"fetch {event.fetch}: hop {event.hop.name}, {event.available} layers available")
     if not event.layers or not event.objects or any(min(item) < 1 for item in event.objects):
         raise InvalidTransition(f"fetch {event.fetch} has no layers, no objects, or an object without bytes or blocks")
-    fetch = fetch_of(event.fetch, lane.source(event.source), event.layers, event.objects)
+    fetch = fetch_of(event, lane.source(event.source))
     lane.add(fetch)
     state.deadlines.set(fetch, now + state.budget.limits.fetch_timeout_s)
 
 
 def lease_fetch(state: State, event: FetchLeased, out: list[Command]) -> None:
     """Lookups lease it, or no longer do."""
-    lane = state.fetches
-    fetch = lane.transfers.get(event.fetch)
-    if fetch is None or fetch.closed:
-        if event.fetch > lane.newest:
-            raise InvalidTransition(f"fetch {event.fetch} was never opened")
-        state.counters.late_reports += 1
+    fetch = _living(state, event.fetch)
+    if fetch is None:
         return
     fetch.leased = event.leased
     fetch.claimed = fetch.claimed or event.leased
-    lane.join(fetch)
+    state.lane_of(fetch.hop).join(fetch)
     settle_fetch(state, fetch, out)
+
+
+def raise_fetch(state: State, event: FetchAvailable, now: float) -> None:
+    """More layers of it are stored where it comes from.
+
+    :raises InvalidTransition: for layers that it does not have, or fewer than before.
+    """
+    fetch = _living(state, event.fetch)
+    if fetch is None:
+        return
+    if not fetch.limit <= event.layers <= fetch.layers:
+        raise InvalidTransition(f"fetch {event.fetch}: {event.layers} layers available, after {fetch.limit}")
+    if event.layers > fetch.limit:
+        fetch.limit = event.layers
+        state.deadlines.set(fetch, now + state.budget.limits.fetch_timeout_s)
+        state.lane_of(fetch.hop).join(fetch)
+
+
+def fail_fetch(state: State, event: FetchFailed, out: list[Command]) -> None:
+    """Some of its objects will not come. What the host is doing with them is awaited.
+
+    :raises InvalidTransition: for objects that it does not have.
+    """
+    fetch = _living(state, event.fetch)
+    if fetch is None:
+        return
+    if any(not 0 <= index < len(fetch.objects) for index, _ in event.failed):
+        raise InvalidTransition(f"fetch {event.fetch} does not have objects {event.failed[:3]}")
+    for reason, lost in fetch.fresh(event.failed).items():
+        _lose(state, fetch, lost, reason, out)
+    settle_fetch(state, fetch, out)
+
+
+def _living(state: State, number: int) -> FetchTransfer | None:
+    """A fetch that is not over; None = it is, and this news of it is late."""
+    fetch = state.fetch(number)
+    if fetch is None or fetch.closed:
+        state.counters.late_reports += 1
+        return None
+    return fetch
 
 
 def check_needs(state: State, part: Part, layers: tuple[int, ...]) -> str:
@@ -59,7 +106,7 @@ def check_needs(state: State, part: Part, layers: tuple[int, ...]) -> str:
     """
     end = 0
     for need in part.needs:
-        fetch = state.fetches.transfers.get(need.fetch)
+        fetch = state.fetches.transfers.get(need.fetch) or state.peers.transfers.get(need.fetch)
         if fetch is None or fetch.closed or not 0 <= need.item < len(fetch.objects):
             return f"needs object {need.item} of fetch {need.fetch}, which is not on its way"
         if fetch.numbers != layers:
@@ -89,13 +136,14 @@ def lay_out(state: State, transfer: Transfer) -> None:
     if ready:
         transfer.add_cursor(joined(ready))
     for number, spans in needs.items():
-        fetch = state.fetches.transfers[number]
+        fetch = state.fetch(number)
+        assert fetch is not None
         transfer.add_cursor(joined(span for mine in spans.values() for span in mine), number)
         edge = Edge(fetch, transfer, spans, sorted(spans))
         fetch.edges.append(edge)
         fetch.claimed = True
         transfer.job.edges.append(edge)
-        state.fetches.join(fetch)
+        state.lane_of(fetch.hop).join(fetch)
         _progress(state, edge)
 
 
@@ -119,9 +167,8 @@ def fetch_done(
     settle_fetch(state, fetch, out)
 
 
-def lose_fetches(state: State, reason: str, out: list[Command]) -> None:
-    """The host is dead: nothing of any fetch moves any more."""
-    lane = state.fetches
+def lose_fetches(state: State, lane: HostLane[FetchTransfer], reason: str, out: list[Command]) -> None:
+    """The host is dead: nothing of any of its fetches moves any more."""
     for fetch in list(lane.transfers.values()):
         fetch.calls.clear()
         _lose(state, fetch, fetch.unfinished(), reason, out)
@@ -132,7 +179,7 @@ def lose_fetches(state: State, reason: str, out: list[Command]) -> None:
 def revoke_fetches(state: State, event: FetchesRevoked, out: list[Command]) -> None:
     """What has not come is given up. It can be fetched again once the host has ended its calls."""
     reason = event.reason
-    for fetch in list(state.fetches.transfers.values()):
+    for fetch in [*state.fetches.transfers.values(), *state.peers.transfers.values()]:
         if event.unwanted and (fetch.leased or any(not edge.transfer.job.cancelled for edge in fetch.edges)):
             continue
         _lose(state, fetch, fetch.unfinished(), reason, out)
@@ -158,7 +205,7 @@ def release_edges(state: State, job: TransferJob, out: list[Command]) -> None:
 
 def settle_fetch(state: State, fetch: FetchTransfer, out: list[Command]) -> None:
     """Say what has become true of a fetch, and forget it when nothing is left."""
-    lane = state.fetches
+    lane = state.lane_of(fetch.hop)
     if not fetch.closed and not fetch.wanted and not fetch.calls:
         _lose(state, fetch, fetch.unfinished(), UNWANTED, out)
     _vacate(fetch, out)
@@ -167,7 +214,7 @@ def settle_fetch(state: State, fetch: FetchTransfer, out: list[Command]) -> None
         fetch.closed = True
         state.deadlines.set(fetch, math.inf)
         lane.remove(fetch)
-        out.append(TransferDone(Hop.FETCH, fetch.number))
+        out.append(TransferDone(fetch.hop, fetch.number))
     if fetch.closed and not fetch.occupied:
         lane.transfers.pop(fetch.number, None)
 
@@ -179,7 +226,7 @@ def _vacate(fetch: FetchTransfer, out: list[Command]) -> None:
     free = sorted(fetch.occupied - held)
     if free:
         fetch.occupied.difference_update(free)
-        out.append(Vacate(fetch.number, tuple(free)))
+        out.append(Vacate(fetch.number, tuple(free), fetch.hop))
 
 
 def _publish(state: State, fetch: FetchTransfer, objects: Sequence[int], out: list[Command]) -> None:
@@ -193,7 +240,7 @@ def _publish(state: State, fetch: FetchTransfer, objects: Sequence[int], out: li
         if mine:
             step = edge.transfer.job.step
             readers.append((step.session.number, step.number, mine))
-    out.append(Arrived(fetch.number, tuple(objects), tuple(readers)))
+    out.append(Arrived(fetch.number, tuple(objects), tuple(readers), fetch.hop))
 
 
 def _lose(state: State, fetch: FetchTransfer, objects: Sequence[int], reason: str, out: list[Command]) -> None:
@@ -201,7 +248,7 @@ def _lose(state: State, fetch: FetchTransfer, objects: Sequence[int], reason: st
     if not objects:
         return
     fetch.lose(objects)
-    out.append(ObjectsLost(Hop.FETCH, fetch.number, tuple(objects), reason))
+    out.append(ObjectsLost(fetch.hop, fetch.number, tuple(objects), reason))
     gone = set(objects)
     for edge in list(fetch.edges):
         lost = [index for index in edge.waiting if index in gone]

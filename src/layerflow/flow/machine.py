@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from layerflow.errors import InvalidTransition
+from layerflow.flow import fetches
 from layerflow.flow.commands import Command, Revoke, WakeAt
 from layerflow.flow.completion import (
     abort,
@@ -27,7 +28,9 @@ from layerflow.flow.events import (
     CallDone,
     Direction,
     Event,
+    FetchAvailable,
     FetchesRevoked,
+    FetchFailed,
     FetchLeased,
     FetchOpened,
     FrontierReached,
@@ -47,17 +50,6 @@ from layerflow.flow.events import (
     Tick,
     WriteOpened,
     WritesRevoked,
-)
-from layerflow.flow.fetches import (
-    check_needs,
-    expire_fetch,
-    fetch_done,
-    lay_out,
-    lease_fetch,
-    lose_fetches,
-    open_fetch,
-    release_edges,
-    revoke_fetches,
 )
 from layerflow.flow.graph.fetch import FetchTransfer
 from layerflow.flow.graph.session import Session, open_session
@@ -123,7 +115,7 @@ def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str
 
 def _check_needs(state: State, session: Session, event: StepOpened) -> None:
     for position, part in enumerate(event.loads):
-        if part.needs and (wrong := check_needs(state, part, session.groups[part.group].layers)):
+        if part.needs and (wrong := fetches.check_needs(state, part, session.groups[part.group].layers)):
             raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
 
 
@@ -139,7 +131,7 @@ def _job(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]
         transfer = Transfer(job, step.session.groups[group], members, starts)
         job.transfers[group] = transfer
         if arrives:
-            lay_out(state, transfer)
+            fetches.lay_out(state, transfer)
         else:
             transfer.add_cursor([(0, starts[-1])])
     return job
@@ -162,11 +154,13 @@ class Flow:
             SessionLost: self._session_lost,
             StepOpened: self._step_opened,
             FetchOpened: self._fetch_opened,
-            FetchLeased: partial(lease_fetch, self._state),
+            FetchAvailable: lambda event, _: fetches.raise_fetch(self._state, event, self._now),
+            FetchFailed: partial(fetches.fail_fetch, self._state),
+            FetchLeased: partial(fetches.lease_fetch, self._state),
             WriteOpened: partial(open_write, self._state),
             WritesRevoked: partial(revoke_writes, self._state),
             CallDone: self._call_done,
-            FetchesRevoked: partial(revoke_fetches, self._state),
+            FetchesRevoked: partial(fetches.revoke_fetches, self._state),
             HostLost: self._host_lost,
             FrontierReached: self._frontier_reached,
             LayersComputed: self._layers_computed,
@@ -202,7 +196,7 @@ class Flow:
             if isinstance(due, Step):
                 self._expire(due, now, out)
             else:
-                expire_fetch(state, due, out)
+                fetches.expire_fetch(state, due, out)
         if state.advanced:
             follow_saves(state, out)
         if state.unsettled:
@@ -211,11 +205,13 @@ class Flow:
             state.unsettled.clear()
         if state.loosened:
             for job in state.loosened:
-                release_edges(state, job, out)
+                fetches.release_edges(state, job, out)
             state.loosened.clear()
         grant(state, out, most)
         if state.fetches.ring.queue:
             grant_calls(state.fetches, state.budget, now, out)
+        if state.peers.ring.queue:
+            grant_calls(state.peers, state.budget, now, out)
         if state.writes.ring.queue:
             grant_calls(state.writes, state.budget, now, out)
         earliest = state.deadlines.earliest()
@@ -243,8 +239,8 @@ class Flow:
             load_inflight_batches=batches[Direction.LOAD],
             save_inflight_batches=batches[Direction.SAVE],
             unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
-            fetches=len(state.fetches.transfers),
-            fetch_inflight_bytes=state.fetches.inflight,
+            fetches=len(state.fetches.transfers) + len(state.peers.transfers),
+            fetch_inflight_bytes=state.fetches.inflight + state.peers.inflight,
             writes=len(state.writes.transfers),
             write_inflight_bytes=state.writes.inflight,
             write_backlog_bytes=state.writes.backlog,
@@ -269,25 +265,28 @@ class Flow:
             open_step(self._state, session, event, out)
 
     def _fetch_opened(self, event: FetchOpened, _: list[Command]) -> None:
-        open_fetch(self._state, event, self._now)
+        fetches.open_fetch(self._state, event, self._now)
 
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
         state = self._state
         lane: HostLane[FetchTransfer] | HostLane[WriteTransfer]
-        lane = state.fetches if event.hop is Hop.FETCH else state.writes
+        lane = state.writes if event.hop is Hop.WRITE else state.lane_of(event.hop)
         taken = lane.take(event, self._now)
         if taken is None:
             state.counters.late_reports += 1
             return
         transfer, call, failed = taken
         if isinstance(transfer, FetchTransfer):
-            fetch_done(state, transfer, call, failed, self._now, out)
+            fetches.fetch_done(state, transfer, call, failed, self._now, out)
         else:
             write_done(state, transfer, call, failed, out)
 
     def _host_lost(self, event: HostLost, out: list[Command]) -> None:
-        lose_fetches(self._state, event.reason, out)
-        lose_writes(self._state, event.reason, out)
+        for hop in event.hops:
+            if hop is Hop.WRITE:
+                lose_writes(self._state, event.reason, out)
+            else:
+                fetches.lose_fetches(self._state, self._state.lane_of(hop), event.reason, out)
 
     def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)

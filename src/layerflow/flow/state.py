@@ -153,6 +153,7 @@ class State:
         "newest_session",
         "next_batch",
         "paused",
+        "peers",
         "rings",
         "sessions",
         "unsettled",
@@ -164,6 +165,7 @@ class State:
         self.budget = Budget(limits)
         self.rings = (SessionRing(Direction.LOAD), SessionRing(Direction.SAVE))
         self.fetches: HostLane[FetchTransfer] = HostLane(Hop.FETCH)
+        self.peers: HostLane[FetchTransfer] = HostLane(Hop.PEER)
         self.writes: HostLane[WriteTransfer] = HostLane(Hop.WRITE)
         self.deadlines = Deadlines()
         self.counters = Counters()
@@ -176,6 +178,20 @@ class State:
         self.paused = False
         self.newest_session = -1
         self.wake = math.inf
+
+    def fetch(self, number: int) -> FetchTransfer | None:
+        """A fetch, from the backend or a peer, of which something is left; None = it is over.
+
+        :raises InvalidTransition: for one that was never opened.
+        """
+        fetch = self.fetches.transfers.get(number) or self.peers.transfers.get(number)
+        if fetch is None and number > max(self.fetches.newest, self.peers.newest):
+            raise InvalidTransition(f"fetch {number} was never opened")
+        return fetch
+
+    def lane_of(self, hop: Hop) -> HostLane[FetchTransfer]:
+        """What moves the fetches of a hop."""
+        return self.peers if hop is Hop.PEER else self.fetches
 
     def session(self, number: int) -> Session | None:
         """A live session; None = lost, its reports are late.

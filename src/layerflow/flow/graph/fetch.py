@@ -6,9 +6,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from layerflow.flow.events import Hop, Item
+from layerflow.flow.events import FetchOpened
 from layerflow.flow.graph.cursor import Span
 from layerflow.flow.graph.host_transfer import HostTransfer, Source
 
@@ -39,8 +39,6 @@ class FetchTransfer(HostTransfer):
     :param occupied: lost objects whose room is not given back.
     :param alarm: when to give it up; ``inf`` = never.
     """
-
-    hop: ClassVar[Hop] = Hop.FETCH
 
     numbers: tuple[int, ...] = ()
     occupied: set[int] = field(default_factory=set)
@@ -79,6 +77,8 @@ class FetchTransfer(HostTransfer):
         self.occupied.update(objects)
 
 
-def fetch_of(number: int, source: Source, numbers: tuple[int, ...], objects: tuple[Item, ...]) -> FetchTransfer:
-    """A fetch that has just begun: all of it may move."""
-    return FetchTransfer(number, source, objects, len(numbers), len(numbers), numbers=numbers)
+def fetch_of(event: FetchOpened, source: Source) -> FetchTransfer:
+    """A fetch that has just begun: what is stored where it comes from may move."""
+    layers = len(event.layers)
+    limit = layers if event.available < 0 else event.available
+    return FetchTransfer(event.fetch, source, event.objects, layers, limit, hop=event.hop, numbers=event.layers)
