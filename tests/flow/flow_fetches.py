@@ -19,6 +19,7 @@ class Fetch:
     vacated: set[int] = field(default_factory=set)
     leased: bool = False
     claimed: bool = False
+    available: int = 0
     done: bool = False
 
     @property
@@ -35,7 +36,8 @@ class Fetches:
         self.moved: set[tuple[int, int, int]] = set()
 
     def open(self, event: FetchOpened) -> None:
-        self.all[event.fetch] = Fetch(event, [set() for _ in event.objects])
+        available = len(event.layers) if event.available < 0 else event.available
+        self.all[event.fetch] = Fetch(event, [set() for _ in event.objects], available=available)
 
     def call(self, call: Call, limits: Limits) -> None:
         """The host is given a call: within the caps, each layer once, and only what has not failed."""
@@ -44,6 +46,7 @@ class Fetches:
         layers = range(call.layer_lo, call.layer_hi)
         assert live and layers and not fetch.done and call.call not in self.calls
         assert not set(live) & fetch.whole
+        assert call.layer_hi <= fetch.available, "asked for what its source has not stored"
         items = [fetch.event.objects[i] for i in live]
         assert call.nbytes == len(layers) * sum(item.layer_bytes for item in items)
         if len(live) > 1 or len(layers) > 1:

@@ -9,6 +9,7 @@ import sys
 
 from flow_books import Pass, Side, covered, side_of
 from flow_fetches import Fetches
+from flow_follows import Follows
 from flow_writes import Writes
 
 from layerflow.flow import Flow
@@ -38,8 +39,12 @@ from layerflow.flow.events import (
     CallDone,
     Direction,
     Event,
+    FetchAvailable,
     FetchLeased,
     FetchOpened,
+    FollowLost,
+    FollowMoved,
+    FollowOpened,
     FrontierReached,
     Hop,
     HostLost,
@@ -84,6 +89,7 @@ class World:
         self.sharing = 0
         self.fetches = Fetches()
         self.writes = Writes(self)
+        self.follows = Follows(self)
 
     # -- events
 
@@ -108,6 +114,21 @@ class World:
     def bring(self, fetch, layers, items=1, source="e", size=1) -> list[Command]:
         numbers = layers if isinstance(layers, tuple) else tuple(range(layers))
         return self.send(FetchOpened(fetch, source, numbers, (Item(size, 1),) * items))
+
+    def follow(self, session, step, group, parts) -> int:
+        """Follow save parts of a step, one object each; the number."""
+        number = -len(self.follows.all) - 1
+        self.send(FollowOpened(number, self.layers_of(session, group), len(parts), session, step, group, tuple(parts)))
+        return number
+
+    def promise(self, layers, objects=1) -> int:
+        """Objects that no step saves yet; the number."""
+        number = -len(self.follows.all) - 1
+        self.send(FollowOpened(number, tuple(layers), objects))
+        return number
+
+    def layers_of(self, session, group) -> tuple[int, ...]:
+        return tuple(number for number, shape in enumerate(self.layers_ever[session]) if shape.group == group)
 
     def fetched(self, fetch, layers) -> list[Command]:
         """End calls of a fetch, oldest first, until so many layers of all that is left of it have come."""
@@ -197,6 +218,13 @@ class World:
                 self.fetches.open(event)
             case FetchLeased(fetch=fetch, leased=leased) if fetch in self.fetches.all:
                 self.fetches.all[fetch].leased = leased
+            case FetchAvailable(fetch=fetch, layers=layers) if fetch in self.fetches.all:
+                one = self.fetches.all[fetch]
+                one.available = max(one.available, layers)
+            case FollowOpened():
+                self.follows.open(event)
+            case FollowMoved():
+                self.follows.move(event)
             case WriteOpened():
                 self.writes.open(event)
             case CallDone(hop=hop, call=call, failed=failed) if call in self._calls(hop):
@@ -255,12 +283,17 @@ class World:
 
     def _needed(self, session: int, step: int) -> set[tuple[int, int]]:
         parts = self.live[session, step].sides[LOAD].parts
-        return {(need.fetch, need.item) for part in parts for need in part.needs}
+        return {self.follows.place((need.fetch, need.item)) for part in parts for need in part.needs}
 
     def wanted(self) -> set[int]:
         """Fetches that are leased, or that a step needs whose loads were not called back."""
         loads = [one.sides[LOAD] for one in self.live.values() if not one.loads_done and not one.sides[LOAD].cut]
-        needed = {need.fetch for side in loads for part in side.parts for need in part.needs}
+        needed = {
+            self.follows.place((need.fetch, need.item))[0]
+            for side in loads
+            for part in side.parts
+            for need in part.needs
+        }
         return needed | {number for number, one in self.fetches.all.items() if one.leased}
 
     def inflight(self, direction: Direction) -> int:
@@ -351,15 +384,20 @@ class World:
             case Written():
                 self.writes.written(command)
             case Arrived():
-                self.fetches.arrived(command)
+                (self.fetches if command.fetch > 0 else self.follows).arrived(command)
                 for session, step, objects in command.readers:
                     assert not self.live[session, step].loads_done, "pins for loads that are over"
                     assert {(command.fetch, index) for index in objects} <= self._needed(session, step)
+            case ObjectsLost(transfer=number) if number < 0:
+                self.follows.lose(command)
             case ObjectsLost(hop=hop):
                 (self.fetches if hop is Hop.FETCH else self.writes).lose(command)
             case Vacate():
                 keys = [key for key, one in self.live.items() if not one.loads_done]
-                self.fetches.vacate(command, {need for key in keys for need in self._needed(*key)})
+                held = {need for key in keys for need in self._needed(*key)}
+                (self.fetches if command.fetch > 0 else self.follows).vacate(command, held)
+            case TransferDone(transfer=number) if number < 0:
+                self.follows.end(command)
             case TransferDone(hop=hop):
                 (self.fetches if hop is Hop.FETCH else self.writes).done(command)
             case WakeAt(when=when):
@@ -391,7 +429,7 @@ class World:
             base = side.ranges[index][0]
             for need in side.parts[index].needs:
                 touched = base + need.lo < submit.hi and submit.lo < base + need.hi
-                assert not touched or self.fetches.there(need, place), "not there"
+                assert not touched or self._there(need, place), "not there"
         assert not hit & side.dead, "carved a dead part"
         assert not hit & (side.committed | side.revoked)
         assert submit.layer not in side.sealed, "carved after the seal"
@@ -399,6 +437,10 @@ class World:
         if submit.seals:
             self._seal(one, submit.direction, submit.layer)
         self.flying[submit.batch] = submit
+
+    def _there(self, need: Need, layer: int) -> bool:
+        place = self.follows.place((need.fetch, need.item))
+        return self.follows.there(place, layer) if place[0] < 0 else self.fetches.there(Need(*place, 0, 0), layer)
 
     def _seal(self, one: Pass, direction: Direction, layer: int) -> None:
         side = one.sides[direction]
@@ -472,11 +514,25 @@ class World:
         if lost:
             return
         number = one.event.step
+        self._only_published(session, side)
         assert not [f for f in self.flying.values() if (f.session, f.step, f.direction) == (session, number, LOAD)]
         for layer, shape in enumerate(self.layers[session]):
             if any(part.group == shape.group for part in side.parts):
                 assert side.cut or side.sealed.count(layer) == 1, f"layer {layer} was never sealed"
                 assert not self._missing(one, layer)
+
+    def _only_published(self, session: int, side: Side) -> None:
+        """What another step has not published in the end was reported as failed, however much of it had come."""
+        for part, (base, _) in zip(side.parts, side.ranges, strict=True):
+            failed = [(lo, hi) for group, lo, hi in side.failed if group == part.group]
+            for need in part.needs:
+                number, item = self.follows.place((need.fetch, need.item))
+                if (
+                    number < 0
+                    and item not in self.follows.all[number].whole
+                    and (session, part.request) not in self.aborted
+                ):
+                    assert covered(failed, base + need.lo, base + need.hi), "took what was never published"
 
     def _step_done(self, one: Pass, command: StepDone, lost: bool) -> None:
         assert one.done is None
@@ -494,6 +550,12 @@ class World:
 
     def drain(self) -> None:
         """Let everything end well from here, and check that the core has forgotten all of it."""
+        for number, follow in self.follows.all.items():
+            if follow.coming and not follow.event.parts:
+                self.send(FollowLost(number, tuple(follow.coming), "nobody saves it"))
+        for number, fetch in self.fetches.all.items():
+            if fetch.coming:
+                self.send(FetchAvailable(number, len(fetch.event.layers)))
         while self.fetches.calls:
             self.end_call(next(iter(self.fetches.calls.values())))
         for number, fetch in self.fetches.all.items():
@@ -506,7 +568,7 @@ class World:
         self.written()
         for number, write in self.writes.all.items():
             assert write.done, f"write {number} never ends"
-        for side, part in self.writes.cancelled:
+        for side, part in [*self.writes.cancelled, *self.follows.cancelled]:
             assert part in side.revoked or part in side.dead, "gave up what its save went on with"
         assert not self.live, f"steps {list(self.live)} never end"
         statistics = self.flow.statistics()
@@ -517,6 +579,9 @@ class World:
         assert not state.in_flight and not state.unsettled and not state.loosened and not len(state.deadlines)
         assert not any(ring.queue for ring in state.rings)
         assert not state.advanced and not state.writes.backlog
+        assert not state.follows and not state.committed and not state.severed
+        for number, follow in self.follows.all.items():
+            assert follow.done and follow.vacated == follow.lost, f"follow {number} keeps room"
         for lane in (state.fetches, state.writes):
             assert not (lane.transfers or lane.calls or lane.sources or lane.ring.queue or lane.inflight)
         for number, fetch in self.fetches.all.items():

@@ -16,9 +16,14 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.events import (
     BatchDone,
     CallDone,
+    Direction,
+    FetchAvailable,
     FetchesRevoked,
     FetchLeased,
     FetchOpened,
+    FollowLost,
+    FollowMoved,
+    FollowOpened,
     FrontierReached,
     Hop,
     HostLost,
@@ -93,12 +98,8 @@ class FlowMachine(RuleBasedStateMachine):
     def _needing(self, data, session, part):
         """The part, some of its blocks being on their way."""
         layers = self._layers_of(session, part.group)
-        objects = [
-            (number, item)
-            for number, fetch in self.world.fetches.all.items()
-            if fetch.event.layers == layers
-            for item in fetch.coming
-        ]
+        known = {**self.world.fetches.all, **self.world.follows.all}
+        objects = [(number, item) for number, one in known.items() if one.event.layers == layers for item in one.coming]
         if not objects or data.draw(st.booleans()):
             return part
         cuts = sorted(data.draw(st.sets(st.integers(0, part.blocks), min_size=2, max_size=4)))
@@ -109,7 +110,7 @@ class FlowMachine(RuleBasedStateMachine):
         return replace(part, needs=tuple(needs))
 
     def _layers_of(self, session, group):
-        return tuple(number for number, shape in enumerate(self.world.layers[session]) if shape.group == group)
+        return self.world.layers_of(session, group)
 
     @rule(
         data=st.data(),
@@ -121,7 +122,74 @@ class FlowMachine(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(sorted(self.world.layers)))
         group = data.draw(st.sampled_from(sorted({shape.group for shape in self.world.layers[session]})))
         self.numbers += 1
-        self.world.send(FetchOpened(self.numbers, source, self._layers_of(session, group), tuple(items)))
+        available = data.draw(st.sampled_from([-1, -1, 0, 1]))
+        self.world.send(FetchOpened(self.numbers, source, self._layers_of(session, group), tuple(items), available))
+
+    @rule(data=st.data(), more=st.integers(1, 3))
+    @precondition(lambda self: any(self._limited()))
+    def fetch_available(self, data, more):
+        number = data.draw(st.sampled_from(self._limited()))
+        one = self.world.fetches.all[number]
+        self.world.send(FetchAvailable(number, min(one.available + more, len(one.event.layers))))
+
+    def _limited(self):
+        known = self.world.fetches.all
+        return sorted(number for number, one in known.items() if one.coming and one.available < len(one.event.layers))
+
+    def _savings(self, layers=None):
+        """Session, step, group and open save parts of what can be followed."""
+        found = []
+        for (session, step), one in self.world.live.items():
+            side = one.sides[Direction.SAVE]
+            for group in {part.group for part in side.parts}:
+                mine = [index for index, part in enumerate(side.parts) if part.group == group]
+                over = side.committed.intersection(mine) or side.revoked.issuperset(range(len(side.parts)))
+                if not over and layers in (None, self._layers_of(session, group)):
+                    found.append((session, step, group, tuple(mine)))
+        return sorted(found)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self._savings() and len(self.world.follows.all) < 30)
+    def save_followed(self, data):
+        session, step, group, parts = data.draw(st.sampled_from(self._savings()))
+        chosen = data.draw(st.lists(st.sampled_from(parts), min_size=1, max_size=4))
+        self.world.follow(session, step, group, chosen)
+
+    @rule(data=st.data(), objects=st.integers(1, 4))
+    @precondition(lambda self: self.world.layers and len(self.world.follows.all) < 30)
+    def save_promised(self, data, objects):
+        session = data.draw(st.sampled_from(sorted(self.world.layers)))
+        group = data.draw(st.sampled_from(sorted({shape.group for shape in self.world.layers[session]})))
+        self.world.promise(self._layers_of(session, group), objects)
+
+    def _promised(self):
+        known = self.world.follows.all
+        return sorted(number for number, one in known.items() if one.coming and not one.event.parts)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self._promised() and len(self.world.follows.all) < 40)
+    def promise_kept(self, data):
+        """By a step that saves it now, or by a fetch."""
+        number = data.draw(st.sampled_from(self._promised()))
+        one = self.world.follows.all[number]
+        chosen = data.draw(st.lists(st.sampled_from(one.coming), min_size=1, max_size=4, unique=True))
+        savings = self._savings(one.event.layers)
+        if savings and data.draw(st.sampled_from([True, True, False])):
+            session, step, group, parts = data.draw(st.sampled_from(savings))
+            into = self.world.follow(session, step, group, [data.draw(st.sampled_from(parts)) for _ in chosen])
+        else:
+            self.numbers += 1
+            into, items = self.numbers, (Item(3, 1),) * len(chosen)
+            self.world.send(FetchOpened(into, "peer", one.event.layers, items, 0))
+        self.world.send(FollowMoved(number, tuple(chosen), into))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self._promised())
+    def promise_broken(self, data):
+        number = data.draw(st.sampled_from(self._promised()))
+        coming = self.world.follows.all[number].coming
+        chosen = data.draw(st.lists(st.sampled_from(coming), min_size=1, unique=True))
+        self.world.send(FollowLost(number, tuple(chosen), "the hand-off failed"))
 
     def _fetches(self):
         return list(self.world.fetches.all.values())
@@ -259,6 +327,11 @@ class FlowMachine(RuleBasedStateMachine):
                     StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 0, 2, (Need(10**9, 0, 0, 2),)),)),
                     FetchOpened(0, "x", (0,), (Item(1, 1),)),
                     FetchLeased(10**9, True),
+                    FetchAvailable(10**9, 1),
+                    FollowOpened(0, (0,), 1),
+                    FollowOpened(-(10**9), (0,), 2, session, step, 0, (0,)),
+                    FollowLost(-(10**9), (0,), "never opened"),
+                    FollowMoved(-(10**9), (0,), 1),
                     WriteOpened(0, "x", session, step, 0, (Item(1, 1),), (0,)),
                     WriteOpened(10**9, "x", session, step, 0, (Item(1, 1),), ()),
                     CallDone(Hop.FETCH, 10**9),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from layerflow.agent.connection.control import Control
 from layerflow.agent.connection.handshake import ClientKeys
-from layerflow.agent.values import MISS, READY, Ended, FailedBlocks, Hit, LoadResult, StepRequest
+from layerflow.agent.values import MISS, READY, Ended, FailedBlocks, Follow, Handoff, Hit, LoadResult, StepRequest
 from layerflow.flow.cost.policy import Mode
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ __all__ = [
     "Control",
     "Ended",
     "FailedBlocks",
+    "Follow",
+    "Handoff",
     "Hit",
     "LoadResult",
     "Mode",

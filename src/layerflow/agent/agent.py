@@ -23,7 +23,7 @@ from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.opening import StepOpener, check_timeout
 from layerflow.agent.step.no_step import NoStep
 from layerflow.agent.step.step import Step
-from layerflow.agent.values import MISS, AgentCounters, AgentStatistics, Ended, Hit, Measured, StepRequest
+from layerflow.agent.values import MISS, AgentCounters, AgentStatistics, Ended, Follow, Hit, Measured, StepRequest
 from layerflow.content import renewed_content
 from layerflow.device import device_for
 from layerflow.device.base import DeviceEvent
@@ -140,18 +140,25 @@ class Agent:
         model = self.spec.fingerprint
         return Chain(root_digest(model, adapter=adapter, salt=salt), tokens, self.spec.chunk_tokens, media, model=model)
 
-    def lookup(self, request: str, chain: Chain) -> Hit:
+    def lookup(self, request: str, chain: Chain, follow: Follow | None = None) -> Hit:
         """How much of the prompt can be loaded; leased until loaded or expired.
 
         A server that is away, silent or slow is a miss.
+
+        :param follow: what is still to be stored may be hit too; see :meth:`layerflow.agent.Control.lookup`.
         """
         self._same_process()
         self._tally.lookups += 1
         if not self.attached or self._dispatcher.silent or self._outdated(chain):
             return MISS
-        hit = self._control.lookup(request, chain)
+        hit = self._control.lookup(request, chain, follow)
         self._tally.hit_tokens += hit.tokens
         return hit
+
+    @property
+    def control(self) -> Control:
+        """For hand-offs: a client of the same server, which any thread may use."""
+        return self._control
 
     def advise(self, hit: Hit, prompt_tokens: int) -> Mode:
         """Layer by layer, in bulk, or not at all: how to use a hit under ``transfer.mode``.

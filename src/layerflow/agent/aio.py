@@ -6,6 +6,7 @@ own deadline.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -13,9 +14,10 @@ import anyio.to_thread
 import numpy as np
 
 from layerflow.agent.agent import Agent
+from layerflow.agent.connection.handoffs import DEFAULT_HANDOFF_TIMEOUT_S, DEFAULT_LEASE_S
 from layerflow.agent.step.no_step import NoStep
 from layerflow.agent.step.step import Step
-from layerflow.agent.values import Hit, LoadResult, StepRequest
+from layerflow.agent.values import Follow, Handoff, Hit, LoadResult, StepRequest
 from layerflow.device.base import DeviceEvent
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
@@ -68,9 +70,32 @@ class AsyncAgent:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
 
-    async def lookup(self, request: str, chain: Chain) -> Hit:
+    async def lookup(self, request: str, chain: Chain, follow: Follow | None = None) -> Hit:
         """As :meth:`Agent.lookup`."""
-        return await anyio.to_thread.run_sync(self.agent.lookup, request, chain, abandon_on_cancel=True)
+        return await anyio.to_thread.run_sync(self.agent.lookup, request, chain, follow, abandon_on_cancel=True)
+
+    async def open_handoff(
+        self,
+        handoff: str,
+        chain: Chain,
+        tokens: int,
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        timeout_s: float = DEFAULT_HANDOFF_TIMEOUT_S,
+    ) -> Handoff:
+        """As :meth:`layerflow.agent.Control.open_handoff`."""
+        ask = functools.partial(self.agent.control.open_handoff, lease_s=lease_s, timeout_s=timeout_s)
+        return await anyio.to_thread.run_sync(ask, handoff, chain, tokens, abandon_on_cancel=True)
+
+    async def end_handoff(self, handoff: str, *, tokens: int, reason: str = "") -> None:
+        """As :meth:`layerflow.agent.Control.end_handoff`."""
+        await anyio.to_thread.run_sync(
+            functools.partial(self.agent.control.end_handoff, handoff, tokens=tokens, reason=reason)
+        )
+
+    async def release_handoff(self, handoff: str) -> None:
+        """As :meth:`layerflow.agent.Control.release_handoff`."""
+        await anyio.to_thread.run_sync(self.agent.control.release_handoff, handoff)
 
     def open_step(
         self, requests: Sequence[StepRequest], timeout_s: float | None = None, *, after: DeviceEvent | None = None

@@ -24,6 +24,9 @@ class Hit:
     :param tail_digest: its digest.
     :param tail_shared: so many of its leading tokens are the prompt's; 0 = all of them.
     :param shared_digest: digest of these, where they are not all.
+    :param following: some of it is still being stored: its layers arrive in the step that loads it as they are.
+    :param reason: where a hand-off was asked for and is not followed: its state, and why. Then the hit is of what is
+        stored, as any other.
     """
 
     tokens: int
@@ -32,6 +35,8 @@ class Hit:
     tail_digest: bytes = b""
     tail_shared: int = 0
     shared_digest: bytes = b""
+    following: bool = False
+    reason: str = ""
 
     def stored(self, chunk_tokens: int) -> int:
         """Leading tokens of the prompt that are stored: the hit's, and the one left to compute if that is too."""
@@ -41,6 +46,40 @@ class Hit:
 
 
 MISS = Hit(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """What a lookup may wait for.
+
+    :param deadline: monotonic seconds; what is not stored or open by then is computed.
+    :param handoff: the name of a hand-off; empty = what any other engine is storing now.
+    :param servers: control addresses of the servers that keep it, one per box; empty = the engine's own.
+    """
+
+    deadline: float
+    handoff: str = ""
+    servers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Where a hand-off is.
+
+    :param state: ``announced``, ``open``, ``complete``, ``failed``, ``revoked``, ``released``, ``refused``, or
+        ``unknown``: the server did not answer.
+    :param tokens: that a reader can load at most.
+    :param reason: of ``failed``, ``revoked``, ``refused`` and ``unknown``.
+    """
+
+    name: str
+    state: str
+    tokens: int = 0
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        """A reader may count on it."""
+        return self.state in ("open", "complete")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from layerflow.config.fields import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
+from layerflow.config.pd import PdSettings
 from layerflow.config.pool import PoolSettings
 from layerflow.config.reference import EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
 from layerflow.config.sources import (
@@ -36,6 +37,7 @@ __all__ = [
     "ALIASES",
     "REFUSED",
     "LogSettings",
+    "PdSettings",
     "PoolSettings",
     "ReferenceRow",
     "ServerSettings",
@@ -287,6 +289,7 @@ class Settings(BaseSettings):
     server: ServerSettings = Field(default_factory=ServerSettings)
     pool: PoolSettings = Field(default_factory=PoolSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
+    pd: PdSettings = Field(default_factory=PdSettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
     @model_validator(mode="after")

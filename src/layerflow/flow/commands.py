@@ -146,7 +146,6 @@ class Arrived:
     fetch: int
     objects: tuple[int, ...]
     readers: tuple[tuple[int, int, tuple[int, ...]], ...]
-    hop: Hop = Hop.FETCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,6 @@ class Vacate:
 
     fetch: int
     objects: tuple[int, ...]
-    hop: Hop = Hop.FETCH
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from layerflow.flow.graph.cursor import Span, joined, touches, without
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import DrainBarrier, Step, Transfer, TransferJob
 from layerflow.flow.state import State
-from layerflow.flow.writes import commit_write, follow_save, lose_parts
+from layerflow.flow.writes import commit_write, lose_parts
 
 
 def settle(state: State, step: Step, out: list[Command]) -> None:
@@ -45,13 +45,6 @@ def settle(state: State, step: Step, out: list[Command]) -> None:
         state.deadlines.set(step, step.next_alarm())
 
 
-def follow_saves(state: State, out: list[Command]) -> None:
-    """Of some saves more is stored now: before the commit that follows from the last of it."""
-    for transfer in state.advanced:
-        follow_save(state, transfer, out)
-    state.advanced.clear()
-
-
 def _commit(state: State, saves: TransferJob, out: list[Command]) -> None:
     ready = [s for s in saves.transfers.values() if not (s.committed or s.pending or s.in_flight)]
     saves.held = bool(ready) and builds_on_loads(saves, ready)
@@ -67,6 +60,8 @@ def _commit(state: State, saves: TransferJob, out: list[Command]) -> None:
         out.append(Commit(saves.step.session.number, saves.step.number, tuple(sorted(parts))))
     for transfer in ready:
         commit_write(state, transfer, out)
+        if transfer.follows:
+            state.committed.append(transfer)
 
 
 def builds_on_loads(saves: TransferJob, transfers: Iterable[Transfer]) -> bool:
@@ -150,7 +145,7 @@ def cancel_parts(state: State, job: TransferJob, positions: Iterable[int]) -> li
     if not job.cursors:
         state.dequeue(job)
     state.permit(job.step.session, job.direction)
-    state.advanced += [transfer for transfer in job.transfers.values() if transfer.write is not None]
+    state.advanced += [transfer for transfer in job.transfers.values() if transfer.watched]
     return fresh
 
 
@@ -175,6 +170,7 @@ def cancel_save_parts(state: State, step: Step, positions: Iterable[int], reason
     if not fresh:
         return
     seal_rest(job, out)
+    state.severed += [(transfer, fresh, reason) for transfer in job.transfers.values() if transfer.follows]
     barrier = DrainBarrier(revoke=(step, tuple(sorted(fresh)), reason))
     barrier.watch(job.spans_of(fresh))
     if not barrier.pending:

@@ -39,7 +39,7 @@ class LayerShape:
 
 
 class Need(NamedTuple):
-    """Blocks `lo` to `hi` of a load part come with object number `item` of fetch `fetch`."""
+    """Blocks `lo` to `hi` of a load part come with object number `item` of fetch `fetch`; of a follow, if below 0."""
 
     fetch: int
     item: int
@@ -59,12 +59,14 @@ class Part:
     """One request's blocks of one group within a step, in one direction.
 
     :param needs: loads: the blocks whose objects are still being fetched, ascending; all others are in the arena.
+    :param promised: saves: somebody counts on them: they are not shed.
     """
 
     request: str
     group: int
     blocks: int
     needs: tuple[Need, ...] = ()
+    promised: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +145,21 @@ class FetchOpened:
     :param fetch: numbers ascend and are never reused, on both hops together.
     :param source: who it is for; sources share the host evenly.
     :param layers: the model's layer numbers of the group, ascending.
+    :param available: so many layers can be fetched now, more as :class:`FetchAvailable` says; -1 = all.
     :param hop: where from: the backend, or a peer.
-    :param available: so many leading layers can be fetched already; -1 = all. See :class:`FetchAvailable`.
     """
 
     fetch: int
     source: str
     layers: tuple[int, ...]
     objects: tuple[Item, ...]
-    hop: Hop = Hop.FETCH
     available: int = -1
+    hop: Hop = Hop.FETCH
 
 
 @dataclass(frozen=True, slots=True)
 class FetchAvailable:
-    """So many leading layers of a fetch are stored where it comes from; never fewer than before."""
+    """The first `layers` layers of all objects of a fetch can be fetched: its source has stored them."""
 
     fetch: int
     layers: int
@@ -169,6 +171,50 @@ class FetchFailed:
 
     fetch: int
     failed: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FollowOpened:
+    """Objects of one group that a step saves, or that are to be saved, are loaded by others as they are stored.
+
+    They lie where the save stores them. Loads name them in their needs, as objects of a fetch.
+
+    :param follow: numbers descend from -1 and are never reused.
+    :param layers: the model's layer numbers of the group, ascending.
+    :param objects: how many.
+    :param session: with `step` and `group`: of the save. :param parts: of each object, its position in
+        ``StepOpened.saves``; empty = no step saves them yet.
+    """
+
+    follow: int
+    layers: tuple[int, ...]
+    objects: int
+    session: int = -1
+    step: int = -1
+    group: int = -1
+    parts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FollowMoved:
+    """Objects that no step saved are saved by one now, or fetched: they are those of `into`, in this order.
+
+    :param objects: of `follow`, which was opened without parts.
+    :param into: another follow, or a fetch, that has just been opened for them.
+    """
+
+    follow: int
+    objects: tuple[int, ...]
+    into: int
+
+
+@dataclass(frozen=True, slots=True)
+class FollowLost:
+    """Nobody will save these objects of a follow that was opened without parts."""
+
+    follow: int
+    objects: tuple[int, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +383,9 @@ Event = (
     | FetchAvailable
     | FetchFailed
     | FetchLeased
+    | FollowOpened
+    | FollowMoved
+    | FollowLost
     | WriteOpened
     | WritesRevoked
     | CallDone

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow import fetches
-from layerflow.flow.commands import Command, Revoke, WakeAt
+from layerflow.flow.arrivals.edges import release_edges
+from layerflow.flow.arrivals.fetches import (
+    expire_fetch,
+    fail_fetch,
+    fetch_done,
+    lease_fetch,
+    lose_fetches,
+    open_fetch,
+    raise_fetch,
+    revoke_fetches,
+    settle_fetch,
+)
+from layerflow.flow.arrivals.follows import (
+    advance_follows,
+    commit_follows,
+    lose_follow,
+    lose_followed,
+    move_follow,
+    open_follow,
+    settle_follow,
+)
+from layerflow.flow.commands import Command, WakeAt
 from layerflow.flow.completion import (
     abort,
     cancel_saves,
     cancel_uncomputed,
     drained,
     fence_loads,
-    follow_saves,
     settle,
 )
 from layerflow.flow.events import (
@@ -33,6 +51,9 @@ from layerflow.flow.events import (
     FetchFailed,
     FetchLeased,
     FetchOpened,
+    FollowLost,
+    FollowMoved,
+    FollowOpened,
     FrontierReached,
     Hop,
     HostLost,
@@ -40,7 +61,6 @@ from layerflow.flow.events import (
     Limits,
     LimitsChanged,
     LoadsFenced,
-    Part,
     RequestAborted,
     SessionLost,
     SessionOpened,
@@ -52,89 +72,43 @@ from layerflow.flow.events import (
     WritesRevoked,
 )
 from layerflow.flow.graph.fetch import FetchTransfer
-from layerflow.flow.graph.session import Session, open_session
-from layerflow.flow.graph.step import Step, Transfer, TransferJob
+from layerflow.flow.graph.follow import FollowTransfer
+from layerflow.flow.graph.session import open_session
+from layerflow.flow.graph.step import Step
 from layerflow.flow.graph.write import WriteTransfer
 from layerflow.flow.hosts.lane import HostLane, grant_calls
+from layerflow.flow.opening import open_step
 from layerflow.flow.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
 from layerflow.flow.validate.steps import validate
-from layerflow.flow.writes import lose_writes, open_write, revoke_writes, write_done
+from layerflow.flow.writes import follow_save, lose_writes, open_write, revoke_writes, write_done
 
 
-def open_step(state: State, session: Session, event: StepOpened, out: list[Command]) -> None:
-    """Add the step; its saves are shed where the session has too much unsaved already.
-
-    :raises InvalidTransition: for a step that is open already, or parts that cannot be.
-    """
-    if event.step in session.steps:
-        raise InvalidTransition(
-            f"session {session.number} opened step {event.step} twice; step numbers are not reused while a step lives",
-            session.steps[event.step].told(),
-        )
-    if event.deadline != event.deadline or event.save_deadline != event.save_deadline:
-        raise InvalidTransition(f"session {session.number} step {event.step}: a deadline is not a number")
-    _check(session, event, event.loads, "load")
-    _check_needs(state, session, event)
-    _check(session, event, event.saves, "save")
-
-    step = Step(session, event.step, event.deadline, event.save_deadline)
-    step.story.append(event)
-    session.steps[event.step] = step
-    if event.loads:
-        step.loads = _job(state, step, Direction.LOAD, event.loads)
-        state.enqueue(step.loads)
-    if event.saves:
-        saves = _job(state, step, Direction.SAVE, event.saves)
-        nbytes = sum(transfer.starts[-1] * transfer.shape.tail_bytes[0] for transfer in saves.transfers.values())
-        if session.unsaved + nbytes > state.budget.limits.save_backlog_bytes:
-            state.counters.shed_parts += len(event.saves)
-            state.counters.revoked_parts += len(event.saves)
-            out.append(Revoke(session.number, step.number, tuple(range(len(event.saves))), "shed"))
-        else:
-            session.unsaved += nbytes
-            saves.open = len(event.saves)
-            step.saves = saves
-            state.enqueue(saves)
-    state.deadlines.set(step, step.next_alarm())
-
-
-def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str) -> None:
-    unknown = {part.group for part in parts} - session.groups.keys()
-    if not unknown and (not parts or min([part.blocks for part in parts]) > 0):
-        return
-    for position, part in enumerate(parts):
-        if part.blocks <= 0 or part.group in unknown:
-            raise InvalidTransition(
-                f"session {session.number} step {event.step}: {what} part {position} (request {part.request!r}) has "
-                f"{part.blocks} blocks of group {part.group}; it needs at least one block of one of the session's "
-                f"groups {sorted(session.groups)}"
-            )
-
-
-def _check_needs(state: State, session: Session, event: StepOpened) -> None:
-    for position, part in enumerate(event.loads):
-        if part.needs and (wrong := fetches.check_needs(state, part, session.groups[part.group].layers)):
-            raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
-
-
-def _job(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> TransferJob:
-    job = TransferJob(step, direction, parts)
-    groups = {part.group for part in parts}
-    arrives = direction is Direction.LOAD and any([part.needs for part in parts])
-    for group in sorted(groups):
-        members: Sequence[int] = range(len(parts))
-        if len(groups) > 1:
-            members = [position for position, part in enumerate(parts) if part.group == group]
-        starts = list(accumulate([parts[position].blocks for position in members], initial=0))
-        transfer = Transfer(job, step.session.groups[group], members, starts)
-        job.transfers[group] = transfer
-        if arrives:
-            fetches.lay_out(state, transfer)
-        else:
-            transfer.add_cursor([(0, starts[-1])])
-    return job
+def _conclude(state: State, out: list[Command]) -> None:
+    """What follows from an event, until nothing more does: a save that is given up may fail a load, and that a save."""
+    while state.advanced or state.severed or state.unsettled or state.committed or state.loosened:
+        # What is stored is told of before the commit that follows from the last of it.
+        for save in state.advanced:
+            follow_save(state, save, out)
+            advance_follows(state, save)
+        state.advanced.clear()
+        severed, state.severed = state.severed, []
+        for save, parts, reason in severed:
+            lose_followed(state, save, parts, reason, out)
+        for step in state.unsettled:
+            settle(state, step, out)
+        state.unsettled.clear()
+        for save in state.committed:
+            commit_follows(state, save, out)
+        state.committed.clear()
+        loosened, state.loosened = state.loosened, []
+        for job in loosened:
+            for upstream in release_edges(job):
+                if isinstance(upstream, FetchTransfer):
+                    settle_fetch(state, upstream, out)
+                elif isinstance(upstream, FollowTransfer):
+                    settle_follow(state, upstream, out)
 
 
 class Flow:
@@ -154,13 +128,16 @@ class Flow:
             SessionLost: self._session_lost,
             StepOpened: self._step_opened,
             FetchOpened: self._fetch_opened,
-            FetchAvailable: lambda event, _: fetches.raise_fetch(self._state, event, self._now),
-            FetchFailed: partial(fetches.fail_fetch, self._state),
-            FetchLeased: partial(fetches.lease_fetch, self._state),
+            FetchAvailable: self._fetch_available,
+            FetchFailed: partial(fail_fetch, self._state),
+            FetchLeased: partial(lease_fetch, self._state),
+            FollowOpened: partial(open_follow, self._state),
+            FollowMoved: partial(move_follow, self._state),
+            FollowLost: partial(lose_follow, self._state),
             WriteOpened: partial(open_write, self._state),
             WritesRevoked: partial(revoke_writes, self._state),
             CallDone: self._call_done,
-            FetchesRevoked: partial(fetches.revoke_fetches, self._state),
+            FetchesRevoked: partial(revoke_fetches, self._state),
             HostLost: self._host_lost,
             FrontierReached: self._frontier_reached,
             LayersComputed: self._layers_computed,
@@ -196,17 +173,9 @@ class Flow:
             if isinstance(due, Step):
                 self._expire(due, now, out)
             else:
-                fetches.expire_fetch(state, due, out)
-        if state.advanced:
-            follow_saves(state, out)
-        if state.unsettled:
-            for step in state.unsettled:
-                settle(state, step, out)
-            state.unsettled.clear()
-        if state.loosened:
-            for job in state.loosened:
-                fetches.release_edges(state, job, out)
-            state.loosened.clear()
+                expire_fetch(state, due, out)
+        if state.advanced or state.unsettled or state.loosened or state.severed:
+            _conclude(state, out)
         grant(state, out, most)
         if state.fetches.ring.queue:
             grant_calls(state.fetches, state.budget, now, out)
@@ -244,6 +213,7 @@ class Flow:
             writes=len(state.writes.transfers),
             write_inflight_bytes=state.writes.inflight,
             write_backlog_bytes=state.writes.backlog,
+            following=len(state.follows),
             **asdict(state.counters),
         )
 
@@ -265,7 +235,10 @@ class Flow:
             open_step(self._state, session, event, out)
 
     def _fetch_opened(self, event: FetchOpened, _: list[Command]) -> None:
-        fetches.open_fetch(self._state, event, self._now)
+        open_fetch(self._state, event, self._now)
+
+    def _fetch_available(self, event: FetchAvailable, _: list[Command]) -> None:
+        raise_fetch(self._state, event, self._now)
 
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
         state = self._state
@@ -277,7 +250,7 @@ class Flow:
             return
         transfer, call, failed = taken
         if isinstance(transfer, FetchTransfer):
-            fetches.fetch_done(state, transfer, call, failed, self._now, out)
+            fetch_done(state, transfer, call, failed, self._now, out)
         else:
             write_done(state, transfer, call, failed, out)
 
@@ -286,7 +259,7 @@ class Flow:
             if hop is Hop.WRITE:
                 lose_writes(self._state, event.reason, out)
             else:
-                fetches.lose_fetches(self._state, self._state.lane_of(hop), event.reason, out)
+                lose_fetches(self._state, self._state.lane_of(hop), event.reason, out)
 
     def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)

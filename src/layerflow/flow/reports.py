@@ -69,7 +69,7 @@ def _land(state: State, event: BatchDone | BatchFailed) -> InFlightBatch | None:
     job.flying -= 1
     state.budget.give(batch)
     if job.direction is Direction.SAVE:
-        if transfer.write is not None:
+        if transfer.watched:
             state.advanced.append(transfer)
         step.session.unsaved -= batch.nbytes
     return batch
@@ -110,6 +110,8 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
             out.append(Revoke(session.number, step.number, tuple(sorted(unfinished)), reason))
             for transfer in step.saves.transfers.values():
                 lose_parts(state, transfer, unfinished, reason, out)
+                if transfer.follows:
+                    state.severed.append((transfer, unfinished, reason))
         if step.loads is not None and not step.loads.done:
             step.loads.done = True
             state.loosened.append(step.loads)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.budget import Budget
 from layerflow.flow.events import Direction, Event, Hop, Limits
+from layerflow.flow.graph.edge import Upstream
 from layerflow.flow.graph.fetch import FetchTransfer
+from layerflow.flow.graph.follow import FollowTransfer
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Charge, InFlightBatch, Step, Transfer, TransferJob
 from layerflow.flow.graph.write import WriteTransfer
@@ -41,6 +43,7 @@ class Counters:
     written_objects: int = 0
     written_bytes: int = 0
     shed_writes: int = 0
+    follows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class FlowStatistics:
     :param expired_fetches: fetches given up because nothing came of them.
     :param write_backlog_bytes: of objects that are on their way to the backend.
     :param shed_writes: objects for which the backlog had no room.
+    :param following: follows that are not over. :param follows: how many began.
     :param late_reports: events about steps, batches or sessions that are gone; harmless.
     """
 
@@ -68,6 +72,7 @@ class FlowStatistics:
     writes: int
     write_inflight_bytes: int
     write_backlog_bytes: int
+    following: int
     batches: int
     batches_failed: int
     loaded_bytes: int
@@ -87,6 +92,7 @@ class FlowStatistics:
     written_objects: int
     written_bytes: int
     shed_writes: int
+    follows: int
 
 
 Timed = Step | FetchTransfer
@@ -145,17 +151,21 @@ class State:
     __slots__ = (
         "advanced",
         "budget",
+        "committed",
         "counters",
         "deadlines",
         "fetches",
+        "follows",
         "in_flight",
         "loosened",
+        "newest_follow",
         "newest_session",
         "next_batch",
         "paused",
         "peers",
         "rings",
         "sessions",
+        "severed",
         "unsettled",
         "wake",
         "writes",
@@ -171,7 +181,11 @@ class State:
         self.counters = Counters()
         self.sessions: dict[int, Session] = {}
         self.in_flight: dict[int, InFlightBatch] = {}
+        self.follows: dict[int, FollowTransfer] = {}
+        self.newest_follow = 0
         self.advanced: list[Transfer] = []
+        self.committed: list[Transfer] = []
+        self.severed: list[tuple[Transfer, Sequence[int], str]] = []
         self.unsettled: list[Step] = []
         self.loosened: list[TransferJob] = []
         self.next_batch = 1
@@ -180,14 +194,13 @@ class State:
         self.wake = math.inf
 
     def fetch(self, number: int) -> FetchTransfer | None:
-        """A fetch, from the backend or a peer, of which something is left; None = it is over.
+        """A fetch, from the backend or a peer, of which something is left; None = it is over, or never was."""
+        return self.fetches.transfers.get(number) or self.peers.transfers.get(number)
 
-        :raises InvalidTransition: for one that was never opened.
-        """
-        fetch = self.fetches.transfers.get(number) or self.peers.transfers.get(number)
-        if fetch is None and number > max(self.fetches.newest, self.peers.newest):
-            raise InvalidTransition(f"fetch {number} was never opened")
-        return fetch
+    @property
+    def newest_fetch(self) -> int:
+        """The number of the fetch that was opened last, on either hop."""
+        return max(self.fetches.newest, self.peers.newest)
 
     def lane_of(self, hop: Hop) -> HostLane[FetchTransfer]:
         """What moves the fetches of a hop."""
@@ -216,6 +229,10 @@ class State:
             return None
         step.story.append(event)
         return step
+
+    def upstream(self, number: int) -> Upstream | None:
+        """A fetch, or below 0 a follow; None = it is over."""
+        return self.follows.get(number) if number < 0 else self.fetch(number)
 
     def enqueue(self, job: TransferJob) -> None:
         """The job has something to be granted: keep it, and queue its session unless all of it waits."""

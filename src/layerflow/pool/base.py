@@ -177,6 +177,22 @@ class Pool(Protocol):
         """Give back reservations of this owner; how many."""
         ...
 
+    def adopt(self, new: NewObject, owner: Owner, by: Owner) -> int | None:
+        """The room that `owner` has reserved for this object is `by`'s from now on: its offset. None: it has none."""
+        ...
+
+    def transfer(self, keys: Sequence[bytes], owner: Owner, by: Owner) -> None:
+        """What `owner` has reserved for these is `by`'s from now on; keys that it has not reserved are left out."""
+        ...
+
+    def writer(self, key: bytes) -> Owner | None:
+        """Who has reserved room for an object that is not complete."""
+        ...
+
+    def room(self, key: bytes) -> Located | None:
+        """Where an object that is not complete is being written."""
+        ...
+
     def hide(self, keys: Sequence[bytes]) -> int:
         """Take complete objects out of lookup for good (their read failed); how many. Room returns once unpinned."""
         ...

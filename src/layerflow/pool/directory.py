@@ -123,6 +123,12 @@ class Directory:
         """What `writer` has half-written."""
         return list(self._reserved.get(writer, ()))
 
+    def adopt(self, entry: DirectoryEntry, by: Owner) -> None:
+        """Another writer takes a half-written entry over."""
+        self._end_reservation(entry)
+        entry.writer = by
+        self.reserve(entry)
+
     def _end_reservation(self, entry: DirectoryEntry) -> None:
         del self.writing[entry.key]
         mine = self._reserved[entry.writer]

@@ -191,6 +191,35 @@ class MemoryPool:
         mine = [entry for key in dict.fromkeys(keys) if (entry := self._directory.owned(key, owner)) is not None]
         return self._withdraw(mine)
 
+    def adopt(self, new: NewObject, owner: Owner, by: Owner) -> int | None:
+        """The room that `owner` has reserved for this object is `by`'s from now on: its offset. None: it has none.
+
+        Of another size or shape than it was reserved for, it has none either.
+        """
+        entry = self._directory.owned(new.key, owner)
+        if entry is None or (entry.nbytes, *entry.located[1:3]) != (new.nbytes, new.blocks, new.tokens):
+            return None
+        entry.parent, entry.block_digests = new.parent, new.block_digests
+        self._directory.adopt(entry, by)
+        return entry.located.offset
+
+    def transfer(self, keys: Sequence[bytes], owner: Owner, by: Owner) -> None:
+        """What `owner` has reserved for these is `by`'s from now on; keys that it has not reserved are left out."""
+        for key in keys:
+            entry = self._directory.owned(key, owner)
+            if entry is not None:
+                self._directory.adopt(entry, by)
+
+    def writer(self, key: bytes) -> Owner | None:
+        """Who has reserved room for an object that is not complete."""
+        entry = self._directory.writing.get(key)
+        return entry.writer if entry is not None else None
+
+    def room(self, key: bytes) -> Located | None:
+        """Where an object that is not complete is being written."""
+        entry = self._directory.writing.get(key)
+        return entry.located if entry is not None else None
+
     # Leaving -------------------------------------------------------------------------------------
 
     def hide(self, keys: Sequence[bytes]) -> int:

@@ -51,6 +51,7 @@ from layerflow.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from layerflow.server.handoffs.registry import Handoffs
     from layerflow.server.tier.tier import Tier
 
 
@@ -74,6 +75,7 @@ class Driver:
         self.flow = Flow(limits)
         self.tier: Tier | None = None
         self.missed = MissedTurns()
+        self.handoffs: Handoffs | None = None
         self._pool = pool
         self._metrics = metrics
         self._send = send
@@ -217,7 +219,7 @@ class Driver:
         step = (command.session, command.step)
         book = self._books[step]
         if not book.direct:
-            self._settle(step, book, [key for part in command.parts for key in book.save_keys[part]], committed)
+            self._settle(step, book, [key for part in command.parts for key in book.save_keys[part]], committed, reason)
         if reason == SHED:
             self._metrics.saves_shed(len(command.parts))
         elif not committed:
@@ -225,14 +227,18 @@ class Driver:
         positions = [book.save_parts[part] for part in command.parts]
         self._notice(command.session).stored.append(Stored(command.step, positions, committed, reason))
 
-    def _settle(self, step: tuple[int, int], book: StepBook, keys: list[bytes], committed: bool) -> None:
+    def _settle(self, step: tuple[int, int], book: StepBook, keys: list[bytes], committed: bool, reason: str) -> None:
         if committed:
             self._pool.commit(keys, book.owner)
             self.missed.drop(keys)
+            if self.handoffs is not None:
+                self.handoffs.stored(keys, time.monotonic())
             if self.tier is not None:
                 self.tier.committed(step, keys)
         else:
             self._pool.revoke(keys, book.owner)
+            if self.handoffs is not None:
+                self.handoffs.lost(keys, reason)
             if book.in_turns:
                 self.missed.add(keys)
 

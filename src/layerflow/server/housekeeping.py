@@ -78,7 +78,9 @@ async def housekeep(
         server.metrics.loop_lag(lag)
         due = now + PERIOD_S
         try:
-            server.pool.expire(leases.expired(now, lag, caught_up()))
+            expired = leases.expired(now, lag, caught_up())
+            server.pool.expire(expired)
+            server.handoffs.expire(expired)
             # A server that was stopped for a while has not listened: it judges nobody by that time.
             limit = server.settings().liveness_ms / 1e3 + lag
             for session in server.sessions:

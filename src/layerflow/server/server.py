@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import time
@@ -20,6 +21,7 @@ from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
+from layerflow.pool.base import Owner
 from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
 from layerflow.server import behind
@@ -27,6 +29,7 @@ from layerflow.server.clients import Clients
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
+from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.housekeeping import housekeep
 from layerflow.server.sessions import LOCAL, REMOTE, ClientSession, Sessions
 from layerflow.server.status import status_of
@@ -63,6 +66,14 @@ class Server:
         self.pool = CoveringPool(self._arena, self._presence, lease_share=settings.pool.lease_share)
         self.sessions = Sessions()
         self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
+        self.handoffs = Handoffs(
+            self.pool,
+            self.pool.statistics().capacity_bytes,
+            lambda: self.settings.pd.handoff_share,
+            self._withdraw,
+            lambda work: asyncio.get_running_loop().call_soon(work),
+        )
+        self.driver.handoffs = self.handoffs
         self.tier: Tier | None = None
         if tier is not None:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
@@ -81,6 +92,8 @@ class Server:
             status=self.status,
             arena_bytes=self._arena.nbytes,
             settings=lambda: self.settings.server,
+            handoffs=self.handoffs,
+            pd=lambda: self.settings.pd,
             tier=self.tier,
             direct=bool(behind.direct_options(settings)),
         )
@@ -152,6 +165,10 @@ class Server:
     def _tier_news(self, events: Sequence[Event]) -> None:
         if events:
             self.driver.handle(*events)
+
+    def _withdraw(self, keys: Sequence[bytes], owner: Owner, reason: str) -> None:
+        """Nobody will write what room is reserved for."""
+        self.pool.revoke(keys, owner)
 
     def _limits(self, settings: Settings) -> Limits:
         return limits_of(settings, self._arena.nbytes)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from layerflow.spec import ModelSpec
 
 
+MOST_LISTED = 100
+"""Hand-offs that are shown one by one."""
+
+
 def status_of(server: ServerContext, settings: Settings, started_at: float, *, healthy: bool) -> dict[str, object]:
     """Sessions, limits, pool, core and figures. Sizes in bytes, times in seconds unless named otherwise."""
     now = time.monotonic()
@@ -46,9 +50,27 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
         "limits": settings.transfer.model_dump(),
         "pool": dataclasses.asdict(server.pool.statistics()),
         "tier": None if server.tier is None else server.tier.status(),
+        "handoffs": _handoffs(server, now),
         "flow": dataclasses.asdict(server.driver.flow.statistics()),
         "figures": server.metrics.summary(),
     }
+
+
+def _handoffs(server: ServerContext, now: float) -> dict[str, object]:
+    """Counts, and the oldest of those that are not over."""
+    live = [
+        {
+            "handoff": each.name,
+            "engine": each.engine,
+            "state": each.status.value,
+            "tokens": each.tokens,
+            "to_store": len(each.pending),
+            "claims": each.claims,
+            "due_in_s": round(each.due - now, 3),
+        }
+        for each in server.handoffs.live()[:MOST_LISTED]
+    ]
+    return {**dataclasses.asdict(server.handoffs.statistics()), "live": live}
 
 
 def _bound(spec: ModelSpec) -> list[str]:

@@ -14,22 +14,34 @@ import structlog
 import zmq
 
 from layerflow.agent.connection.control_connection import ControlConnection, hit_of, lookup_of
+from layerflow.agent.connection.handoffs import (
+    DEFAULT_HANDOFF_TIMEOUT_S,
+    DEFAULT_LEASE_S,
+    ENDED,
+    opening_of,
+    state_of,
+)
 from layerflow.agent.connection.handshake import ClientKeys
-from layerflow.agent.values import MISS, Hit
+from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages import (
     STRANGER,
     DropLease,
+    EndHandoff,
     Found,
+    HandoffState,
     Lookup,
     Message,
+    OpenHandoff,
     Purge,
+    ReleaseHandoff,
     Reset,
     Status,
     StatusRequest,
     ToClient,
+    WatchHandoff,
 )
 
 log = structlog.get_logger("layerflow.agent.connection.control")
@@ -84,11 +96,13 @@ class Control:
             self._away_until = 0.0
             return True
 
-    def lookup(self, request: str, chain: Chain) -> Hit:
+    def lookup(self, request: str, chain: Chain, follow: Follow | None = None) -> Hit:
         """The longest hit for a prompt, leased. A server that is away or slow is a miss.
 
         The server is not asked where its presence table shows that nothing is stored.
 
+        :param follow: what is still to be stored may be hit too. With a hand-off this waits until it is open, at most
+            until its deadline, and other calls with it: such a lookup is best given a control client of its own.
         :raises SessionError: the client was made without a spec.
         """
         if self._spec is None:
@@ -101,9 +115,11 @@ class Control:
             if time.monotonic() < self._away_until:
                 return MISS
             line = self._connected(deadline)
-            if line.misses(chain):
+            if follow is None and line.misses(chain):
                 return MISS
-            message = line.question(next(self._ids), request, chain)
+            message = line.question(next(self._ids), request, chain, follow)
+            if follow is not None and follow.handoff:
+                deadline = max(deadline, follow.deadline + self._lookup_timeout_s)
             found = cast(Found, self._exchange(message, Found, deadline))
         except RemoteError as error:
             log.warning("lookup_refused", request=request, code=error.code, error=error.message)
@@ -134,12 +150,72 @@ class Control:
             found = cast(Found, self._exchange(message, Found, time.monotonic() + timeout_s + DEFAULT_TIMEOUT_S))
         return hit_of(found, chain, self._spec)
 
+    def open_handoff(
+        self,
+        handoff: str,
+        chain: Chain,
+        tokens: int,
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        timeout_s: float = DEFAULT_HANDOFF_TIMEOUT_S,
+    ) -> Handoff:
+        """This engine is about to compute a prompt for another one: its server keeps room for it, and keeps it.
+
+        Call it before the prompt's first step is opened. Where it is refused the prompt is computed as any other, and
+        the other engine computes it too.
+
+        :param handoff: a name that both engines know and nobody else uses.
+        :param tokens: of the prompt, that are computed and saved.
+        :param lease_s: how long it is kept for a reader, once all of it is stored and after each that came; 0 = as the
+            server is configured.
+        :param timeout_s: it fails if it is not complete by then.
+        :raises SessionError: the client was made without a spec.
+        """
+        if self._spec is None:
+            raise SessionError("hand-offs need the model's spec; pass spec= to Control")
+        message = opening_of(next(self._ids), handoff, chain, tokens, lease_s, timeout_s)
+        try:
+            with self._lock:
+                answer = self._exchange(message, HandoffState, time.monotonic() + self._lookup_timeout_s)
+        except RemoteError as error:
+            return Handoff(handoff, "refused", 0, error.message)
+        except LayerflowError as error:
+            return Handoff(handoff, "unknown", 0, str(error))
+        return state_of(cast(HandoffState, answer))
+
+    def end_handoff(self, handoff: str, *, tokens: int, reason: str = "") -> None:
+        """The engine computes nothing more of it: it is complete once what it saves is stored.
+
+        :param tokens: that were computed; fewer than it was opened with = it has failed.
+        :param reason: why it has failed.
+        """
+        self._tell(EndHandoff(handoff, tokens, reason))
+
+    def release_handoff(self, handoff: str) -> None:
+        """Nobody needs it any more."""
+        self._tell(ReleaseHandoff(handoff))
+
+    def watch_handoff(self, handoff: str, timeout_s: float, *, ended: bool = True) -> Handoff:
+        """Wait until a hand-off has ended (or, not `ended`, until it is open); its state after `timeout_s` at most.
+
+        Blocks, and other calls with it.
+        """
+        number, deadline = next(self._ids), time.monotonic() + timeout_s
+        message = WatchHandoff(number, handoff, max(1, round(timeout_s * 1e3)))
+        by = deadline + DEFAULT_TIMEOUT_S
+        try:
+            with self._lock:
+                told = state_of(cast(HandoffState, self._exchange(message, HandoffState, by)))
+                while ended and told.state not in ENDED and time.monotonic() < deadline:
+                    conversation = self._connected(by).conversation
+                    told = state_of(cast(HandoffState, conversation.expect(HandoffState, by, number)))
+        except LayerflowError as error:
+            return Handoff(handoff, "unknown", 0, str(error))
+        return told
+
     def drop_lease(self, request: str) -> None:
         """The request will not be loaded after all. Nothing happens if the server is away: leases expire."""
-        with self._lock:
-            if self._line is not None:
-                with contextlib.suppress(ServerLost):
-                    self._line.conversation.send(DropLease(request))
+        self._tell(DropLease(request))
 
     def status(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The server's state, as ``layerflow status --json`` prints it.
@@ -179,13 +255,22 @@ class Control:
         with self._lock:
             self._drop()
 
+    def _tell(self, message: DropLease | EndHandoff | ReleaseHandoff) -> None:
+        with self._lock:
+            if self._line is not None:
+                with contextlib.suppress(ServerLost):
+                    self._line.conversation.send(message)
+
     def _ask(self, message: StatusRequest | Purge | Reset, timeout_s: float) -> dict[str, Any]:
         with self._lock:
             answer = cast(Status, self._exchange(message, Status, time.monotonic() + timeout_s))
         return cast(dict[str, Any], json.loads(answer.json))
 
     def _exchange(
-        self, message: Lookup | StatusRequest | Purge | Reset, kind: type[Message], deadline: float
+        self,
+        message: Lookup | StatusRequest | Purge | Reset | OpenHandoff | WatchHandoff,
+        kind: type[Message],
+        deadline: float,
     ) -> ToClient:
         """Ask once; once more over a new connection if a restarted server does not know this client."""
         try:

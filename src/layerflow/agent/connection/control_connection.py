@@ -12,13 +12,15 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 import zmq
 
+from layerflow.agent.connection.handoffs import following
 from layerflow.agent.connection.handshake import ClientKeys, Handshake, dial, fetch_presence
-from layerflow.agent.values import Hit
+from layerflow.agent.values import Follow, Hit
 from layerflow.errors import LayerflowError, ServerLost
 from layerflow.hits import HitLength, find_hit
 from layerflow.keys import DIGEST_BYTES, Chain, object_key, several_key
@@ -169,6 +171,8 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
             best = Hit(tokens, tail.chunk, tail.tokens, tail.digest)
         else:
             best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, chain.partial(tail.chunk, shared))
+    if isinstance(found, Found) and (found.following or found.reason):
+        return replace(best, following=found.following and best.tokens > 0, reason=found.reason)
     return best
 
 
@@ -247,10 +251,11 @@ class ControlConnection:
         """How much of this prompt is stored, by what can be seen without asking; None: ask the server."""
         return self._sight.hit(chain) if self._sight is not None else None
 
-    def question(self, number: int, request: str, chain: Chain) -> Lookup:
+    def question(self, number: int, request: str, chain: Chain, follow: Follow | None = None) -> Lookup:
         """How much of this prompt can be loaded, to the block where it may leave what is stored."""
         end = self._sight.end(chain) if self._sight is not None else None
-        return lookup_of(number, request, chain, self.lease_ms, self._block_tokens, end)
+        asked = lookup_of(number, request, chain, self.lease_ms, self._block_tokens, end)
+        return asked if follow is None else following(asked, follow)
 
     def hung_up(self) -> bool:
         """Has the server died? Seen within :data:`LOOK_S`, where it is on this machine."""

@@ -21,12 +21,31 @@ import zmq
 
 from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S
 from layerflow.agent.connection.control_connection import ControlConnection, hit_of
-from layerflow.agent.values import MISS, Hit
+from layerflow.agent.connection.handoffs import (
+    DEFAULT_HANDOFF_TIMEOUT_S,
+    DEFAULT_LEASE_S,
+    ENDED,
+    SILENT,
+    HandoffInquiry,
+    opening_of,
+    state_of,
+)
+from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import DeadlineExceeded, LayerflowError
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
-from layerflow.wire.messages import STRANGER, DropLease, Found, Problem
+from layerflow.wire.messages import (
+    STRANGER,
+    DropLease,
+    EndHandoff,
+    Found,
+    HandoffState,
+    OpenHandoff,
+    Problem,
+    ReleaseHandoff,
+    WatchHandoff,
+)
 
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 0.1
@@ -44,12 +63,16 @@ class Inquiry:
 
     :param asked_at: monotonic seconds.
     :param hit: the answer; None while it is under way.
+    :param until: monotonic seconds: a server that has not answered by then is away.
+    :param waits: for a hand-off: the server answers once that is open.
     :param seen: what the server's table shows, where that is taken for an answer until there is one.
     """
 
     request: str
     chain: Chain
     asked_at: float
+    until: float
+    waits: bool = False
     hit: Hit | None = None
     seen: Hit | None = None
 
@@ -80,6 +103,7 @@ class Lookups:
         self._at_sight = at_sight
         self._numbers = itertools.count(1)
         self._open: dict[int, Inquiry] = {}
+        self._handoffs: dict[int, HandoffInquiry] = {}
         self._line: ControlConnection | None = None
         self._dialled: deque[ControlConnection] = deque()
         self._closing = threading.Event()
@@ -91,24 +115,31 @@ class Lookups:
         self._dialler.join(timeout_s)
         return self._connected() is not None
 
-    def ask(self, request: str, chain: Chain) -> Inquiry:
-        """Start a lookup; its hit will be leased. Returns at once."""
-        inquiry = Inquiry(request, chain, time.monotonic())
+    def ask(self, request: str, chain: Chain, follow: Follow | None = None) -> Inquiry:
+        """Start a lookup; its hit will be leased. Returns at once.
+
+        :param follow: what is still to be stored may be hit too. With a hand-off there is an answer once it is open,
+            has failed or has ended, or at the deadline: a hit that is `following`, or one of what is stored.
+        """
+        now = time.monotonic()
+        waits = follow is not None and bool(follow.handoff)
+        until = now + self._timeout_s if follow is None or not waits else max(now, follow.deadline) + self._timeout_s
+        inquiry = Inquiry(request, chain, now, until, waits)
         line = self._connected()
         if line is not None and line.hung_up():
             self._lost("the server has hung up")
             line = None
-        if line is None or line.misses(chain):
+        if line is None or (follow is None and line.misses(chain)):
             inquiry.hit = MISS
             return inquiry
         number = next(self._numbers)
         self._open[number] = inquiry
         try:
-            line.conversation.send(line.question(number, request, chain))
+            line.conversation.send(line.question(number, request, chain, follow))
         except LayerflowError as error:
             self._lost(str(error))
             return inquiry
-        if self._at_sight:
+        if self._at_sight and not waits:
             self._catch_up()
             if not self._owing(inquiry.asked_at):
                 inquiry.seen = line.hit(chain)
@@ -127,17 +158,59 @@ class Lookups:
                 break
             except LayerflowError as error:
                 self._lost(str(error))
-        if inquiry.hit is None and time.monotonic() - inquiry.asked_at > self._timeout_s:
+        if inquiry.hit is None and time.monotonic() > inquiry.until:
             self._lost("a lookup was not answered in time")
         return inquiry.hit
 
-    def drop_lease(self, request: str) -> None:
-        """The request's hit will not be loaded. Returns at once; nothing happens if the server is away."""
-        if self._line is not None:
+    def open_handoff(
+        self,
+        handoff: str,
+        chain: Chain,
+        tokens: int,
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        timeout_s: float = DEFAULT_HANDOFF_TIMEOUT_S,
+    ) -> HandoffInquiry:
+        """As :meth:`layerflow.agent.Control.open_handoff`. Returns at once; :meth:`handoff` tells what became of it.
+
+        The prompt's steps may be opened meanwhile.
+        """
+        inquiry = HandoffInquiry(handoff, time.monotonic() + self._timeout_s)
+        self._ask_of(inquiry, opening_of(next(self._numbers), handoff, chain, tokens, lease_s, timeout_s))
+        return inquiry
+
+    def watch_handoff(self, handoff: str, timeout_s: float) -> HandoffInquiry:
+        """What becomes of a hand-off, within `timeout_s`. Returns at once; :meth:`handoff` tells."""
+        inquiry = HandoffInquiry(handoff, time.monotonic() + timeout_s + self._timeout_s, watch=True)
+        self._ask_of(inquiry, WatchHandoff(next(self._numbers), handoff, max(1, round(timeout_s * 1e3))))
+        return inquiry
+
+    def handoff(self, inquiry: HandoffInquiry, timeout_s: float) -> Handoff | None:
+        """What was last heard of a hand-off, or None if nothing was after `timeout_s`."""
+        until = time.monotonic() + max(0.0, timeout_s)
+        self._catch_up(0)
+        while inquiry.state is None and self._line is not None:
             try:
-                self._line.conversation.send(DropLease(request))
+                self._heard(self._line.conversation.receive(until))
+            except DeadlineExceeded:
+                break
             except LayerflowError as error:
                 self._lost(str(error))
+        if inquiry.state is None and time.monotonic() > inquiry.until:
+            inquiry.state = Handoff(inquiry.name, "unknown", 0, SILENT)
+        return inquiry.state
+
+    def end_handoff(self, handoff: str, *, tokens: int, reason: str = "") -> None:
+        """As :meth:`layerflow.agent.Control.end_handoff`."""
+        self._tell(EndHandoff(handoff, tokens, reason))
+
+    def release_handoff(self, handoff: str) -> None:
+        """As :meth:`layerflow.agent.Control.release_handoff`."""
+        self._tell(ReleaseHandoff(handoff))
+
+    def drop_lease(self, request: str) -> None:
+        """The request's hit will not be loaded. Returns at once; nothing happens if the server is away."""
+        self._tell(DropLease(request))
 
     def close(self) -> None:
         """Hang up; leases expire by themselves."""
@@ -148,9 +221,30 @@ class Lookups:
             line.hang_up()
         self._line = None
 
-    def _catch_up(self) -> None:
-        """Take the answers that no call waits for."""
-        while self._line is not None and len(self._open) > 1:
+    def _tell(self, message: DropLease | EndHandoff | ReleaseHandoff) -> None:
+        if self._line is not None:
+            try:
+                self._line.conversation.send(message)
+            except LayerflowError as error:
+                self._lost(str(error))
+
+    def _ask_of(self, inquiry: HandoffInquiry, message: OpenHandoff | WatchHandoff) -> None:
+        line = self._connected()
+        if line is not None and line.hung_up():
+            self._lost("the server has hung up")
+            line = None
+        if line is None:
+            inquiry.state = Handoff(inquiry.name, "unknown", 0, "no server is connected")
+            return
+        self._handoffs[message.id] = inquiry
+        try:
+            line.conversation.send(message)
+        except LayerflowError as error:
+            self._lost(str(error))
+
+    def _catch_up(self, left: int = 1) -> None:
+        """Take the answers that no call waits for, until at most `left` lookups have none."""
+        while self._line is not None and (len(self._open) > left or (self._handoffs and not left)):
             try:
                 self._heard(self._line.conversation.receive(0.0))
             except DeadlineExceeded:
@@ -160,7 +254,7 @@ class Lookups:
 
     def _owing(self, now: float) -> bool:
         """Does the server owe an answer for too long?"""
-        oldest = next(iter(self._open.values()), None)
+        oldest = next((each for each in self._open.values() if not each.waits), None)
         return oldest is not None and now - oldest.asked_at > PROMPT_S
 
     def _heard(self, frame: bytes) -> None:
@@ -171,7 +265,16 @@ class Lookups:
                 inquiry.hit = hit_of(message, inquiry.chain, self._spec)
                 if message.tails and not inquiry.hit.tokens:
                     self.drop_lease(inquiry.request)  # of tails that are another prompt's
+        elif isinstance(message, HandoffState):
+            watched = self._handoffs.get(message.id)
+            if watched is not None:
+                watched.state = state_of(message)
+                if message.state in ENDED or not watched.watch:
+                    del self._handoffs[message.id]
         elif isinstance(message, Problem):
+            refused = self._handoffs.pop(message.id, None)
+            if refused is not None:
+                refused.state = Handoff(refused.name, "refused", 0, message.message)
             inquiry = self._open.pop(message.id, None)
             if inquiry is not None:
                 log.warning("lookup_refused", request=inquiry.request, code=message.code, error=message.message)
@@ -190,6 +293,9 @@ class Lookups:
         for inquiry in self._open.values():
             inquiry.hit = MISS
         self._open.clear()
+        for watched in self._handoffs.values():
+            watched.state = Handoff(watched.name, "unknown", 0, reason)
+        self._handoffs.clear()
         if self._line is not None:
             self._line.hang_up()
             self._line = None

@@ -1,4 +1,4 @@
-"""A transfer from the backend into the arena, and the loads that hang on it by edges."""
+"""A transfer from the backend (or a peer) into the arena, and the loads that hang on it by edges."""
 
 from __future__ import annotations
 
@@ -6,28 +6,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from layerflow.flow.events import FetchOpened
-from layerflow.flow.graph.cursor import Span
+from layerflow.flow.graph.edge import Edge
 from layerflow.flow.graph.host_transfer import HostTransfer, Source
-
-if TYPE_CHECKING:
-    from layerflow.flow.graph.step import Transfer
-
-
-@dataclass(slots=True, eq=False)
-class Edge:
-    """Loads of one transfer that need objects of one fetch, until the step's loads are done.
-
-    :param spans: by object, its blocks of the transfer.
-    :param waiting: objects that are neither lost nor whole in the arena, ascending.
-    """
-
-    fetch: FetchTransfer
-    transfer: Transfer
-    spans: dict[int, list[Span]]
-    waiting: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +33,21 @@ class FetchTransfer(HostTransfer):
     def wanted(self) -> bool:
         """Something waits for it, or nothing ever has."""
         return self.leased or bool(self.edges) or not self.claimed
+
+    @property
+    def size(self) -> int:
+        """How many objects."""
+        return len(self.objects)
+
+    @property
+    def span(self) -> int:
+        """How many layers each has."""
+        return self.layers
+
+    @property
+    def stalled(self) -> bool:
+        """All that its source has stored has moved, and that is not all."""
+        return self.index == self.limit < self.layers and not self.calls
 
     def urgency(self) -> tuple[float, float]:
         """How far the cursor's layer is from where a forward pass is, and the earliest deadline of such a pass."""
@@ -77,8 +74,7 @@ class FetchTransfer(HostTransfer):
         self.occupied.update(objects)
 
 
-def fetch_of(event: FetchOpened, source: Source) -> FetchTransfer:
-    """A fetch that has just begun: what is stored where it comes from may move."""
-    layers = len(event.layers)
-    limit = layers if event.available < 0 else event.available
-    return FetchTransfer(event.fetch, source, event.objects, layers, limit, hop=event.hop, numbers=event.layers)
+def fetch_of(event: FetchOpened, source: Source, available: int) -> FetchTransfer:
+    """A fetch that has just begun: so many layers of it may move."""
+    layers = event.layers
+    return FetchTransfer(event.fetch, source, event.objects, len(layers), available, hop=event.hop, numbers=layers)

@@ -15,7 +15,8 @@ from layerflow.flow.events import Direction, Event, Part, StepOpened
 from layerflow.flow.graph.cursor import Cursor, Span, joined, touches
 
 if TYPE_CHECKING:
-    from layerflow.flow.graph.fetch import Edge
+    from layerflow.flow.graph.edge import Edge
+    from layerflow.flow.graph.follow import FollowTransfer
     from layerflow.flow.graph.session import GroupShape, Session
     from layerflow.flow.graph.write import WriteTransfer
 
@@ -95,6 +96,7 @@ class Transfer:
     :param committed: saves: every layer is stored, and said so.
     :param live: parts that are not cancelled.
     :param write: saves: what carries the objects on to the backend; None = nothing does (any more).
+    :param follows: saves: what others load of it as it is stored.
     """
 
     job: TransferJob
@@ -107,10 +109,16 @@ class Transfer:
     committed: bool = False
     live: int = field(init=False)
     write: WriteTransfer | None = None
+    follows: list[FollowTransfer] = field(default_factory=list)
     in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.live = len(self.members)
+
+    @property
+    def watched(self) -> bool:
+        """Saves: somebody wants to know how much is stored."""
+        return self.write is not None or bool(self.follows)
 
     def stored(self) -> int:
         """Saves: so many layers of the group have nothing left to be granted and nothing in flight."""

@@ -12,6 +12,7 @@ from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Charge, InFlightBatch, Step, Transfer, TransferJob
 from layerflow.flow.scheduler import next_cursor
 from layerflow.flow.state import State
+from layerflow.flow.validate.follows import validate_follows
 from layerflow.flow.validate.hosts import validate_fetches, validate_writes
 
 
@@ -29,7 +30,8 @@ def validate(state: State) -> None:
     _conserving(state)
     validate_fetches(state)
     validate_writes(state)
-    if state.unsettled or state.advanced or state.loosened:
+    validate_follows(state)
+    if state.unsettled or state.advanced or state.loosened or state.severed or state.committed:
         raise InvalidTransition(
             f"{len(state.unsettled)} steps are left unsettled, {len(state.advanced)} saves unfollowed"
         )
@@ -95,7 +97,7 @@ def _transfer_holds(state: State, transfer: Transfer) -> None:
         covered += cursor.spans
     covered.sort()
     _require(all(left[1] <= right[0] for left, right in itertools.pairwise(covered)), step, "cursors overlap")
-    _arrivals(transfer, cursors)
+    _arrivals(state, transfer, cursors)
     for position in job.dropped:
         if job.transfer_of(position) is transfer:
             _require(
@@ -106,20 +108,25 @@ def _transfer_holds(state: State, transfer: Transfer) -> None:
         _flight(transfer, batch)
 
 
-def _arrivals(transfer: Transfer, cursors: list[Cursor]) -> None:
+def _arrivals(state: State, transfer: Transfer, cursors: list[Cursor]) -> None:
     job, layers = transfer.job, len(transfer.shape.layers)
     needs = {need.fetch for position in transfer.members for need in job.parts[position].needs}
-    _require(transfer.arrivals.keys() == needs, job.step, f"knows fetches {transfer.arrivals} of {needs}")
+    told = transfer.arrivals.keys()
+    unasked = {number for number in told - needs if state.upstream(number) is not None and not job.done}
+    served = {edge.upstream.number for edge in job.edges if edge.transfer is transfer}
+    _require(needs <= told and unasked <= served, job.step, f"knows fetches {transfer.arrivals} of {needs}")
     waiting = {cursor.fetch: cursor for cursor in cursors if cursor.fetch}
     _require(len(waiting) == sum(bool(c.fetch) for c in cursors), job.step, "has two cursors of one fetch")
     for edge in job.edges:
         if edge.transfer is not transfer:
             continue
-        number = edge.fetch.number
+        number = edge.upstream.number
         there, cursor = transfer.arrivals[number], waiting.pop(number, None)
         _require(cursor is None or cursor.limit == there, job.step, f"fetch {number} has brought {there} layers")
         if edge.waiting:
-            _require(there == edge.fetch.reached(edge.waiting), job.step, f"is behind fetch {number} at {there} layers")
+            _require(
+                there == edge.upstream.reached(edge.waiting), job.step, f"is behind fetch {number} at {there} layers"
+            )
         blocks = joined(span for index in edge.waiting for span in edge.spans[index])
         _require(cursor is None or not without(cursor.spans, blocks), job.step, "waits for what does not come")
         for batch in transfer.in_flight.values():

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from layerflow.config.pd import PdSettings
 from layerflow.config.settings import ServerSettings
 from layerflow.errors import ProtocolError
 from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
+from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.log_limit import LogLimit
 from layerflow.server.sessions import ClientSession, Sessions
 from layerflow.server.turns import Turns
@@ -35,6 +37,8 @@ class ServerContext:
     """What the handlers work on.
 
     :param send: queue a message for a session.
+    :param handoffs: what is kept for decode engines.
+    :param pd: the settings of prefill and decode apart.
     :param tier: what lies behind the pool; None = nothing.
     :param direct: engine workers may move bytes past the arena.
     :param draining: the server takes no new work.
@@ -50,6 +54,8 @@ class ServerContext:
     status: Callable[[], dict[str, object]]
     arena_bytes: int
     settings: Callable[[], ServerSettings]
+    handoffs: Handoffs
+    pd: Callable[[], PdSettings]
     turns: Turns = field(default_factory=Turns)
     log_limit: LogLimit = field(default_factory=LogLimit)
     tier: Tier | None = None

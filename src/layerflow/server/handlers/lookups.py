@@ -6,10 +6,13 @@ import functools
 import time
 from collections.abc import Callable, Generator
 
+import msgspec
+
 from layerflow.errors import ProtocolError
 from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
+from layerflow.server.handlers.following import Asked, FollowLookups
 from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
 from layerflow.server.sessions import ClientSession
 from layerflow.server.turns import Work
@@ -36,11 +39,12 @@ class Lookups:
     def __init__(self, context: ServerContext, guarded: Guarded) -> None:
         self._context = context
         self._guarded = guarded
+        self._following = FollowLookups(context, self, self._go_on)
 
     def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
         if session.spec is None:
             raise Refused("not_attached", "attach a spec before looking up")
-        context, limits = self._context, self._context.settings()
+        limits = self._context.settings()
         asked_for = (len(message.digests) // DIGEST_BYTES + 1) * len(session.spec.groups)
         asked_for *= len(session.spec.shard.peers())
         if asked_for > limits.max_lookup_objects:
@@ -73,11 +77,41 @@ class Lookups:
             self._written(session, message, digests, most_ms)
             return
         self._check_leases(session, message.request, limits.max_leases)
+        if message.handoff:
+            yield from self._following.look_up(session, Asked(message, digests, blocks))
+            return
+        yield from self._look(session, message, digests, blocks)
+
+    def stored(self, session: ClientSession, asked: Asked, reason: str) -> Work:
+        """Answer with what is stored; `reason`: why a hand-off is not followed."""
+        yield from self._look(session, asked.message, asked.digests, asked.blocks, reason)
+
+    def followed(self, session: ClientSession, asked: Asked, search: Callable[[], Search]) -> Work:
+        """Answer with a hit of a hand-off."""
+        heard = time.monotonic()
+        yield from self._find(session, asked.message, asked.digests, heard, search, following=True)
+
+    def _look(
+        self,
+        session: ClientSession,
+        message: wire.Lookup,
+        digests: list[bytes],
+        blocks: BlockDigests,
+        reason: str = "",
+    ) -> Work:
+        """What is stored.
+
+        :param reason: why the hand-off that was asked for is not followed.
+        """
+        context = self._context
+        assert session.spec is not None
         heard = time.monotonic()
         if context.tier is None:
             prompt = message.root, digests, message.tokens, message.tail
             pool, spec = context.pool, session.spec
-            yield from self._find(session, message, digests, heard, lambda: search_hit(pool, spec, *prompt, blocks))
+            yield from self._find(
+                session, message, digests, heard, lambda: search_hit(pool, spec, *prompt, blocks), reason=reason
+            )
             return
 
         number, resets = session.number, session.resets
@@ -86,10 +120,10 @@ class Lookups:
             asker = context.sessions.get(number)
             if asker is not None and asker.resets != resets:
                 # Its keys are those of weights that were replaced while the tier was asked: nothing is brought for it.
-                context.send(asker, wire.Found(message.id, 0, []))
+                context.send(asker, wire.Found(message.id, 0, [], False, reason))
             elif asker is not None:
                 reach = functools.partial(
-                    self._reach, lookup=message, digests=digests, found=found, heard=heard, blocks=blocks
+                    self._reach, lookup=message, digests=digests, found=found, heard=heard, blocks=blocks, reason=reason
                 )
                 context.turns.start(number, self._guarded(asker, message, reach))
 
@@ -141,6 +175,7 @@ class Lookups:
         found: frozenset[bytes],
         heard: float,
         blocks: BlockDigests,
+        reason: str,
     ) -> Work:
         """The tier has answered: what the hit needs of it is fetched from now on."""
         pool, tier, spec = self._context.pool, self._context.tier, session.spec
@@ -154,7 +189,7 @@ class Lookups:
         search = functools.partial(
             find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, blocks=blocks, direct=direct
         )
-        yield from self._find(session, lookup, digests, heard, search)
+        yield from self._find(session, lookup, digests, heard, search, reason=reason)
 
     def _find(
         self,
@@ -163,6 +198,9 @@ class Lookups:
         digests: list[bytes],
         heard: float,
         search: Callable[[], Search],
+        *,
+        following: bool = False,
+        reason: str = "",
     ) -> Work:
         """Search, lease and answer. What leaves the pool between two slices is searched for again."""
         for _ in range(MOST_SEARCHES):
@@ -172,7 +210,7 @@ class Lookups:
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or self._departures() == before:
                 break
-        self._found(session, message, hit, heard)
+        self._found(session, message, hit, heard, following=following, reason=reason)
 
     def _departures(self) -> int:
         """How many objects have left the pool since the start."""
@@ -206,8 +244,20 @@ class Lookups:
                     self._context.tier.lease(keys, owner, until)
                 yield
 
-    def _found(self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float) -> None:
-        self._context.send(session, _found(message.id, hit))
+    def _found(
+        self,
+        session: ClientSession,
+        message: wire.Lookup,
+        hit: HitLength,
+        heard: float,
+        *,
+        following: bool,
+        reason: str,
+    ) -> None:
+        told = _found(message.id, hit)
+        if following or reason:
+            told = msgspec.structs.replace(told, following=following, reason=reason)
+        self._context.send(session, told)
         assert session.spec is not None
         tokens = hit.surely(session.spec, message.tokens)
         self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - heard)

@@ -19,6 +19,7 @@ from layerflow.flow.events import (
 )
 from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
 from layerflow.server.handlers.forget import purge, reset_engine
+from layerflow.server.handlers.handoffs import end_handoff, open_handoff, watch_handoff
 from layerflow.server.handlers.lookups import Lookups
 from layerflow.server.handlers.steps import open_step, report, tell
 from layerflow.server.sessions import LOCAL, ClientSession
@@ -75,9 +76,12 @@ class Handlers:
         context.turns.forget(session.number)
         context.sessions.close(session)
         if session.memory:
+            context.handoffs.lose_engine(session.engine, "a worker of its engine is gone")
             context.driver.handle(SessionLost(session.number))
             context.driver.forget_session(session.number)
             context.slow_steps.forget(session.number)
+        else:
+            context.handoffs.lose_session(session.number, "who opened it is gone")
         if context.tier is not None and not any(other.engine == session.engine for other in context.sessions):
             context.tier.drop_leases(session.engine)
         context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())
@@ -127,6 +131,14 @@ class Handlers:
             case wire.Reset():
                 told = reset_engine(context, session.engine)
                 context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
+            case wire.OpenHandoff():
+                open_handoff(context, session, message)
+            case wire.EndHandoff():
+                end_handoff(context, session, message)
+            case wire.ReleaseHandoff():
+                context.handoffs.release(message.handoff)
+            case wire.WatchHandoff():
+                watch_handoff(context, session, message)
             case wire.Bye():
                 if not session.memory:
                     self.lose(session, "bye")

@@ -76,6 +76,7 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
             checked,
             context.sessions.replicas_of(session),
             context.driver.missed,
+            context.handoffs,
         )
     )
     context.driver.open(key, opening.book)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Sequence
+import functools
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from layerflow.flow.events import Event, Need, Part, StepOpened
 from layerflow.hits import SLICE_KEYS
 from layerflow.keys import DIGEST_BYTES, covered_by, object_key
 from layerflow.objects import object_bytes
-from layerflow.pool.base import Located, NewObject, Pool, ReserveStatus
+from layerflow.pool.base import Located, NewObject, Owner, Pool, ReserveStatus
 from layerflow.server.lookup import stored_object
 from layerflow.server.planner.missed import MissedTurns
 from layerflow.server.sessions import ClientSession
@@ -24,9 +25,13 @@ from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, Covered, LoadPart, OpenStep, Plan, PlanPart, SavePart
 
 if TYPE_CHECKING:
+    from layerflow.server.handoffs.registry import Handoffs
     from layerflow.server.tier.tier import Tier
 
 MAX_STEP_S = 86_400.0
+
+Adopt = Callable[[Sequence[NewObject], Owner], Mapping[bytes, int]]
+"""Takes room over that a hand-off has kept: of those objects that have some, where it is."""
 
 
 @dataclass(slots=True)
@@ -139,6 +144,7 @@ def plan_step(
     checked: CheckedStep,
     replicas: Sequence[Replica],
     missed: MissedTurns,
+    handoffs: Handoffs,
 ) -> Opening:
     """Pin the objects to load, reserve room for those to save, and number the blocks.
 
@@ -146,13 +152,16 @@ def plan_step(
 
     :param replicas: per group, which of the workers that hold the same heads this one is: they take turns in storing.
     :param missed: what another one has not stored in its turn.
+    :param handoffs: those of the worker's engine have room for what they wait for.
     """
     spec = session.spec
     assert spec is not None
     loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
     load_plan, load_parts, bad, covered = _plan_loads(pool, tier, session, book, loads, message.deadline)
-    save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad, replicas, missed)
+    save_plan, save_parts, full, placed = _plan_saves(
+        pool, book, saves, bad, replicas, missed, functools.partial(handoffs.adopt, session.engine)
+    )
     opened = StepOpened(
         session.number,
         message.step,
@@ -240,6 +249,7 @@ def _plan_saves(
     bad: set[str],
     replicas: Sequence[Replica],
     missed: MissedTurns,
+    adopt: Adopt,
 ) -> tuple[list[PlanPart], list[Part], int, dict[int, tuple[list[tuple[NewObject, int]], list[int]]]]:
     """The last of the results, by group: objects with their places, and each one's part."""
     plans, parts, full = [], [], 0
@@ -247,11 +257,15 @@ def _plan_saves(
     for position, (wanted, objects) in enumerate(saves):
         # What a request computes on top of a hit that is not there would be wrong: it is not stored.
         turn = [replicas[wanted.group].stores(new.key) or new.key in missed for new in objects]
-        room = [] if wanted.request in bad else pool.reserve([*compress(objects, turn)], book.owner)
+        mine = [] if wanted.request in bad else [*compress(objects, turn)]
+        kept = adopt(mine, book.owner)
+        room = pool.reserve(mine, book.owner)
         offsets = [NOWHERE] * len(objects)
         for at, place in zip(compress(range(len(objects)), turn), room, strict=False):
             if place.outcome is ReserveStatus.RESERVED:
                 offsets[at] = place.offset
+            elif kept:
+                offsets[at] = kept.get(objects[at].key, NOWHERE)
         full += sum(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room)
         keys = [key for key, offset in zip(wanted.keys, offsets, strict=True) if offset != NOWHERE]
         blocks = sum(count for count, offset in zip(wanted.counts.tolist(), offsets, strict=True) if offset != NOWHERE)
@@ -259,8 +273,8 @@ def _plan_saves(
             book.save_parts.append(position)
             book.save_keys.append(keys)
             parts.append(Part(wanted.request, wanted.group, blocks))
-            mine, owners = placed.setdefault(wanted.group, ([], []))
-            mine += [pair for pair in zip(objects, offsets, strict=True) if pair[1] != NOWHERE]
+            stored, owners = placed.setdefault(wanted.group, ([], []))
+            stored += [pair for pair in zip(objects, offsets, strict=True) if pair[1] != NOWHERE]
             owners += [len(parts) - 1] * len(keys)
         plans.append(PlanPart(codec.pack_u64(offsets), b""))
     return plans, parts, full, placed

@@ -1,7 +1,7 @@
 """The book of objects on their way from the tier into the arena.
 
-What moves when, for whom and until when is the core's (:mod:`layerflow.flow.fetches`). Here is what the core does
-not know: which objects they are, where they have room in the arena, and who leases them once they have come.
+What moves when, for whom and until when is the core's (:mod:`layerflow.flow.arrivals.fetches`). Here is what the core
+does not know: which objects they are, where they have room in the arena, and who leases them once they have come.
 """
 
 from __future__ import annotations

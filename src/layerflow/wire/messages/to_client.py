@@ -70,11 +70,15 @@ class Found(Message, frozen=True, tag=103):
 
     :param tokens: leading tokens that can be loaded, tails not counted; below the prompt's length.
     :param tails: longer hits: up to what is shared, and to all of it where the digest is that of the prompt's tokens.
+    :param following: some of it is still being stored: the step that loads it follows that, layer by layer.
+    :param reason: of a Lookup with a hand-off that it does not follow: the hand-off's state, and why.
     """
 
     id: int
     tokens: int
     tails: list[TailHit]
+    following: bool = False
+    reason: str = ""
 
 
 class PlanPart(Message, frozen=True):
@@ -189,6 +193,23 @@ class Status(Message, frozen=True, tag=108):
     json: bytes
 
 
+class HandoffState(Message, frozen=True, tag=109):
+    """Where a hand-off is.
+
+    :param id: of the OpenHandoff or WatchHandoff.
+    :param state: ``announced`` (a reader has asked for it, nobody has opened it), ``open``, ``complete``, ``failed``,
+        ``revoked`` (the server took it back), ``released``, or ``refused`` (never opened).
+    :param tokens: that a reader can load at most; 0 = nothing.
+    :param reason: of ``failed``, ``revoked`` and ``refused``.
+    """
+
+    id: int
+    handoff: str
+    state: str
+    tokens: int = 0
+    reason: str = ""
+
+
 class Problem(Message, frozen=True, tag=199):
     """A message was refused and changed nothing. `id` repeats the request's id or step, -1 without one."""
 
@@ -207,6 +228,7 @@ ToClient = (
     | Notice
     | Beat
     | Status
+    | HandoffState
     | Problem
     | PeerWelcome
     | PeerFound

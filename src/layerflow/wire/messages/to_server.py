@@ -45,6 +45,11 @@ class Lookup(Message, frozen=True, tag=3):
     :param block_digests: of the prompt's chunks from chunk `blocks_from` on, the last and partial one included: the
         digest after each block, as in :class:`SavePart`. Of those chunks the hit may end at a block. A client that
         sees where the prompt leaves what is stored sends that chunk's alone.
+    :param handoff: the hit may be on what this hand-off is still to store. The answer comes once it is open, has failed
+        or is over, at the latest after `follow_ms`; then, as after a failure, what is stored counts and nothing else.
+    :param servers: control addresses of the servers that keep it, one per box; empty = the one that is asked.
+    :param follow_ms: how long what is not stored yet may be waited for. Without a hand-off: the hit may be on what
+        another engine is storing now, if that is expected to be stored so soon; 0 = it may not.
     """
 
     id: int
@@ -57,6 +62,9 @@ class Lookup(Message, frozen=True, tag=3):
     written_ms: int = 0
     block_digests: bytes = b""
     blocks_from: int = 0
+    handoff: Name = ""
+    servers: Annotated[list[Name], Many] = []
+    follow_ms: int = 0
 
 
 class LoadPart(Message, frozen=True):
@@ -200,6 +208,58 @@ class Reset(Message, frozen=True, tag=13):
     id: int
 
 
+class OpenHandoff(Message, frozen=True, tag=14):
+    """The client's engine is about to compute a prompt for another one. Answered by HandoffState: open, or refused.
+
+    Room is reserved for what a hit of `tokens` needs and is not stored; what is stored is pinned.
+
+    :param handoff: any name that nobody else uses, known to both engines.
+    :param root: of the prompt's chain; `digests` and `tail` as in :class:`Lookup`.
+    :param tokens: that the engine computes and saves.
+    :param lease_ms: how long it is kept for a reader once it is complete, and after each that came; 0 =
+        ``pd.handoff_lease_s``.
+    :param timeout_ms: it has failed if it is not complete by then.
+    """
+
+    id: int
+    handoff: Name
+    root: bytes
+    digests: bytes
+    tokens: int
+    tail: bytes
+    lease_ms: int
+    timeout_ms: int
+
+
+class EndHandoff(Message, frozen=True, tag=15):
+    """The engine computes nothing more of it. No answer.
+
+    :param tokens: that it has computed. Fewer than it was opened with: the hand-off has failed.
+    :param reason: why it has failed; empty = it is complete once all of it is stored.
+    """
+
+    handoff: Name
+    tokens: int
+    reason: Reason = ""
+
+
+class ReleaseHandoff(Message, frozen=True, tag=16):
+    """Nobody needs this hand-off any more; what it pins goes. No answer."""
+
+    handoff: Name
+
+
+class WatchHandoff(Message, frozen=True, tag=17):
+    """Tell what becomes of a hand-off. Answered by HandoffState when it is more than announced, and again at its end.
+
+    :param deadline_ms: then the state is told as it is.
+    """
+
+    id: int
+    handoff: Name
+    deadline_ms: int
+
+
 ToServer = (
     Hello
     | Attach
@@ -214,6 +274,10 @@ ToServer = (
     | Purge
     | Missed
     | Reset
+    | OpenHandoff
+    | EndHandoff
+    | ReleaseHandoff
+    | WatchHandoff
     | PeerHello
     | PeerLookup
     | PeerRelease

@@ -1,0 +1,1 @@
+"""What loads wait for: fetches from behind the arena, and what other steps store."""

@@ -1,0 +1,142 @@
+"""Follows: loads of what another step is still saving, layer by layer as it is stored.
+
+A follow ends when all its objects are published or given up: its save is cancelled, its session is lost. Then exactly
+the blocks fail that need what is given up. Objects that have room and that no step saves yet (a hand-off's) wait: a
+step will save them, or they are given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow.arrivals.edges import fail_waiting, move_edges, progress, publish, vacate
+from layerflow.flow.commands import Command, ObjectsLost, TransferDone
+from layerflow.flow.events import FollowLost, FollowMoved, FollowOpened, Hop
+from layerflow.flow.graph.edge import Upstream
+from layerflow.flow.graph.follow import FollowTransfer
+from layerflow.flow.graph.step import Transfer
+from layerflow.flow.state import State
+
+CANCELLED = "its save was cancelled"
+
+
+def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
+    """Begin. What is cancelled already is lost at once.
+
+    :raises InvalidTransition: for a number that was used, objects that cannot be, or another group's layers.
+    """
+    if event.follow >= state.newest_follow:
+        raise InvalidTransition(f"follow {event.follow} was opened after {state.newest_follow}; numbers descend")
+    if not event.layers or event.objects < 1 or (event.parts and len(event.parts) != event.objects):
+        raise InvalidTransition(f"follow {event.follow} has no layers, no objects, or one without its part")
+    save: Transfer | None = None
+    if event.parts:
+        session = state.sessions.get(event.session)
+        step = session.steps.get(event.step) if session is not None else None
+        if step is not None and step.saves is not None:
+            save = step.saves.transfers.get(event.group)
+        wrong = save is not None and (save.committed or save.shape.layers != event.layers)
+        if wrong or (save is not None and not set(event.parts) <= set(save.members)):
+            raise InvalidTransition(f"follow {event.follow}: step {event.step} saves no such parts of a group")
+    follow = FollowTransfer(event.follow, event.layers, event.objects, save, event.parts)
+    state.newest_follow = event.follow
+    state.follows[event.follow] = follow
+    state.counters.follows += 1
+    if save is not None:
+        save.follows.append(follow)
+        lose_followed(state, save, save.job.dropped, CANCELLED, out)
+    elif event.parts:
+        state.counters.late_reports += 1
+        _lose(state, follow, follow.unfinished(), "its step saves nothing any more", out)
+
+
+def move_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
+    """What nobody saved is saved by a step now, or fetched.
+
+    :raises InvalidTransition: a follow of a save, objects that are over, or others than those they become.
+    """
+    follow, into = state.follows.get(event.follow), state.upstream(event.into)
+    if follow is None or follow.closed:
+        if event.follow < state.newest_follow:
+            raise InvalidTransition(f"follow {event.follow} was never opened")
+        state.counters.late_reports += 1
+        return
+    fits = into is not None and len(event.objects) == into.size and not into.edges and into is not follow
+    if follow.parts or not fits or not set(event.objects) <= set(follow.unfinished()):
+        raise InvalidTransition(f"follow {event.follow}: {event.objects[:4]} cannot be those of {event.into}")
+    assert into is not None
+    follow.moved.update(event.objects)
+    lost = [new for new in range(into.size) if new in into.lost]
+    move_edges(state, follow, event.objects, into)
+    if lost:
+        fail_waiting(state, into, lost, f"not stored: {CANCELLED}", out)
+    settle_follow(state, follow, out)
+
+
+def lose_follow(state: State, event: FollowLost, out: list[Command]) -> None:
+    """Nobody will save these.
+
+    :raises InvalidTransition: objects of which that is not for the caller to say.
+    """
+    follow = state.follows.get(event.follow)
+    if follow is None or follow.closed:
+        if event.follow < state.newest_follow:
+            raise InvalidTransition(f"follow {event.follow} was never opened")
+        state.counters.late_reports += 1
+        return
+    if follow.parts or not set(event.objects) <= set(range(follow.size)):
+        raise InvalidTransition(f"follow {event.follow}: objects {event.objects[:4]} are saved by a step, or unknown")
+    left = set(follow.unfinished())
+    _lose(state, follow, [index for index in event.objects if index in left], event.reason, out)
+
+
+def advance_follows(state: State, save: Transfer) -> None:
+    """More of the save may be stored now."""
+    for follow in save.follows:
+        for edge in follow.edges:
+            progress(state, edge)
+
+
+def lose_followed(state: State, save: Transfer, parts: Collection[int], reason: str, out: list[Command]) -> None:
+    """These parts of a save are never published."""
+    for follow in list(save.follows) if parts else ():
+        _lose(state, follow, [index for index in follow.unfinished() if follow.parts[index] in parts], reason, out)
+
+
+def commit_follows(state: State, save: Transfer, out: list[Command]) -> None:
+    """What the save has stored is published, whatever was not cancelled of it."""
+    lose_followed(state, save, save.job.dropped, CANCELLED, out)
+    for follow in list(save.follows):
+        follow.committed = True
+        publish(follow, follow.unfinished(), out)
+        for edge in follow.edges:
+            progress(state, edge)
+        settle_follow(state, follow, out)
+
+
+def settle_follow(state: State, follow: FollowTransfer, out: list[Command]) -> None:
+    """Say what has become true of a follow, and forget it when nothing is left."""
+    vacate(follow, out)
+    if not follow.closed and not follow.unfinished():
+        follow.closed = True
+        if follow.save is not None:
+            follow.save.follows.remove(follow)
+            follow.save = None
+        out.append(TransferDone(Hop.FETCH, follow.number))
+    if follow.closed and not follow.occupied:
+        state.follows.pop(follow.number, None)
+
+
+def _lose(state: State, follow: FollowTransfer, objects: Sequence[int], reason: str, out: list[Command]) -> None:
+    if not objects:
+        return
+    follow.lose(objects)
+    out.append(ObjectsLost(Hop.FETCH, follow.number, tuple(objects), reason))
+    fail_waiting(state, follow, objects, f"not stored: {reason}", out)
+    settle_follow(state, follow, out)
+
+
+def is_follow(upstream: Upstream) -> bool:
+    """Does a step store it?"""
+    return upstream.number < 0

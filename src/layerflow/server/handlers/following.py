@@ -1,0 +1,147 @@
+"""Lookups that follow a hand-off: answered once it is open, with a hit on what is stored and on what is still to be.
+
+Where it has failed, is over, or nobody opens it in time, the lookup is one of what is stored, as any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from layerflow.errors import ProtocolError
+from layerflow.hits import BlockDigests, HitLength, search_hit
+from layerflow.pool import base
+from layerflow.pool.base import Pool
+from layerflow.server.handlers.context import ServerContext
+from layerflow.server.handlers.forget import REPLACED
+from layerflow.server.handoffs.contents import first_difference
+from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
+from layerflow.server.sessions import ClientSession
+from layerflow.server.turns import Work
+from layerflow.wire import messages as wire
+
+Search = Generator[None, None, HitLength]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffLookup:
+    """What is stored, and what a hand-off is still to store, as one."""
+
+    pool: Pool
+    handoff: Handoff
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects are there, or will be."""
+        pending = self.handoff.pending
+        return [there or key in pending for key, there in zip(keys, self.pool.lookup(keys), strict=True)]
+
+    def tails(self, parent: bytes) -> list[base.Tail]:
+        """Partial chunks that follow `parent`, longest first."""
+        own = [base.Tail(new.tokens, new.key) for new in self.handoff.objects.values() if new.parent == parent]
+        found = {*self.pool.tails(parent), *own}
+        return sorted(found, key=lambda tail: (-tail.tokens, tail.key))
+
+    def sharing(self, block: bytes) -> Iterator[base.Child]:
+        """Chunks whose first block has this digest, newest first."""
+        return self.pool.sharing(block)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked lookup of a client."""
+
+    message: wire.Lookup
+    digests: list[bytes]
+    blocks: BlockDigests
+
+
+class Answers(Protocol):
+    """What :class:`layerflow.server.handlers.lookups.Lookups` does for a lookup that has waited."""
+
+    def stored(self, session: ClientSession, asked: Asked, reason: str) -> Work:
+        """Answer with what is stored; `reason`: why the hand-off is not followed."""
+        ...
+
+    def followed(self, session: ClientSession, asked: Asked, search: Callable[[], Search]) -> Work:
+        """Answer with a hit of a hand-off."""
+        ...
+
+
+class FollowLookups:
+    """Lookups with a hand-off.
+
+    :param go: goes on with one later, in its client's turn.
+    """
+
+    def __init__(self, context: ServerContext, answers: Answers, go: Callable[[int, wire.Lookup, Work], None]) -> None:
+        self._context = context
+        self._answers = answers
+        self._go = go
+
+    def look_up(self, session: ClientSession, asked: Asked) -> Work:
+        """Answer it, now or once the hand-off is more than announced; by ``follow_ms`` at the latest."""
+        message = asked.message
+        most_ms = int(self._context.settings().max_deadline_s * 1e3)
+        if not 0 < message.follow_ms <= most_ms:
+            raise ProtocolError(
+                f"request {message.request!r}: follow_ms must be 1 to {most_ms}, which is server.max_deadline_s"
+            )
+        until = time.monotonic() + message.follow_ms / 1e3
+        handoff = self._context.handoffs.announce(message.handoff, until)
+        yield from self._answer(session, asked, handoff, until)
+
+    def _answer(self, session: ClientSession, asked: Asked, handoff: Handoff, until: float) -> Work:
+        spec = session.spec
+        assert spec is not None
+        if handoff.status is HandoffStatus.ANNOUNCED:
+            self._wait(session, asked, handoff, until)
+            return
+        if not handoff.status.readable:
+            yield from self._answers.stored(session, asked, handoff.story())
+            return
+        assert handoff.spec is not None
+        if why := first_difference(spec, handoff.spec):
+            yield from self._answers.stored(session, asked, f"cannot be read by this engine: {why}")
+            return
+        if handoff.status is HandoffStatus.OPEN and not self._readable_open(session, handoff):
+            self._wait(session, asked, handoff, until)
+            return
+        message = asked.message
+        self._context.handoffs.claim(handoff, time.monotonic(), message.lease_ms / 1e3)
+        source = HandoffLookup(self._context.pool, handoff)
+        prompt = message.root, asked.digests, message.tokens, message.tail
+        yield from self._answers.followed(session, asked, lambda: search_hit(source, spec, *prompt, asked.blocks))
+
+    def _readable_open(self, session: ClientSession, handoff: Handoff) -> bool:
+        """Can a load follow what is being stored?"""
+        return False
+
+    def _wait(self, session: ClientSession, asked: Asked, handoff: Handoff, until: float) -> None:
+        """Go on once the hand-off's state is another, or at the deadline."""
+        number, resets, handoffs = session.number, session.resets, self._context.handoffs
+
+        def go(work: Callable[[ClientSession], Work]) -> None:
+            client = self._context.sessions.get(number)
+            if client is None:
+                return
+            if client.resets != resets:
+                # Its keys are those of weights that were replaced meanwhile.
+                self._context.send(client, wire.Found(asked.message.id, 0, [], False, REPLACED))
+            else:
+                self._go(number, asked.message, work(client))
+
+        def changed(told: Handoff) -> None:
+            timer.cancel()
+            go(functools.partial(self._answer, asked=asked, handoff=told, until=until))
+
+        def expired() -> None:
+            handoffs.unwatch(handoff, changed)
+            late = f"{handoff.status.value} and not readable in time"
+            go(functools.partial(self._answers.stored, asked=asked, reason=late))
+
+        timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), expired)
+        handoffs.watch(handoff, changed)

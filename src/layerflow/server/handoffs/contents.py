@@ -1,0 +1,79 @@
+"""What a hand-off keeps: the objects that a hit of its whole prompt needs, and why another engine may find none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from layerflow.keys import covered_by, object_key
+from layerflow.kinds import Kind
+from layerflow.objects import object_bytes
+from layerflow.pool.base import NewObject
+from layerflow.spec import ModelSpec
+
+
+def needed_chunks(rules: Kind, tokens: int, chunk_tokens: int) -> range:
+    """Chunks of a group that a hit of the first `tokens` tokens needs, by a reader that computes one more or the last.
+
+    :param tokens: at least 1.
+    """
+    own = rules.need(tokens, chunk_tokens)
+    return own if rules.exact else range(rules.need(tokens - 1, chunk_tokens).start, own.stop)
+
+
+def handoff_objects(
+    specs: Iterable[ModelSpec], root: bytes, digests: Sequence[bytes], tail: bytes, tokens: int
+) -> dict[bytes, NewObject]:
+    """By key, what the workers of an engine store of a prompt's first `tokens` tokens and a reader needs.
+
+    :param specs: of the workers; those that hold the same share their objects.
+    :param root: digest before the first chunk.
+    :param digests: of the full chunks. :param tail: of the partial chunk behind them; empty = there is none.
+    """
+    found: dict[bytes, NewObject] = {}
+    for spec in specs:
+        for number, group in enumerate(spec.groups):
+            for chunk in needed_chunks(group.rules, tokens, spec.chunk_tokens):
+                partial = chunk == len(digests)
+                held = tokens - chunk * spec.chunk_tokens if partial else spec.chunk_tokens
+                key = object_key(tail if partial else digests[chunk], number, spec.shard)
+                before = digests[chunk - 1] if chunk else root
+                parent = object_key(before, number, spec.shard) if partial else b""
+                blocks = len(group.rules.keep(held))
+                found[key] = NewObject(key, object_bytes(group, blocks), blocks, held, parent)
+    return found
+
+
+def distinct(specs: Iterable[ModelSpec]) -> list[ModelSpec]:
+    """One spec for each part of the model that some worker holds."""
+    by_part: dict[tuple[bytes, ...], ModelSpec] = {}
+    for spec in specs:
+        by_part.setdefault(tuple(covered_by(group, spec.shard) for group in range(len(spec.groups))), spec)
+    return list(by_part.values())
+
+
+def first_difference(mine: ModelSpec, theirs: ModelSpec) -> str:
+    """The first fact in which two engines' caches differ, so that neither can read the other's; empty = none.
+
+    :param mine: of the engine that reads. :param theirs: of the one that stores.
+    """
+    facts = [
+        ("chunk_tokens", mine.chunk_tokens, theirs.chunk_tokens),
+        ("quantization", mine.quantization, theirs.quantization),
+        ("layout", mine.attention, theirs.attention),
+        ("cache groups", [group.kind for group in mine.groups], [group.kind for group in theirs.groups]),
+        ("dtype", _dtypes(mine), _dtypes(theirs)),
+        ("block_size", [group.block_size for group in mine.groups], [group.block_size for group in theirs.groups]),
+        ("weights", mine.content, theirs.content),
+    ]
+    for name, here, there in facts:
+        if here != there:
+            return f"{name}: {here} here, {there} there"
+    if mine.fingerprint != theirs.fingerprint:
+        return "layers, heads or sizes of the caches"
+    if mine.shard.tp_size != theirs.shard.tp_size and not (mine.shard.shareable and theirs.shard.shareable):
+        return f"tensor size: {mine.shard.tp_size} here, {theirs.shard.tp_size} there, of caches that cannot be cut"
+    return ""
+
+
+def _dtypes(spec: ModelSpec) -> list[list[str]]:
+    return [[plane.dtype for plane in group.planes] for group in spec.groups]

@@ -1,0 +1,98 @@
+"""Loads that follow saves, as the model of :mod:`flow_world` sees them: what is stored, and who may touch what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flow_books import Side, covered
+
+from layerflow.flow.commands import Arrived, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.events import Direction, FollowLost, FollowMoved, FollowOpened
+
+if TYPE_CHECKING:
+    from flow_world import World
+
+
+@dataclass
+class Follow:
+    """One follow. :param side: the saves that it follows; None = no step saves it. :param moved: where objects went."""
+
+    event: FollowOpened
+    side: Side | None
+    lost: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
+    moved: dict[int, tuple[int, int]] = field(default_factory=dict)
+    vacated: set[int] = field(default_factory=set)
+    done: bool = False
+
+    @property
+    def coming(self) -> list[int]:
+        over = self.lost | self.whole | self.moved.keys()
+        return [index for index in range(self.event.objects) if index not in over]
+
+
+class Follows:
+    """All follows."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.all: dict[int, Follow] = {}
+        self.cancelled: list[tuple[Side, int]] = []
+
+    def open(self, event: FollowOpened) -> None:
+        one = self._world.live.get((event.session, event.step)) if event.parts else None
+        self.all[event.follow] = Follow(event, one.sides[Direction.SAVE] if one is not None else None)
+
+    def move(self, event: FollowMoved) -> None:
+        follow = self.all[event.follow]
+        follow.moved.update({old: (event.into, new) for new, old in enumerate(event.objects)})
+
+    def given_up(self, event: FollowLost) -> set[int]:
+        return set(event.objects) & set(self.all[event.follow].coming)
+
+    def place(self, need: tuple[int, int]) -> tuple[int, int]:
+        """The upstream, and the number of its object, that an object of a need is now."""
+        while need[0] < 0 and need[1] in self.all[need[0]].moved:
+            need = self.all[need[0]].moved[need[1]]
+        return need
+
+    def there(self, place: tuple[int, int], layer: int) -> bool:
+        """Is this layer stored, and, if it is the last one, published?"""
+        follow = self.all[place[0]]
+        event = follow.event
+        if follow.side is None:
+            return False
+        part = event.parts[place[1]]
+        number = event.layers[layer]
+        lo, hi = follow.side.ranges[part]
+        size = self._world.layers_ever[event.session][number].block_bytes
+        stored = covered(follow.side.done.get(number, []), lo * size, hi * size)
+        return stored and (part in follow.side.committed or layer < len(event.layers) - 1)
+
+    def arrived(self, command: Arrived) -> None:
+        follow = self.all[command.fetch]
+        assert follow.side is not None
+        for index in command.objects:
+            assert follow.event.parts[index] in follow.side.committed, "published what is not committed"
+            assert index in follow.coming
+            follow.whole.add(index)
+
+    def lose(self, command: ObjectsLost) -> None:
+        follow = self.all[command.transfer]
+        assert command.objects and set(command.objects) <= set(follow.coming)
+        if follow.side is not None:
+            self.cancelled += [(follow.side, follow.event.parts[index]) for index in command.objects]
+        follow.lost |= set(command.objects)
+
+    def vacate(self, command: Vacate, held: set[tuple[int, int]]) -> None:
+        """No step's loads hold the room. Whether a save still writes to it is told by its Revoke."""
+        follow, free = self.all[command.fetch], set(command.objects)
+        assert free and free <= follow.lost and not free & follow.vacated
+        assert not any((command.fetch, index) in held for index in free), "under a step's hands"
+        follow.vacated |= free
+
+    def end(self, command: TransferDone) -> None:
+        follow = self.all[command.transfer]
+        assert not follow.done and not follow.coming
+        follow.done = True
