@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from layerflow.config.fields import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
 from layerflow.config.pd import PdSettings
+from layerflow.config.peers import PeersSettings
 from layerflow.config.pool import PoolSettings
 from layerflow.config.reference import EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
 from layerflow.config.sources import (
@@ -38,6 +39,7 @@ __all__ = [
     "REFUSED",
     "LogSettings",
     "PdSettings",
+    "PeersSettings",
     "PoolSettings",
     "ReferenceRow",
     "ServerSettings",
@@ -290,6 +292,7 @@ class Settings(BaseSettings):
     pool: PoolSettings = Field(default_factory=PoolSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
     pd: PdSettings = Field(default_factory=PdSettings)
+    peers: PeersSettings = Field(default_factory=PeersSettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
     @model_validator(mode="after")

@@ -52,7 +52,7 @@ from layerflow.wire.messages import (
 
 if TYPE_CHECKING:
     from layerflow.server.handoffs.registry import Handoffs
-    from layerflow.server.tier.tier import Tier
+    from layerflow.server.sources import Sources
 
 
 class Driver:
@@ -73,7 +73,7 @@ class Driver:
         step_done: Callable[[StepDone], None],
     ) -> None:
         self.flow = Flow(limits)
-        self.tier: Tier | None = None
+        self.tier: Sources | None = None
         self.missed = MissedTurns()
         self.handoffs: Handoffs | None = None
         self._pool = pool

@@ -128,10 +128,12 @@ class Lookups:
                 context.turns.start(number, self._guarded(asker, message, reach))
 
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
+        behind = context.tier.tier if direct else context.tier  # direct workers read the pool themselves, and no peer
+        assert behind is not None
         prompt_digests = digests, message.tokens, message.tail
         go = functools.partial(self._go_on, number, message)
         yield from ask_tier(
-            context.pool, context.tier, session.spec, prompt_digests, answer, go, blocks=blocks, direct=direct
+            context.pool, behind, session.spec, prompt_digests, answer, go, blocks=blocks, direct=direct
         )
 
     def _go_on(self, number: int, message: wire.Lookup, work: Work) -> None:
@@ -143,7 +145,7 @@ class Lookups:
     def _written(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], most_ms: int) -> None:
         """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
         context, spec, number = self._context, session.spec, session.number
-        tier = context.tier
+        tier = context.tier.tier if context.tier is not None else None
         assert spec is not None
         if not 0 < message.written_ms <= most_ms:
             raise ProtocolError(f"request {message.request!r}: written_ms must be 0 to {most_ms}")

@@ -26,7 +26,7 @@ from layerflow.wire.messages import NOWHERE, Covered, LoadPart, OpenStep, Plan, 
 
 if TYPE_CHECKING:
     from layerflow.server.handoffs.registry import Handoffs
-    from layerflow.server.tier.tier import Tier
+    from layerflow.server.sources import Sources
 
 MAX_STEP_S = 86_400.0
 
@@ -138,7 +138,7 @@ def _moved(spec: ModelSpec, wanted: Wanted) -> int:
 
 def plan_step(
     pool: Pool,
-    tier: Tier | None,
+    tier: Sources | None,
     session: ClientSession,
     message: OpenStep,
     checked: CheckedStep,
@@ -184,7 +184,7 @@ def plan_step(
 
 def _plan_loads(
     pool: Pool,
-    tier: Tier | None,
+    tier: Sources | None,
     session: ClientSession,
     book: StepBook,
     loads: list[Wanted],
@@ -228,7 +228,7 @@ def _plan_loads(
     return plans, parts, bad, covered
 
 
-def _bring(tier: Tier, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:
+def _bring(tier: Sources, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:
     """Start fetching what the arena lacks, one job per group."""
     spec = session.spec
     assert spec is not None
