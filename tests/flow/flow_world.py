@@ -223,8 +223,10 @@ class World:
                 one.available = max(one.available, layers)
             case FollowOpened():
                 self.follows.open(event)
-            case FollowMoved():
-                self.follows.move(event)
+            case FollowMoved(into=into):
+                over = into < 0 and self.follows.all[into].done
+                if not over:
+                    self.follows.move(event)
             case WriteOpened():
                 self.writes.open(event)
             case CallDone(hop=hop, call=call, failed=failed) if call in self._calls(hop):

@@ -19,7 +19,9 @@ class World:
     def __init__(self) -> None:
         self.sessions = Sessions()
         self.lost: list[tuple[int, str]] = []
-        self.clients = Clients(Settings, self.sessions, Path("/nowhere"), lambda *_: None, lambda _: None, self._lose)
+        self.suspected: list[ClientSession] = []
+        nowhere, nobody = Path("/nowhere"), lambda *_: None
+        self.clients = Clients(Settings, self.sessions, nowhere, nobody, nobody, self._lose, self.suspected.append)
 
     def _lose(self, session: ClientSession, why: str) -> None:
         self.lost.append((session.number, why))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from layerflow.agent import Control, Follow
 from layerflow.agent.connection.lookups import Inquiry, Lookups
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
+from layerflow.spec import ModelSpec
 from server.support import Embed, observe
 
 TOKENS = 100  # six chunks of 16 and a tail of 4
@@ -21,8 +23,8 @@ TOKENS = 100  # six chunks of 16 and a tail of 4
 class Pair:
     """A prefill and a decode engine on one server: their workers and their schedulers."""
 
-    def __init__(self, server: EmbeddedServer, **more: Any) -> None:
-        spec = small_spec(4)
+    def __init__(self, server: EmbeddedServer, spec: ModelSpec | None = None, **more: Any) -> None:
+        spec = spec or small_spec(4)
         self.server = server
         self.p = KnownWorker(server.endpoint, spec=spec, engine="P", context=server.context, **more)
         self.d = KnownWorker(server.endpoint, spec=spec, engine="D", context=server.context, **more)
@@ -112,3 +114,280 @@ def test_one_that_its_engine_gives_up_fails_and_its_reader_hears_why(pair: Pair)
     assert hit is not None and (hit.tokens, hit.following) == (0, False)
     assert hit.reason == "failed: the request was preempted"
     assert eventually(pair.balanced)
+
+
+class Following:
+    """A request of D that loads what P's step is still storing."""
+
+    def __init__(self, pair: Pair, name: str, chain: Chain, timeout_s: float = 20.0) -> None:
+        self.pair = pair
+        hit = pair.d_lookups.wait(pair.ask(name, chain), 5.0)
+        assert hit is not None and hit.following and hit.tokens == len(chain) - 1, hit
+        run = pair.d.admit(chain, look=False)
+        self.run = Run(f"D-{name}", chain, hit, run.tables)
+        self.step = pair.d.agent.open_step([self.run.request(save=False)], timeout_s)
+
+    def holds(self, layer: int) -> bool:
+        """Is the layer in place? Never asked for before, so that nothing waits."""
+        return self.step.is_ready(layer)
+
+    def finish(self) -> int:
+        """Wait for the rest; wrong bytes among what was loaded. Failed blocks are in the run."""
+        wrong = self.pair.d.forward(self.step, [self.run])
+        self.step.close()
+        assert self.pair.d.agent.wait_idle(self.run.name, 20), "the step never ended"
+        self.pair.d_lookups.drop_lease(self.run.name)
+        self.pair.d.retire(self.run)
+        return wrong
+
+
+@pytest.fixture(params=[0, 24], ids=["full", "sliding"])
+def windowed(request: pytest.FixtureRequest, embed: Embed) -> Iterator[Pair]:
+    made = Pair(embed(), spec=small_spec(4, window=request.param))
+    yield made
+    made.close()
+
+
+def test_layers_arrive_as_they_are_stored(windowed: Pair) -> None:
+    pair, chain = windowed, windowed.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    run = pair.p.admit(chain, look=False)
+    step = pair.p.agent.open_step([run.request()])
+    step.hurry()
+    following = Following(pair, "h", chain)
+    last = pair.p.spec.num_layers - 1
+    groups = [pair.p.group_of(layer) for layer in range(last + 1)]
+    for layer in range(last + 1):
+        assert not following.holds(layer), "before it is stored"
+        pair.p.compute(run, layer, 0, len(chain))
+        step.layer_done(layer)
+        # The last layer of a group counts once the group's objects are published.
+        assert eventually(lambda layer=layer: following.holds(layer)), f"layer {layer} of {groups}"
+    step.close()
+    assert following.finish() == 0 and not following.run.failed
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    assert pair.p_control.watch_handoff("h", 5.0).state == "complete"
+    pair.p_control.release_handoff("h")
+    assert eventually(pair.balanced)
+
+
+def test_what_no_step_saves_yet_is_followed_when_one_does(pair: Pair) -> None:
+    """P computes its prompt in three steps; D has opened its step before the first of them."""
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    following = Following(pair, "h", chain)
+    run = pair.p.admit(chain, look=False)
+    for start, stop in ((0, 32), (32, 64), (64, TOKENS)):
+        assert not following.holds(0)
+        request = replace(run.request(), save=(start, stop), tail=stop == TOKENS)
+        with pair.p.agent.open_step([request]) as step:
+            for layer in range(4):
+                pair.p.compute(run, layer, start, stop)
+                step.layer_done(layer)
+        assert pair.p.agent.wait_idle(run.name, 20)
+    assert following.finish() == 0 and not following.run.failed
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    pair.p_control.release_handoff("h")
+    assert eventually(pair.balanced)
+    assert pair.observer.status()["flow"]["following"] == 0
+
+
+def test_a_save_that_is_given_up_fails_its_readers_blocks_at_once(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    run = pair.p.admit(chain, look=False)
+    step = pair.p.agent.open_step([run.request()])
+    step.hurry()
+    following = Following(pair, "h", chain, timeout_s=600.0)
+    for layer in range(2):
+        pair.p.compute(run, layer, 0, len(chain))
+        step.layer_done(layer)
+        assert eventually(lambda layer=layer: following.holds(layer))
+    pair.p.agent.abort(run.name)
+    step.close(False)
+    assert following.finish() == 0
+    assert following.run.failed == {0: set(range(25))}, "every block, and no others"
+    assert pair.p_control.watch_handoff("h", 5.0).state == "failed"
+    again = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
+    assert again is not None and not again.following and again.reason.startswith("failed")
+    assert eventually(pair.balanced)
+
+
+def test_room_that_a_reader_still_reads_is_not_given_to_others(pair: Pair) -> None:
+    """P's save is given up while D's copy of its first layers is under way."""
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    run = pair.p.admit(chain, look=False)
+    step = pair.p.agent.open_step([run.request()])
+    step.hurry()
+    following = Following(pair, "h", chain, timeout_s=600.0)
+    pair.p.compute(run, 0, 0, len(chain))
+    step.layer_done(0)
+    assert eventually(lambda: following.holds(0))
+    pair.p.agent.abort(run.name)
+    step.close(False)
+    pair.p.agent.wait_idle(run.name, 20)
+    # D's step has not ended: the loads have failed, and it was not asked yet.
+    assert pair.p_control.watch_handoff("h", 5.0).state == "failed"
+    assert following.finish() == 0 and following.run.failed
+    assert eventually(pair.balanced)
+
+
+def test_a_prefill_worker_that_is_gone_fails_what_it_was_to_save(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    run = pair.p.admit(chain, look=False)
+    request = replace(run.request(), save=(0, 48), tail=False)
+    step = pair.p.agent.open_step([request])
+    following = Following(pair, "h", chain, timeout_s=600.0)
+    pair.p.compute(run, 0, 0, 48)
+    step.layer_done(0)
+    pair.p.agent.close()
+    assert following.finish() == 0
+    assert following.run.failed == {0: set(range(25))}
+    assert eventually(pair.balanced)
+
+
+def test_a_reader_that_is_gone_costs_the_prefiller_nothing(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    following = Following(pair, "h", chain)
+    pair.d.agent.abort(following.run.name)
+    following.step.close(False)
+    assert pair.d.agent.wait_idle(following.run.name, 20)
+    prefilled_run = pair.p.serve(chain, look=False)
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    assert pair.p_control.watch_handoff("h", 5.0).state == "complete"
+    second = Following(pair, "h", chain)
+    assert second.finish() == 0 and not second.run.failed
+    assert prefilled_run.hit.tokens == 0
+    pair.p_control.release_handoff("h")
+    pair.d_lookups.drop_lease("D-h")
+    assert eventually(pair.balanced)
+
+
+def test_several_readers_claim_one_handoff(pair: Pair) -> None:
+    """As with n, lists of prompts and retries: the second comes when the first has loaded already."""
+    chain = pair.p.prompt(TOKENS)
+    prefilled(pair, "h", chain)
+    for name in ("one", "two", "three"):
+        hit = pair.d_lookups.wait(pair.d_lookups.ask(name, chain, Follow(time.monotonic() + 20, "h")), 5.0)
+        assert hit is not None and hit.following and hit.tokens == TOKENS - 1
+        pair.d_lookups.drop_lease(name)
+    assert pair.figures()["claimed"] == 3
+    pair.p_control.release_handoff("h")
+    assert eventually(pair.balanced)
+
+
+def test_one_that_nobody_claims_goes_when_its_lease_is_over(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain), lease_s=0.05)
+    pair.p.serve(chain, look=False)
+    watched = pair.d_lookups.watch_handoff("h", 20.0)
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    assert eventually(lambda: getattr(pair.d_lookups.handoff(watched, 0.0), "state", "") == "complete")
+    assert eventually(lambda: pair.figures()["revoked"] == 1)
+    late = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
+    assert late is not None and (late.tokens, late.following) == (TOKENS - 1, False), "it is still stored"
+    assert late.reason == "revoked: nobody came for it within its lease"
+    pair.d_lookups.drop_lease("D-h")
+    assert eventually(pair.balanced)
+
+
+def test_one_that_is_not_complete_in_time_fails(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain), timeout_s=0.05)
+    following = Following(pair, "h", chain, timeout_s=600.0)
+    assert following.finish() == 0 and following.run.failed == {0: set(range(25))}
+    state = pair.p_control.watch_handoff("h", 5.0)
+    assert (state.state, state.reason) == ("failed", "it was not complete in time: 7 objects were not stored")
+    assert eventually(pair.balanced)
+
+
+def test_objects_that_its_engine_never_saves_fail_it_soon_after_its_end(pair: Pair) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    pair.p_control.end_handoff("h", tokens=TOKENS)
+    state = pair.p_control.watch_handoff("h", 10.0)
+    assert (state.state, state.reason) == ("failed", "its engine ended it and did not save 7 of its objects")
+    assert eventually(pair.balanced)
+
+
+def test_what_cannot_be_read_names_the_first_fact_that_differs(embed: Embed) -> None:
+    pair = Pair(embed())
+    other = Lookups(
+        pair.server.endpoint, "E", small_spec(4, chunk_tokens=32), context=pair.server.context, timeout_s=5.0
+    )
+    assert other.wait_connected(5)
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    theirs = Chain(chain.parent(0), chain.tokens, 32)
+    hit = other.wait(other.ask("E-h", theirs, Follow(time.monotonic() + 20, "h")), 5.0)
+    assert hit is not None and not hit.following
+    assert hit.reason == "cannot be read by this engine: chunk_tokens: 32 here, 16 there"
+    other.close()
+    pair.close()
+
+
+@pytest.mark.parametrize("what", ["reset", "purge"])
+def test_new_weights_and_purges_end_what_is_open(pair: Pair, what: str) -> None:
+    chain = pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("h", chain, len(chain))
+    run = pair.p.admit(chain, look=False)
+    step = pair.p.agent.open_step([run.request()])
+    following = Following(pair, "h", chain, timeout_s=600.0)
+    if what == "reset":
+        pair.p_control.reset()
+    else:
+        pair.observer.purge()
+    step.close(False)
+    assert following.finish() == 0 and following.run.failed == {0: set(range(25))}
+    state = pair.p_control.watch_handoff("h", 5.0)
+    assert state.state == ("failed" if what == "reset" else "revoked")
+    assert eventually(pair.balanced)
+
+
+def test_without_room_one_is_refused_with_the_reason(embed: Embed) -> None:
+    pair = Pair(embed(pool__size="256KiB", pd__handoff_share=0.25))
+    chain = pair.p.prompt(40)
+    assert pair.p_control.open_handoff("first", chain, len(chain))
+    large = pair.p.prompt(240)
+    refused = pair.p_control.open_handoff("second", large, len(large))
+    assert not refused and refused.state == "refused"
+    assert "pd.handoff_share" in refused.reason
+    again = pair.p_control.open_handoff("first", chain, len(chain))
+    assert again.reason == "a hand-off of this name is open already"
+    pair.p_control.release_handoff("first")
+    assert eventually(pair.balanced)
+    pair.close()
+
+
+def test_500_that_nobody_claims_take_their_share_and_no_more(embed: Embed) -> None:
+    """The oldest are revoked with a reason, new ones and plain saves go on, and everything balances in the end."""
+    pair = Pair(embed(pool__size="1MiB", pd__handoff_share=0.25))
+    for number in range(500):
+        chain = pair.p.prompt(TOKENS)
+        opened = pair.p_control.open_handoff(f"h{number}", chain, len(chain), lease_s=600)
+        assert opened, opened.reason
+        pair.p.serve(chain, look=False)
+        pair.p_control.end_handoff(f"h{number}", tokens=TOKENS)
+        if number % 50 == 7:
+            plain = pair.p.prompt(TOKENS)
+            assert pair.p.serve(plain, look=False)
+            assert pair.p.serve(plain).hit.tokens == TOKENS - 1, "a plain save found no room"
+            pair.p.agent.drop_lease(f"request-{number}")
+    assert eventually(lambda: pair.figures()["completed"] == 500)
+    figures, pool = pair.figures(), pair.observer.status()["pool"]
+    assert figures["revoked"] == 500 - figures["complete"]
+    assert 0 < figures["kept_bytes"] <= 0.25 * pool["capacity_bytes"]
+    assert pool["evictions"] > 0, "the arena was never full"
+    for number in range(3):
+        state = pair.p_control.watch_handoff(f"h{number}", 5.0)
+        assert (state.state, state.reason) == ("revoked", "newer hand-offs needed its room")
+    for number in range(500):
+        pair.p_control.release_handoff(f"h{number}")
+    assert eventually(pair.balanced)
+    assert pair.figures()["kept_bytes"] == 0
+    status = pair.observer.status()
+    assert (status["follows"]["follows"], status["flow"]["steps"]) == (0, 0)
+    pair.close()

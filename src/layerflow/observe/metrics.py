@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from layerflow._version import __version__
 from layerflow.observe.by_engine import LABELS, ByEngine, EngineLabels
+from layerflow.observe.handoff_metrics import HandoffMetrics, HandoffsLike
 from layerflow.observe.tier_metrics import TierLike, TierMetrics
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class Metrics:
         self._seen: dict[Counter, int] = {}
 
         self._tier = TierMetrics(registry)
+        self._handoffs = HandoffMetrics(registry)
 
         self._protocol_errors = counter("protocol_errors", "Messages refused.", "code")
         self._housekeeping_failures = counter(
@@ -267,6 +269,10 @@ class Metrics:
         self._unsaved.set(statistics.unsaved_bytes)
         for name, counter in self._flow_counters.items():
             self._rise(counter, getattr(statistics, name))
+
+    def handoffs(self, statistics: HandoffsLike, followed: int, following: int) -> None:
+        """Hand-offs; objects that were followed since the start, and those of them that are not stored yet."""
+        self._handoffs.update(statistics, followed, following)
 
     def tier(self, statistics: TierLike) -> None:
         """A fresh snapshot of what lies behind the arena."""

@@ -35,6 +35,7 @@ class Clients:
     :param send: queue a message for a session.
     :param send_greeting: answer a client's greeting with the server's.
     :param lose: give a session up, for this reason.
+    :param suspect: told of a session that has hung up and whose process lives: nothing more is heard of it.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Clients:
         send: Callable[[ClientSession, Message], None],
         send_greeting: Callable[[Address], object],
         lose: Callable[[ClientSession, str], None],
+        suspect: Callable[[ClientSession], None],
     ) -> None:
         self._settings = settings
         self._sessions = sessions
@@ -52,6 +54,7 @@ class Clients:
         self._send = send
         self._send_greeting = send_greeting
         self._lose_session = lose
+        self._suspect = suspect
         self._greeted: dict[Address, None] = {}  # oldest first
         self._log = structlog.get_logger("layerflow.server")
 
@@ -136,6 +139,7 @@ class Clients:
         if session is not None:
             session.silent = True
             self._log.warning("session_hung_up", session=session.number, engine=session.engine, pid=session.pid)
+            self._suspect(session)
 
     def gone(self, token: bytes, why: str) -> None:
         """Its connection at the fd server has ended, and with it what of its process could touch memory."""

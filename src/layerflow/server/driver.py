@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -35,6 +36,7 @@ from layerflow.flow.commands import (
 from layerflow.flow.events import Event, Limits, Tick
 from layerflow.observe.metrics import Metrics
 from layerflow.pool.base import Pool
+from layerflow.server.handoffs.follows import Follows
 from layerflow.server.planner.missed import MissedTurns
 from layerflow.server.planner.steps import StepBook
 from layerflow.wire.messages import (
@@ -75,6 +77,7 @@ class Driver:
         self.flow = Flow(limits)
         self.tier: Sources | None = None
         self.missed = MissedTurns()
+        self.follows = Follows(pool, self.emit, self._part_of)
         self.handoffs: Handoffs | None = None
         self._pool = pool
         self._metrics = metrics
@@ -86,6 +89,8 @@ class Driver:
         self._granted_at: dict[int, dict[int, tuple[float, str]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._wake: float | None = None
+        self._handling = False
+        self._later: deque[Event] = deque()
         self._log = structlog.get_logger("layerflow.server.driver")
 
     @property
@@ -115,8 +120,11 @@ class Driver:
         :raises InvalidTransition: the first impossible event; all others were handled.
         """
         refused: InvalidTransition | None = None
+        self._handling = True
+        self._later.extend(events)
         try:
-            for event in events:
+            while self._later:
+                event = self._later.popleft()
                 try:
                     commands = self.flow.handle(event, time.monotonic(), FIRST_BATCHES)
                 except InvalidTransition as error:
@@ -130,9 +138,21 @@ class Driver:
                     for command in self.flow.handle(Tick(), time.monotonic()):
                         self._obey(command)
         finally:
+            self._handling = False
             self._flush()
         if refused is not None:
             raise refused
+
+    def emit(self, events: Sequence[Event]) -> None:
+        """Tell the core; of what follows from its own commands, once all of those are carried out."""
+        if self._handling:
+            self._later.extend(events)
+        elif events:
+            self.handle(*events)
+
+    def _part_of(self, step: tuple[int, int], key: bytes) -> int | None:
+        book = self._books.get(step)
+        return book.part_of(key) if book is not None else None
 
     def time_batches(self, session: int, report: Report) -> None:
         """Count how long the first batch of a session's report took; an observation a batch would cost too much."""
@@ -196,6 +216,10 @@ class Driver:
                 del self._books[command.session, command.step]
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
+            case Arrived(fetch=number) | Vacate(fetch=number) if number < 0:
+                self.follows.obey(command)
+            case ObjectsLost(transfer=number) | TransferDone(transfer=number) if number < 0:
+                self.follows.obey(command)
             case Call() | Arrived() | ObjectsLost() | Vacate() | WriteBegun() | Written() | TransferDone():
                 assert self.tier is not None
                 self.tier.obey(command)
@@ -236,7 +260,7 @@ class Driver:
             if self.tier is not None:
                 self.tier.committed(step, keys)
         else:
-            self._pool.revoke(keys, book.owner)
+            self.follows.withdraw(keys, book.owner, reason)
             if self.handoffs is not None:
                 self.handoffs.lost(keys, reason)
             if book.in_turns:

@@ -81,6 +81,7 @@ async def housekeep(
             expired = leases.expired(now, lag, caught_up())
             server.pool.expire(expired)
             server.handoffs.expire(expired)
+            server.driver.follows.expire(now)
             # A server that was stopped for a while has not listened: it judges nobody by that time.
             limit = server.settings().liveness_ms / 1e3 + lag
             if server.peers is not None:

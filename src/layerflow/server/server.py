@@ -22,7 +22,6 @@ from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
-from layerflow.pool.base import Owner
 from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
 from layerflow.server import behind
@@ -73,8 +72,9 @@ class Server:
             self.pool,
             self.pool.statistics().capacity_bytes,
             lambda: self.settings.pd.handoff_share,
-            self._withdraw,
+            self.driver.follows.withdraw,
             lambda work: asyncio.get_running_loop().call_soon(work),
+            self._less_to_do,
         )
         self.driver.handoffs = self.handoffs
         arena, numbers = (self._arena.fd, self._arena.nbytes), itertools.count(1)
@@ -131,6 +131,7 @@ class Server:
             self._send,
             lambda address: self._routers[address[0]].send(address[1], codec.greeting()),
             self._handlers.lose,
+            lambda session: self.handoffs.lose_engine(session.engine, "a worker of its engine has hung up"),
         )
         self._fd_server: FdServer | None = None
         self._curve: Curve | None = None
@@ -194,10 +195,6 @@ class Server:
         if events:
             self.driver.handle(*events)
 
-    def _withdraw(self, keys: Sequence[bytes], owner: Owner, reason: str) -> None:
-        """Nobody will write what room is reserved for."""
-        self.pool.revoke(keys, owner)
-
     def _limits(self, settings: Settings) -> Limits:
         return limits_of(settings, self._arena.nbytes)
 
@@ -248,6 +245,8 @@ class Server:
         """Bring the metrics up to date with what is counted elsewhere."""
         self.metrics.pool(self.pool.statistics())
         self.metrics.flow(self.driver.flow.statistics())
+        follows = self.driver.follows
+        self.metrics.handoffs(self.handoffs.statistics(), follows.objects, follows.coming_objects)
         if self.tier is not None:
             self.metrics.tier(self.tier.statistics())
 
@@ -301,9 +300,10 @@ class Server:
         self._server_context.draining = True
         self._log.info("server_draining", open_steps=self.driver.open_steps)
         self._idle = anyio.Event()
-        if self.driver.open_steps:
-            with anyio.move_on_after(self.settings.server.drain_timeout_s):
+        with anyio.move_on_after(self.settings.server.drain_timeout_s):
+            while self.driver.open_steps or self.handoffs.wanted:
                 await self._idle.wait()
+                self._idle = anyio.Event()
         if self.tier is not None:
             with anyio.move_on_after(self.settings.server.drain_timeout_s):
                 await self.tier.drain()
@@ -377,7 +377,11 @@ class Server:
         if session is not None:
             self.metrics.step_done(session.labels, done.loaded_bytes, done.saved_bytes)
             session.open_steps.pop(done.step, None)
-        if self._idle is not None and not self.driver.open_steps:
+        self._less_to_do()
+
+    def _less_to_do(self) -> None:
+        """Something that a server which is to stop waits for has ended."""
+        if self._idle is not None:
             self._idle.set()
 
     def _terms(self) -> wire.Terms:

@@ -52,6 +52,11 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
         "tier": None if server.tier is None or server.tier.tier is None else server.tier.tier.status(),
         "handoffs": _handoffs(server, now),
         "peers": None if server.peers is None else server.peers.status(),
+        "follows": {
+            "follows": len(server.driver.follows),
+            "objects": server.driver.follows.objects,
+            "to_store": server.driver.follows.coming_objects,
+        },
         "flow": dataclasses.asdict(server.driver.flow.statistics()),
         "figures": server.metrics.summary(),
     }

@@ -36,9 +36,10 @@ def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
         step = session.steps.get(event.step) if session is not None else None
         if step is not None and step.saves is not None:
             save = step.saves.transfers.get(event.group)
-        wrong = save is not None and (save.committed or save.shape.layers != event.layers)
-        if wrong or (save is not None and not set(event.parts) <= set(save.members)):
+        if save is not None and (save.shape.layers != event.layers or not set(event.parts) <= set(save.members)):
             raise InvalidTransition(f"follow {event.follow}: step {event.step} saves no such parts of a group")
+    if save is not None and save.committed:
+        save = None  # what is left of it was cancelled
     follow = FollowTransfer(event.follow, event.layers, event.objects, save, event.parts)
     state.newest_follow = event.follow
     state.follows[event.follow] = follow
@@ -62,10 +63,13 @@ def move_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
             raise InvalidTransition(f"follow {event.follow} was never opened")
         state.counters.late_reports += 1
         return
-    fits = into is not None and len(event.objects) == into.size and not into.edges and into is not follow
-    if follow.parts or not fits or not set(event.objects) <= set(follow.unfinished()):
+    known = state.newest_follow <= event.into < 0 or 0 < event.into <= state.newest_fetch
+    unlike = into is not None and (len(event.objects) != into.size or into.edges or into is follow)
+    if follow.parts or not known or unlike or not set(event.objects) <= set(follow.unfinished()):
         raise InvalidTransition(f"follow {event.follow}: {event.objects[:4]} cannot be those of {event.into}")
-    assert into is not None
+    if into is None:
+        _lose(state, follow, event.objects, CANCELLED, out)  # over before it began
+        return
     follow.moved.update(event.objects)
     lost = [new for new in range(into.size) if new in into.lost]
     move_edges(state, follow, event.objects, into)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from layerflow.errors import ProtocolError
 from layerflow.hits import BlockDigests, HitLength, search_hit
+from layerflow.keys import DIGEST_BYTES, covered_by
 from layerflow.pool import base
 from layerflow.pool.base import Pool
 from layerflow.server.handlers.context import ServerContext
@@ -111,14 +112,21 @@ class FollowLookups:
             self._wait(session, asked, handoff, until)
             return
         message = asked.message
-        self._context.handoffs.claim(handoff, time.monotonic(), message.lease_ms / 1e3)
+        now = time.monotonic()
+        self._context.handoffs.claim(handoff, now, message.lease_ms / 1e3)
+        self._context.driver.follows.allow(session.engine, message.request, now)
         source = HandoffLookup(self._context.pool, handoff)
         prompt = message.root, asked.digests, message.tokens, message.tail
         yield from self._answers.followed(session, asked, lambda: search_hit(source, spec, *prompt, asked.blocks))
 
     def _readable_open(self, session: ClientSession, handoff: Handoff) -> bool:
-        """Can a load follow what is being stored?"""
-        return False
+        """Can a load follow what is being stored? Of objects that cover others of its engine's, only when complete."""
+        spec = session.spec
+        assert spec is not None
+        stored = {key[DIGEST_BYTES:] for key in handoff.objects}
+        return stored.issuperset(
+            covered_by(group, shard) for group in range(len(spec.groups)) for shard in spec.shard.peers()
+        )
 
     def _wait(self, session: ClientSession, asked: Asked, handoff: Handoff, until: float) -> None:
         """Go on once the hand-off's state is another, or at the deadline."""

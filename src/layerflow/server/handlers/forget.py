@@ -26,6 +26,7 @@ def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
     What is stored stays: other engines may have the weights that it was computed with, and this one asks for other keys
     from now on. When this returns the core knows of it, so no commit can follow.
     """
+    context.handoffs.lose_engine(engine, REPLACED)
     mine = [session for session in context.sessions if session.engine == engine]
     for session in mine:
         session.resets += 1
@@ -52,6 +53,7 @@ async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -
     room returns then.
     """
     behind = context.tier
+    context.handoffs.purge(PURGED)
     context.driver.handle(*(StepsRevoked(one.number, False, PURGED) for one in context.sessions if one.memory))
     revoked = behind.revoke(PURGED, writes=tier) if behind is not None else 0
     keys = context.pool.keys() if tier else []

@@ -113,6 +113,7 @@ class Handlers:
             case wire.DropLease():
                 owner = lease_owner(session.engine, message.request)
                 session.leases.pop(message.request, None)
+                context.driver.follows.disallow(session.engine, message.request)
                 context.pool.release(owner)
                 if context.tier is not None:
                     context.tier.drop_lease(owner)

@@ -21,7 +21,7 @@ from layerflow.flow.events import (
 )
 from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
 from layerflow.server.planner.direct import plan_direct
-from layerflow.server.planner.steps import check_deadlines, check_step, count_objects, plan_step
+from layerflow.server.planner.steps import CheckedStep, check_deadlines, check_step, count_objects, plan_step
 from layerflow.server.sessions import ClientSession
 from layerflow.server.turns import Work
 from layerflow.wire import messages as wire
@@ -37,8 +37,6 @@ log = structlog.get_logger("layerflow.server")
 
 def open_step(context: ServerContext, session: ClientSession, message: wire.OpenStep) -> Work:
     key = (session.number, message.step)
-    if context.draining:
-        raise Refused("draining", "the server is shutting down")
     if context.driver.is_open(key):
         raise ProtocolError(f"step {message.step} is already open")
     limits = context.settings()
@@ -58,6 +56,8 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
         )
     assert session.spec is not None
     checked = yield from check_step(session.spec, message)
+    if context.draining and not _of_a_handoff(context, session, checked):
+        raise Refused("draining", "the server is shutting down")
     asked = sum(session.open_steps.values()) + checked.nbytes
     if asked > limits.max_open_bytes:
         raise Refused(
@@ -77,6 +77,7 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
             context.sessions.replicas_of(session),
             context.driver.missed,
             context.handoffs,
+            context.driver.follows,
         )
     )
     context.driver.open(key, opening.book)
@@ -96,6 +97,14 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
         if context.tier is not None:
             context.tier.drop_lease(owner, keys)
     context.metrics.step_opened(session.labels, full=opening.full, missing=opening.missing)
+
+
+def _of_a_handoff(context: ServerContext, session: ClientSession, checked: CheckedStep) -> bool:
+    """Does the step save or load what a hand-off is about? A server that is to stop still lets those end."""
+    follows = context.driver.follows
+    return any(follows.allowed(session.engine, wanted.request) for wanted in checked.loads) or any(
+        context.handoffs.concerned(wanted.keys) for wanted, _ in checked.saves
+    )
 
 
 def report(context: ServerContext, session: ClientSession, message: wire.Report) -> Work:

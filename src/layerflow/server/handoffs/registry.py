@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
 
-from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
+from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatistics, HandoffStatus, Told
+from layerflow.server.handoffs.room import take
 from layerflow.spec import ModelSpec
 
 ENDED_GRACE_S = 0.5
@@ -36,6 +37,7 @@ class Handoffs:
     :param room_bytes: of the arena. :param share: of it that hand-offs may keep together.
     :param withdraw: takes reserved room of keys that nobody will write, and why; it returns once no load touches it.
     :param soon: calls a function a moment later, when nothing else is under way.
+    :param changed: told of each change of a state, and of each claim.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Handoffs:
         share: Callable[[], float],
         withdraw: Withdraw,
         soon: Callable[[Callable[[], None]], object],
+        changed: Callable[[], None],
     ) -> None:
         self._pool = pool
         self._room_bytes = room_bytes
         self._share = share
         self._withdraw = withdraw
         self._soon = soon
+        self._changed = changed
         self._serials = itertools.count(1)
         self._by_name: dict[str, Handoff] = {}
         self._over: deque[Handoff] = deque()
@@ -70,13 +74,17 @@ class Handoffs:
         live = (HandoffStatus.ANNOUNCED, HandoffStatus.OPEN, HandoffStatus.COMPLETE)
         return sorted((each for each in self._by_name.values() if each.status in live), key=lambda each: each.serial)
 
-    def keeps_room(self, engine: str, key: bytes) -> bool:
-        """Does a hand-off of this engine keep room for the key?"""
-        return any(key in each.promised and each.engine == engine for each in self._waiting.get(key, ()))
+    @property
+    def wanted(self) -> bool:
+        """Is one being computed, or does one wait for its reader?"""
+        return any(
+            each.status is HandoffStatus.OPEN or (each.status is HandoffStatus.COMPLETE and not each.claims)
+            for each in self._by_name.values()
+        )
 
-    def promised(self, key: bytes) -> Owner | None:
-        """Who keeps room for the key, which no step saves yet; None = nobody."""
-        return next((each.owner for each in self._waiting.get(key, ()) if key in each.promised), None)
+    def concerned(self, keys: Iterable[bytes]) -> bool:
+        """Does a hand-off that is not complete wait for one of these?"""
+        return any(key in self._waiting for key in keys)
 
     def statistics(self) -> HandoffStatistics:
         """A snapshot."""
@@ -124,6 +132,7 @@ class Handoffs:
         """
         handoff.claims += 1
         self._counts["claimed"] += 1
+        self._changed()
         if handoff.status is HandoffStatus.COMPLETE:
             handoff.due = max(handoff.due, now + max(lease_s, handoff.lease_s))
 
@@ -153,9 +162,12 @@ class Handoffs:
         handoff = known if known is not None and known.status is HandoffStatus.ANNOUNCED else None
         if handoff is None:
             handoff = Handoff(name, next(self._serials))
-        handoff.pending = set()
-        if not self._take(handoff, objects):
+        taken = take(self._pool, handoff.owner, objects)
+        while taken is None and self._revoke_oldest():
+            taken = take(self._pool, handoff.owner, objects)
+        if taken is None:
             return self._refused(name, "the arena has no room: what is in it is pinned, or being written")
+        handoff.pending, handoff.promised, handoff.foreign = taken
         handoff.engine, handoff.session, handoff.spec, handoff.tokens = engine, session, spec, tokens
         handoff.lease_s, handoff.due, handoff.opened_at = lease_s, due, now
         handoff.objects = dict(objects)
@@ -240,8 +252,14 @@ class Handoffs:
                 if key not in handoff.promised:
                     self._close(handoff, HandoffStatus.FAILED, f"a save of it was given up: {reason}")
 
+    def purge(self, reason: str) -> None:
+        """Nothing that is stored may be read any more."""
+        for handoff in self.live():
+            if handoff.status.readable:
+                self._close(handoff, HandoffStatus.REVOKED, reason)
+
     def lose_engine(self, engine: str, reason: str) -> None:
-        """A worker of this engine is gone: what its engine has open fails."""
+        """A worker of this engine is gone, or its weights are: what its engine has open fails."""
         for handoff in self.live():
             if handoff.status is HandoffStatus.OPEN and handoff.engine == engine:
                 self._close(handoff, HandoffStatus.FAILED, reason)
@@ -309,31 +327,6 @@ class Handoffs:
         self._close(victim, HandoffStatus.REVOKED, "newer hand-offs needed its room")
         return True
 
-    def _take(self, handoff: Handoff, objects: Mapping[bytes, NewObject]) -> bool:
-        """Pin and reserve; False, and nothing is taken, where there is no room."""
-        while True:
-            places = self._pool.acquire(list(objects), handoff.owner, math.inf)
-            missing = [new for new, place in zip(objects.values(), places, strict=True) if place is None]
-            room = self._pool.reserve(missing, handoff.owner)
-            outcomes = {place.outcome for place in room}
-            if not outcomes & {ReserveStatus.FULL, ReserveStatus.TOO_LARGE}:
-                break
-            self._pool.revoke([new.key for new in missing], handoff.owner)
-            self._pool.release(handoff.owner)
-            if ReserveStatus.TOO_LARGE in outcomes or not self._revoke_oldest():
-                return False
-        handoff.pending = {new.key for new in missing}
-        reserved = zip(missing, room, strict=True)
-        handoff.promised = {new.key for new, place in reserved if place.outcome is ReserveStatus.RESERVED}
-        busy = handoff.pending - handoff.promised
-        handoff.foreign = {key for key in busy if not self._is_told(key)}
-        return True
-
-    def _is_told(self, key: bytes) -> bool:
-        """Is its end told here? Steps tell of what they save, and another hand-off keeps room for it until they do."""
-        writer = self._pool.writer(key)
-        return isinstance(writer, tuple) and writer[0] in ("step", "handoff")
-
     def _look_for_foreign(self, handoff: Handoff, now: float) -> None:
         foreign = list(handoff.foreign)
         here = [key for key, there in zip(foreign, self._pool.lookup(foreign), strict=True) if there]
@@ -389,6 +382,7 @@ class Handoffs:
         return True
 
     def _tell(self, handoff: Handoff) -> None:
+        self._changed()
         watchers, handoff.watchers = handoff.watchers, []
         for told in watchers:
             self._soon(functools.partial(told, handoff))

@@ -25,8 +25,10 @@ from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, Covered, LoadPart, OpenStep, Plan, PlanPart, SavePart
 
 if TYPE_CHECKING:
+    from layerflow.server.handoffs.follows import Follows, PendingFollow
     from layerflow.server.handoffs.registry import Handoffs
     from layerflow.server.sources import Sources
+    from layerflow.server.tier.fetches import PendingFetch
 
 MAX_STEP_S = 86_400.0
 
@@ -51,6 +53,13 @@ class StepBook:
     save_parts: list[int] = field(default_factory=list)
     save_keys: list[list[bytes]] = field(default_factory=list)
     load_objects: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    _parts: dict[bytes, int] | None = None
+
+    def part_of(self, key: bytes) -> int | None:
+        """The save part of the core that stores an object."""
+        if self._parts is None:
+            self._parts = {key: part for part, keys in enumerate(self.save_keys) for key in keys}
+        return self._parts.get(key)
 
     def keys_of(self, group: int, lo: int, hi: int) -> list[bytes]:
         """Objects that hold any of the load blocks `lo` to `hi` of a group."""
@@ -145,6 +154,7 @@ def plan_step(
     replicas: Sequence[Replica],
     missed: MissedTurns,
     handoffs: Handoffs,
+    follows: Follows,
 ) -> Opening:
     """Pin the objects to load, reserve room for those to save, and number the blocks.
 
@@ -153,12 +163,15 @@ def plan_step(
     :param replicas: per group, which of the workers that hold the same heads this one is: they take turns in storing.
     :param missed: what another one has not stored in its turn.
     :param handoffs: those of the worker's engine have room for what they wait for.
+    :param follows: what another step is still storing, for requests that may wait for it.
     """
     spec = session.spec
     assert spec is not None
     loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
-    load_plan, load_parts, bad, covered = _plan_loads(pool, tier, session, book, loads, message.deadline)
+    load_plan, load_parts, bad, covered = _plan_loads(
+        pool, tier, session, book, loads, message.deadline, handoffs, follows
+    )
     save_plan, save_parts, full, placed = _plan_saves(
         pool, book, saves, bad, replicas, missed, functools.partial(handoffs.adopt, session.engine)
     )
@@ -176,6 +189,9 @@ def plan_step(
             events += tier.plan(
                 (session.number, message.step), session.engine, group, len(spec.groups[group].layers), objects, parts
             )
+    for group, (objects, parts) in placed.items():
+        saved = {new.key: part for (new, _), part in zip(objects, parts, strict=True)}
+        events += follows.adopted((session.number, message.step), group, saved)
     # Objects that other ranks load too stay leased for them, until the lease ends.
     loaded = [(wanted.request, wanted.keys) for wanted in loads if spec.shard.copy_of(wanted.group).copies == 1]
     plan = Plan(message.step, load_plan, save_plan, covered)
@@ -189,11 +205,16 @@ def _plan_loads(
     book: StepBook,
     loads: list[Wanted],
     deadline: float,
+    handoffs: Handoffs,
+    follows: Follows,
 ) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
     # A pin outlives the deadline by far: it ends with the step, and only a lost server forgets it.
     located = [pool.acquire(wanted.keys, book.owner, deadline + MAX_STEP_S) for wanted in loads]
+    _follow(follows, session, loads, located)
     if tier is not None:
-        _bring(tier, session, loads, located)
+        lacking = [key for wanted, found in zip(loads, located, strict=True) for key in _missing(wanted, found)]
+        handoffs.give_back(session.engine, [key for key in lacking if follows.coming(key) is None])
+        _bring(tier, follows, session, loads, located)
     plans: list[PlanPart] = []
     parts: list[Part] = []
     bad: set[str] = set()
@@ -205,7 +226,7 @@ def _plan_loads(
         at = numbered.get(wanted.group, 0)
         needs: list[Need] = []
         for key, place, count in zip(wanted.keys, found, wanted.counts.tolist(), strict=True):
-            coming = tier.coming(key) if place is None and tier is not None else None
+            coming = _coming(tier, follows, key) if place is None else None
             source = place or coming
             if source is None or source.blocks < count:
                 bad.add(wanted.request)
@@ -228,14 +249,35 @@ def _plan_loads(
     return plans, parts, bad, covered
 
 
-def _bring(tier: Sources, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:
+def _missing(wanted: Wanted, found: list[Located | None]) -> list[bytes]:
+    return [key for key, place in zip(wanted.keys, found, strict=True) if place is None]
+
+
+def _coming(tier: Sources | None, follows: Follows, key: bytes) -> PendingFetch | PendingFollow | None:
+    """An object that is not in the arena yet: followed, or else fetched."""
+    return follows.coming(key) or (tier.coming(key) if tier is not None else None)
+
+
+def _follow(follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:
+    """Follow what the arena lacks and somebody is storing, for requests that have hit it so."""
+    spec = session.spec
+    assert spec is not None
+    for wanted, found in zip(loads, located, strict=True):
+        if None in found and follows.allowed(session.engine, wanted.request):
+            lacking = [key for key in _missing(wanted, found) if follows.coming(key) is None]
+            follows.open(lacking, wanted.group, spec.groups[wanted.group].layers)
+
+
+def _bring(
+    tier: Sources, follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]
+) -> None:
     """Start fetching what the arena lacks, one job per group."""
     spec = session.spec
     assert spec is not None
     lacking: dict[int, dict[bytes, NewObject]] = {}
     for wanted, found in zip(loads, located, strict=True):
         for key, place in zip(wanted.keys, found, strict=True):
-            if place is None and tier.coming(key) is None:
+            if place is None and _coming(tier, follows, key) is None:
                 tail = (wanted.tail, wanted.parent) if key == wanted.keys[-1] else (0, b"")
                 lacking.setdefault(wanted.group, {})[key] = stored_object(spec, wanted.group, key, *tail)
     for group, objects in lacking.items():
@@ -272,7 +314,8 @@ def _plan_saves(
         if keys:
             book.save_parts.append(position)
             book.save_keys.append(keys)
-            parts.append(Part(wanted.request, wanted.group, blocks))
+            promised = any(key in kept for key in keys)
+            parts.append(Part(wanted.request, wanted.group, blocks, promised=promised))
             stored, owners = placed.setdefault(wanted.group, ([], []))
             stored += [pair for pair in zip(objects, offsets, strict=True) if pair[1] != NOWHERE]
             owners += [len(parts) - 1] * len(keys)
