@@ -61,6 +61,12 @@ class Pair:
         ):
             yield p, d
 
+    def pid(self, role: str) -> int:
+        """Of ``owner``, ``reader``, ``exporter`` or ``importer``."""
+        if role in ("owner", "reader"):
+            return int(getattr(self, role).process.pid)
+        return int((self.lends if role == "exporter" else self.reads)[role]["pid"])
+
     def close(self) -> None:
         for control in self._controls.values():
             control.close()

@@ -75,6 +75,9 @@ class PeersSettings(Section):
     link_address: str = setting(
         "", 'Where readers fetch bytes, "host:port", port 0 = any; "" = the host of server.tcp_endpoint, any port.'
     )
+    link_advertise: str = setting(
+        "", 'What readers are told instead, "host:port", where they reach it by another address; "" = as it listens.'
+    )
     trusted_network: bool = setting(
         False,
         "The links mooncake and nixl may be used. Their data planes know no users: who reaches them can read and "
@@ -99,6 +102,11 @@ class PeersSettings(Section):
     @classmethod
     def _key(cls, value: str) -> str:
         return _server_key(value)
+
+    @field_validator("link_advertise")
+    @classmethod
+    def _told(cls, value: str) -> str:
+        return address(value) if value else value
 
     @field_validator("link_address")
     @classmethod

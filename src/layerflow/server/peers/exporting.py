@@ -50,6 +50,7 @@ class Exporting:
         self._changed, self._quiet, self._lost = changed, quiet, lost
         host, port = listen_address(settings)
         self._options: dict[str, Any] = {"host": host, "port": port}
+        self._advertise = settings.peers.link_advertise
         self._renew()
         self.host = HostProcess("exporter", self._options, *arena, self, module=EXPORTER)
         self.endpoints: list[PeerEndpoint] = []
@@ -82,6 +83,7 @@ class Exporting:
                 host = str(self._options["host"])
                 shown = "" if host in ("0.0.0.0", "::") else host  # noqa: S104
                 where = f"[{shown}]:{message.details['port']}" if ":" in shown else f"{shown}:{message.details['port']}"
+                where = self._advertise or where
                 self.endpoints = [PeerEndpoint("tcp", where, bytes.fromhex(self._options["incarnation"]))]
                 log.info("exporter_up", address=where, loopback=is_loopback(where))
                 self._changed()
