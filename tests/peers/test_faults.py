@@ -91,6 +91,8 @@ def recovered(it: Line) -> None:
     it.relay.rate = 0
     chain = it.stored()
     before = it.two.reads["fetched_objects"]
+    # A link that has failed rests for a second: until then nothing of it hits.
+    assert eventually(lambda: it.d.agent.lookup("probe", chain).tokens == TOKENS - 1)
     run = it.d.serve(chain)
     assert run.hit.tokens == TOKENS - 1 and it.two.reads["fetched_objects"] > before
     assert eventually(it.two.settled), (it.two.lends, it.two.reads)

@@ -29,6 +29,9 @@ TAIL = struct.Struct("<II")
 MAX_LINK_ITEMS = 65_536
 """Items of one request."""
 
+LINK_REST_S = 1.0
+"""After a failure nothing is read over a link for so long: its jobs fail at once, and hold up no other peer's."""
+
 READ, GONE, NOT_YET, OUTSIDE = 0, 1, 2, 3
 """Status of an item: its bytes follow (or have); the lease or the object's place has ended; these layers are not stored
 yet; the object has no such bytes."""

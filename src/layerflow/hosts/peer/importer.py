@@ -14,10 +14,7 @@ from layerflow.hosts.backend import OK, Backend, BackendInfo, ObjectLocation, Ob
 from layerflow.hosts.peer.tcp import LinkFailed, TcpLink
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
-from layerflow.wire.peer_link import Origin, decode_origin
-
-REST_S = 1.0
-"""After a failure nothing is read over this link for so long: its jobs fail at once, and hold up no other peer's."""
+from layerflow.wire.peer_link import LINK_REST_S, Origin, decode_origin
 
 
 class Importer(Backend):
@@ -68,7 +65,7 @@ class Importer(Backend):
             self._failures += 1
             self._drop(name)
             why = f"peer {origin.peer} at {origin.address}: {error}"
-            self._resting[name] = (time.monotonic() + REST_S, why)
+            self._resting[name] = (time.monotonic() + LINK_REST_S, why)
             return [ObjectResult(ObjectStatus.FAILED, why)] * len(places)
         if not lo:
             self._write_headers(places)

@@ -190,6 +190,8 @@ class Handlers:
             context.driver.handle(SessionOpened(session.number, shapes))
             context.pool.learn(spec)
         session.spec = message.spec
+        if context.peers is not None and context.peers.source is not None and message.memory:
+            context.peers.source.compare(message.spec)
         session.memory = message.memory
         session.direct = message.memory and message.direct
         context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())

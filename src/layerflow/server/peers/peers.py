@@ -58,7 +58,7 @@ class Peers:
             for one in peers.attach
         ]
         if self._targets or peers.server_key:
-            self.source = PeerSource(settings, pool, arena, emit, numbers, self._attachment)
+            self.source = PeerSource(settings, pool, arena, emit, numbers, self._attachment, models)
 
     def start(self) -> None:
         """Start the processes and attach, on the running loop."""

@@ -27,10 +27,11 @@ from layerflow.server.peers.offers import Offer, Offers, RemoteLease
 from layerflow.server.tier.fetches import AtPeer, Fetches, PendingFetch
 from layerflow.server.tier.index import NegativeCache
 from layerflow.server.tier.process import HostProcess
+from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Fetched, ToServer
 from layerflow.wire.messages import MAX_PEER_KEYS
-from layerflow.wire.peer_link import Origin, encode_origin
+from layerflow.wire.peer_link import LINK_REST_S, Origin, encode_origin
 
 IMPORTER = "layerflow.hosts.peer.importer:Importer"
 HIDE_S = 30.0
@@ -58,6 +59,7 @@ class PeerSource:
     :param arena: descriptor and size.
     :param emit: gives events to the core.
     :param numbers: of fetches, shared with the tier's.
+    :param models: the specs that workers here are attached with.
     :param attach: makes the connection to a peer.
     """
 
@@ -69,7 +71,9 @@ class PeerSource:
         emit: Callable[[Sequence[Event]], None],
         numbers: Iterator[int],
         attach: Callable[[PeerTarget, PeerSource], Attachment],
+        models: Callable[[], Sequence[ModelSpec]],
     ) -> None:
+        self._models = models
         self._settings, self._pool, self._emit, self._attach = settings, pool, emit, attach
         self.host = HostProcess(IMPORTER, {"timeout_ms": settings().pool.host_timeout_ms}, *arena, self)
         self.host_up = False
@@ -80,6 +84,9 @@ class PeerSource:
         self._offers = Offers()
         self._reading: dict[int, RemoteLease] = {}
         self._failed_reads = NegativeCache()
+        self._resting: dict[Attachment, float] = {}
+        self.differences: dict[tuple[str, str], str] = {}  #: by peer and model: why nothing of its can be read
+        self._compared: dict[tuple[Attachment, int], ModelSpec] = {}
         self._asked: dict[tuple[Attachment, int], tuple[_Question, Sequence[bytes], float]] = {}
         self._numbers = 0
         self._expiry: asyncio.TimerHandle | None = None
@@ -122,7 +129,9 @@ class PeerSource:
         """Which of `keys` do peers lend? Answered once, perhaps at once, by `until` (monotonic seconds)."""
         now = time.monotonic()
         wanted = self._failed_reads.visible(keys, now)[:MAX_PEER_KEYS]
-        able = [peer for peer in self.peers.values() if peer.endpoint() is not None]
+        able = [
+            peer for peer in self.peers.values() if peer.endpoint() is not None and self._resting.get(peer, 0.0) <= now
+        ]
         timeout_s = min(self._settings().peers.lookup_timeout_ms / 1e3, until - now)
         if not wanted or not able or not self.host_up or timeout_s <= 0:
             then(frozenset())
@@ -268,7 +277,31 @@ class PeerSource:
     # Peers ---------------------------------------------------------------------------------------
 
     def peer_up(self, peer: Attachment) -> None:
-        """It can be read from."""
+        """It can be read from: are its models those of this server?"""
+        for spec in self._models():
+            self._compare(peer, spec)
+
+    def compare(self, spec: ModelSpec) -> None:
+        """A worker has attached."""
+        for peer in self.peers.values():
+            if peer.up:
+                self._compare(peer, spec)
+
+    def _compare(self, peer: Attachment, spec: ModelSpec) -> None:
+        self._numbers += 1
+        if peer.send(wire.PeerCompare(self._numbers, spec)):
+            self._compared[peer, self._numbers] = spec
+
+    def _differs(self, peer: Attachment, message: wire.PeerCompared) -> None:
+        spec = self._compared.pop((peer, message.id), None)
+        if spec is None:
+            return
+        name = (peer.target.name, spec.name)
+        if not message.difference:
+            self.differences.pop(name, None)
+        elif self.differences.get(name) != message.difference:
+            self.differences[name] = message.difference
+            log.warning("peer_differs", peer=name[0], model=name[1], difference=message.difference)
 
     def peer_lost(self, peer: Attachment, why: str) -> None:
         """What it has lent counts no more; what it was asked is not answered."""
@@ -277,10 +310,15 @@ class PeerSource:
             self._offers.forget(lease)
         for key in [key for key in self._asked if key[0] is peer]:
             self._settle(*key)
+        for key in [key for key in self._compared if key[0] is peer]:
+            del self._compared[key]
         self._watch_leases()
 
     def peer_said(self, peer: Attachment, message: wire.PeerFound | wire.PeerProgress | wire.PeerCompared) -> None:
         """An answer."""
+        if isinstance(message, wire.PeerCompared):
+            self._differs(peer, message)
+            return
         if not isinstance(message, wire.PeerFound):
             return
         asked = self._asked.get((peer, message.id))
@@ -330,6 +368,7 @@ class PeerSource:
         match message:
             case Fetched():
                 self._time(message)
+                self._rest(message)
                 self._fetches.heard(message)
             case _:
                 self.host_up = self.host.state.state == "up"
@@ -344,6 +383,12 @@ class PeerSource:
         self._calls.clear()
         self._outcomes["fetch_failed"] += self._fetches.coming_objects
         self._emit([HostLost(f"the importer is gone: {why}", (Hop.PEER,))])
+
+    def _rest(self, message: Fetched) -> None:
+        """The link to a peer has failed: the importer reads nothing over it for a while, and lookups hit nothing."""
+        lease = self._reading.get(message.id)
+        if lease is not None and any(failure.outcome == ObjectStatus.FAILED for failure in message.failed):
+            self._resting[lease.peer] = time.monotonic() + LINK_REST_S
 
     def _time(self, message: Fetched) -> None:
         """How long a call has taken, for the cost of a peer's link: calls end in order, one after the other."""
@@ -380,6 +425,9 @@ class PeerSource:
                     "state": peer.state.value,
                     "reason": peer.reason,
                     "attempts": peer.attempts,
+                    "differs": {
+                        model: why for (name, model), why in self.differences.items() if name == peer.target.name
+                    },
                     "leases": sum(1 for _ in self._offers.leases(peer)),
                     "gbps": round(cost.bandwidth / 1e9, 3) if (cost := costs.get(peer.target.name)) else None,
                     "latency_ms": round(cost.latency * 1e3, 3) if cost else None,
