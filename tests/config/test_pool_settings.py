@@ -138,7 +138,17 @@ def test_none_of_it_changes_while_running():
 def test_the_reference_lists_sections_one_after_the_other():
     rows = [row.key for row in reference()]
     order = list(dict.fromkeys(key.rpartition(".")[0] for key in rows))
-    assert order == ["server", "pool", "pool.disk", "pool.memcache", "pool.mooncake", "pool.redis", "transfer", "log"]
+    assert order == [
+        "server",
+        "pool",
+        "pool.disk",
+        "pool.memcache",
+        "pool.mooncake",
+        "pool.redis",
+        "transfer",
+        "pd",
+        "log",
+    ]
     assert "pool.disk" not in rows
     (master,) = (row for row in reference() if row.key == "pool.mooncake.master")
     assert (master.env, master.default) == ("LAYERFLOW_POOL__MOONCAKE__MASTER", '"127.0.0.1:50051"')

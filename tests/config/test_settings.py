@@ -184,7 +184,7 @@ def test_changes_that_need_a_restart_are_named_without_secrets():
 def test_every_transfer_key_is_live_and_the_reference_is_complete():
     rows = {row.key: row for row in reference()}
     live = {key for key, row in rows.items() if row.live}
-    assert live == {key for key in rows if key.startswith("transfer.")} | {"log.level", "log.slow_step_ms"}
+    assert live == {key for key in rows if key.startswith(("transfer.", "pd."))} | {"log.level", "log.slow_step_ms"}
     assert all(row.description.endswith(".") and row.default for row in rows.values())
     assert "of this machine's memory" in rows["pool.size"].default and rows["pool.size"].type == "size"
     assert rows["transfer.step_timeout_ms"].env == "LAYERFLOW_TRANSFER__STEP_TIMEOUT_MS"

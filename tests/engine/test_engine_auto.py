@@ -6,7 +6,8 @@ from fake_agent import FakeAgent, FakePool
 from layerflow.agent import Mode
 from layerflow.engine import Engine
 from layerflow.engine.config import TINY_GQA
-from layerflow.engine.glue import LayerflowConnection, model_spec
+from layerflow.engine.glue import LayerflowConnection
+from layerflow.engine.identity import model_spec
 from layerflow.engine.texts import passage
 
 PROMPT = passage(229)

@@ -8,7 +8,8 @@ from fake_agent import FakeAgent, FakePool
 import layerflow.engine.glue
 from layerflow.engine import Engine
 from layerflow.engine.config import GQA, HYBRID, MLA, TINY_GQA, TINY_HYBRID, TINY_MLA
-from layerflow.engine.glue import LayerflowConnection, model_spec
+from layerflow.engine.glue import LayerflowConnection
+from layerflow.engine.identity import model_spec
 from layerflow.engine.texts import passage
 
 TINY = pytest.mark.parametrize("config", [TINY_GQA, TINY_MLA, TINY_HYBRID], ids=lambda config: config.name)

@@ -95,7 +95,7 @@ def recovered(it: Line) -> None:
     assert eventually(lambda: it.d.agent.lookup("probe", chain).tokens == TOKENS - 1)
     run = it.d.serve(chain)
     assert run.hit.tokens == TOKENS - 1 and it.two.reads["fetched_objects"] > before
-    assert eventually(it.two.settled), (it.two.lends, it.two.reads)
+    assert eventually(it.two.settled, 20), (it.two.lends, it.two.reads)
 
 
 @pytest.mark.parametrize("role", ["exporter", "importer"])
@@ -165,14 +165,14 @@ def test_a_slow_link_kills_no_host(line: Callable[..., Line]) -> None:
     run = it.load(it.stored(), lambda: None, 0)
     assert not run.failed
     assert it.two.reads["importer"]["restarts"] == it.two.lends["exporter"]["restarts"] == 0
-    assert eventually(it.two.settled)
+    assert eventually(it.two.settled, 20)
 
 
 def test_a_lease_that_runs_out_is_renewed_while_it_is_read(line: Callable[..., Line]) -> None:
     it = line(4e6, **{"peers.lease_ms": 1500})
     run = it.load(it.stored(), lambda: None, 0)
     assert not run.failed
-    assert eventually(it.two.settled)
+    assert eventually(it.two.settled, 20)
 
 
 def test_a_lease_that_ends_during_a_read_fails_it(line: Callable[..., Line]) -> None:

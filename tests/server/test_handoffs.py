@@ -153,7 +153,6 @@ def test_layers_arrive_as_they_are_stored(windowed: Pair) -> None:
     assert pair.p_control.open_handoff("h", chain, len(chain))
     run = pair.p.admit(chain, look=False)
     step = pair.p.agent.open_step([run.request()])
-    step.hurry()
     following = Following(pair, "h", chain)
     last = pair.p.spec.num_layers - 1
     groups = [pair.p.group_of(layer) for layer in range(last + 1)]
@@ -197,7 +196,6 @@ def test_a_save_that_is_given_up_fails_its_readers_blocks_at_once(pair: Pair) ->
     assert pair.p_control.open_handoff("h", chain, len(chain))
     run = pair.p.admit(chain, look=False)
     step = pair.p.agent.open_step([run.request()])
-    step.hurry()
     following = Following(pair, "h", chain, timeout_s=600.0)
     for layer in range(2):
         pair.p.compute(run, layer, 0, len(chain))
@@ -219,7 +217,6 @@ def test_room_that_a_reader_still_reads_is_not_given_to_others(pair: Pair) -> No
     assert pair.p_control.open_handoff("h", chain, len(chain))
     run = pair.p.admit(chain, look=False)
     step = pair.p.agent.open_step([run.request()])
-    step.hurry()
     following = Following(pair, "h", chain, timeout_s=600.0)
     pair.p.compute(run, 0, 0, len(chain))
     step.layer_done(0)

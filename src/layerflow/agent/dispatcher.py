@@ -269,6 +269,8 @@ class Dispatcher:
         leases = step.leases
         try:
             step.planned(plan if leases is None else leases.fill(plan), bind)
+            if plan.urgent:
+                self.hurry(step)
         except LayerflowError as error:
             log.error("plan_unusable", step=plan.step, error=str(error))
             self.cut(step, f"plan unusable: {error}")

@@ -1,7 +1,7 @@
 """The engine's whole connection to layerflow, and the example for authors of other engines.
 
 An engine owes the agent five things:
-1. a :class:`~layerflow.spec.ModelSpec` that names whatever changes cached bytes (:func:`model_spec`);
+1. a :class:`~layerflow.spec.ModelSpec` that names whatever changes cached bytes (:func:`.identity.model_spec`);
 2. a lookup before it allocates, and block tables that hold the hit's blocks (:meth:`LayerflowConnection.lookup`);
 3. one open step per forward pass: what to load, what is being computed (:meth:`LayerflowConnection.open_step`);
 4. ``wait_layer(i)`` before anything touches layer i's cache, ``layer_done(i)`` once its new KV is written;
@@ -10,45 +10,23 @@ An engine owes the agent five things:
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import structlog
-import torch
 
 from layerflow.agent import MISS, Agent, Hit, Mode, StepRequest
 from layerflow.agent import NoStep as NothingToMove
 from layerflow.agent import Step as AgentStep
-from layerflow.content import content_of_tensors
-from layerflow.engine.config import EngineConfig
 from layerflow.engine.connection import NoStep, StepHooks
 from layerflow.engine.engine import Engine
+from layerflow.engine.identity import model_spec
 from layerflow.engine.request import Request, TokenSpan
 from layerflow.keys import Chain
-from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane
+from layerflow.spec import DEFAULT_CHUNK_TOKENS
 
 ModeSetting = Literal["auto", "layerwise", "bulk"]
-_BESIDE_THE_CONTENT = ("name", "num_blocks", "max_positions", "step_tokens")  # they change no cached bytes
 log = structlog.get_logger("layerflow.engine")
-
-
-def model_spec(
-    config: EngineConfig, weights: Mapping[str, torch.Tensor], chunk_tokens: int = DEFAULT_CHUNK_TOKENS
-) -> ModelSpec:
-    """What this engine caches, so that any engine with the same bytes computes the same keys."""
-    facts = {name: value for name, value in dataclasses.asdict(config).items() if name not in _BESIDE_THE_CONTENT}
-    groups = tuple(
-        GroupSpec(each.kind, config.block_size, each.layers, tuple(Plane(*plane) for plane in each.planes), each.window)
-        for each in config.groups
-    )
-    return ModelSpec(
-        config.name,
-        content_of_tensors(facts, weights),
-        groups,
-        attention="layerflow-reference/1",
-        chunk_tokens=chunk_tokens,
-    )
 
 
 def attach(
@@ -58,14 +36,18 @@ def attach(
     *,
     mode: ModeSetting = "auto",
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    connect: Callable[[Agent, ModeSetting], LayerflowConnection] | None = None,
     **settings: Any,
 ) -> LayerflowConnection:
     """Register the engine's paged tensors with the server at `endpoint` and let the engine use it.
 
+    :param connect: makes the connection; None = :class:`LayerflowConnection`.
     :param settings: further arguments of :class:`~layerflow.agent.Agent`.
     """
     spec = model_spec(engine.config, engine.model.weights, chunk_tokens)
-    connection = LayerflowConnection(Agent(endpoint, spec, engine.cache.tensors, engine_id, **settings), mode)
+    connection = (connect or LayerflowConnection)(
+        Agent(endpoint, spec, engine.cache.tensors, engine_id, **settings), mode
+    )
     engine.connect(connection)
     return connection
 
@@ -96,13 +78,25 @@ class LayerflowConnection:
         """Ask what can be loaded; a miss too while the server is away."""
         known = self._live.get(request.id)
         chain = known.chain if known else self.agent.chain(request.prompt.tolist())
-        hit = self.agent.lookup(request.transfer_id, chain)
+        hit = self.find(request, chain)
         mode = self.choose(hit, len(request.prompt))
         if hit.tokens and mode is Mode.RECOMPUTE:
             self.agent.drop_lease(request.transfer_id)
             hit = MISS
         self._live[request.id] = _Live(chain, hit, mode)
         return hit.tokens
+
+    def find(self, request: Request, chain: Chain) -> Hit:
+        """What of a prompt can be loaded."""
+        return self.agent.lookup(request.transfer_id, chain)
+
+    def chain_of(self, request: Request) -> Chain:
+        """The digests of a request that was looked up."""
+        return self._live[request.id].chain
+
+    def timeout(self, spans: Sequence[TokenSpan]) -> float | None:
+        """How long a step may wait for its loads; None = as the server says."""
+        return None
 
     def choose(self, hit: Hit, prompt_tokens: int) -> Mode:
         """How to use a hit."""
@@ -116,7 +110,7 @@ class LayerflowConnection:
             return NoStep()
         names = {span.request.transfer_id: span.request.id for span in spans}
         bulk = any(span.load and self._live[span.request.id].mode is Mode.BULK for span in spans)
-        return _LayerflowStep(self.agent, self.agent.open_step(asked), bulk, names)
+        return _LayerflowStep(self.agent, self.agent.open_step(asked, self.timeout(spans)), bulk, names)
 
     def _ask(self, span: TokenSpan) -> StepRequest:
         request = span.request

@@ -25,6 +25,7 @@ from layerflow.flow.arrivals.fetches import (
 from layerflow.flow.arrivals.follows import (
     advance_follows,
     commit_follows,
+    lend_follow,
     lose_follow,
     lose_followed,
     move_follow,
@@ -51,6 +52,7 @@ from layerflow.flow.events import (
     FetchFailed,
     FetchLeased,
     FetchOpened,
+    FollowLent,
     FollowLost,
     FollowMoved,
     FollowOpened,
@@ -91,7 +93,7 @@ def _conclude(state: State, out: list[Command]) -> None:
         # What is stored is told of before the commit that follows from the last of it.
         for save in state.advanced:
             follow_save(state, save, out)
-            advance_follows(state, save)
+            advance_follows(state, save, out)
         state.advanced.clear()
         severed, state.severed = state.severed, []
         for save, parts, reason in severed:
@@ -132,6 +134,7 @@ class Flow:
             FetchFailed: partial(fail_fetch, self._state),
             FetchLeased: partial(lease_fetch, self._state),
             FollowOpened: partial(open_follow, self._state),
+            FollowLent: partial(lend_follow, self._state),
             FollowMoved: partial(move_follow, self._state),
             FollowLost: partial(lose_follow, self._state),
             WriteOpened: partial(open_write, self._state),

@@ -19,6 +19,7 @@ from layerflow.flow.commands import (
     Cancel,
     Command,
     Commit,
+    LayersStored,
     LoadFailed,
     LoadsDone,
     ObjectsLost,
@@ -216,7 +217,7 @@ class Driver:
                 del self._books[command.session, command.step]
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
-            case Arrived(fetch=number) | Vacate(fetch=number) if number < 0:
+            case Arrived(fetch=number) | Vacate(fetch=number) | LayersStored(follow=number) if number < 0:
                 self.follows.obey(command)
             case ObjectsLost(transfer=number) | TransferDone(transfer=number) if number < 0:
                 self.follows.obey(command)

@@ -97,6 +97,7 @@ class Server:
                 send=self._send_to,
                 emit=self._tier_news,
                 numbers=numbers,
+                storing=(self.handoffs, self.driver.follows),
             )
         sources = None
         if self.tier is not None or (self.peers is not None and self.peers.source is not None):

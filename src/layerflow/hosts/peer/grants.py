@@ -94,6 +94,12 @@ class Grants:
                 pairs = zip(unpack_u32(message.positions), unpack_u64(message.stored), strict=True)
                 for position, stored in pairs:
                     grant.stored[position] = max(grant.stored[position], stored)
+                self._changed.notify_all()
+
+    def wait(self, grant: Grant, position: int, end: int) -> None:
+        """A reader may have heard of a layer before its owner's word came here: wait for that, for a while."""
+        with self._changed:
+            self._changed.wait_for(lambda: grant.withdrawn or grant.stored[position] >= end, LEND_S)
 
     def withdraw(self, lease: int) -> None:
         """Nothing of it is read any more: what reads it now is hung up on."""
@@ -102,6 +108,7 @@ class Grants:
             if grant is not None:
                 del self._by_token[grant.token]
                 grant.withdrawn = True
+                self._changed.notify_all()
                 for connection in grant.reading:
                     with contextlib.suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)

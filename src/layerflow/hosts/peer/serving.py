@@ -17,6 +17,7 @@ from layerflow.wire.peer_link import (
     HELLO,
     ITEM,
     MAX_LINK_ITEMS,
+    NOT_YET,
     READ,
     REQUEST,
     REQUEST_MAGIC,
@@ -133,6 +134,9 @@ class Links:
         """Send the tail of the item before and this one; its own tail, to be sent before the next."""
         position, start, length = item
         status = GONE if grant is None else grant.check(self._view, position, start, length)
+        if grant is not None and status == NOT_YET:
+            self._grants.wait(grant, position, start + length)
+            status = grant.check(self._view, position, start, length)
         if grant is None or status != READ:
             send(connection, [trailer, HEAD.pack(position, status, 0)])
             return b""

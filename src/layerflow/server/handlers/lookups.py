@@ -13,7 +13,9 @@ from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
 from layerflow.server.handlers.following import Asked, FollowLookups
+from layerflow.server.handlers.remote import RemoteLookups
 from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
+from layerflow.server.peers.questions import PeerAnswer
 from layerflow.server.sessions import ClientSession
 from layerflow.server.turns import Work
 from layerflow.spec import ModelSpec
@@ -40,6 +42,7 @@ class Lookups:
         self._context = context
         self._guarded = guarded
         self._following = FollowLookups(context, self, self._go_on)
+        self._remote = RemoteLookups(context, self, self._go_on)
 
     def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
         if session.spec is None:
@@ -77,6 +80,9 @@ class Lookups:
             self._written(session, message, digests, most_ms)
             return
         self._check_leases(session, message.request, limits.max_leases)
+        if message.handoff and message.servers:
+            yield from self._remote.look_up(session, Asked(message, digests, blocks))
+            return
         if message.handoff:
             yield from self._following.look_up(session, Asked(message, digests, blocks))
             return
@@ -90,6 +96,20 @@ class Lookups:
         """Answer with a hit of a hand-off."""
         heard = time.monotonic()
         yield from self._find(session, asked.message, asked.digests, heard, search, following=True)
+
+    def lent(self, session: ClientSession, asked: Asked, answer: PeerAnswer) -> Work:
+        """Answer with a hit of what is here and what peers lend."""
+        yield from self._reach(
+            session,
+            asked.message,
+            lookup=asked.message,
+            digests=asked.digests,
+            found=answer.found,
+            heard=time.monotonic(),
+            blocks=asked.blocks,
+            reason=answer.reason,
+            following=answer.open,
+        )
 
     def _look(
         self,
@@ -178,6 +198,7 @@ class Lookups:
         heard: float,
         blocks: BlockDigests,
         reason: str,
+        following: bool = False,
     ) -> Work:
         """The tier has answered: what the hit needs of it is fetched from now on."""
         pool, tier, spec = self._context.pool, self._context.tier, session.spec
@@ -191,7 +212,7 @@ class Lookups:
         search = functools.partial(
             find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, blocks=blocks, direct=direct
         )
-        yield from self._find(session, lookup, digests, heard, search, reason=reason)
+        yield from self._find(session, lookup, digests, heard, search, following=following, reason=reason)
 
     def _find(
         self,

@@ -368,9 +368,9 @@ class Handoffs:
             oldest = self._over.popleft()
             if self._by_name.get(oldest.name) is oldest:
                 del self._by_name[oldest.name]
-        report = log.debug if status is HandoffStatus.RELEASED else log.info
         names = {"handoff": handoff.name, "engine": handoff.engine}
-        report("handoff_over", **names, was=before.value, state=status.value, reason=reason)
+        if status is not HandoffStatus.RELEASED:
+            log.info("handoff_over", **names, was=before.value, state=status.value, reason=reason)
         self._tell(handoff)
 
     def _pass_on(self, key: bytes, handoff: Handoff) -> bool:

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import structlog
 
@@ -22,19 +23,21 @@ from layerflow.errors import ProtocolError
 from layerflow.objects import HEADER_BYTES, payload_bytes
 from layerflow.pool.base import Located, Pool
 from layerflow.server.handoffs.contents import first_difference
+from layerflow.server.handoffs.follows import Follows
+from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
+from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.exporting import Exporting
+from layerflow.server.peers.open_objects import OpenObject, OpenObjects
 from layerflow.server.sessions import Address
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
-from layerflow.wire.host_messages import Lend, Withdraw, pack_u32, pack_u64, split_keys
+from layerflow.wire.host_messages import Extend, Lend, Withdraw, pack_u32, pack_u64, split_keys
 from layerflow.wire.messages import Message
-
-_NOWHERE = Located(0, 0, 0)
 
 log = structlog.get_logger("layerflow.server.peers")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
     """:param nbytes: that it pins. :param timer: ends it."""
 
@@ -79,11 +82,22 @@ class Lending:
         view: memoryview,
         models: Callable[[], Sequence[ModelSpec]],
         send: Callable[[Address, Message], object],
+        handoffs: Handoffs,
+        follows: Follows,
     ) -> None:
         self._settings, self._pool, self._view, self._send, self._models = settings, pool, view, send, models
         self._arena_bytes = arena[1]
         self.incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
         self.readers: dict[Address, Reader] = {}
+        self._handoffs = handoffs
+        self._open = OpenObjects(
+            pool,
+            follows,
+            models,
+            extend=self._extend,
+            tell=lambda lease, message: self._send(lease.reader.address, message),
+            end=self._end,
+        )
         self._ending: dict[int, Lease] = {}
         self._numbers = 0
         self._lent_bytes = 0
@@ -198,20 +212,55 @@ class Lending:
             raise ProtocolError(f"lease_ms = {message.lease_ms} should be 1 to server.max_deadline_s")
         if len(reader.leases) >= peers.max_leases:
             raise ProtocolError(f"peers.max_leases = {peers.max_leases} leases are held; release some")
-        keys = split_keys(message.keys)
         reader.lookups += 1
-        lease = Lease(self._numbers + 1, reader, message.lease_ms / 1e3)
-        places, reason = self._pin(keys, lease) if self.exporting.endpoints else ([None] * len(keys), "no exporter")
-        token = secrets.token_bytes(wire.PEER_TOKEN_BYTES)
-        if not any(places):
-            self._answer(reader, message, 0, b"", 0, places, reason)
+        if not message.handoff:
+            self._lend(reader, message, None, "")
+        elif not 0 < message.wait_ms <= server.max_deadline_s * 1e3:
+            raise ProtocolError(f"wait_ms = {message.wait_ms} should be 1 to server.max_deadline_s")
+        else:
+            until = time.monotonic() + message.wait_ms / 1e3
+            self._hand_off(reader, message, self._handoffs.announce(message.handoff, until), until)
+
+    def _hand_off(self, reader: Reader, message: wire.PeerLookup, handoff: Handoff, until: float) -> None:
+        """Answer once the hand-off is more than announced."""
+        if handoff.status is HandoffStatus.ANNOUNCED and time.monotonic() < until:
+            loop = asyncio.get_running_loop()
+
+            def changed(told: Handoff) -> None:
+                timer.cancel()
+                self._handoffs.unwatch(handoff, changed)
+                if self.readers.get(reader.address) is reader:
+                    self._hand_off(reader, message, told, until)
+
+            timer = loop.call_later(max(0.0, until - time.monotonic()), changed, handoff)
+            self._handoffs.watch(handoff, changed)
             return
-        self._numbers += 1
-        self._set_timer(lease)
-        reader.leases[lease.number] = lease
-        self.lent_objects += sum(place is not None for place in places)
-        self.exporting.send(self._lend(lease.number, token, keys, places))
-        self._answer(reader, message, lease.number, token, message.lease_ms, places, reason)
+        if handoff.status.readable:
+            self._handoffs.claim(handoff, time.monotonic(), message.lease_ms / 1e3)
+            self._lend(reader, message, handoff.spec, "")
+        else:
+            self._lend(reader, message, None, handoff.story())
+
+    def _lend(self, reader: Reader, message: wire.PeerLookup, storing: ModelSpec | None, reason: str) -> None:
+        """Lend what is there, and answer.
+
+        :param storing: of the engine whose objects are lent before they are whole, too.
+        """
+        keys = split_keys(message.keys)
+        lease = Lease(self._numbers + 1, reader, message.lease_ms / 1e3)
+        whole, why = self._pin(keys, lease) if self.exporting.endpoints else ([None] * len(keys), "no exporter")
+        still = {key: at for at, key in enumerate(keys) if whole[at] is None}
+        pending = self._open.lend(lease, still, storing) if storing is not None and self.exporting.endpoints else {}
+        items = [_item(self._view, key, place, pending.get(key)) for key, place in zip(keys, whole, strict=True)]
+        token = b""
+        if any(item.state != wire.MISSING for item in items):
+            self._numbers += 1
+            self._set_timer(lease)
+            reader.leases[lease.number] = lease
+            self.lent_objects += sum(item.state != wire.MISSING for item in items)
+            token = secrets.token_bytes(wire.PEER_TOKEN_BYTES)
+            self.exporting.send(_lent(lease.number, token, items))
+        self._send(reader.address, _found(message, lease.number if token else 0, token, items, reason or why))
 
     def _pin(self, keys: Sequence[bytes], lease: Lease) -> tuple[list[Located | None], str]:
         """Pin what is whole here, as far as the share allows; what was left out, and why."""
@@ -240,44 +289,6 @@ class Lending:
             self._pool.release(lease.owner, over)
         return places, reason
 
-    def _lend(self, lease: int, token: bytes, keys: Sequence[bytes], places: Sequence[Located | None]) -> Lend:
-        """What the exporter is told: places of all keys, so that positions are those of the lookup."""
-        there = [place if place is not None else _NOWHERE for place in places]
-        sizes = pack_u64([self._nbytes(place) for place in there])
-        offsets, blocks = pack_u64([place.offset for place in there]), pack_u32([place.blocks for place in there])
-        return Lend(lease, token, b"".join(keys), offsets, sizes, blocks, sizes)
-
-    def _answer(
-        self,
-        reader: Reader,
-        message: wire.PeerLookup,
-        lease: int,
-        token: bytes,
-        lease_ms: int,
-        places: Sequence[Located | None],
-        reason: str,
-    ) -> None:
-        count, there = len(places), [place if place is not None else _NOWHERE for place in places]
-        self._send(
-            reader.address,
-            wire.PeerFound(
-                message.id,
-                lease,
-                token,
-                lease_ms,
-                bytes(wire.MISSING if place is None else wire.STORED for place in places),
-                pack_u64([self._nbytes(place) for place in there]),
-                pack_u32([place.blocks for place in there]),
-                pack_u32([place.tokens for place in there]),
-                pack_u32([0] * count),
-                pack_u32([0] * count),
-                reason,
-            ),
-        )
-
-    def _nbytes(self, place: Located) -> int:
-        return HEADER_BYTES + payload_bytes(self._view, place.offset) if place.blocks else 0
-
     def _set_timer(self, lease: Lease) -> None:
         if lease.timer is not None:
             lease.timer.cancel()
@@ -302,6 +313,7 @@ class Lending:
         lease = self._ending.pop(number, None)
         if lease is not None:
             self._lent_bytes -= lease.nbytes
+            self._open.drop(lease)
             self._pool.release(lease.owner)
 
     def _exporter_lost(self) -> None:
@@ -310,6 +322,9 @@ class Lending:
                 self._end(lease)
         for number in list(self._ending):
             self._quiet(number)
+
+    def _extend(self, message: Extend) -> None:
+        self.exporting.send(message)
 
     # Welcome -------------------------------------------------------------------------------------
 
@@ -330,3 +345,58 @@ class Lending:
                 self.exporting.endpoints,
             ),
         )
+
+
+class _Item(NamedTuple):
+    """One key of a lookup, as it is lent; sizes in bytes. :param stored: of these so many may be read."""
+
+    key: bytes
+    state: int
+    offset: int = 0
+    nbytes: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    layers: int = 0
+    save: int = 0
+    stored: int = 0
+
+
+def _item(view: memoryview, key: bytes, place: Located | None, pending: OpenObject | None) -> _Item:
+    if place is not None:
+        nbytes = HEADER_BYTES + payload_bytes(view, place.offset)
+        return _Item(key, wire.STORED, place.offset, nbytes, place.blocks, place.tokens, 0, 0, nbytes)
+    if pending is not None:
+        stored = pending.bytes_of(pending.layers)
+        return _Item(
+            key, wire.OPEN, pending.offset, pending.nbytes, pending.blocks, 0, pending.layers, pending.save, stored
+        )
+    return _Item(key, wire.MISSING)
+
+
+def _lent(lease: int, token: bytes, items: Sequence[_Item]) -> Lend:
+    """What the exporter is told: of all keys, so that positions are those of the lookup."""
+    return Lend(
+        lease,
+        token,
+        b"".join(item.key for item in items),
+        pack_u64([item.offset for item in items]),
+        pack_u64([item.nbytes for item in items]),
+        pack_u32([item.blocks if item.state == wire.STORED else 0 for item in items]),
+        pack_u64([item.stored for item in items]),
+    )
+
+
+def _found(message: wire.PeerLookup, lease: int, token: bytes, items: Sequence[_Item], reason: str) -> wire.PeerFound:
+    return wire.PeerFound(
+        message.id,
+        lease,
+        token,
+        message.lease_ms if lease else 0,
+        bytes(item.state for item in items),
+        pack_u64([item.nbytes for item in items]),
+        pack_u32([item.blocks for item in items]),
+        pack_u32([item.tokens for item in items]),
+        pack_u32([item.layers for item in items]),
+        pack_u32([item.save for item in items]),
+        reason,
+    )

@@ -19,6 +19,8 @@ class RemoteLease:
 
     :param until: monotonic seconds.
     :param fetches: numbers of the fetches that read it.
+    :param brought: keys that fetches have been begun for.
+    :param layers: of open objects, by position, how many leading layers are stored.
     """
 
     peer: Attachment
@@ -28,6 +30,14 @@ class RemoteLease:
     until: float
     fetches: set[int] = field(default_factory=set)
     offers: dict[bytes, Offer] = field(default_factory=dict)
+    layers: dict[int, int] = field(default_factory=dict)
+    brought: set[bytes] = field(default_factory=set)
+
+    def progressed(self, positions: Sequence[int], layers: int) -> None:
+        """More of these open objects is stored."""
+        for position in positions:
+            if position in self.layers:
+                self.layers[position] = max(self.layers[position], layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +49,6 @@ class Offer:
     nbytes: int
     blocks: int
     open: bool = False
-    layers: int = 0
     save: int = 0
 
 
@@ -78,8 +87,10 @@ class Offers:
         for at, state in enumerate(states):
             if state == wire.MISSING:
                 continue
-            offer = Offer(lease, at, nbytes[at], blocks[at], state == wire.OPEN, layers[at], saves[at])
+            offer = Offer(lease, at, nbytes[at], blocks[at], state == wire.OPEN, saves[at])
             lease.offers[keys[at]] = offer
+            if offer.open:
+                lease.layers[at] = layers[at]
             self._by_key.setdefault(keys[at], offer)
         self._leases[peer, lease.number] = lease
         return lease

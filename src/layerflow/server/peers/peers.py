@@ -14,6 +14,8 @@ from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, ProtocolError
 from layerflow.flow.events import Event
 from layerflow.pool.base import Pool
+from layerflow.server.handoffs.follows import Follows
+from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.attachment import Attachment, PeerTarget
 from layerflow.server.peers.lending import Lending, Reader
 from layerflow.server.peers.source import PeerSource
@@ -31,6 +33,7 @@ class Peers:
     :param models: the specs that workers here are attached with.
     :param send: to a client of the control sockets. :param emit: gives events to the core.
     :param numbers: of fetches, shared with the tier's.
+    :param storing: hand-offs, and what is followed.
     :raises ConfigError: a tcp peer is named, and this server has no key of its own.
     """
 
@@ -46,12 +49,13 @@ class Peers:
         send: Callable[[Address, Message], object],
         emit: Callable[[Sequence[Event]], None],
         numbers: Iterator[int],
+        storing: tuple[Handoffs, Follows],
     ) -> None:
         self._settings, self._context = settings, context
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
         self.name = f"{socket.gethostname()}/{os.getpid()}"
         peers = settings().peers
-        self.lending = Lending(settings, pool, arena, view, models, send) if peers.serve else None
+        self.lending = Lending(settings, pool, arena, view, models, send, *storing) if peers.serve else None
         self.source: PeerSource | None = None
         self._targets = [
             PeerTarget(name=one.name, address=one.address, link=one.link, keys=self._keys(one.address, one.server_key))

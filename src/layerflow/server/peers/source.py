@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import structlog
 
 from layerflow.config.settings import Settings
-from layerflow.errors import ProtocolError
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.cost.estimators import LinkModel
-from layerflow.flow.events import Event, FetchFailed, Hop, HostLost
+from layerflow.flow.events import Event, FetchAvailable, FetchFailed, Hop, HostLost
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.pool.base import NewObject, Pool
 from layerflow.server.peers.attachment import Attachment, PeerTarget
-from layerflow.server.peers.offers import Offer, Offers, RemoteLease
+from layerflow.server.peers.comparison import Comparison
+from layerflow.server.peers.offers import MARGIN, Offer, Offers, RemoteLease
+from layerflow.server.peers.questions import PeerAnswer, PeerQuestions
 from layerflow.server.tier.fetches import AtPeer, Fetches, PendingFetch
 from layerflow.server.tier.index import NegativeCache
 from layerflow.server.tier.process import HostProcess
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
+from layerflow.wire.codec import unpack_u32
 from layerflow.wire.host_messages import Fetched, ToServer
 from layerflow.wire.messages import MAX_PEER_KEYS
 from layerflow.wire.peer_link import LINK_REST_S, Origin, encode_origin
@@ -36,21 +38,12 @@ from layerflow.wire.peer_link import LINK_REST_S, Origin, encode_origin
 IMPORTER = "layerflow.hosts.peer.importer:Importer"
 HIDE_S = 30.0
 """How long an object whose read failed is not asked for."""
+ATTACH_POLL_S = 0.02
+"""How often a lookup with a hand-off looks whether its server is attached by now."""
 RENEW_S = 0.5
 """A lease that is read and has no more of its time than this share is prolonged."""
 
 log = structlog.get_logger("layerflow.server.peers")
-
-
-@dataclass(slots=True)
-class _Question:
-    """A lookup that peers were asked about. :param waiting: (peer, number) of those that have not answered."""
-
-    then: Callable[[frozenset[bytes]], None]
-    keys: frozenset[bytes]
-    timer: asyncio.TimerHandle | None = None
-    waiting: set[tuple[Attachment, int]] = field(default_factory=set)
-    found: set[bytes] = field(default_factory=set)
 
 
 class PeerSource:
@@ -73,7 +66,6 @@ class PeerSource:
         attach: Callable[[PeerTarget, PeerSource], Attachment],
         models: Callable[[], Sequence[ModelSpec]],
     ) -> None:
-        self._models = models
         self._settings, self._pool, self._emit, self._attach = settings, pool, emit, attach
         self.host = HostProcess(IMPORTER, {"timeout_ms": settings().pool.host_timeout_ms}, *arena, self)
         self.host_up = False
@@ -85,15 +77,12 @@ class PeerSource:
         self._reading: dict[int, RemoteLease] = {}
         self._failed_reads = NegativeCache()
         self._resting: dict[Attachment, float] = {}
-        self.differences: dict[tuple[str, str], str] = {}  #: by peer and model: why nothing of its can be read
-        self._compared: dict[tuple[Attachment, int], ModelSpec] = {}
-        self._asked: dict[tuple[Attachment, int], tuple[_Question, Sequence[bytes], float]] = {}
-        self._numbers = 0
+        self._questions = PeerQuestions(self._offers, self._release)
+        self.comparison = Comparison(models)
         self._expiry: asyncio.TimerHandle | None = None
         self._outcomes: Counter[str] = Counter()
         self.links: dict[str, LinkModel] = {}
         self._calls: deque[tuple[int, int, str, float]] = deque()
-        self.lookups = self.lookup_keys = self.unanswered = 0
 
     def start(self) -> None:
         """Start the importer and attach to the servers that the settings name."""
@@ -128,40 +117,57 @@ class PeerSource:
     def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float) -> None:
         """Which of `keys` do peers lend? Answered once, perhaps at once, by `until` (monotonic seconds)."""
         now = time.monotonic()
+        timeout_s = min(self._settings().peers.lookup_timeout_ms / 1e3, until - now)
+        able = self._able(now)
         wanted = self._failed_reads.visible(keys, now)[:MAX_PEER_KEYS]
-        able = [
+        if not wanted or not able or timeout_s <= 0:
+            then(frozenset())
+            return
+        lease_ms = self._settings().peers.lease_ms
+
+        def answered(answer: PeerAnswer) -> None:
+            self._watch_leases()
+            then(answer.found)
+
+        self._questions.ask(able, wanted, answered, timeout_s=timeout_s, lease_ms=lease_ms)
+
+    def _able(self, now: float) -> list[Attachment]:
+        """Peers that can be read from now."""
+        if not self.host_up:
+            return []
+        return [
             peer for peer in self.peers.values() if peer.endpoint() is not None and self._resting.get(peer, 0.0) <= now
         ]
-        timeout_s = min(self._settings().peers.lookup_timeout_ms / 1e3, until - now)
-        if not wanted or not able or not self.host_up or timeout_s <= 0:
-            then(frozenset())
-            return
-        question = _Question(then, frozenset(wanted))
-        packed, lease_ms = b"".join(wanted), self._settings().peers.lease_ms
-        for peer in able:
-            assert peer.welcome is not None
-            self._numbers += 1
-            if peer.send(wire.PeerLookup(self._numbers, peer.welcome.incarnation, packed, lease_ms)):
-                question.waiting.add((peer, self._numbers))
-                self._asked[peer, self._numbers] = question, wanted, now
-        self.lookups += 1
-        self.lookup_keys += len(wanted)
-        if not question.waiting:
-            then(frozenset())
-            return
-        question.timer = asyncio.get_running_loop().call_later(timeout_s, self._too_late, question)
 
-    def _too_late(self, question: _Question) -> None:
-        self.unanswered += 1
-        question.timer = None
-        self._answer(question)
+    def ask_handoff(
+        self,
+        servers: Sequence[Attachment],
+        keys: Sequence[bytes],
+        handoff: str,
+        then: Callable[[PeerAnswer], None],
+        until: float,
+    ) -> None:
+        """What do these servers lend of a hand-off, stored or still to be? Answered once, by `until`.
 
-    def _answer(self, question: _Question) -> None:
-        if question.timer is not None:
-            question.timer.cancel()
-        # What is heard of later is not asked for any more: its leases are given back then.
-        question.waiting.clear()
-        question.then(frozenset(question.found))
+        A server that is not attached yet is waited for.
+        """
+        able = [peer for peer in self._able(time.monotonic()) if peer in servers]
+        left = until - time.monotonic()
+        if left <= 0:
+            then(PeerAnswer(frozenset(), reason="its server cannot be read from in time"))
+        elif len(able) < len(servers):
+            again = functools.partial(self.ask_handoff, servers, keys, handoff, then, until)
+            asyncio.get_running_loop().call_later(min(ATTACH_POLL_S, left), again)
+        else:
+
+            def answered(answer: PeerAnswer) -> None:
+                self._watch_leases()
+                then(answer)
+
+            lease_ms = self._settings().peers.lease_ms
+            self._questions.ask(
+                able, list(keys)[:MAX_PEER_KEYS], answered, timeout_s=left, lease_ms=lease_ms, handoff=handoff
+            )
 
     def forgo(self, keys: Sequence[bytes]) -> None:
         """These are had from elsewhere."""
@@ -198,10 +204,13 @@ class PeerSource:
             if endpoint is None:
                 continue
             origin = Origin(lease.peer.target.name, endpoint.link, endpoint.address, endpoint.incarnation, lease.token)
+            open_layers = [lease.layers[at] for new in mine if (at := lease.offers[new.key].position) in lease.layers]
+            available = min(open_layers, default=-1)
             positions = {new.key: lease.offers[new.key].position for new in mine}
-            number = self._fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions))
+            number = self._fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions, available))
             if number:
                 lease.fetches.add(number)
+                lease.brought.update(positions)
                 self._reading[number] = lease
                 self._watch_leases()
 
@@ -230,7 +239,8 @@ class PeerSource:
         lease = self._reading.pop(number, None)
         if lease is not None:
             lease.fetches.discard(number)
-            if not lease.fetches:
+            # What was offered and is not fetched yet may be what a step brings: a tail, say.
+            if not lease.fetches and lease.brought.issuperset(lease.offers):
                 self._release(lease)
 
     def _release(self, lease: RemoteLease) -> None:
@@ -278,88 +288,67 @@ class PeerSource:
 
     def peer_up(self, peer: Attachment) -> None:
         """It can be read from: are its models those of this server?"""
-        for spec in self._models():
-            self._compare(peer, spec)
+        self.comparison.peer_up(peer)
 
     def compare(self, spec: ModelSpec) -> None:
         """A worker has attached."""
         for peer in self.peers.values():
             if peer.up:
-                self._compare(peer, spec)
-
-    def _compare(self, peer: Attachment, spec: ModelSpec) -> None:
-        self._numbers += 1
-        if peer.send(wire.PeerCompare(self._numbers, spec)):
-            self._compared[peer, self._numbers] = spec
-
-    def _differs(self, peer: Attachment, message: wire.PeerCompared) -> None:
-        spec = self._compared.pop((peer, message.id), None)
-        if spec is None:
-            return
-        name = (peer.target.name, spec.name)
-        if not message.difference:
-            self.differences.pop(name, None)
-        elif self.differences.get(name) != message.difference:
-            self.differences[name] = message.difference
-            log.warning("peer_differs", peer=name[0], model=name[1], difference=message.difference)
+                self.comparison.compare(peer, spec)
 
     def peer_lost(self, peer: Attachment, why: str) -> None:
         """What it has lent counts no more; what it was asked is not answered."""
         for lease in self._offers.leases(peer):
             self._give_up(lease, f"peer {peer.target.name} is lost: {why}")
             self._offers.forget(lease)
-        for key in [key for key in self._asked if key[0] is peer]:
-            self._settle(*key)
-        for key in [key for key in self._compared if key[0] is peer]:
-            del self._compared[key]
+        self._questions.lost(peer, why)
+        self.comparison.lost(peer)
         self._watch_leases()
 
     def peer_said(self, peer: Attachment, message: wire.PeerFound | wire.PeerProgress | wire.PeerCompared) -> None:
-        """An answer."""
-        if isinstance(message, wire.PeerCompared):
-            self._differs(peer, message)
-            return
-        if not isinstance(message, wire.PeerFound):
-            return
-        asked = self._asked.get((peer, message.id))
-        if asked is None:
-            return
-        question, keys, asked_at = asked
-        if message.lease:
-            lease = self._offers.add(peer, keys, message, asked_at)
-            if (peer, message.id) in question.waiting:
-                question.found |= lease.offers.keys()
-                self._watch_leases()
-            else:
-                self._release(lease)  # too late
-        elif len(message.states) != len(keys):
-            raise ProtocolError(f"{len(message.states)} states for {len(keys)} keys")
-        self._settle(peer, message.id)
+        """An answer, or news."""
+        match message:
+            case wire.PeerFound():
+                self._questions.answered(peer, message)
+            case wire.PeerCompared():
+                self.comparison.answered(peer, message)
+            case wire.PeerProgress():
+                self._progress(peer, message)
 
     def peer_refused(self, peer: Attachment, number: int, why: str) -> None:
         """A question was not answered."""
-        log.warning("peer_refused", peer=peer.target.name, reason=why)
-        self._settle(peer, number)
+        self._questions.refused(number, why)
+
+    def _progress(self, peer: Attachment, message: wire.PeerProgress) -> None:
+        """Open objects of a lease: more of them is stored, or they will not be."""
+        lease = self._offers.lease(peer, message.lease)
+        if lease is None:
+            return
+        if message.reason:
+            self._give_up(lease, f"peer {peer.target.name}: {message.reason}")
+            self._offers.forget(lease)
+            return
+        lease.progressed(
+            unpack_u32(message.positions, len(message.positions) // 4, "positions").tolist(), message.layers
+        )
+        for number in list(lease.fetches):
+            layers = self._layers_stored(lease, number)
+            if layers >= 0:
+                self._emit([FetchAvailable(number, layers)])
+
+    def _layers_stored(self, lease: RemoteLease, fetch: int) -> int:
+        """Of all objects of a fetch; -1 = all of them, from the beginning."""
+        keys = [new.key for new in self._fetches.objects_of(fetch)]
+        return min((lease.layers[at] for key in keys if (at := lease.offers[key].position) in lease.layers), default=-1)
 
     def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
         """These last longer."""
         for number in leases:
             lease = self._offers.lease(peer, number)
             if lease is not None:
-                lease.until = max(lease.until, sent + 0.9 * lease.lease_s)
+                lease.until = max(lease.until, sent + MARGIN * lease.lease_s)
         if leases:
             self._watch_leases()
-
-    def _settle(self, peer: Attachment, number: int) -> None:
-        """One peer has answered one question, or never will."""
-        asked = self._asked.pop((peer, number), None)
-        if asked is None:
-            return
-        question = asked[0]
-        if (peer, number) in question.waiting:
-            question.waiting.discard((peer, number))
-            if not question.waiting:
-                self._answer(question)
 
     # The importer --------------------------------------------------------------------------------
 
@@ -411,9 +400,9 @@ class PeerSource:
             "fetched_objects": self._fetches.fetched_objects,
             "fetched_bytes": self._fetches.fetched_bytes,
             "fetches_without_room": self._fetches.refused,
-            "lookups": self.lookups,
-            "lookup_keys": self.lookup_keys,
-            "unanswered_lookups": self.unanswered,
+            "lookups": self._questions.lookups,
+            "lookup_keys": self._questions.keys,
+            "unanswered_lookups": self._questions.unanswered,
             "failures": dict(self._outcomes),
             "importer": dataclasses.asdict(self.host.state),
             "importer_figures": dict(self.host.statistics),
@@ -425,9 +414,7 @@ class PeerSource:
                     "state": peer.state.value,
                     "reason": peer.reason,
                     "attempts": peer.attempts,
-                    "differs": {
-                        model: why for (name, model), why in self.differences.items() if name == peer.target.name
-                    },
+                    "differs": dict(self.comparison.differences.get(peer.target.name, {})),
                     "leases": sum(1 for _ in self._offers.leases(peer)),
                     "gbps": round(cost.bandwidth / 1e9, 3) if (cost := costs.get(peer.target.name)) else None,
                     "latency_ms": round(cost.latency * 1e3, 3) if cost else None,

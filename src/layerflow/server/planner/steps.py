@@ -194,7 +194,8 @@ def plan_step(
         events += follows.adopted((session.number, message.step), group, saved)
     # Objects that other ranks load too stay leased for them, until the lease ends.
     loaded = [(wanted.request, wanted.keys) for wanted in loads if spec.shard.copy_of(wanted.group).copies == 1]
-    plan = Plan(message.step, load_plan, save_plan, covered)
+    urgent = any(part.promised for part in save_parts)
+    plan = Plan(message.step, load_plan, save_plan, covered, urgent)
     return Opening(events, plan, book, loaded, full, len(bad))
 
 

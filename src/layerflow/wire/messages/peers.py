@@ -40,12 +40,13 @@ class PeerHello(Message, frozen=True, tag=20):
 
 
 class PeerLookup(Message, frozen=True, tag=21):
-    """Which of these can be read? Answered by PeerFound, at once.
+    """Which of these can be read? Answered by PeerFound.
 
     :param incarnation: of the owner, as the reader knows it.
     :param handoff: what they belong to; empty = nothing in particular.
     :param lease_ms: what is found stays in place so long, from when the owner answers.
-    :param open: offer objects that are being saved, too.
+    :param wait_ms: with a hand-off: what is still to be stored is offered too, once the hand-off is open; the answer
+        comes then, at the latest after so long. What is found is then the hand-off's business.
     """
 
     id: int
@@ -53,7 +54,7 @@ class PeerLookup(Message, frozen=True, tag=21):
     keys: Keys
     lease_ms: int
     handoff: Name = ""
-    open: bool = False
+    wait_ms: int = 0
 
 
 class PeerRelease(Message, frozen=True, tag=22):

@@ -106,12 +106,16 @@ class Covered(Message, frozen=True):
 
 class Plan(Message, frozen=True, tag=104):
     """The answer to OpenStep: parts in the order of the request. Blocks of objects that are NOWHERE are not
-    numbered; a load object that is NOWHERE has failed."""
+    numbered; a load object that is NOWHERE has failed.
+
+    :param urgent: another engine waits for what is saved: each layer leaves as soon as it is computed.
+    """
 
     step: int
     loads: list[PlanPart]
     saves: list[PlanPart]
     covered: list[Covered] = []
+    urgent: bool = False
 
 
 class Batch(Message, frozen=True):

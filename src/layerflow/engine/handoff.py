@@ -1,0 +1,80 @@
+"""Prefill and decode in engines of their own, as an example: what each side adds to its connection.
+
+Both engines get the same prompt under the same request id, which names the hand-off. The prefill engine opens it before
+the prompt's first step and ends it when the prompt is computed; the decode engine looks it up by name, and loads each
+layer as the other one stores it. What fails is looked up once more, as any prompt, and computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from layerflow.agent import Agent, Follow, Hit, Mode
+from layerflow.engine.glue import LayerflowConnection, ModeSetting
+from layerflow.engine.request import Request, RequestStatus, TokenSpan
+from layerflow.keys import Chain
+
+log = structlog.get_logger("layerflow.engine")
+
+
+class PrefillConnection(LayerflowConnection):
+    """Of an engine that computes prompts for another one; each is asked for a single token."""
+
+    def lookup(self, request: Request) -> int:
+        """As the base class; then room is kept for the prompt. Without room it is computed all the same."""
+        hit = super().lookup(request)
+        tokens = len(request.prompt)
+        opened = self.agent.control.open_handoff(request.id, self.chain_of(request), tokens)
+        if not opened:
+            log.info("handoff_not_opened", request=request.id, state=opened.state, reason=opened.reason)
+        return hit
+
+    def forget(self, request: Request) -> None:
+        """All that it saves has ended."""
+        done = request.state is RequestStatus.FINISHED
+        tokens = len(request.prompt) if done else request.computed
+        self.agent.control.end_handoff(
+            request.id, tokens=tokens, reason="" if done else f"it was {request.state.value}"
+        )
+        super().forget(request)
+
+
+class DecodeConnection(LayerflowConnection):
+    """Of an engine that goes on where another one's prompt ends.
+
+    :param patience_s: so long it waits for a hand-off to be opened, and for its layers; then it computes the prompt.
+    """
+
+    def __init__(self, agent: Agent, mode: ModeSetting = "layerwise", *, patience_s: float = 30.0) -> None:
+        super().__init__(agent, mode)
+        self._patience_s = patience_s
+        self._until: dict[str, float] = {}
+
+    def find(self, request: Request, chain: Chain) -> Hit:
+        """The first time what is handed off, then what is stored."""
+        if request.attempt:
+            return super().find(request, chain)
+        until = self._until[request.id] = time.monotonic() + self._patience_s
+        hit = self.agent.lookup(request.transfer_id, chain, Follow(until, request.id))
+        if hit.reason:
+            log.info("handoff_not_followed", request=request.id, reason=hit.reason)
+        return hit
+
+    def choose(self, hit: Hit, prompt_tokens: int) -> Mode:
+        """What is handed off is loaded layer by layer: it comes no faster at once."""
+        return Mode.LAYERWISE if hit.following else super().choose(hit, prompt_tokens)
+
+    def timeout(self, spans: Sequence[TokenSpan]) -> float | None:
+        """Until the last of the requests that follow gives up."""
+        until = [self._until[span.request.id] for span in spans if span.load and span.request.id in self._until]
+        return max(0.0, max(until) - time.monotonic()) if until else None
+
+    def forget(self, request: Request) -> None:
+        """Nothing of it is kept any longer, here or for it."""
+        self.agent.drop_lease(request.transfer_id)
+        if self._until.pop(request.id, None) is not None and request.state is not RequestStatus.WAITING:
+            self.agent.control.release_handoff(request.id)
+        super().forget(request)
