@@ -15,11 +15,11 @@ $(STAMP): pyproject.toml constraints.txt src/layerflow/ops/_copy.c
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	touch $@
 
-# POOL=disk, mooncake, memcache or redis: the same, with every load from there. memcache runs on the emulated CANN.
+# PD=1: prefill and decode in engines of their own. POOL=disk, mooncake, memcache or redis: the same, with every load from there. memcache runs on the emulated CANN.
 PACKAGED := $(filter mooncake memcache redis,$(POOL))
 demo: $(STAMP)
 	$(if $(PACKAGED),tests/backends/with.sh )$(BIN)/layerflow demo$(DEMO_FLAGS)
-DEMO_FLAGS = $(if $(POOL), --pool $(POOL))$(if $(filter memcache,$(POOL)), --cann-emulator tests/npu/emulator)
+DEMO_FLAGS = $(if $(PD), --pd)$(if $(POOL), --pool $(POOL))$(if $(filter memcache,$(POOL)), --cann-emulator tests/npu/emulator)
 
 # Ends with the npu path: the real torch_npu under an emulated CANN, in an environment of its own.
 test: lint

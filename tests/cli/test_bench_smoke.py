@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from layerflow_cli.bench import auto, copy, device, flow, lookup, miss, overlap, pool, stagger
+from layerflow_cli.bench import auto, copy, device, flow, lookup, miss, overlap, pd, pool, stagger
 
 
 def test_miss():
@@ -76,3 +76,12 @@ def test_lookup():
     assert result["objects"] == 8
     for name in ("loop_cpu_us", "release_cpu_us", "wall_us"):
         assert 0 < result[name]["p50"] <= result[name]["p99"], name
+
+
+def test_pd():
+    result = pd.measure(layers=3, compute_ms=6.0, transfer_ms=3.0, runs=1)
+    for way in ("follow", "whole"):
+        assert result[way]["exposed_ms"] > 0 and math.isfinite(result[way]["of_bound"])
+    # Two hops of 1 ms a layer, and compute that is slower than the link: only the last layer is exposed.
+    assert result["follow"]["bound"] == pytest.approx(1 - 2 / 3)
+    assert pd.exposed_bound(3.0, 3, 0.5, 2) == pytest.approx(2 + 0.5 * 2)

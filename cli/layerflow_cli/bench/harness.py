@@ -98,6 +98,7 @@ class Worker:
     :param layer_bytes: bytes of one layer of such a request, all planes together.
     :param planes: their names.
     :param shard: which part of the model it has.
+    :param engine: names its serving engine.
     :param content: names the model; workers that name the same share objects. Default: a model of its own.
     """
 
@@ -112,6 +113,7 @@ class Worker:
         planes: Sequence[str] = ("k", "v"),
         shard: Shard | None = None,
         content: str = "",
+        engine: str = "bench",
     ) -> None:
         self.layers, self.tokens, self.block_size = layers, tokens, block_size
         row = layer_bytes // tokens // len(planes)
@@ -127,7 +129,7 @@ class Worker:
             layer: {name: torch.full(shape, layer % 251, dtype=torch.uint8) for name in planes}
             for layer in range(layers)
         }
-        self.agent = Agent(endpoint, self.spec, self.tensors, "bench", lookup_timeout_s=WARM_TIMEOUT_S)
+        self.agent = Agent(endpoint, self.spec, self.tensors, engine, lookup_timeout_s=WARM_TIMEOUT_S)
         if not self.agent.attached:
             raise LayerflowError(f"{endpoint}: the benchmark's worker could not attach")
         if not self.agent.wait_warm(WARM_TIMEOUT_S):

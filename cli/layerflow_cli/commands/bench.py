@@ -23,10 +23,11 @@ MEASUREMENTS = {
     "miss": "What a lookup that finds nothing costs.",
     "lookup": "What a lookup that hits costs the server's loop.",
     "stagger": "How well ranks keep their slots on a shared link.",
+    "pd": "How much of a hand-off from prefill to decode hides behind the prefill.",
     "auto": "Whether mode = auto picks the cheaper way.",
     "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",
 }
-WITH_OPTIONS = ("device", "overlap", "pool", "stagger")
+WITH_OPTIONS = ("device", "overlap", "pd", "pool", "stagger")
 Options = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="An argument of the measurement; may be repeated."),
@@ -63,6 +64,24 @@ def overlap(
 ) -> None:
     given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute}
     _run("overlap", given, options or [], json_file)
+
+
+@bench.command(
+    help=f"{MEASUREMENTS['pd']}\n\n\b\nExample:\n  layerflow bench pd --layers 60 --compute-ms 838 "
+    "--transfer-ms 167 --json pd.json"
+)
+def pd(
+    layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the model.")] = 60,
+    compute_ms: Annotated[float, typer.Option(min=0, metavar="MS", help="Compute of the prefiller's pass.")] = 838.0,
+    transfer_ms: Annotated[
+        float, typer.Option(min=0, metavar="MS", help="What the link needs for all layers, on each hop.")
+    ] = 167.0,
+    servers: Annotated[int, typer.Option(min=1, max=2, metavar="N", help="1: both engines share one.")] = 1,
+    options: Options = None,
+    json_file: JsonFile = None,
+) -> None:
+    given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "servers": servers}
+    _run("pd", given, options or [], json_file)
 
 
 @bench.command(

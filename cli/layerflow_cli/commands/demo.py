@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from layerflow.errors import ConfigError
 from layerflow_cli.options import Endpoint, JsonFile, backend_names
 
 
@@ -47,6 +48,9 @@ def demo(
     cann_emulator: Annotated[
         Path | None, typer.Option(metavar="DIR", help="An emulated CANN, for memcache on a machine without an NPU.")
     ] = None,
+    pd: Annotated[
+        bool, typer.Option("--pd", help="Prefill and decode in engines of their own: the decoder follows the saves.")
+    ] = False,
 ) -> None:
     """Show cold, bulk and layer-wise prefill side by side on this machine, in about a minute.
 
@@ -58,7 +62,16 @@ def demo(
       layerflow demo --json demo.json
       layerflow demo --shape mla --link-gbps 1.5
       layerflow demo --pool mooncake
+      layerflow demo --pd
     """
+    if pd:
+        from layerflow_cli.demo.pd import run_pd_demo  # noqa: PLC0415
+
+        if endpoint is not None or pool != "memory":
+            raise ConfigError("--pd starts a server of its own, and no pool behind it; leave --endpoint and --pool out")
+        raise typer.Exit(
+            run_pd_demo(json_file=json_file, out=out, link_gbps=link_gbps, shapes=shape or (), runs=runs, quick=quick)
+        )
     from layerflow_cli.demo import run_demo  # noqa: PLC0415 - pulls torch in
 
     code = run_demo(

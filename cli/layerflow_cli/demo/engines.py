@@ -118,16 +118,19 @@ def spoil(engine: Engine) -> None:
             plane[NULL_BLOCK + 1 :] = float("nan") if plane.is_floating_point() else SPOILT_BYTE
 
 
-def answer(engine: Engine, workload: Workload, prompt: str) -> Answer:
-    """Submit, and step until the answer is there."""
-    request = engine.submit(prompt, MAX_NEW_TOKENS)
+def answer(engine: Engine, workload: Workload, prompt: str, request_id: str = "", loaded: int = 0) -> Answer:
+    """Submit, and step until the answer is there.
+
+    :param loaded: keep the KV that a hit of so many tokens loads; 0 = of the prefix.
+    """
+    request = engine.submit(prompt, MAX_NEW_TOKENS, request_id)
     prefill: list[StepReport] = []
     while not prefill or prefill[-1].spans[0].stop < workload.prompt_tokens:
         if not engine.step() or engine.last_step is None:
             raise LayerflowError(f"{workload.shape}: the engine could not compute the demo's prompt")
         prefill.append(engine.last_step)
     # Now and not later: the answer's tokens may take over blocks that slid out of a window.
-    kv = _prefix_kv(engine, workload, prefill[-1])
+    kv = _kv_of(engine, workload, prefill[-1], loaded)
     engine.run()
     return Answer(engine.results.pop(request), prefill, kv)
 
@@ -151,11 +154,11 @@ def answer_served(served: Served, workload: Workload, prompt: str) -> Answer:
     return made
 
 
-def _prefix_kv(engine: Engine, workload: Workload, report: StepReport) -> KvBytes:
+def _kv_of(engine: Engine, workload: Workload, report: StepReport, loaded: int) -> KvBytes:
     tables = report.spans[0].request.tables
     kept: KvBytes = {}
     for layer, planes in engine.cache.tensors.items():
-        numbers = workload.loaded_blocks(layer)
+        numbers = workload.loaded_blocks(layer, loaded)
         blocks = torch.from_numpy(tables[engine.cache.group_of[layer]][numbers.start : numbers.stop])
         for name, plane in planes.items():
             kept[layer, name] = plane.index_select(0, blocks).view(torch.uint8).numpy()

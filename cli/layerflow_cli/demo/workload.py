@@ -77,11 +77,12 @@ class Workload:
             prefix + (f"\n\n[{question + 1}] Compare it with this: {other}")[: self.sizes.suffix - len(asked)] + asked
         )
 
-    def loaded_blocks(self, layer: int) -> range:
-        """Block numbers that a hit of the prefix loads of a layer."""
+    def loaded_blocks(self, layer: int, tokens: int = 0) -> range:
+        """Block numbers that a hit of so many tokens loads of a layer, whole ones; 0 = of the prefix."""
         window = next(group.window for group in self.config.groups if layer in group.layers)
-        first = max(0, self.sizes.prefix - window + 1) if window else 0
-        return range(first // self.config.block_size, self.sizes.prefix // self.config.block_size)
+        hit = tokens or self.sizes.prefix
+        first = max(0, hit - window + 1) if window else 0
+        return range(first // self.config.block_size, hit // self.config.block_size)
 
     @property
     def prefix_bytes(self) -> int:

@@ -24,7 +24,8 @@ class Hit:
     :param tail_digest: its digest.
     :param tail_shared: so many of its leading tokens are the prompt's; 0 = all of them.
     :param shared_digest: digest of these, where they are not all.
-    :param following: some of it is still being stored: its layers arrive in the step that loads it as they are.
+    :param following: some of it may still have to be stored: its layers arrive as they are, in a step that loads them
+        under the name of the request that was looked up.
     :param reason: where a hand-off was asked for and is not followed: its state, and why. Then the hit is of what is
         stored, as any other.
     """
