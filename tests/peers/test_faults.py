@@ -144,7 +144,7 @@ def test_a_reader_that_is_killed_leaves_nothing_lent(line: Callable[..., Line]) 
     run = it.load(chain, it.two.reader.kill, 1 << 20)
     assert run.failed
     lends = lambda: it.two.lends  # noqa: E731
-    assert eventually(lambda: not lends()["readers"] and not lends()["leases"] and not lends()["lent_bytes"])
+    assert eventually(lambda: not lends()["who"] and not lends()["leases"] and not lends()["lent_bytes"])
     assert eventually(lambda: not lends()["exporter_figures"]["links"])
     it.two.reader.restart()
     assert eventually(lambda: it.d.agent.attached, 20)
@@ -183,7 +183,7 @@ def test_a_lease_that_ends_during_a_read_fails_it(line: Callable[..., Line]) -> 
     def hold() -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
-            assert eventually(lambda: not it.two.lends["readers"])
+            assert eventually(lambda: not it.two.lends["who"])
             assert eventually(lambda: not it.two.lends["leases"] and not it.two.lends["lent_bytes"])
         finally:
             os.kill(pid, signal.SIGCONT)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from layerflow.config.fields import Real, Section, Size, Whole, address, setting
+from layerflow.config.fields import Real, Section, Whole, address, setting
 
 Z85_KEY = 40
 """Characters of a CURVE key in Z85 (rfc.zeromq.org/spec/32)."""
-LinkName = Literal["tcp", "mooncake", "nixl"]
 MAX_ATTACHED = 256
 """Servers that one server attaches to."""
 
@@ -28,7 +27,6 @@ class PeerAddress(Section):
     name: str = setting(..., "What it is called, in logs, metrics and status.")
     address: str = setting(..., "Its control socket: tcp://host:port, or ipc:///path on this machine.")
     server_key: str = setting("", "Its CURVE public key; needed for tcp.")
-    link: LinkName = setting("tcp", "What its bytes are read over.")
 
     @field_validator("address")
     @classmethod
@@ -67,24 +65,18 @@ class PeersSettings(Section):
 
     attach: Annotated[tuple[PeerAddress, ...], BeforeValidator(_listed)] = setting(
         (),
-        "Servers to read from: tables with name, address, server_key (for tcp) and link (tcp, mooncake or nixl). What "
-        "they have is found by lookups.",
+        "Servers to read from: tables with name, address and server_key (for tcp). Lookups find what they have.",
     )
-    server_key: str = setting("", "CURVE public key of servers that a request names and that are not listed.")
+    learn: bool = setting(
+        False, "Requests may name servers that are not listed: at ipc:// of this machine, at tcp:// with server_key."
+    )
+    server_key: str = setting("", "CURVE public key of servers at tcp:// that a request names and that are not listed.")
     serve: bool = setting(False, "Let other servers read this arena; those of tcp by the allow-list of server keys.")
     link_address: str = setting(
         "", 'Where readers fetch bytes, "host:port", port 0 = any; "" = the host of server.tcp_endpoint, any port.'
     )
     link_advertise: str = setting(
         "", 'What readers are told instead, "host:port", where they reach it by another address; "" = as it listens.'
-    )
-    trusted_network: bool = setting(
-        False,
-        "The links mooncake and nixl may be used. Their data planes know no users: who reaches them can read and "
-        "write the registered window.",
-    )
-    window: Size = setting(
-        64 << 20, "Memory that mooncake and nixl expose in place of the arena.", unit="bytes", ge=1 << 20, le=64 << 30
     )
     lookup_timeout_ms: Whole = setting(
         50, "How long a lookup waits for peers; what it did not hear of is a miss.", unit="ms", ge=1, le=60_000
@@ -121,10 +113,4 @@ class PeersSettings(Section):
         names = [peer.name for peer in self.attach]
         if len(set(names)) < len(names) or len(names) > MAX_ATTACHED:
             raise ValueError(f"attach: names should differ, and be at most {MAX_ATTACHED}")
-        for peer in self.attach:
-            if peer.link != "tcp" and not self.trusted_network:
-                raise ValueError(
-                    f"attach: {peer.name} has link = {peer.link!r}, whose data plane knows no users; set "
-                    "trusted_network = true if only trusted machines reach it, or link = 'tcp'"
-                )
         return self

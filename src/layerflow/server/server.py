@@ -16,7 +16,7 @@ import structlog
 import zmq
 
 from layerflow.config.settings import Settings, live_changes, make_private, make_private_directory
-from layerflow.errors import DeadlineExceeded, LayerflowError, ProtocolError, VersionMismatch
+from layerflow.errors import DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, Limits, LimitsChanged
 from layerflow.observe.metrics import Metrics
@@ -41,7 +41,6 @@ from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
 
 if TYPE_CHECKING:
-    from layerflow.server.peers.lending import Reader
     from layerflow.server.peers.peers import Peers
     from layerflow.server.tier.tier import Tier
 
@@ -84,7 +83,7 @@ class Server:
 
             self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news, numbers)
         self.peers: Peers | None = None
-        if settings.peers.serve or settings.peers.attach or settings.peers.server_key:
+        if settings.peers.serve or settings.peers.attach or settings.peers.learn:
             from layerflow.server.peers.peers import Peers  # noqa: PLC0415 - most servers have none
 
             self.peers = Peers(
@@ -250,6 +249,8 @@ class Server:
         self.metrics.handoffs(self.handoffs.statistics(), follows.objects, follows.coming_objects)
         if self.tier is not None:
             self.metrics.tier(self.tier.statistics())
+        if self.peers is not None:
+            self.metrics.peers(self.peers.statistics())
 
     @property
     def caught_up(self) -> bool:
@@ -323,15 +324,15 @@ class Server:
             reader = self.peers.reader(address) if self.peers is not None and session is None else None
             if reader is not None:
                 assert self.peers is not None
-                self._hear_reader(reader, codec.decode_request(frame, self.settings.server.max_message_bytes))
+                self.peers.heard(reader, codec.decode_request(frame, self.settings.server.max_message_bytes))
             elif session is not None:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
                 self._handlers.handle(session, message, len(frame))
             elif self._clients.greeted(address):
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
-                if isinstance(message, wire.PeerHello):
+                if isinstance(message, wire.PeerHello) and self.peers is not None:
                     self._clients.take_greeting(address)
-                    self._peer_hello(address, message)
+                    self.peers.hello(address, message)
                 else:
                     self._clients.hello(address, message)
             else:
@@ -344,19 +345,6 @@ class Server:
             if unlogged is not None:
                 self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
             self._routers[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
-
-    def _peer_hello(self, address: Address, message: wire.PeerHello) -> None:
-        if self.peers is None:
-            raise ProtocolError("this server lends nothing: set peers.serve = true there")
-        self.peers.hello(address, message)
-
-    def _hear_reader(self, reader: Reader, message: wire.ToServer) -> None:
-        """A server that reads here; what it asks for and cannot have is answered, and costs it nothing else."""
-        assert self.peers is not None and self.peers.lending is not None
-        try:
-            self.peers.lending.handle(reader, message)
-        except LayerflowError as error:
-            self._send_to(reader.address, wire.Problem(getattr(message, "id", -1), "refused", str(error)))
 
     def _send_to(self, address: Address, message: Message) -> bool:
         router = self._routers.get(address[0])

@@ -53,7 +53,7 @@ class RemoteLookups:
                 f"request {message.request!r}: follow_ms must be 1 to {most_ms}, which is server.max_deadline_s"
             )
         if peers is None or peers.source is None:
-            why = "this server reads from no other: set peers.attach or peers.server_key"
+            why = "this server reads from no other: set peers.attach or peers.learn"
             yield from self._answers.stored(session, asked, why)
             return
         try:

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import structlog
 
@@ -27,11 +26,12 @@ from layerflow.server.handoffs.follows import Follows
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.exporting import Exporting
-from layerflow.server.peers.open_objects import OpenObject, OpenObjects
+from layerflow.server.peers.items import found_of, lent, lent_item
+from layerflow.server.peers.open_objects import OpenObjects
 from layerflow.server.sessions import Address
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
-from layerflow.wire.host_messages import Extend, Lend, Withdraw, pack_u32, pack_u64, split_keys
+from layerflow.wire.host_messages import Extend, Withdraw, split_keys
 from layerflow.wire.messages import Message
 
 log = structlog.get_logger("layerflow.server.peers")
@@ -177,20 +177,28 @@ class Lending:
         for number in list(self._ending):
             self._quiet(number)
 
+    def counts(self) -> dict[str, int]:
+        """By the names of :class:`layerflow.observe.peer_metrics.PeerStatistics`."""
+        return {
+            "readers": len(self.readers),
+            "lent_leases": self.leases,
+            "lent_bytes": self._lent_bytes,
+            "lent_objects": self.lent_objects,
+            "refused_objects": self.refused_objects,
+            "expired_leases": self.expired_leases,
+        }
+
     def status(self) -> dict[str, object]:
         """JSON-ready."""
         now = time.monotonic()
         exporter = self.exporting.host
         return {
             "leases": self.leases,
-            "lent_bytes": self._lent_bytes,
-            "lent_objects": self.lent_objects,
-            "refused_objects": self.refused_objects,
-            "expired_leases": self.expired_leases,
+            **self.counts(),
             "endpoints": [f"{one.link}://{one.address}" for one in self.exporting.endpoints],
             "exporter": dataclasses.asdict(exporter.state),
             "exporter_figures": dict(exporter.statistics),
-            "readers": [
+            "who": [
                 {
                     "reader": reader.name,
                     "door": reader.address[0],
@@ -251,7 +259,7 @@ class Lending:
         whole, why = self._pin(keys, lease) if self.exporting.endpoints else ([None] * len(keys), "no exporter")
         still = {key: at for at, key in enumerate(keys) if whole[at] is None}
         pending = self._open.lend(lease, still, storing) if storing is not None and self.exporting.endpoints else {}
-        items = [_item(self._view, key, place, pending.get(key)) for key, place in zip(keys, whole, strict=True)]
+        items = [lent_item(self._view, key, place, pending.get(key)) for key, place in zip(keys, whole, strict=True)]
         token = b""
         if any(item.state != wire.MISSING for item in items):
             self._numbers += 1
@@ -259,8 +267,8 @@ class Lending:
             reader.leases[lease.number] = lease
             self.lent_objects += sum(item.state != wire.MISSING for item in items)
             token = secrets.token_bytes(wire.PEER_TOKEN_BYTES)
-            self.exporting.send(_lent(lease.number, token, items))
-        self._send(reader.address, _found(message, lease.number if token else 0, token, items, reason or why))
+            self.exporting.send(lent(lease.number, token, items))
+        self._send(reader.address, found_of(message, lease.number if token else 0, token, items, reason or why))
 
     def _pin(self, keys: Sequence[bytes], lease: Lease) -> tuple[list[Located | None], str]:
         """Pin what is whole here, as far as the share allows; what was left out, and why."""
@@ -345,58 +353,3 @@ class Lending:
                 self.exporting.endpoints,
             ),
         )
-
-
-class _Item(NamedTuple):
-    """One key of a lookup, as it is lent; sizes in bytes. :param stored: of these so many may be read."""
-
-    key: bytes
-    state: int
-    offset: int = 0
-    nbytes: int = 0
-    blocks: int = 0
-    tokens: int = 0
-    layers: int = 0
-    save: int = 0
-    stored: int = 0
-
-
-def _item(view: memoryview, key: bytes, place: Located | None, pending: OpenObject | None) -> _Item:
-    if place is not None:
-        nbytes = HEADER_BYTES + payload_bytes(view, place.offset)
-        return _Item(key, wire.STORED, place.offset, nbytes, place.blocks, place.tokens, 0, 0, nbytes)
-    if pending is not None:
-        stored = pending.bytes_of(pending.layers)
-        return _Item(
-            key, wire.OPEN, pending.offset, pending.nbytes, pending.blocks, 0, pending.layers, pending.save, stored
-        )
-    return _Item(key, wire.MISSING)
-
-
-def _lent(lease: int, token: bytes, items: Sequence[_Item]) -> Lend:
-    """What the exporter is told: of all keys, so that positions are those of the lookup."""
-    return Lend(
-        lease,
-        token,
-        b"".join(item.key for item in items),
-        pack_u64([item.offset for item in items]),
-        pack_u64([item.nbytes for item in items]),
-        pack_u32([item.blocks if item.state == wire.STORED else 0 for item in items]),
-        pack_u64([item.stored for item in items]),
-    )
-
-
-def _found(message: wire.PeerLookup, lease: int, token: bytes, items: Sequence[_Item], reason: str) -> wire.PeerFound:
-    return wire.PeerFound(
-        message.id,
-        lease,
-        token,
-        message.lease_ms if lease else 0,
-        bytes(item.state for item in items),
-        pack_u64([item.nbytes for item in items]),
-        pack_u32([item.blocks for item in items]),
-        pack_u32([item.tokens for item in items]),
-        pack_u32([item.layers for item in items]),
-        pack_u32([item.save for item in items]),
-        reason,
-    )

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
+from layerflow.config.peers import MAX_ATTACHED
 from layerflow.config.settings import Settings
-from layerflow.errors import ConfigError, ProtocolError
+from layerflow.errors import ConfigError, LayerflowError, ProtocolError
 from layerflow.flow.events import Event
+from layerflow.observe.peer_metrics import PeerStatistics
 from layerflow.pool.base import Pool
 from layerflow.server.handoffs.follows import Follows
 from layerflow.server.handoffs.registry import Handoffs
@@ -51,17 +53,17 @@ class Peers:
         numbers: Iterator[int],
         storing: tuple[Handoffs, Follows],
     ) -> None:
-        self._settings, self._context = settings, context
+        self._settings, self._context, self._send = settings, context, send
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
         self.name = f"{socket.gethostname()}/{os.getpid()}"
         peers = settings().peers
         self.lending = Lending(settings, pool, arena, view, models, send, *storing) if peers.serve else None
         self.source: PeerSource | None = None
         self._targets = [
-            PeerTarget(name=one.name, address=one.address, link=one.link, keys=self._keys(one.address, one.server_key))
+            PeerTarget(name=one.name, address=one.address, keys=self._keys(one.address, one.server_key))
             for one in peers.attach
         ]
-        if self._targets or peers.server_key:
+        if self._targets or peers.learn:
             self.source = PeerSource(settings, pool, arena, emit, numbers, self._attachment, models)
 
     def start(self) -> None:
@@ -93,6 +95,14 @@ class Peers:
             raise ProtocolError("this server lends nothing: set peers.serve = true there")
         self.lending.hello(address, message)
 
+    def heard(self, reader: Reader, message: wire.ToServer) -> None:
+        """A reader asks; what it cannot have is answered, and costs it nothing else."""
+        assert self.lending is not None
+        try:
+            self.lending.handle(reader, message)
+        except LayerflowError as error:
+            self._send(reader.address, wire.Problem(getattr(message, "id", -1), "refused", str(error)))
+
     def look_after(self, lag: float) -> None:
         """Now and then: readers that fell silent. :param lag: how much of the time this server did not listen."""
         if self.lending is not None:
@@ -107,13 +117,16 @@ class Peers:
         """
         if self.source is None:
             raise ConfigError(
-                f"this server reads from no other, and not from {address}: set peers.server_key, or name it in "
-                "peers.attach"
+                f"this server reads from no other, and not from {address}: set peers.learn, or name it in peers.attach"
             )
         listed = next((target for target in self._targets if target.address == address), None)
         key = self._settings().peers.server_key
-        if listed is None and address.startswith("tcp://") and not key:
-            raise ConfigError(f"{address} is not in peers.attach, and there is no peers.server_key for others")
+        if listed is None and not self._settings().peers.learn:
+            raise ConfigError(f"{address} is not in peers.attach, and peers.learn is off")
+        if listed is None and not (address.startswith("ipc:///") or (address.startswith("tcp://") and key)):
+            raise ConfigError(f"{address} is neither ipc:// nor tcp:// with a peers.server_key")
+        if listed is None and len(self.source.peers) >= MAX_ATTACHED:
+            raise ConfigError(f"{MAX_ATTACHED} servers are attached to already; {address} is one too many")
         return self.source.add(listed or PeerTarget(name=address, address=address, keys=self._keys(address, key)))
 
     def status(self) -> dict[str, object]:
@@ -124,6 +137,20 @@ class Peers:
             "lends": None if lending is None else lending.status(),
             "reads": None if source is None else source.status(),
         }
+
+    def statistics(self) -> PeerStatistics:
+        """A snapshot."""
+        lending, source = self.lending, self.source
+        lent = {} if lending is None else lending.counts()
+        read = {} if source is None else source.counts()
+        hosts = [lending.exporting.host] if lending is not None else []
+        hosts += [source.host] if source is not None else []
+        return PeerStatistics(
+            **lent,
+            **read,
+            restarts=sum(host.state.restarts for host in hosts),
+            failures={} if source is None else dict(source.failures),
+        )
 
     def _keys(self, address: str, server_key: str) -> tuple[bytes, bytes, bytes] | None:
         if not address.startswith("tcp://"):

@@ -9,20 +9,20 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
 from layerflow.config.settings import Settings
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
-from layerflow.flow.cost.estimators import LinkModel
 from layerflow.flow.events import Event, FetchAvailable, FetchFailed, Hop, HostLost
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.pool.base import NewObject, Pool
 from layerflow.server.peers.attachment import Attachment, PeerTarget
 from layerflow.server.peers.comparison import Comparison
+from layerflow.server.peers.link_costs import LinkCosts
 from layerflow.server.peers.offers import MARGIN, Offer, Offers, RemoteLease
 from layerflow.server.peers.questions import PeerAnswer, PeerQuestions
 from layerflow.server.tier.fetches import AtPeer, Fetches, PendingFetch
@@ -80,9 +80,8 @@ class PeerSource:
         self._questions = PeerQuestions(self._offers, self._release)
         self.comparison = Comparison(models)
         self._expiry: asyncio.TimerHandle | None = None
-        self._outcomes: Counter[str] = Counter()
-        self.links: dict[str, LinkModel] = {}
-        self._calls: deque[tuple[int, int, str, float]] = deque()
+        self.failures: Counter[str] = Counter()
+        self.costs = LinkCosts()
 
     def start(self) -> None:
         """Start the importer and attach to the servers that the settings name."""
@@ -232,7 +231,7 @@ class PeerSource:
         if isinstance(command, Call):
             lease = self._reading.get(command.transfer)
             name = lease.peer.target.name if lease is not None else ""
-            self._calls.append((command.call, command.nbytes, name, time.monotonic()))
+            self.costs.begun(command.call, command.nbytes, name)
         self._fetches.obey(command)
 
     def _fetch_ended(self, number: int) -> None:
@@ -277,7 +276,7 @@ class PeerSource:
         for number in list(lease.fetches):
             objects = self._fetches.objects_of(number)
             coming = [at for at, new in enumerate(objects) if self._is_coming(new.key, number)]
-            self._outcomes["fetch_failed"] += len(coming)
+            self.failures["fetch_failed"] += len(coming)
             self._emit([FetchFailed(number, tuple((at, why) for at in coming))])
 
     def _is_coming(self, key: bytes, number: int) -> bool:
@@ -356,7 +355,7 @@ class PeerSource:
         """News from the importer."""
         match message:
             case Fetched():
-                self._time(message)
+                self.costs.ended(message.call, whole=not message.failed)
                 self._rest(message)
                 self._fetches.heard(message)
             case _:
@@ -369,8 +368,8 @@ class PeerSource:
     def host_lost(self, why: str) -> None:
         """It is dead and will be started anew."""
         self.host_up = False
-        self._calls.clear()
-        self._outcomes["fetch_failed"] += self._fetches.coming_objects
+        self.costs.lost()
+        self.failures["fetch_failed"] += self._fetches.coming_objects
         self._emit([HostLost(f"the importer is gone: {why}", (Hop.PEER,))])
 
     def _rest(self, message: Fetched) -> None:
@@ -379,31 +378,27 @@ class PeerSource:
         if lease is not None and any(failure.outcome == ObjectStatus.FAILED for failure in message.failed):
             self._resting[lease.peer] = time.monotonic() + LINK_REST_S
 
-    def _time(self, message: Fetched) -> None:
-        """How long a call has taken, for the cost of a peer's link: calls end in order, one after the other."""
-        while self._calls:
-            call, nbytes, name, began = self._calls.popleft()
-            if call == message.call:
-                now = time.monotonic()
-                if not message.failed and name:
-                    self.links.setdefault(name, LinkModel()).observe(nbytes, now - began)
-                self._calls = deque((*waiting[:3], now) for waiting in self._calls)
-                return
+    def counts(self) -> dict[str, int]:
+        """By the names of :class:`layerflow.observe.peer_metrics.PeerStatistics`."""
+        return {
+            "attached": sum(peer.up for peer in self.peers.values()),
+            "read_leases": len(self._offers),
+            "lookups": self._questions.lookups,
+            "lookup_keys": self._questions.keys,
+            "unanswered_lookups": self._questions.unanswered,
+            "fetched_objects": self._fetches.fetched_objects,
+            "fetched_bytes": self._fetches.fetched_bytes,
+        }
 
     def status(self) -> dict[str, object]:
         """JSON-ready."""
-        costs = {name: model.estimate for name, model in self.links.items()}
         return {
             "leases": len(self._offers),
             "offers": self._offers.objects,
             "fetching_jobs": len(self._fetches),
-            "fetched_objects": self._fetches.fetched_objects,
-            "fetched_bytes": self._fetches.fetched_bytes,
             "fetches_without_room": self._fetches.refused,
-            "lookups": self._questions.lookups,
-            "lookup_keys": self._questions.keys,
-            "unanswered_lookups": self._questions.unanswered,
-            "failures": dict(self._outcomes),
+            **self.counts(),
+            "failures": dict(self.failures),
             "importer": dataclasses.asdict(self.host.state),
             "importer_figures": dict(self.host.statistics),
             "peers": [
@@ -416,7 +411,7 @@ class PeerSource:
                     "attempts": peer.attempts,
                     "differs": dict(self.comparison.differences.get(peer.target.name, {})),
                     "leases": sum(1 for _ in self._offers.leases(peer)),
-                    "gbps": round(cost.bandwidth / 1e9, 3) if (cost := costs.get(peer.target.name)) else None,
+                    "gbps": round(cost.bandwidth / 1e9, 3) if (cost := self.costs.of(peer.target.name)) else None,
                     "latency_ms": round(cost.latency * 1e3, 3) if cost else None,
                 }
                 for peer in self.peers.values()
@@ -425,7 +420,7 @@ class PeerSource:
 
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()
-        self._outcomes[f"fetch_{name}"] += 1
+        self.failures[f"fetch_{name}"] += 1
         self._failed_reads.add(key, time.monotonic() + HIDE_S)
         self._offers.withdraw([key])
         log.warning("peer_read_failed", key=describe_key(key), outcome=name, reason=reason)
