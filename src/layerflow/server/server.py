@@ -160,10 +160,9 @@ class Server:
         """
         try:
             endpoints = self._open()
-            if self.tier is not None:
-                self.tier.start()
-            if self.peers is not None:
-                self.peers.start()
+            for each in (self.tier, self.peers):
+                if each is not None:
+                    each.start()
             lease_s = self.settings.pool.lease_ms / 1e3
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(
@@ -180,10 +179,8 @@ class Server:
         finally:
             fenced = True
             with anyio.CancelScope(shield=True):
-                if self.tier is not None:
-                    fenced = await self.tier.close()
-                if self.peers is not None:
-                    fenced = await self.peers.close() and fenced
+                for each in (self.tier, self.peers):
+                    fenced = (each is None or await each.close()) and fenced
             self._close()
             if not fenced:
                 raise DeadlineExceeded(
@@ -321,9 +318,7 @@ class Server:
         try:
             if frame is None:
                 raise ProtocolError("a message is one frame, not several")
-            reader = self.peers.reader(address) if self.peers is not None and session is None else None
-            if reader is not None:
-                assert self.peers is not None
+            if self.peers is not None and (reader := self.peers.reader(address)) is not None:
                 self.peers.heard(reader, codec.decode_request(frame, self.settings.server.max_message_bytes))
             elif session is not None:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)

@@ -21,6 +21,7 @@ from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.attachment import Attachment, PeerTarget
 from layerflow.server.peers.lending import Lending, Reader
 from layerflow.server.peers.source import PeerSource
+from layerflow.server.peers.status import source_status
 from layerflow.server.sessions import Address
 from layerflow.server.transport.security import read_keys
 from layerflow.spec import ModelSpec
@@ -135,7 +136,7 @@ class Peers:
         return {
             "incarnation": self.incarnation.hex(),
             "lends": None if lending is None else lending.status(),
-            "reads": None if source is None else source.status(),
+            "reads": None if source is None else source_status(source),
         }
 
     def statistics(self) -> PeerStatistics:

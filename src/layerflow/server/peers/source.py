@@ -6,7 +6,6 @@ What moves when is the core's, on the hop of peers; the importer moves it. Here 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import time
 from collections import Counter
@@ -70,14 +69,14 @@ class PeerSource:
         self.host = HostProcess(IMPORTER, {"timeout_ms": settings().pool.host_timeout_ms}, *arena, self)
         self.host_up = False
         self.peers: dict[str, Attachment] = {}
-        self._fetches = Fetches(
+        self.fetches = Fetches(
             pool, self.host.send, emit, self._read_failed, numbers, hop=Hop.PEER, ended=self._fetch_ended
         )
-        self._offers = Offers()
+        self.offers = Offers()
         self._reading: dict[int, RemoteLease] = {}
         self._failed_reads = NegativeCache()
         self._resting: dict[Attachment, float] = {}
-        self._questions = PeerQuestions(self._offers, self._release)
+        self._questions = PeerQuestions(self.offers, self._release)
         self.comparison = Comparison(models)
         self._expiry: asyncio.TimerHandle | None = None
         self.failures: Counter[str] = Counter()
@@ -89,7 +88,7 @@ class PeerSource:
 
     async def close(self) -> bool:
         """Give all leases back and stop the importer. True: nothing of it can touch the arena any more."""
-        for lease in self._offers.leases():
+        for lease in self.offers.leases():
             self._release(lease)
         for peer in self.peers.values():
             peer.close()
@@ -111,7 +110,7 @@ class PeerSource:
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of `keys` are on their way, or lent to this server already."""
         now = time.monotonic()
-        return [key in self._fetches or self._offers.get(key, now) is not None for key in keys]
+        return [key in self.fetches or self.offers.get(key, now) is not None for key in keys]
 
     def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float) -> None:
         """Which of `keys` do peers lend? Answered once, perhaps at once, by `until` (monotonic seconds)."""
@@ -170,7 +169,7 @@ class PeerSource:
 
     def forgo(self, keys: Sequence[bytes]) -> None:
         """These are had from elsewhere."""
-        self._offers.withdraw(keys)
+        self.offers.withdraw(keys)
 
     def hide(self, keys: Sequence[bytes]) -> None:
         """Reading these has failed: they are not asked for, for a while."""
@@ -182,14 +181,14 @@ class PeerSource:
 
     def offered(self, key: bytes) -> Offer | None:
         """Who lends it."""
-        return self._offers.get(key, time.monotonic()) if self.host_up else None
+        return self.offers.get(key, time.monotonic()) if self.host_up else None
 
     def bring(self, objects: Sequence[NewObject], layers: Sequence[int], source: str) -> None:
         """Fetch objects of one group, as far as peers lend them; see :meth:`coming`. Parameters as of the tier's."""
         by_lease: dict[tuple[RemoteLease, int], list[NewObject]] = {}
         for new in objects:
             offer = self.offered(new.key)
-            if offer is None or new.key in self._fetches:
+            if offer is None or new.key in self.fetches:
                 continue
             if offer.nbytes != new.nbytes or offer.blocks != new.blocks:
                 self._read_failed(
@@ -206,7 +205,7 @@ class PeerSource:
             open_layers = [lease.layers[at] for new in mine if (at := lease.offers[new.key].position) in lease.layers]
             available = min(open_layers, default=-1)
             positions = {new.key: lease.offers[new.key].position for new in mine}
-            number = self._fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions, available))
+            number = self.fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions, available))
             if number:
                 lease.fetches.add(number)
                 lease.brought.update(positions)
@@ -215,16 +214,11 @@ class PeerSource:
 
     def coming(self, key: bytes) -> PendingFetch | None:
         """An object's room in the arena while it is on its way."""
-        return self._fetches.coming(key)
+        return self.fetches.coming(key)
 
     def knows(self, fetch: int) -> bool:
         """Is this fetch from a peer?"""
-        return self._fetches.knows(fetch)
-
-    @property
-    def fetches(self) -> Fetches:
-        """What is on its way from peers."""
-        return self._fetches
+        return self.fetches.knows(fetch)
 
     def obey(self, command: Call | Arrived | ObjectsLost | Vacate | TransferDone) -> None:
         """What the core wants done on the way from peers."""
@@ -232,7 +226,7 @@ class PeerSource:
             lease = self._reading.get(command.transfer)
             name = lease.peer.target.name if lease is not None else ""
             self.costs.begun(command.call, command.nbytes, name)
-        self._fetches.obey(command)
+        self.fetches.obey(command)
 
     def _fetch_ended(self, number: int) -> None:
         lease = self._reading.pop(number, None)
@@ -243,7 +237,7 @@ class PeerSource:
                 self._release(lease)
 
     def _release(self, lease: RemoteLease) -> None:
-        self._offers.forget(lease)
+        self.offers.forget(lease)
         if lease.peer.up:
             lease.peer.send(wire.PeerRelease(lease.number))
 
@@ -251,7 +245,7 @@ class PeerSource:
 
     def _to_renew(self, peer: Attachment) -> list[int]:
         now = time.monotonic()
-        leases = (lease for lease in self._offers.leases(peer) if lease.fetches)
+        leases = (lease for lease in self.offers.leases(peer) if lease.fetches)
         return [lease.number for lease in leases if lease.until - now < RENEW_S * lease.lease_s]
 
     def _watch_leases(self) -> None:
@@ -259,14 +253,14 @@ class PeerSource:
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
-        first = min((lease.until for lease in self._offers.leases()), default=None)
+        first = min((lease.until for lease in self.offers.leases()), default=None)
         if first is not None:
             delay = max(0.0, first - time.monotonic())
             self._expiry = asyncio.get_running_loop().call_later(delay, self._expire)
 
     def _expire(self) -> None:
         self._expiry = None
-        for lease in self._offers.expired(time.monotonic()):
+        for lease in self.offers.expired(time.monotonic()):
             self._give_up(lease, f"the lease of peer {lease.peer.target.name} has run out")
             self._release(lease)
         self._watch_leases()
@@ -274,13 +268,13 @@ class PeerSource:
     def _give_up(self, lease: RemoteLease, why: str) -> None:
         """Nothing more of it may be read."""
         for number in list(lease.fetches):
-            objects = self._fetches.objects_of(number)
+            objects = self.fetches.objects_of(number)
             coming = [at for at, new in enumerate(objects) if self._is_coming(new.key, number)]
             self.failures["fetch_failed"] += len(coming)
             self._emit([FetchFailed(number, tuple((at, why) for at in coming))])
 
     def _is_coming(self, key: bytes, number: int) -> bool:
-        coming = self._fetches.coming(key)
+        coming = self.fetches.coming(key)
         return coming is not None and coming.job.number == number
 
     # Peers ---------------------------------------------------------------------------------------
@@ -297,9 +291,9 @@ class PeerSource:
 
     def peer_lost(self, peer: Attachment, why: str) -> None:
         """What it has lent counts no more; what it was asked is not answered."""
-        for lease in self._offers.leases(peer):
+        for lease in self.offers.leases(peer):
             self._give_up(lease, f"peer {peer.target.name} is lost: {why}")
-            self._offers.forget(lease)
+            self.offers.forget(lease)
         self._questions.lost(peer, why)
         self.comparison.lost(peer)
         self._watch_leases()
@@ -320,12 +314,12 @@ class PeerSource:
 
     def _progress(self, peer: Attachment, message: wire.PeerProgress) -> None:
         """Open objects of a lease: more of them is stored, or they will not be."""
-        lease = self._offers.lease(peer, message.lease)
+        lease = self.offers.lease(peer, message.lease)
         if lease is None:
             return
         if message.reason:
             self._give_up(lease, f"peer {peer.target.name}: {message.reason}")
-            self._offers.forget(lease)
+            self.offers.forget(lease)
             return
         lease.progressed(
             unpack_u32(message.positions, len(message.positions) // 4, "positions").tolist(), message.layers
@@ -337,13 +331,13 @@ class PeerSource:
 
     def _layers_stored(self, lease: RemoteLease, fetch: int) -> int:
         """Of all objects of a fetch; -1 = all of them, from the beginning."""
-        keys = [new.key for new in self._fetches.objects_of(fetch)]
+        keys = [new.key for new in self.fetches.objects_of(fetch)]
         return min((lease.layers[at] for key in keys if (at := lease.offers[key].position) in lease.layers), default=-1)
 
     def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
         """These last longer."""
         for number in leases:
-            lease = self._offers.lease(peer, number)
+            lease = self.offers.lease(peer, number)
             if lease is not None:
                 lease.until = max(lease.until, sent + MARGIN * lease.lease_s)
         if leases:
@@ -357,7 +351,7 @@ class PeerSource:
             case Fetched():
                 self.costs.ended(message.call, whole=not message.failed)
                 self._rest(message)
-                self._fetches.heard(message)
+                self.fetches.heard(message)
             case _:
                 self.host_up = self.host.state.state == "up"
 
@@ -369,7 +363,7 @@ class PeerSource:
         """It is dead and will be started anew."""
         self.host_up = False
         self.costs.lost()
-        self.failures["fetch_failed"] += self._fetches.coming_objects
+        self.failures["fetch_failed"] += self.fetches.coming_objects
         self._emit([HostLost(f"the importer is gone: {why}", (Hop.PEER,))])
 
     def _rest(self, message: Fetched) -> None:
@@ -382,45 +376,17 @@ class PeerSource:
         """By the names of :class:`layerflow.observe.peer_metrics.PeerStatistics`."""
         return {
             "attached": sum(peer.up for peer in self.peers.values()),
-            "read_leases": len(self._offers),
+            "read_leases": len(self.offers),
             "lookups": self._questions.lookups,
             "lookup_keys": self._questions.keys,
             "unanswered_lookups": self._questions.unanswered,
-            "fetched_objects": self._fetches.fetched_objects,
-            "fetched_bytes": self._fetches.fetched_bytes,
-        }
-
-    def status(self) -> dict[str, object]:
-        """JSON-ready."""
-        return {
-            "leases": len(self._offers),
-            "offers": self._offers.objects,
-            "fetching_jobs": len(self._fetches),
-            "fetches_without_room": self._fetches.refused,
-            **self.counts(),
-            "failures": dict(self.failures),
-            "importer": dataclasses.asdict(self.host.state),
-            "importer_figures": dict(self.host.statistics),
-            "peers": [
-                {
-                    "peer": peer.target.name,
-                    "address": peer.target.address,
-                    "link": peer.target.link,
-                    "state": peer.state.value,
-                    "reason": peer.reason,
-                    "attempts": peer.attempts,
-                    "differs": dict(self.comparison.differences.get(peer.target.name, {})),
-                    "leases": sum(1 for _ in self._offers.leases(peer)),
-                    "gbps": round(cost.bandwidth / 1e9, 3) if (cost := self.costs.of(peer.target.name)) else None,
-                    "latency_ms": round(cost.latency * 1e3, 3) if cost else None,
-                }
-                for peer in self.peers.values()
-            ],
+            "fetched_objects": self.fetches.fetched_objects,
+            "fetched_bytes": self.fetches.fetched_bytes,
         }
 
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()
         self.failures[f"fetch_{name}"] += 1
         self._failed_reads.add(key, time.monotonic() + HIDE_S)
-        self._offers.withdraw([key])
+        self.offers.withdraw([key])
         log.warning("peer_read_failed", key=describe_key(key), outcome=name, reason=reason)
