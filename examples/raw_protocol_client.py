@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("643fc809d6c27d268976f99f7b46e44e")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("99608a225c401cf0bca1806032b7e931")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10

@@ -70,6 +70,11 @@ def get_checksum(header: bytes | memoryview) -> int:
     return int(_CHECKSUM.unpack_from(header, CHECKSUM_AT)[0])
 
 
+def payload_bytes(memory: memoryview, offset: int) -> int:
+    """Bytes after the header of the object at `offset`."""
+    return int(_HEADER.unpack_from(memory, offset)[5])
+
+
 def check_header(raw: bytes | memoryview, key: bytes, blocks: int) -> None:
     """Raise unless `raw` is the header of the complete object `key` with `blocks` blocks.
 

@@ -13,6 +13,7 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.arrivals.edges import release_edges
 from layerflow.flow.arrivals.fetches import (
     expire_fetch,
+    fail_fetch,
     fetch_done,
     lease_fetch,
     lose_fetches,
@@ -24,6 +25,7 @@ from layerflow.flow.arrivals.fetches import (
 from layerflow.flow.arrivals.follows import (
     advance_follows,
     commit_follows,
+    lend_follow,
     lose_follow,
     lose_followed,
     move_follow,
@@ -47,8 +49,10 @@ from layerflow.flow.events import (
     Event,
     FetchAvailable,
     FetchesRevoked,
+    FetchFailed,
     FetchLeased,
     FetchOpened,
+    FollowLent,
     FollowLost,
     FollowMoved,
     FollowOpened,
@@ -89,7 +93,7 @@ def _conclude(state: State, out: list[Command]) -> None:
         # What is stored is told of before the commit that follows from the last of it.
         for save in state.advanced:
             follow_save(state, save, out)
-            advance_follows(state, save)
+            advance_follows(state, save, out)
         state.advanced.clear()
         severed, state.severed = state.severed, []
         for save, parts, reason in severed:
@@ -127,8 +131,10 @@ class Flow:
             StepOpened: self._step_opened,
             FetchOpened: self._fetch_opened,
             FetchAvailable: self._fetch_available,
+            FetchFailed: partial(fail_fetch, self._state),
             FetchLeased: partial(lease_fetch, self._state),
             FollowOpened: partial(open_follow, self._state),
+            FollowLent: partial(lend_follow, self._state),
             FollowMoved: partial(move_follow, self._state),
             FollowLost: partial(lose_follow, self._state),
             WriteOpened: partial(open_write, self._state),
@@ -176,6 +182,8 @@ class Flow:
         grant(state, out, most)
         if state.fetches.ring.queue:
             grant_calls(state.fetches, state.budget, now, out)
+        if state.peers.ring.queue:
+            grant_calls(state.peers, state.budget, now, out)
         if state.writes.ring.queue:
             grant_calls(state.writes, state.budget, now, out)
         earliest = state.deadlines.earliest()
@@ -211,8 +219,8 @@ class Flow:
             load_inflight_batches=batches[Direction.LOAD],
             save_inflight_batches=batches[Direction.SAVE],
             unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
-            fetches=len(state.fetches.transfers),
-            fetch_inflight_bytes=state.fetches.inflight,
+            fetches=len(state.fetches.transfers) + len(state.peers.transfers),
+            fetch_inflight_bytes=state.fetches.inflight + state.peers.inflight,
             writes=len(state.writes.transfers),
             write_inflight_bytes=state.writes.inflight,
             write_backlog_bytes=state.writes.backlog,
@@ -246,7 +254,7 @@ class Flow:
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
         state = self._state
         lane: HostLane[FetchTransfer] | HostLane[WriteTransfer]
-        lane = state.fetches if event.hop is Hop.FETCH else state.writes
+        lane = state.writes if event.hop is Hop.WRITE else state.lane_of(event.hop)
         taken = lane.take(event, self._now)
         if taken is None:
             state.counters.late_reports += 1
@@ -258,8 +266,11 @@ class Flow:
             write_done(state, transfer, call, failed, out)
 
     def _host_lost(self, event: HostLost, out: list[Command]) -> None:
-        lose_fetches(self._state, event.reason, out)
-        lose_writes(self._state, event.reason, out)
+        for hop in event.hops:
+            if hop is Hop.WRITE:
+                lose_writes(self._state, event.reason, out)
+            else:
+                lose_fetches(self._state, self._state.lane_of(hop), event.reason, out)
 
     def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)

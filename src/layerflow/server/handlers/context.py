@@ -21,7 +21,8 @@ from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
 
 if TYPE_CHECKING:
-    from layerflow.server.tier.tier import Tier
+    from layerflow.server.peers.peers import Peers
+    from layerflow.server.sources import Sources
 
 
 class Refused(ProtocolError):
@@ -39,7 +40,8 @@ class ServerContext:
     :param send: queue a message for a session.
     :param handoffs: what is kept for decode engines.
     :param pd: the settings of prefill and decode apart.
-    :param tier: what lies behind the pool; None = nothing.
+    :param tier: where objects come from that are not in the pool; None = nowhere.
+    :param peers: servers that read here, and that are read from; None = there are none.
     :param direct: engine workers may move bytes past the arena.
     :param draining: the server takes no new work.
     """
@@ -58,7 +60,8 @@ class ServerContext:
     pd: Callable[[], PdSettings]
     turns: Turns = field(default_factory=Turns)
     log_limit: LogLimit = field(default_factory=LogLimit)
-    tier: Tier | None = None
+    tier: Sources | None = None
+    peers: Peers | None = None
     direct: bool = False
     draining: bool = False
 

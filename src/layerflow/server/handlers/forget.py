@@ -60,6 +60,7 @@ async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -
     told: dict[str, Any] = {"purged": context.pool.clear(), "revoked": revoked}
     if tier and behind is not None:
         cleared = await behind.clear(keys, CLEAR_S)
-        told["tier"] = {"backend": behind.name, "purged": cleared.objects, "reason": cleared.reason}
+        if behind.tier is not None and cleared is not None:
+            told["tier"] = {"backend": behind.tier.name, "purged": cleared.objects, "reason": cleared.reason}
     log.info("pool_purged", session=session.number, **told)
     return told

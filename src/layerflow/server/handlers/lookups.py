@@ -13,6 +13,7 @@ from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
 from layerflow.server.handlers.following import Asked, FollowLookups
+from layerflow.server.handlers.remote import RemoteLookups
 from layerflow.server.lookup import (
     TieredLookup,
     TierLookup,
@@ -22,6 +23,7 @@ from layerflow.server.lookup import (
     needed_keys,
     prompt_keys,
 )
+from layerflow.server.peers.questions import PeerAnswer
 from layerflow.server.sessions import ClientSession
 from layerflow.server.tier.pieces import bring_pieces
 from layerflow.server.turns import Work
@@ -49,6 +51,7 @@ class Lookups:
         self._context = context
         self._guarded = guarded
         self._following = FollowLookups(context, self, self._go_on)
+        self._remote = RemoteLookups(context, self, self._go_on)
 
     def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
         if session.spec is None:
@@ -86,6 +89,9 @@ class Lookups:
             self._written(session, message, digests, most_ms)
             return
         self._check_leases(session, message.request, limits.max_leases)
+        if message.handoff and message.servers:
+            yield from self._remote.look_up(session, Asked(message, digests, blocks))
+            return
         if message.handoff:
             yield from self._following.look_up(session, Asked(message, digests, blocks))
             return
@@ -102,6 +108,20 @@ class Lookups:
         """Answer with a hit of a hand-off."""
         heard = time.monotonic()
         yield from self._find(session, asked.message, asked.digests, heard, search, following=True)
+
+    def lent(self, session: ClientSession, asked: Asked, answer: PeerAnswer) -> Work:
+        """Answer with a hit of what is here and what peers lend."""
+        yield from self._reach(
+            session,
+            asked.message,
+            lookup=asked.message,
+            digests=asked.digests,
+            found=answer.found,
+            heard=time.monotonic(),
+            blocks=asked.blocks,
+            reason=answer.reason,
+            following=answer.open,
+        )
 
     def _look(
         self,
@@ -140,10 +160,12 @@ class Lookups:
                 context.turns.start(number, self._guarded(asker, message, reach))
 
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
+        behind = context.tier.tier if direct else context.tier  # direct workers read the pool themselves, and no peer
+        assert behind is not None
         prompt_digests = digests, message.tokens, message.tail
         go = functools.partial(self._go_on, number, message)
         yield from ask_tier(
-            context.pool, context.tier, session.spec, prompt_digests, answer, go, blocks=blocks, direct=direct
+            context.pool, behind, session.spec, prompt_digests, answer, go, blocks=blocks, direct=direct
         )
 
     def _go_on(self, number: int, message: wire.Lookup, work: Work) -> None:
@@ -155,7 +177,7 @@ class Lookups:
     def _written(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], most_ms: int) -> None:
         """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
         context, spec, number = self._context, session.spec, session.number
-        tier = context.tier
+        tier = context.tier.tier if context.tier is not None else None
         assert spec is not None
         if not 0 < message.written_ms <= most_ms:
             raise ProtocolError(f"request {message.request!r}: written_ms must be 0 to {most_ms}")
@@ -188,6 +210,7 @@ class Lookups:
         heard: float,
         blocks: BlockDigests,
         reason: str,
+        following: bool = False,
     ) -> Work:
         """The tier has answered: what the hit needs of it is fetched from now on."""
         pool, tier, spec = self._context.pool, self._context.tier, session.spec
@@ -201,7 +224,9 @@ class Lookups:
         search = functools.partial(
             find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, blocks=blocks, direct=direct
         )
-        find = functools.partial(self._find, session, lookup, digests, heard, search, reason=reason)
+        find = functools.partial(
+            self._find, session, lookup, digests, heard, search, following=following, reason=reason
+        )
         covering = None if direct else pool.covering(spec)
         pieces: set[bytes] = set()
         if covering is not None:

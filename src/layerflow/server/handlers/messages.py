@@ -189,9 +189,11 @@ class Handlers:
             shapes = tuple(LayerShape(group, spec.groups[group].bytes_per_block) for group, _ in spec.layer_places())
             context.driver.handle(SessionOpened(session.number, shapes))
             context.pool.learn(spec)
-            if context.tier is not None:
-                context.tier.partitions.learn(spec)
+            if context.tier is not None and context.tier.tier is not None:
+                context.tier.tier.partitions.learn(spec)
         session.spec = message.spec
+        if context.peers is not None and context.peers.source is not None and message.memory:
+            context.peers.source.compare(message.spec)
         session.memory = message.memory
         session.direct = message.memory and message.direct
         context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())

@@ -28,8 +28,8 @@ from layerflow.wire.messages import NOWHERE, Covered, LoadPart, OpenStep, Plan, 
 if TYPE_CHECKING:
     from layerflow.server.handoffs.follows import Follows, PendingFollow
     from layerflow.server.handoffs.registry import Handoffs
+    from layerflow.server.sources import Sources
     from layerflow.server.tier.fetches import PendingFetch
-    from layerflow.server.tier.tier import Tier
 
 MAX_STEP_S = 86_400.0
 
@@ -150,7 +150,7 @@ def _moved(spec: ModelSpec, wanted: Wanted) -> int:
 
 def plan_step(
     pool: Pool,
-    tier: Tier | None,
+    tier: Sources | None,
     session: ClientSession,
     message: OpenStep,
     checked: CheckedStep,
@@ -204,7 +204,7 @@ def plan_step(
 
 def _plan_loads(
     pool: Pool,
-    tier: Tier | None,
+    tier: Sources | None,
     session: ClientSession,
     book: StepBook,
     loads: list[Wanted],
@@ -261,7 +261,7 @@ def _missing(wanted: Wanted, found: list[Located | None]) -> list[bytes]:
     return [key for key, place in zip(wanted.keys, found, strict=True) if place is None]
 
 
-def _coming(tier: Tier | None, follows: Follows, key: bytes) -> PendingFetch | PendingFollow | None:
+def _coming(tier: Sources | None, follows: Follows, key: bytes) -> PendingFetch | PendingFollow | None:
     """An object that is not in the arena yet: followed, or else fetched."""
     return follows.coming(key) or (tier.coming(key) if tier is not None else None)
 
@@ -277,7 +277,7 @@ def _follow(follows: Follows, session: ClientSession, loads: list[Wanted], locat
 
 
 def _bring(
-    tier: Tier, follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]
+    tier: Sources, follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]
 ) -> None:
     """Start fetching what the arena lacks, one job per group."""
     spec = session.spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from layerflow.wire.messages.base import Beat, Message
+from layerflow.wire.messages.peers import PeerBeat, PeerCompared, PeerFound, PeerProgress, PeerWelcome
 
 
 class Welcome(Message, frozen=True, tag=101):
@@ -225,4 +226,21 @@ class Problem(Message, frozen=True, tag=199):
     message: str
 
 
-ToClient = Welcome | Attached | Terms | Found | Plan | Grant | Notice | Beat | Status | HandoffState | Problem
+ToClient = (
+    Welcome
+    | Attached
+    | Terms
+    | Found
+    | Plan
+    | Grant
+    | Notice
+    | Beat
+    | Status
+    | HandoffState
+    | Problem
+    | PeerWelcome
+    | PeerFound
+    | PeerProgress
+    | PeerBeat
+    | PeerCompared
+)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages.base import Beat, Few, Many, Message, Name, Reason
+from layerflow.wire.messages.peers import PeerBeat, PeerCompare, PeerHello, PeerLookup, PeerRelease
 
 
 class Hello(Message, frozen=True, tag=1):
@@ -277,4 +278,9 @@ ToServer = (
     | EndHandoff
     | ReleaseHandoff
     | WatchHandoff
+    | PeerHello
+    | PeerLookup
+    | PeerRelease
+    | PeerBeat
+    | PeerCompare
 )
