@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import msgspec
@@ -190,7 +191,7 @@ class Agent:
                     f"request {request.request!r} loads tokens {request.load} with a chain of the weights before the "
                     "last reset; make a new chain, look it up, and compute what that does not hit"
                 )
-        requests = [request for request in requests if not self._outdated(request.chain)]
+        requests = [self._planned(request) for request in requests if not self._outdated(request.chain)]
         loads = describe_loads(self.spec, requests)
         saving = terms is not None and not self._dispatcher.silent
         saves = describe_saves(self.spec, requests, terms.save_partial) if saving and terms is not None else []
@@ -369,6 +370,15 @@ class Agent:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _planned(self, request: StepRequest) -> StepRequest:
+        """The request; without its hit's plan where that was given up, or used here before."""
+        plan = request.hit.plan
+        if plan is None or request.load[0] >= request.load[1]:
+            return request
+        if self._control.plans.use(plan, request.request, id(self)):
+            return request
+        return replace(request, hit=replace(request.hit, plan=None))
 
     def _outdated(self, chain: Chain) -> bool:
         """Was it made here, before the weights were replaced?"""

@@ -7,11 +7,12 @@ Pure arithmetic over tokens, chunks and blocks. The server answers with the obje
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from layerflow.agent.values import StepRequest
+from layerflow.agent.hit_plan import PartPlaces
+from layerflow.agent.values import Hit, StepRequest
 from layerflow.errors import LayerflowError, SpecError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.spec import GroupSpec, ModelSpec
@@ -41,6 +42,7 @@ class PartDescriptor:
 
     :param table: the request's int64 block table of this group; where no piece looks, anything.
     :param parent: digest before a partial last object, else empty.
+    :param places: loads: where the objects lie; None = the server is to be asked.
     """
 
     request: str
@@ -48,11 +50,13 @@ class PartDescriptor:
     table: np.ndarray
     pieces: tuple[ObjectDescriptor, ...]
     parent: bytes = b""
+    places: PartPlaces | None = field(default=None, compare=False)
 
     def load_message(self) -> LoadPart:
         """As the protocol has it."""
         tail = self.pieces[-1].tokens if self.parent else 0
-        return LoadPart(self.request, self.group, self._digests(), self._counts(), tail, self.parent)
+        plan, more = (self.places.plan, self.places.more) if self.places is not None else (0, False)
+        return LoadPart(self.request, self.group, self._digests(), self._counts(), tail, self.parent, plan, more)
 
     def save_message(self) -> SavePart:
         """As the protocol has it."""
@@ -69,7 +73,7 @@ class PartDescriptor:
         blocks = self.engine_blocks().astype("<i8", copy=False).tobytes()
         return _unpickled, (
             self.request, self.group, self._digests(), np.array(rows, "<u4").tobytes(), blocks, self.parent,
-            tuple(piece.block_digests for piece in self.pieces),
+            tuple(piece.block_digests for piece in self.pieces), self.places,
         )  # fmt: skip
 
     def _digests(self) -> bytes:
@@ -121,7 +125,8 @@ def describe_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Par
             if pieces:
                 ends_partial = pieces[-1].tokens != spec.chunk_tokens
                 parent = request.chain.parent(request.hit.tail_chunk) if ends_partial else b""
-                parts.append(PartDescriptor(request.request, number, _table(request, number, pieces), pieces, parent))
+                table, places = _table(request, number, pieces), _places(spec, number, request.hit, pieces)
+                parts.append(PartDescriptor(request.request, number, table, pieces, parent, places))
     return parts
 
 
@@ -164,6 +169,13 @@ def without_tails(parts: Sequence[PartDescriptor]) -> list[PartDescriptor]:
     """Saves without partial last objects."""
     whole = [replace(part, pieces=part.pieces[:-1], parent=b"") if part.parent else part for part in parts]
     return [part for part in whole if part.pieces]
+
+
+def with_more(parts: Sequence[PartDescriptor]) -> list[PartDescriptor]:
+    """These loads, whose plans are used in another step as well, which each worker opens after theirs."""
+    return [
+        replace(part, places=replace(part.places, more=True)) if part.places is not None else part for part in parts
+    ]
 
 
 def check_blocks(parts: Sequence[PartDescriptor], num_blocks: Sequence[int]) -> None:
@@ -227,7 +239,14 @@ class _Columns:
 
 
 def _unpickled(
-    request: str, group: int, digests: bytes, rows: bytes, blocks: bytes, parent: bytes, block_digests: Sequence[bytes]
+    request: str,
+    group: int,
+    digests: bytes,
+    rows: bytes,
+    blocks: bytes,
+    parent: bytes,
+    block_digests: Sequence[bytes],
+    places: PartPlaces | None,
 ) -> PartDescriptor:
     pieces = []
     for number, (start, count, index, tokens) in enumerate(np.frombuffer(rows, "<u4").reshape(-1, 4).tolist()):
@@ -237,7 +256,7 @@ def _unpickled(
     table[np.concatenate([np.arange(piece.blocks.start, piece.blocks.stop) for piece in pieces])] = np.frombuffer(
         blocks, "<i8"
     )
-    return PartDescriptor(request, group, table, tuple(pieces), parent)
+    return PartDescriptor(request, group, table, tuple(pieces), parent, places)
 
 
 def _check_name(request: object) -> None:
@@ -293,6 +312,14 @@ def _check_hit(spec: ModelSpec, request: StepRequest, stop: int) -> None:
         fits = fits and stop <= hit.stored(chunk) and spec.inside(hit.tail_tokens, shared)
     if not fits:
         raise SpecError(f"request {request.request!r}: its hit is not one of this chain; look the chain up itself")
+
+
+def _places(spec: ModelSpec, group: int, hit: Hit, pieces: Sequence[ObjectDescriptor]) -> PartPlaces | None:
+    if hit.plan is None:
+        return None
+    size = spec.groups[group].block_size
+    chunks = [piece.blocks.start * size // spec.chunk_tokens for piece in pieces]
+    return hit.plan.part(group, chunks, hit.tail_chunk)
 
 
 def _save_pieces(

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Container, Sequence
 
 import structlog
 
+from layerflow.agent.connection.arenas import Arenas, KnownArena
 from layerflow.agent.connection.control import Control
-from layerflow.agent.connection.link import Attachment, Link
+from layerflow.agent.connection.link import Attachment, Link, ReportBuffer
 from layerflow.agent.connection.mapping import Populating, pin
 from layerflow.agent.costs import LoadPolicy, Measures
-from layerflow.agent.descriptors import Numbered
+from layerflow.agent.descriptors import Numbered, PartDescriptor
 from layerflow.agent.direct import DirectLaneSwitch
 from layerflow.agent.lanes.ends import CopyEnds
 from layerflow.agent.lanes.load import LoadLane
+from layerflow.agent.lanes.planned import LayerLoad, PlannedCaps, PlannedLoads
 from layerflow.agent.lanes.save import SaveLane
 from layerflow.agent.lanes.stagger import Stagger
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
 from layerflow.agent.open_steps import OpenSteps
+from layerflow.agent.placing import Placed, place
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
@@ -33,9 +38,11 @@ from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import (
     Batch,
     Closed,
+    DropLease,
     Failure,
     Fence,
     Grant,
+    Moved,
     Notice,
     Plan,
     Problem,
@@ -73,6 +80,13 @@ class Dispatcher:
         self._open_steps = open_steps
         self._tally = tally
         self._copiers: tuple[Copier, Copier] | None = None
+        self.terms: Terms | None = None
+        self._arenas = Arenas(device)
+        self._undecided: KnownArena | None = None
+        self._layers = [
+            (layer, group, memory.spec.groups[group].bytes_per_block)
+            for layer, (group, _) in enumerate(memory.spec.layer_places())
+        ]
         self.bypass = DirectLaneSwitch(memory, device, open_steps)
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self._poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
@@ -99,6 +113,10 @@ class Dispatcher:
             pin(attachment.arena, self._device)
             load, save = (copier_for(self._memory, attachment.arena, self._device) for _ in (LOAD, SAVE))
             self._copiers = (load, save)
+            keep_s = attachment.welcome.lease_ms / 1e3
+            arena = KnownArena(attachment.incarnation, attachment.arena, load, keep_s)
+            with self._open_steps.lock:
+                self._arenas.add(arena)
         self._set_terms(attachment.terms)
         self._tally.attachments += 1
         self.silent = False
@@ -114,22 +132,65 @@ class Dispatcher:
         )
 
     def lost(self, reason: str) -> None:
-        """The server is gone: waits fail at once, nothing is saved."""
+        """The server is gone: waits fail at once, nothing is saved.
+
+        Loads whose places are known go on until it is known whether its process has ended.
+        """
         with self._open_steps.lock:
             lost, self.attachment = self.attachment, None
+            arena = self._arenas.abandoned(lost.incarnation) if lost is not None else None
+            going_on = set(arena.loading) if arena is not None else set()
         copiers, self._copiers = self._copiers, None  # they hold the lost server's arena
+        self._undecided = arena
         steps = self._open_steps.steps()
         log.warning("agent_detached", reason=reason, open_steps=len(steps))
         for step in steps:
-            # Whatever one step meets, the others are cut off too: the server reuses the arena once this link hangs up.
-            try:
-                self.cut(step, reason)
-            except Exception:
-                log.exception("cut_failed", step=step.number)
-        if lost is not None:
-            for copier in copiers or ():
+            if not step.orphaned:
+                self._cut_or_orphan(step, reason, going_on)
+        for copier in copiers or ():
+            if arena is None or copier is not arena.copier:
                 copier.drain()
-            self._device.unpin(lost.arena.address)
+
+    def judged(self, dead: bool) -> None:
+        """If not, its plans are worth nothing any more: a server that is silent may wake up and use the places."""
+        arena, self._undecided = self._undecided, None
+        if arena is None:
+            return
+        with self._open_steps.lock:
+            going_on = set(arena.loading)
+            self._arenas.decide(arena, dead, time.monotonic())
+        if dead:
+            if going_on:
+                log.info("server_dead", loading_steps=len(going_on))
+            return
+        for step in self._open_steps.steps():
+            if step.number in going_on:
+                self._cut_or_orphan(step, "the server is gone", set())
+        self._arenas.let_go(arena)
+
+    def waiting(self, now: float) -> None:
+        """Time passed without a server."""
+        self._control.plans.overdue(now)  # there is nobody to tell
+        self._sweep(now)
+        for step in self._open_steps.steps():
+            if now > step.deadline:
+                self.cut(step, "not finished at its deadline")
+
+    def _cut_or_orphan(self, step: Step, reason: str, going_on: Container[int]) -> None:
+        # Whatever one step meets, the others are cut off too: the server reuses the arena once this link hangs up.
+        try:
+            if step.number in going_on:
+                self.orphan(step, reason)
+            else:
+                self.cut(step, reason)
+        except Exception:
+            log.exception("cut_failed", step=step.number)
+
+    def _sweep(self, now: float) -> None:
+        with self._open_steps.lock:
+            late = self._arenas.overdue(now)
+        for arena in late:
+            self._arenas.let_go(arena)
 
     def heard(self, message: ToClient) -> None:
         """A message."""
@@ -164,6 +225,10 @@ class Dispatcher:
             else:
                 log.info("server_heard_again")
         self.measure(now)
+        self._sweep(now)
+        assert self.link is not None
+        for request, plan in self._control.plans.overdue(now):
+            self.link.send(DropLease(request, plan))
         for step in self._open_steps.steps():
             if now > (step.deadline if silent or not step.announced else step.save_deadline):
                 self.cut(step, "not finished at its deadline")
@@ -186,13 +251,73 @@ class Dispatcher:
         return self.measures.pending or (
             attachment is not None
             and attachment.terms.prefetch_layers > 0
-            and any(step.loading and not step.all_granted for step in self._open_steps.steps())
+            and any(
+                step.loading and step.residents is None and not step.all_granted for step in self._open_steps.steps()
+            )
         )
 
     def measure(self, until: float | None = None) -> None:
         """Work the figures of ended steps out, and tell the server with what is told next."""
         assert self.link is not None
         self.link.news.figures.extend(self.measures.work_out(until))
+
+    # -- loads whose places are known ---------------------------------------------------------------
+
+    def residents(self, loads: Sequence[PartDescriptor]) -> Placed | None:
+        """Where all of these loads' objects are, by the plans of their hits; None: the server is to be asked."""
+        if not loads or self._load_lane.planned.caps.window < 1:
+            return None
+        first = loads[0].places
+        arena = self._arenas.get(first.incarnation) if first is not None else None
+        return place(self._memory.spec, loads, arena) if arena is not None else None
+
+    def bind(self, step: Step, placed: Placed) -> PlannedLoads:
+        """Number the blocks of the step's loads, and cut none of them yet.
+
+        :raises ExtentError: the plan leaves the arena.
+        """
+        arena = placed.arena
+
+        def lists(group: int, blocks: Numbered) -> BlockList:
+            columns = (blocks.engine_blocks, blocks.object_offsets, blocks.object_blocks, blocks.index)
+            return BlockList(self._memory, group, arena.memory.nbytes, *columns)
+
+        loads = step.place(placed.residents, placed.parts, lists)
+        counts = {group: len(column.numbers) for group, column in loads.items()}
+        layers = [LayerLoad(layer, counts[group], size) for layer, group, size in self._layers if group in counts]
+        news = self.link.news if self.link is not None else ReportBuffer()
+        return PlannedLoads(step, layers, arena.copier, self._links[LOAD], lambda over: self._moved(over, arena, news))
+
+    def begin(self, loads: PlannedLoads, placed: Placed) -> bool:
+        """Let the lane begin; False where the arena is not known any more. The caller holds the open steps' lock."""
+        if self._arenas.get(placed.arena.incarnation) is not placed.arena:
+            return False
+        placed.arena.loading.add(loads.step.number)
+        self._load_lane.plan(loads)
+        return True
+
+    def orphan(self, step: Step, reason: str) -> None:
+        """There is no server for the step, and its loads go on without one: nothing of it is saved."""
+        step.announced, step.orphaned = False, True
+        step.cut_saves(reason)
+        for request in {part.request for part in step.saves}:
+            self._open_steps.save_failed(request, reason)
+        self._save_lane.wake()
+        self._settle_orphan(step)
+
+    def _moved(self, loads: PlannedLoads, arena: KnownArena, news: ReportBuffer) -> None:
+        step = loads.step
+        assert self.link is not None and step.residents is not None
+        with self._open_steps.lock:
+            arena.loading.discard(step.number)
+        news.moved.append(Moved(step.number, loads.moved, loads.lost + step.residents.lost()))
+        self.link.ring()
+        self._settle_orphan(step)
+
+    def _settle_orphan(self, step: Step) -> None:
+        """Nobody else says when such a step has ended."""
+        if step.orphaned and step.closed and not step.loading:
+            self._finish(step)
 
     # -- told by steps ----------------------------------------------------------------------------
 
@@ -227,10 +352,15 @@ class Dispatcher:
     def fenced(self, step: Step, reason: str) -> None:
         """The step's loads were cut off here."""
         self._tally.fenced_steps += 1
+        self._load_lane.wake()
         self.bypass.in_order([step], lambda: self._tell_fenced(step, reason))
 
     def closed(self, step: Step, ok: bool) -> None:
         """The forward pass ended."""
+        if step.residents is not None:
+            if not ok:
+                step.fence("the forward pass did not finish")
+            self._settle_orphan(step)
         self.bypass.in_order([step], lambda: self._tell_closed(step, ok))
         if step.saves:
             self._save_lane.wake()
@@ -333,6 +463,8 @@ class Dispatcher:
     def _set_terms(self, terms: Terms) -> None:
         caps = CopyCaps(terms.max_transfer_blocks, terms.max_transfer_bytes)
         self._load_lane.caps = self._save_lane.caps = caps
+        self._load_lane.planned.caps = PlannedCaps(terms.window_bytes, terms.prefetch_layers)
+        self.terms = terms
         shard = self._memory.spec.shard
         self._load_lane.stagger = Stagger(shard.tp_rank, shard.tp_size, terms.stagger_us)
         emulated = terms.link_gbps, terms.link_latency_us
@@ -357,6 +489,13 @@ class Dispatcher:
             job.step.reads.ended(batch)
         else:
             self.bypass.ended_load(job.step)
+        if job.news is None:
+            assert job.ended is not None
+            self._tally.failed_batches += bool(failure)
+            self._tally.loaded_bytes += 0 if failure else batch.nbytes
+            job.ended(job, failure)
+            self._load_lane.landed(batch.nbytes)
+            return
         if failure:
             self._tally.failed_batches += 1
             job.news.failed.append(Failure(batch.batch, failure))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from layerflow.agent.hit_plan import HitPlan
 from layerflow.device.base import CopyCounts
 from layerflow.keys import Chain
 from layerflow.observe.trace import StepFigures
@@ -24,6 +25,7 @@ class Hit:
     :param tail_digest: its digest.
     :param tail_shared: so many of its leading tokens are the prompt's; 0 = all of them.
     :param shared_digest: digest of these, where they are not all.
+    :param plan: where its objects lie; None = the server is to be asked when they are loaded.
     """
 
     tokens: int
@@ -32,6 +34,7 @@ class Hit:
     tail_digest: bytes = b""
     tail_shared: int = 0
     shared_digest: bytes = b""
+    plan: HitPlan | None = field(default=None, compare=False, repr=False)
 
     def stored(self, chunk_tokens: int) -> int:
         """Leading tokens of the prompt that are stored: the hit's, and the one left to compute if that is too."""

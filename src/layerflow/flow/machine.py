@@ -37,6 +37,7 @@ from layerflow.flow.events import (
     Limits,
     LimitsChanged,
     LoadsFenced,
+    LoadsMoved,
     Part,
     RequestAborted,
     SessionLost,
@@ -64,6 +65,7 @@ from layerflow.flow.graph.session import Session, open_session
 from layerflow.flow.graph.step import Step, Transfer, TransferJob
 from layerflow.flow.graph.write import WriteTransfer
 from layerflow.flow.hosts.lane import HostLane, grant_calls
+from layerflow.flow.planned import let_move, loads_moved
 from layerflow.flow.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
@@ -91,8 +93,11 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
     step.story.append(event)
     session.steps[event.step] = step
     if event.loads:
-        step.loads = _job(state, step, Direction.LOAD, event.loads)
-        state.enqueue(step.loads)
+        step.loads = _job(state, step, Direction.LOAD, event.loads, planned=event.planned)
+        if event.planned:
+            let_move(state, step.loads)
+        else:
+            state.enqueue(step.loads)
     if event.saves:
         saves = _job(state, step, Direction.SAVE, event.saves)
         nbytes = sum(transfer.starts[-1] * transfer.shape.tail_bytes[0] for transfer in saves.transfers.values())
@@ -123,12 +128,19 @@ def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str
 
 def _check_needs(state: State, session: Session, event: StepOpened) -> None:
     for position, part in enumerate(event.loads):
+        if part.needs and event.planned:
+            raise InvalidTransition(
+                f"session {session.number} step {event.step}: load part {position} is planned, and its objects are yet "
+                "to be fetched"
+            )
         if part.needs and (wrong := check_needs(state, part, session.groups[part.group].layers)):
             raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
 
 
-def _job(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> TransferJob:
-    job = TransferJob(step, direction, parts)
+def _job(
+    state: State, step: Step, direction: Direction, parts: tuple[Part, ...], *, planned: bool = False
+) -> TransferJob:
+    job = TransferJob(step, direction, parts, planned=planned)
     groups = {part.group for part in parts}
     arrives = direction is Direction.LOAD and any([part.needs for part in parts])
     for group in sorted(groups):
@@ -140,7 +152,7 @@ def _job(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]
         job.transfers[group] = transfer
         if arrives:
             lay_out(state, transfer)
-        else:
+        elif not planned:
             transfer.add_cursor([(0, starts[-1])])
     return job
 
@@ -172,6 +184,7 @@ class Flow:
             LayersComputed: self._layers_computed,
             BatchDone: partial(batch_done, self._state),
             BatchFailed: partial(batch_failed, self._state),
+            LoadsMoved: partial(loads_moved, self._state),
             LoadsFenced: self._loads_fenced,
             StepClosed: self._step_closed,
             RequestAborted: self._request_aborted,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol
@@ -12,7 +13,19 @@ import structlog
 from layerflow.errors import BadKey, PoolError
 from layerflow.keys import KEY_BYTES, describe_key
 from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, check_header, header_start, pack_header
-from layerflow.pool.base import Child, Located, NewObject, Owner, PoolStatistics, Reservation, ReserveStatus, Tail
+from layerflow.pool.base import (
+    NO_PLACE,
+    PLACE,
+    Child,
+    LeasedPlaces,
+    Located,
+    NewObject,
+    Owner,
+    PoolStatistics,
+    Reservation,
+    ReserveStatus,
+    Tail,
+)
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
 from layerflow.pool.eviction import S3Fifo
 from layerflow.pool.slots import Slots
@@ -22,6 +35,7 @@ log = structlog.get_logger(__name__)
 
 _NO_HEADER = bytes(HEADER_BYTES)
 _UINT32 = 1 << 32
+_LAST_GENERATION = (1 << 64) - 1
 _PATIENCE = 2  # rounds of victims in order that may free no room for a new size
 
 _EXISTS = Reservation(ReserveStatus.EXISTS, -1)
@@ -59,6 +73,8 @@ class MemoryPool:
         self._slots = Slots(arena.nbytes)
         self._directory = Directory(presence)
         self._policy: S3Fifo[DirectoryEntry] = S3Fifo()
+        # Old payload must not look like a generation by chance: they begin anywhere.
+        self._generation = secrets.randbits(63)
         self._dirty = 0  # bytes from the start that an object may ever have covered
         self._hits = self._misses = self._commits = self._full = self._revoked = self._hidden = 0
         self._evictions = self._evicted_bytes = 0
@@ -94,18 +110,50 @@ class MemoryPool:
 
         An object whose header was overwritten (by an engine that wrote where it must not) is hidden instead.
         """
-        self.hide(self._overwritten(keys))
-        places, fresh, first = self._directory.pin(keys, owner, until, self._most(lease))
+        return [None if entry is None else entry.located for entry in self._take(keys, owner, until, lease)[0]]
+
+    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> LeasedPlaces:
+        """As :meth:`acquire` with `lease`, telling places as a plan has them."""
+        found, whole = self._take(keys, owner, until, lease=True)
+        missing = found.count(None)
+        if not missing:
+            return LeasedPlaces(b"".join([entry.place for entry in found if entry]), 0, whole)
+        packed = b"".join([NO_PLACE if entry is None else entry.place for entry in found])
+        return LeasedPlaces(packed, missing, whole)
+
+    def _take(
+        self, keys: Sequence[bytes], owner: Owner, until: float, lease: bool
+    ) -> tuple[list[DirectoryEntry | None], bool]:
+        """Pin and count; the entries, and whether all that there are, are pinned."""
+        directory = self._directory
+        found = directory.find(keys)
+        there = [entry for entry in found if entry is not None]
+        if spoilt := self._overwritten(there):
+            self.hide(spoilt)
+            return self._take(keys, owner, until, lease)
+        fresh, first, whole = directory.pin(there, owner, until, self._most(lease))
         self._policy.park(first)
         self._policy.use(fresh)
-        misses = places.count(None)
-        self._misses += misses
-        self._hits += len(places) - misses
-        return places
+        if not lease:
+            self._misses += len(found) - len(there)
+        self._hits += len(there)
+        return found, whole
 
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """Pin complete objects without counting a hit or a use; what is not there is left out."""
-        self._policy.park(self._directory.pin(keys, owner, until, self._most(lease))[2])
+        there = [entry for entry in self._directory.find(keys) if entry is not None]
+        self._policy.park(self._directory.pin(there, owner, until, self._most(lease))[1])
+
+    def hand_over(self, owner: Owner, heir: Owner, until: float) -> None:
+        """All pins of `owner` are `heir`'s from now on, until `until`, or longer where `heir` had some."""
+        self._directory.hand_over(owner, heir, until)
+
+    def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
+        """`reader` pins, without an end, what `owner` pins of these keys, hidden since or not; None: not all of them.
+
+        It counts neither a hit nor a use: looking up has.
+        """
+        return self._directory.share(owner, keys, reader)
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
@@ -176,9 +224,12 @@ class MemoryPool:
             if entry is None:
                 continue
             offset, blocks, tokens, _ = entry.located
-            header = pack_header(key, blocks=blocks, tokens=tokens, payload=entry.nbytes - HEADER_BYTES)
+            generation = self._generation = self._generation % _LAST_GENERATION + 1
+            header = pack_header(
+                key, blocks=blocks, tokens=tokens, payload=entry.nbytes - HEADER_BYTES, generation=generation
+            )
             self._view[offset : offset + HEADER_BYTES] = header
-            entry.header = header[:CHECKSUM_AT]
+            entry.header, entry.place = header[:CHECKSUM_AT], PLACE.pack(offset, generation)
             self._directory.publish(entry)
             published.append(entry)
         for entry in reversed(published):  # a prompt's last chunks go first: without the first ones they are no use
@@ -344,10 +395,9 @@ class MemoryPool:
     def _most(self, lease: bool) -> float:
         return self._lease_share * self._slots.capacity_bytes if lease else math.inf
 
-    def _overwritten(self, keys: Sequence[bytes]) -> list[bytes]:
+    def _overwritten(self, entries: Sequence[DirectoryEntry]) -> list[bytes]:
         """Of these objects, those whose header is not theirs any more."""
-        ready, view = self._directory.ready, self._view
-        entries = [entry for key in keys if (entry := ready.get(key)) is not None]
+        view = self._view
         return [
             entry.key
             for entry in entries

@@ -12,12 +12,14 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 import zmq
 
 from layerflow.agent.connection.handshake import ClientKeys, Handshake, dial, fetch_presence
+from layerflow.agent.hit_plan import HitPlan
 from layerflow.agent.values import Hit
 from layerflow.errors import LayerflowError, ServerLost
 from layerflow.hits import HitLength, find_hit
@@ -157,19 +159,21 @@ class _SeenKeys:
 
 def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
     """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
-    best = Hit(found.tokens)
-    for tail in found.tails:
+    best, ends_in = Hit(found.tokens), -1
+    for position, tail in enumerate(found.tails):
         start, shared = tail.chunk * chain.chunk_tokens, tail.shared
         if start + tail.tokens <= len(chain) and chain.partial(tail.chunk, tail.tokens) == tail.digest:
             shared = tail.tokens
         tokens = spec.usable(start + shared, len(chain)) if shared else None
         if tokens is None or tokens <= best.tokens:
             continue
+        ends_in = position
         if shared == tail.tokens:
             best = Hit(tokens, tail.chunk, tail.tokens, tail.digest)
         else:
             best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, chain.partial(tail.chunk, shared))
-    return best
+    plan = HitPlan.of(found, ends_in, spec) if isinstance(found, Found) and best.tokens else None
+    return best if plan is None else replace(best, plan=plan)
 
 
 def lookup_of(

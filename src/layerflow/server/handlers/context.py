@@ -13,6 +13,7 @@ from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
 from layerflow.server.log_limit import LogLimit
+from layerflow.server.plans import Plans
 from layerflow.server.sessions import ClientSession, Sessions
 from layerflow.server.turns import Turns
 from layerflow.wire import messages as wire
@@ -35,12 +36,16 @@ class ServerContext:
     """What the handlers work on.
 
     :param send: queue a message for a session.
+    :param lease_s: how long leases usually last.
     :param tier: what lies behind the pool; None = nothing.
     :param direct: engine workers may move bytes past the arena.
     :param draining: the server takes no new work.
+    :param incarnation: names the arena.
     """
 
     pool: Pool
+    plans: Plans
+    incarnation: int
     driver: Driver
     sessions: Sessions
     metrics: Metrics
@@ -50,12 +55,9 @@ class ServerContext:
     status: Callable[[], dict[str, object]]
     arena_bytes: int
     settings: Callable[[], ServerSettings]
+    lease_s: Callable[[], float]
     turns: Turns = field(default_factory=Turns)
     log_limit: LogLimit = field(default_factory=LogLimit)
     tier: Tier | None = None
     direct: bool = False
     draining: bool = False
-
-
-def lease_owner(engine: str, request: str) -> tuple[str, str, str]:
-    return ("lease", engine, request)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Generator
 
 from layerflow.errors import ProtocolError
 from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
-from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
+from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.lookup import TierLookup, ask_tier, find_and_bring, hit_keys, prompt_keys
+from layerflow.server.plans import lease_owner
 from layerflow.server.sessions import ClientSession
 from layerflow.server.turns import Work
 from layerflow.spec import ModelSpec
@@ -168,11 +170,11 @@ class Lookups:
         for _ in range(MOST_SEARCHES):
             before = self._departures()
             hit = yield from search()
-            yield from self._lease(session, message, digests, hit)
+            places = yield from self._lease(session, message, digests, hit)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or self._departures() == before:
                 break
-        self._found(session, message, hit, heard)
+        self._found(session, message, hit, heard, places)
 
     def _departures(self) -> int:
         """How many objects have left the pool since the start."""
@@ -194,20 +196,38 @@ class Lookups:
                 "needed, or look up with a shorter lease_ms",
             )
 
-    def _lease(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength) -> Work:
+    def _lease(
+        self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength
+    ) -> Generator[None, None, bytes]:
+        """Lease the hit; the places of its objects, empty where it cannot have a plan."""
         assert session.spec is not None
+        places: list[bytes] = []
+        whole = True
         if hit.tokens or hit.tails:
+            pool, tier = self._context.pool, self._context.tier
             until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
             session.leases[message.request] = until
             for keys in hit_keys(session.spec, digests, hit):
-                here = [key for key, there in zip(keys, self._context.pool.lookup(keys), strict=True) if there]
-                self._context.pool.acquire(here, owner, until, lease=True)
-                if self._context.tier is not None:
-                    self._context.tier.lease(keys, owner, until)
+                leased = pool.lease(keys, owner, until)
+                places.append(leased.packed)
+                # Without a tier, what is missing is what no kind of the model needs.
+                whole = whole and leased.pinned and not (leased.missing and tier is not None)
+                if tier is not None:
+                    tier.lease(keys, owner, until)
                 yield
+        return b"".join(places) if whole else b""
 
-    def _found(self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float) -> None:
-        self._context.send(session, _found(message.id, hit))
+    def _found(
+        self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float, places: bytes
+    ) -> None:
+        context, engine = self._context, session.engine
+        found = _found(message.id, hit)
+        workers = context.sessions.workers_of(engine) if places else []
+        if workers and not any(worker.direct for worker in workers):
+            number = context.plans.keep(engine, message.request, session.number, [each.number for each in workers])
+            session.leases[message.request] = math.inf
+            found = wire.Found(found.id, found.tokens, found.tails, number, context.incarnation, places)
+        context.send(session, found)
         assert session.spec is not None
         tokens = hit.surely(session.spec, message.tokens)
         self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - heard)

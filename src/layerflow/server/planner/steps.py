@@ -18,6 +18,7 @@ from layerflow.objects import object_bytes
 from layerflow.pool.base import Located, NewObject, Pool, ReserveStatus
 from layerflow.server.lookup import stored_object
 from layerflow.server.planner.missed import MissedTurns
+from layerflow.server.plans import plan_owner
 from layerflow.server.sessions import ClientSession
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
@@ -151,7 +152,11 @@ def plan_step(
     assert spec is not None
     loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
-    load_plan, load_parts, bad, covered = _plan_loads(pool, tier, session, book, loads, message.deadline)
+    if message.planned:
+        planned_loads = _take_over(pool, session, book, message, loads)
+        load_plan, load_parts, bad, covered = [], planned_loads, set(), []
+    else:
+        load_plan, load_parts, bad, covered = _plan_loads(pool, tier, session, book, loads, message.deadline)
     save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad, replicas, missed)
     opened = StepOpened(
         session.number,
@@ -160,6 +165,7 @@ def plan_step(
         message.save_deadline,
         tuple(load_parts),
         tuple(save_parts),
+        planned=message.planned,
     )
     events: list[Event] = [opened]
     if tier is not None:
@@ -217,6 +223,32 @@ def _plan_loads(
         if blocks:
             parts.append(Part(wanted.request, wanted.group, blocks, tuple(needs)))
     return plans, parts, bad, covered
+
+
+def _take_over(
+    pool: Pool, session: ClientSession, book: StepBook, message: OpenStep, loads: list[Wanted]
+) -> list[Part]:
+    """The step pins what the plans of its hits do; its worker has begun to move it.
+
+    :raises ProtocolError: it names what no plan of its engine pins, or more blocks than an object holds.
+    """
+    parts: list[Part] = []
+    at: dict[int, int] = {}
+    for part, wanted in zip(message.loads, loads, strict=True):
+        places = pool.share(plan_owner(session.engine, part.plan), wanted.keys, book.owner)
+        counts = wanted.counts.tolist()
+        if places is None or any(count > place.blocks for count, place in zip(counts, places, strict=True)):
+            pool.release(book.owner)
+            raise ProtocolError(
+                f"step {message.step}, request {part.request!r}, group {part.group}: its loads are not those of plan "
+                f"{part.plan}, or that has ended; look the prompt up again"
+            )
+        objects = book.load_objects.setdefault(wanted.group, [])
+        for key, count in zip(wanted.keys, counts, strict=True):
+            objects.append((at.setdefault(wanted.group, 0), key))
+            at[wanted.group] += count
+        parts.append(Part(wanted.request, wanted.group, sum(counts)))
+    return parts
 
 
 def _bring(tier: Tier, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:

@@ -29,6 +29,8 @@ class Terms(Message, frozen=True, tag=107):
 
     :param max_transfer_blocks: what one copy moves at most, over all of its layers; `max_transfer_bytes` likewise.
     :param stagger_us: distance of the slots in which tensor-parallel ranks begin their loads; 0 = off.
+    :param window_bytes: what a worker may have in flight of loads that it moves by the plans of its hits; 0 = it moves
+        none.
     """
 
     step_timeout_ms: int
@@ -42,13 +44,19 @@ class Terms(Message, frozen=True, tag=107):
     max_transfer_blocks: int = 4096
     max_transfer_bytes: int = 64 << 20
     stagger_us: int = 0
+    window_bytes: int = 0
 
 
 class Attached(Message, frozen=True, tag=102):
-    """The client's spec is known. `arena_bytes` is 0 without memory."""
+    """The client's spec is known.
+
+    :param arena_bytes: 0 without memory.
+    :param incarnation: names this server's arena; plans of another name mean another memory.
+    """
 
     arena_bytes: int
     terms: Terms
+    incarnation: int = 0
 
 
 class TailHit(Message, frozen=True):
@@ -69,11 +77,19 @@ class Found(Message, frozen=True, tag=103):
 
     :param tokens: leading tokens that can be loaded, tails not counted; below the prompt's length.
     :param tails: longer hits: up to what is shared, and to all of it where the digest is that of the prompt's tokens.
+    :param plan: above 0: the hit brings its plan, of this number. Its objects are pinned until each worker of the engine
+        has opened its steps with it, or until it is dropped.
+    :param incarnation: of the arena in which they lie.
+    :param places: of each object, two uint64: the offset of its header and the generation of that place, or NOWHERE and
+        0. By chunk, the hit's (of the longest tail's) first and then the tails; then by group, then by shard.
     """
 
     id: int
     tokens: int
     tails: list[TailHit]
+    plan: int = 0
+    incarnation: int = 0
+    places: bytes = b""
 
 
 class PlanPart(Message, frozen=True):
