@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Container, Sequence
 
 import structlog
 
-from layerflow.agent.connection.arenas import Arenas, KnownArena
+from layerflow.agent.connection.arenas import KnownArena
 from layerflow.agent.connection.control import Control
-from layerflow.agent.connection.link import Attachment, Link, ReportBuffer
+from layerflow.agent.connection.link import Attachment, Link
 from layerflow.agent.connection.mapping import Populating, pin
 from layerflow.agent.costs import LoadPolicy, Measures
-from layerflow.agent.descriptors import Numbered, PartDescriptor
+from layerflow.agent.descriptors import Numbered
 from layerflow.agent.direct import DirectLaneSwitch
 from layerflow.agent.lanes.ends import CopyEnds
 from layerflow.agent.lanes.load import LoadLane
-from layerflow.agent.lanes.planned import LayerLoad, PlannedCaps, PlannedLoads
+from layerflow.agent.lanes.planned import PlannedCaps
 from layerflow.agent.lanes.save import SaveLane
 from layerflow.agent.lanes.stagger import Stagger
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
 from layerflow.agent.open_steps import OpenSteps
-from layerflow.agent.placing import Placed, place
+from layerflow.agent.planned import PlannedSteps
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
@@ -42,7 +40,6 @@ from layerflow.wire.messages import (
     Failure,
     Fence,
     Grant,
-    Moved,
     Notice,
     Plan,
     Problem,
@@ -81,18 +78,13 @@ class Dispatcher:
         self._tally = tally
         self._copiers: tuple[Copier, Copier] | None = None
         self.terms: Terms | None = None
-        self._arenas = Arenas(device)
-        self._undecided: KnownArena | None = None
-        self._layers = [
-            (layer, group, memory.spec.groups[group].bytes_per_block)
-            for layer, (group, _) in enumerate(memory.spec.layer_places())
-        ]
         self.bypass = DirectLaneSwitch(memory, device, open_steps)
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self._poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
         ends = CopyEnds(self._poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
         self._load_lane = LoadLane(ends.copied, self._loaded_some)
         self._save_lane = SaveLane(ends.copied, self._saved_some)
+        self.planned = PlannedSteps(memory, device, open_steps, self._load_lane, self)
 
     def close(self) -> None:
         """Stop the lanes and the poller."""
@@ -116,7 +108,7 @@ class Dispatcher:
             keep_s = attachment.welcome.lease_ms / 1e3
             arena = KnownArena(attachment.incarnation, attachment.arena, load, keep_s)
             with self._open_steps.lock:
-                self._arenas.add(arena)
+                self.planned.arenas.add(arena)
         self._set_terms(attachment.terms)
         self._tally.attachments += 1
         self.silent = False
@@ -138,59 +130,34 @@ class Dispatcher:
         """
         with self._open_steps.lock:
             lost, self.attachment = self.attachment, None
-            arena = self._arenas.abandoned(lost.incarnation) if lost is not None else None
-            going_on = set(arena.loading) if arena is not None else set()
+            going_on = self.planned.abandoned(lost.incarnation) if lost is not None else set()
         copiers, self._copiers = self._copiers, None  # they hold the lost server's arena
-        self._undecided = arena
         steps = self._open_steps.steps()
-        log.warning("agent_detached", reason=reason, open_steps=len(steps))
+        log.warning("agent_detached", reason=reason, open_steps=len(steps), going_on=len(going_on))
         for step in steps:
-            if not step.orphaned:
-                self._cut_or_orphan(step, reason, going_on)
-        for copier in copiers or ():
-            if arena is None or copier is not arena.copier:
-                copier.drain()
+            # Whatever one step meets, the others are cut off too: the server reuses the arena once this link hangs up.
+            try:
+                if step.number in going_on:
+                    self.planned.orphan(step, reason)
+                elif not step.orphaned:
+                    self.cut(step, reason)
+            except Exception:
+                log.exception("cut_failed", step=step.number)
+        if copiers is not None:
+            copiers[SAVE].drain()
 
     def judged(self, dead: bool) -> None:
-        """If not, its plans are worth nothing any more: a server that is silent may wake up and use the places."""
-        arena, self._undecided = self._undecided, None
-        if arena is None:
-            return
-        with self._open_steps.lock:
-            going_on = set(arena.loading)
-            self._arenas.decide(arena, dead, time.monotonic())
-        if dead:
-            if going_on:
-                log.info("server_dead", loading_steps=len(going_on))
-            return
-        for step in self._open_steps.steps():
-            if step.number in going_on:
-                self._cut_or_orphan(step, "the server is gone", set())
-        self._arenas.let_go(arena)
+        """Has the lost server's process ended, for certain? If not, nothing is loaded from its arena any more."""
+        self.planned.judged(dead)
 
     def waiting(self, now: float) -> None:
         """Time passed without a server."""
         self._control.plans.overdue(now)  # there is nobody to tell
-        self._sweep(now)
+        self.planned.sweep(now)
+        self.measure(now)
         for step in self._open_steps.steps():
             if now > step.deadline:
                 self.cut(step, "not finished at its deadline")
-
-    def _cut_or_orphan(self, step: Step, reason: str, going_on: Container[int]) -> None:
-        # Whatever one step meets, the others are cut off too: the server reuses the arena once this link hangs up.
-        try:
-            if step.number in going_on:
-                self.orphan(step, reason)
-            else:
-                self.cut(step, reason)
-        except Exception:
-            log.exception("cut_failed", step=step.number)
-
-    def _sweep(self, now: float) -> None:
-        with self._open_steps.lock:
-            late = self._arenas.overdue(now)
-        for arena in late:
-            self._arenas.let_go(arena)
 
     def heard(self, message: ToClient) -> None:
         """A message."""
@@ -225,7 +192,7 @@ class Dispatcher:
             else:
                 log.info("server_heard_again")
         self.measure(now)
-        self._sweep(now)
+        self.planned.sweep(now)
         assert self.link is not None
         for request, plan in self._control.plans.overdue(now):
             self.link.send(DropLease(request, plan))
@@ -261,64 +228,6 @@ class Dispatcher:
         assert self.link is not None
         self.link.news.figures.extend(self.measures.work_out(until))
 
-    # -- loads whose places are known ---------------------------------------------------------------
-
-    def residents(self, loads: Sequence[PartDescriptor]) -> Placed | None:
-        """Where all of these loads' objects are, by the plans of their hits; None: the server is to be asked."""
-        if not loads or self._load_lane.planned.caps.window < 1:
-            return None
-        first = loads[0].places
-        arena = self._arenas.get(first.incarnation) if first is not None else None
-        return place(self._memory.spec, loads, arena) if arena is not None else None
-
-    def bind(self, step: Step, placed: Placed) -> PlannedLoads:
-        """Number the blocks of the step's loads, and cut none of them yet.
-
-        :raises ExtentError: the plan leaves the arena.
-        """
-        arena = placed.arena
-
-        def lists(group: int, blocks: Numbered) -> BlockList:
-            columns = (blocks.engine_blocks, blocks.object_offsets, blocks.object_blocks, blocks.index)
-            return BlockList(self._memory, group, arena.memory.nbytes, *columns)
-
-        loads = step.place(placed.residents, placed.parts, lists)
-        counts = {group: len(column.numbers) for group, column in loads.items()}
-        layers = [LayerLoad(layer, counts[group], size) for layer, group, size in self._layers if group in counts]
-        news = self.link.news if self.link is not None else ReportBuffer()
-        return PlannedLoads(step, layers, arena.copier, self._links[LOAD], lambda over: self._moved(over, arena, news))
-
-    def begin(self, loads: PlannedLoads, placed: Placed) -> bool:
-        """Let the lane begin; False where the arena is not known any more. The caller holds the open steps' lock."""
-        if self._arenas.get(placed.arena.incarnation) is not placed.arena:
-            return False
-        placed.arena.loading.add(loads.step.number)
-        self._load_lane.plan(loads)
-        return True
-
-    def orphan(self, step: Step, reason: str) -> None:
-        """There is no server for the step, and its loads go on without one: nothing of it is saved."""
-        step.announced, step.orphaned = False, True
-        step.cut_saves(reason)
-        for request in {part.request for part in step.saves}:
-            self._open_steps.save_failed(request, reason)
-        self._save_lane.wake()
-        self._settle_orphan(step)
-
-    def _moved(self, loads: PlannedLoads, arena: KnownArena, news: ReportBuffer) -> None:
-        step = loads.step
-        assert self.link is not None and step.residents is not None
-        with self._open_steps.lock:
-            arena.loading.discard(step.number)
-        news.moved.append(Moved(step.number, loads.moved, loads.lost + step.residents.lost()))
-        self.link.ring()
-        self._settle_orphan(step)
-
-    def _settle_orphan(self, step: Step) -> None:
-        """Nobody else says when such a step has ended."""
-        if step.orphaned and step.closed and not step.loading:
-            self._finish(step)
-
     # -- told by steps ----------------------------------------------------------------------------
 
     def cut(self, step: Step, reason: str) -> None:
@@ -328,7 +237,7 @@ class Dispatcher:
         step.quiet()
         for request in {part.request for part in step.saves}:
             self._open_steps.save_failed(request, reason)
-        self._finish(step)
+        self.finish(step)
         self._save_lane.wake()
 
     def attend(self) -> None:
@@ -360,7 +269,7 @@ class Dispatcher:
         if step.residents is not None:
             if not ok:
                 step.fence("the forward pass did not finish")
-            self._settle_orphan(step)
+            self.planned.settle(step)
         self.bypass.in_order([step], lambda: self._tell_closed(step, ok))
         if step.saves:
             self._save_lane.wake()
@@ -458,7 +367,7 @@ class Dispatcher:
         for number in notice.finished:
             step = self._open_steps.get(number)
             if step is not None:
-                self.bypass.in_turn(step, functools.partial(self._finish, step))
+                self.bypass.in_turn(step, functools.partial(self.finish, step))
 
     def _set_terms(self, terms: Terms) -> None:
         caps = CopyCaps(terms.max_transfer_blocks, terms.max_transfer_bytes)
@@ -469,10 +378,12 @@ class Dispatcher:
         self._load_lane.stagger = Stagger(shard.tp_rank, shard.tp_size, terms.stagger_us)
         emulated = terms.link_gbps, terms.link_latency_us
         self._links = EmulatedLink(*emulated), EmulatedLink(*emulated)
+        self.planned.link = self._links[LOAD]
 
     # -- ends -------------------------------------------------------------------------------------
 
-    def _finish(self, step: Step) -> None:
+    def finish(self, step: Step) -> None:
+        """The step is over."""
         assert self.link is not None
         if self._open_steps.get(step.number) is not step:
             return

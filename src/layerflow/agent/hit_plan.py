@@ -79,10 +79,13 @@ class PartPlaces:
     rows: Places
     more: bool = False
 
-    def of_worker(self, spec: ModelSpec, group: int) -> Places | None:
-        """uint64, shape ``(objects, 2)``; None where one of them has no place."""
-        own = self.rows[:, column_of(spec, group)]
-        return None if (own[:, 0] == NOWHERE).any() else own
+    def of_worker(self, column: int) -> Places | None:
+        """uint64, shape ``(objects, 2)``; None where one of them has no place.
+
+        :param column: see :func:`columns_of`.
+        """
+        own = self.rows[:, column]
+        return None if own[:, 0].max() == NOWHERE else own
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickled, (self.plan, self.incarnation, self.rows.tobytes(), self.rows.shape, self.more)
@@ -92,10 +95,11 @@ def _unpickled(plan: int, incarnation: int, rows: bytes, shape: tuple[int, ...],
     return PartPlaces(plan, incarnation, np.frombuffer(rows, "<u8").reshape(shape), more)
 
 
-def column_of(spec: ModelSpec, group: int) -> int:
-    """Which of the shards that a plan tells of holds the worker's objects of a group."""
-    own = covered_by(group, spec.shard)
-    return next(at for at, peer in enumerate(spec.shard.peers()) if covered_by(group, peer) == own)
+def columns_of(spec: ModelSpec) -> tuple[int, ...]:
+    """By group, which of the shards that a plan tells of holds the worker's objects."""
+    peers = spec.shard.peers()
+    held = [([covered_by(group, peer) for peer in peers], group) for group in range(len(spec.groups))]
+    return tuple(ends.index(covered_by(group, spec.shard)) for ends, group in held)
 
 
 class PlansInHand:

@@ -55,7 +55,7 @@ class StepOpener:
             return NO_STEP
         check_blocks([*loads, *saves], self._memory.num_blocks)
         # Right before the first byte: what has moved since is loaded as the server plans it.
-        placed = dispatcher.residents(loads)
+        placed = dispatcher.planned.place(loads)
         if placed is not None:
             current = dispatcher.attachment
             terms = dispatcher.terms
@@ -80,7 +80,7 @@ class StepOpener:
         )
         step.work = work
         step.on_wait = dispatcher.wake_loads
-        planned = dispatcher.bind(step, placed) if placed is not None else None
+        planned = dispatcher.planned.bind(step, placed) if placed is not None else None
         with self._open_steps.lock:
             # Under the lock that losing the server takes: the step is told of that one way or the other, and the
             # message goes to the server that the step was opened with.
@@ -88,17 +88,15 @@ class StepOpener:
             if attachment is not None and attachment.direct:
                 step.bypass()
             self._open_steps.add(step)
-            begun = planned is not None and placed is not None and dispatcher.begin(planned, placed)
-            known = attachment is not None and (
-                placed is None or attachment.incarnation == placed.arena.incarnation
-            )
+            begun = planned is not None and placed is not None and dispatcher.planned.begin(planned, placed)
+            known = attachment is not None and (placed is None or attachment.incarnation == placed.arena.incarnation)
             if attachment is not None and known and not attachment.direct:
                 messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])
                 self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages, begun))
         if planned is not None and not begun:
             dispatcher.cut(step, "the arena of its plan was let go")
         elif begun and not known:
-            dispatcher.orphan(step, "its server is gone")
+            dispatcher.planned.orphan(step, "its server is gone")
         elif attachment is None:
             dispatcher.cut(step, "no server is attached")
         elif attachment.direct:

@@ -9,6 +9,7 @@ import numpy as np
 
 from layerflow.agent.connection.arenas import KnownArena
 from layerflow.agent.descriptors import PartDescriptor
+from layerflow.agent.hit_plan import columns_of
 from layerflow.agent.step.residents import Residents
 from layerflow.objects import HEADER_BYTES
 from layerflow.spec import ModelSpec
@@ -27,25 +28,41 @@ class Placed(NamedTuple):
     parts: list[PlanPart]
 
 
-def place(spec: ModelSpec, loads: Sequence[PartDescriptor], arena: KnownArena) -> Placed | None:
-    """None: not all of them are there, in this arena and in one piece."""
-    parts: list[PlanPart] = []
-    rows: list[np.ndarray] = []
-    for part in loads:
-        places = part.places
-        if places is None or places.incarnation != arena.incarnation or len(places.rows) != len(part.pieces):
+class Placing:
+    """For one worker.
+
+    :param spec: its.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._columns = columns_of(spec)
+        self._keep = [group.rules.keep for group in spec.groups]
+        self._chunk = spec.chunk_tokens
+        self._full = [len(keep(spec.chunk_tokens)) for keep in self._keep]
+
+    def place(self, loads: Sequence[PartDescriptor], arena: KnownArena) -> Placed | None:
+        """None: not all of them are there, in this arena and in one piece."""
+        parts: list[PlanPart] = []
+        rows: list[np.ndarray] = []
+        for part in loads:
+            places = part.places
+            if places is None or places.incarnation != arena.incarnation or len(places.rows) != len(part.pieces):
+                return None
+            own = places.of_worker(self._columns[part.group])
+            if own is None:
+                return None
+            rows.append(own)
+            parts.append(PlanPart(own[:, 0].tobytes(), codec.pack_u32(self._stored(part))))
+        every = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        if every[:, 0].max() > arena.memory.nbytes - HEADER_BYTES or (every[:, 0] & 7).any():
             return None
-        own = places.of_worker(spec, part.group)
-        if own is None:
-            return None
-        keep = spec.groups[part.group].rules.keep
-        held = {piece.tokens: 0 for piece in part.pieces}
-        for tokens in held:
-            held[tokens] = len(keep(tokens))
-        rows.append(own)
-        parts.append(PlanPart(own[:, 0].tobytes(), codec.pack_u32([held[piece.tokens] for piece in part.pieces])))
-    every = rows[0] if len(rows) == 1 else np.concatenate(rows)
-    if (every[:, 0] % 8).any() or every[:, 0].max() > arena.memory.nbytes - HEADER_BYTES:
-        return None
-    residents = Residents(arena.memory, every)
-    return Placed(arena, residents, parts) if residents.there else None
+        residents = Residents(arena.memory, every)
+        return Placed(arena, residents, parts) if residents.there else None
+
+    def _stored(self, part: PartDescriptor) -> list[int]:
+        """Blocks per layer of each object."""
+        full, keep = self._full[part.group], self._keep[part.group]
+        stored = [full] * len(part.pieces)
+        if part.pieces[-1].tokens != self._chunk:  # only a last one is shorter
+            stored[-1] = len(keep(part.pieces[-1].tokens))
+        return stored

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from layerflow.pool.base import Owner, Pool
 
+
 @dataclass(slots=True, eq=False)
 class HeldPlan:
     """One hit's plan.
@@ -89,6 +90,13 @@ class Plans:
             plan = self._plans[number]
             if plan.asker == asker and not plan.used:
                 self._end(plan)
+
+    def reset(self, engine: str) -> int:
+        """The engine loads nothing of what it was told any more; what a worker has used already ends by itself."""
+        unused = [plan for plan in self._plans.values() if plan.engine == engine and not plan.used]
+        for plan in unused:
+            self._end(plan)
+        return len(unused)
 
     def gone(self, session: int, until: float) -> None:
         """A client is gone: as a worker it opens no step any more, and what it was told is a lease until `until`."""

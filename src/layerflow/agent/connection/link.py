@@ -277,9 +277,7 @@ class Link:
             self._outbox.clear()
             self.news = ReportBuffer()
             attached = True
-            attachment = Attachment(
-                welcome.session, arena, attached_as.terms, welcome, direct, attached_as.incarnation
-            )
+            attachment = Attachment(welcome.session, arena, attached_as.terms, welcome, direct, attached_as.incarnation)
             self._listener.connection_made(attachment)
             self._tries = 0
             self._dealer, self._broken = dealer, None

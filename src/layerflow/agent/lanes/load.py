@@ -155,6 +155,8 @@ class LoadLane:
 
     def _is_to_be_told(self) -> bool:
         """Is the server to hear now of what has ended? Each report wakes two threads, on cores that compute."""
+        if not self._untold:  # of what was cut here, each step's end is told
+            return False
         if not self._waiting or self._untold >= TOLD_BYTES:
             return True
         # A server that has more to grant hears of it before this lane runs dry.
@@ -163,6 +165,8 @@ class LoadLane:
 
     def _report(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
         self._tell(job, failure, event)
+        if job.news is None:
+            return
         if not self._untold:
             self._untold_since = time.monotonic()
         self._untold += job.batch.nbytes

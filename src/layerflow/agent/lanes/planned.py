@@ -6,6 +6,7 @@ ahead of the engine than ``prefetch_layers``, and what is on its way is within t
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -77,28 +78,45 @@ class PlannedLoads:
         """May the next batch move now?"""
         return not depth or self.distance[0] <= depth
 
+    def cut(self, caps: CopyCaps, room: int, upto: int) -> list[CopyTask]:
+        """The next batches; to be called while :attr:`left`.
+
+        :param room: bytes for them, beyond which there is none but the first.
+        :param upto: of layers up to this one.
+        """
+        layers, number = self._layers, self.step.number
+        batches: list[Batch] = []
+        while self._index < len(layers):
+            layer, blocks, block_bytes = layers[self._index]
+            lo, hi, byte_lo, byte_hi = self._extent(caps)
+            nbytes = byte_hi - byte_lo if byte_hi else (hi - lo) * block_bytes
+            if layer > upto or (batches and nbytes > room):
+                break
+            room -= nbytes
+            if byte_hi and byte_hi < block_bytes:
+                self._byte_at = byte_hi
+            else:
+                self._byte_at, self._at = 0, hi
+            seals = self._at == blocks
+            if seals:
+                self._at, self._index = 0, self._index + 1
+            self._number += 1
+            batches.append(Batch(number, self._number, LOAD, layer, lo, hi, byte_lo, byte_hi, nbytes, -1, seals))
+        with self._lock:
+            self._flying += len(batches)
+        self.step.grant(batches)
+        step, copier, link, ended = self.step, self._copier, self._link, self.ended
+        return [CopyTask(batch, step, copier, link, None, ended=ended) for batch in batches]
+
     def next_bytes(self, caps: CopyCaps) -> int:
         """Of the next batch."""
         lo, hi, byte_lo, byte_hi = self._extent(caps)
         return byte_hi - byte_lo if byte_hi else (hi - lo) * self._layers[self._index].block_bytes
 
-    def cut(self, caps: CopyCaps) -> CopyTask:
-        """The next batch; to be called while :attr:`left`."""
-        nbytes, (lo, hi, byte_lo, byte_hi) = self.next_bytes(caps), self._extent(caps)
-        layer, blocks, block_bytes = self._layers[self._index]
-        if byte_hi and byte_hi < block_bytes:
-            self._byte_at = byte_hi
-        else:
-            self._byte_at, self._at = 0, hi
-        seals = self._at == blocks
-        if seals:
-            self._at, self._index = 0, self._index + 1
-        self._number += 1
-        batch = Batch(self.step.number, self._number, LOAD, layer, lo, hi, byte_lo, byte_hi, nbytes, -1, seals)
-        with self._lock:
-            self._flying += 1
-        self.step.granted(batch)
-        return CopyTask(batch, self.step, self._copier, self._link, None, ended=self.ended)
+    @property
+    def fresh(self) -> bool:
+        """Is nothing cut yet?"""
+        return not self._number
 
     @property
     def left(self) -> bool:
@@ -174,9 +192,19 @@ class PlannedQueue:
                 break
             first = ready[0] if len(ready) == 1 else min(ready, key=lambda each: each.distance)
             with self._lock:
-                if self._flying and self._flying + first.next_bytes(caps) > window:
+                room = window - self._flying
+                if self._flying and first.next_bytes(caps) > room:
                     break
-                task = first.cut(caps)
-                self._flying += task.batch.nbytes
-            taken.append(task)
+                # Where others wait too, it is their turn again behind this layer; and the first bytes leave at once.
+                near, fresh = first.distance[0] + first.step.frontier, first.fresh
+                upto = near if len(ready) > 1 else near + FIRST_LAYERS - 1 if fresh else sys.maxsize
+                tasks = first.cut(caps, room, min(upto, first.step.frontier + depth) if depth else upto)
+                self._flying += sum([task.batch.nbytes for task in tasks])
+            taken += tasks
+            if fresh:
+                break
         return taken
+
+
+FIRST_LAYERS = 2
+"""Of a step. They leave before the others are cut."""

@@ -12,7 +12,6 @@ from layerflow.device.base import DeviceEvent
 from layerflow.errors import SessionError
 from layerflow.wire.messages import Batch
 
-
 ABANDONED = "aborted"
 
 

@@ -27,9 +27,8 @@ class Residents:
     """
 
     def __init__(self, arena: MappedArena, places: np.ndarray) -> None:
-        own = np.unique(places, axis=0) if len(places) > 1 else places
-        offsets = own[:, 0].astype(np.int64)
-        self.words = offsets + GENERATION_AT, np.ascontiguousarray(own[:, 1]).view(np.int64)
+        offsets, generations = np.ascontiguousarray(places.T).view(np.int64)
+        self.words = offsets + GENERATION_AT, generations
         self._memory = arena.array.view(np.int64)
         self._indices = self.words[0] >> 3
         self._offsets = offsets

@@ -72,8 +72,8 @@ class StepTransfers:
         "num_layers",
         "number",
         "reads",
-        "saves",
         "residents",
+        "saves",
         "saves_cancelled",
         "saves_spoiled",
         "words",
@@ -150,6 +150,12 @@ class StepTransfers:
         """A load batch is on its way to the lane."""
         with self._condition:
             self._arrivals.grant(batch)
+
+    def grant(self, batches: Sequence[Batch]) -> None:
+        """As :meth:`granted`, for batches that a lane has cut itself."""
+        with self._condition:
+            for batch in batches:
+                self._arrivals.grant(batch)
 
     def sealed(self, layer: int) -> None:
         """No further load batch comes for the layer."""

@@ -217,9 +217,7 @@ class Lookups:
                 yield
         return b"".join(places) if whole else b""
 
-    def _found(
-        self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float, places: bytes
-    ) -> None:
+    def _found(self, session: ClientSession, message: wire.Lookup, hit: HitLength, heard: float, places: bytes) -> None:
         context, engine = self._context, session.engine
         found = _found(message.id, hit)
         workers = context.sessions.workers_of(engine) if places else []

@@ -20,6 +20,7 @@ import structlog
 from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
+from layerflow.agent.descriptors import with_more
 from layerflow.agent.values import MISS
 from layerflow.connectors.vllm.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
@@ -383,6 +384,8 @@ class SchedulerSide:
         assert tracked.load is not None
         tables = self._saves.tables(tracked.tables)
         load = tracked.load
+        if tracked.inquiry is not None and self._lookups is not None:
+            tracked.hit = self._lookups.take(tracked.inquiry, tracked.hit)
         if tracked.background:
             tracked.arriving = True
             plan.background[tracked.id] = describe_hit(self.spec, tracked, tables, load)
@@ -390,8 +393,10 @@ class SchedulerSide:
             # The step writes to the block that the hit ends in: that one cannot wait for its layer's turn.
             size = max(group.block_size for group in self.spec.groups)
             whole = max(load[0], load[1] // size * size)
-            plan.loads += describe_hit(self.spec, tracked, tables, (load[0], whole))
-            plan.tails += describe_hit(self.spec, tracked, tables, (whole, load[1]))
+            loads = describe_hit(self.spec, tracked, tables, (load[0], whole))
+            tails = describe_hit(self.spec, tracked, tables, (whole, load[1]))
+            plan.loads += loads
+            plan.tails += with_more(tails) if loads else tails  # which the workers open first
         tracked.loaded_tokens += load[1] - load[0]
         tracked.load, tracked.hit, tracked.inquiry = None, MISS, None
 
