@@ -45,7 +45,7 @@ def cgroup_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 
 
 def free_bytes() -> float:
-    """Memory that this process could take now without taking it from another; infinite where the kernel does not say."""
+    """Memory that this process could take now, from no other; infinite where the kernel does not say."""
     return min((found for found in (available_bytes(), cgroup_bytes()) if found is not None), default=math.inf)
 
 

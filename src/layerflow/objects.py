@@ -22,8 +22,8 @@ assert _HEADER.size == HEADER_BYTES
 _CHECKSUM = struct.Struct("<Q")
 CHECKSUM_AT = 48
 GENERATION_AT = 56
-"""Where in the header the arena's owner has a word of its own: another one each time that an object is published at this
-place, 0 while none is there. Whoever reads an object without asking compares the word before and after."""
+"""Where in the header the arena's server has a word of its own: another one each time that an object is published at
+this place, 0 while none is there. Whoever reads an object without asking compares the word before and after."""
 
 _START = struct.Struct(f"{CHECKSUM_AT}s")
 

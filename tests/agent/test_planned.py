@@ -87,7 +87,7 @@ def test_a_resident_load_needs_no_word_of_the_server(embed: Embed) -> None:
             step.close()
         assert worker.agent.wait_idle(run.name, PATIENCE_S), "the server has heard of it all the same"
         assert eventually(lambda: not pinned(server))
-        figures = server.call(lambda: server.server.driver.flow.statistics())
+        figures = server.call(server.server.driver.flow.statistics)
         assert figures.loaded_bytes == worker.agent.statistics().loaded_bytes  # type: ignore[attr-defined]
 
 
@@ -103,22 +103,21 @@ def test_what_is_saved_behind_a_planned_load_is_published(embed: Embed) -> None:
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "fallback"])
-def test_an_object_that_was_replaced_is_not_begun(
-    embed: Embed, monkeypatch: pytest.MonkeyPatch, native: bool
-) -> None:
+def test_an_object_that_was_replaced_is_not_begun(embed: Embed, monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     if not native:
         from layerflow.ops import copier
 
         monkeypatch.setattr(copier, "copy_batches_native", None)
     with worker_on(embed()) as worker:
         run, other = stored(worker, 160), stored(worker, 160)
-        monkeypatch.setattr("layerflow.agent.step.residents.Residents.there", property(lambda self: _there(self)))
         looked: list[bool] = []
 
         def _there(self: Any) -> bool:
             looked.append(True)
             same = bool((self._memory[self._indices] == self.words[1]).all())
             return same or len(looked) == 1  # it was replaced right after it was looked at
+
+        monkeypatch.setattr("layerflow.agent.step.residents.Residents.there", property(_there))
 
         tamper(worker, run, 3)
         with worker.agent.open_step([run.request(), other.request()], PATIENCE_S) as step:
@@ -160,8 +159,7 @@ def test_a_replaced_object_seen_in_time_is_planned_by_the_server(embed: Embed) -
 def test_no_time_ends_a_plan_in_use(embed: Embed) -> None:
     """The load outlasts the lease many times over, and all of the arena is wanted meanwhile."""
     server = embed(**SLOW, pool__lease_ms=20, pool__size="1MiB", pool__lease_share=1.0)
-    with slow_worker(server, blocks=2048) as worker, Held(server) as held:
-        held.let_go()
+    with slow_worker(server, blocks=2048) as worker:
         run = stored(worker)
         with Held(server) as held:
             step = step_of(worker.agent.open_step([run.request(save=False)], PATIENCE_S))

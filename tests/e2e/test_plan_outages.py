@@ -1,4 +1,4 @@
-"""The server dies, stops or starts anew between a hit's answer and the end of its load, which has its places by then."""
+"""The server dies, stops or starts anew between a hit's answer, which brings the places, and the end of its load."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ from layerflow.flow.graph.session import Session, open_session
 from layerflow.flow.graph.step import Step, Transfer, TransferJob
 from layerflow.flow.graph.write import WriteTransfer
 from layerflow.flow.hosts.lane import HostLane, grant_calls
-from layerflow.flow.planned import let_move, loads_moved
+from layerflow.flow.planned import check_planned, let_move, loads_moved
 from layerflow.flow.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
@@ -87,6 +87,7 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
         raise InvalidTransition(f"session {session.number} step {event.step}: a deadline is not a number")
     _check(session, event, event.loads, "load")
     _check_needs(state, session, event)
+    check_planned(event)
     _check(session, event, event.saves, "save")
 
     step = Step(session, event.step, event.deadline, event.save_deadline)
@@ -128,11 +129,6 @@ def _check(session: Session, event: StepOpened, parts: Sequence[Part], what: str
 
 def _check_needs(state: State, session: Session, event: StepOpened) -> None:
     for position, part in enumerate(event.loads):
-        if part.needs and event.planned:
-            raise InvalidTransition(
-                f"session {session.number} step {event.step}: load part {position} is planned, and its objects are yet "
-                "to be fetched"
-            )
         if part.needs and (wrong := check_needs(state, part, session.groups[part.group].layers)):
             raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
 

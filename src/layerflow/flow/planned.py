@@ -1,17 +1,27 @@
 """Loads that a worker moves by itself: it has their places from its lookup, and a window of its own.
 
-The core grants them nothing. It waits for their end as for any batch in flight: aborts are not released before, what was
-computed on top of them is not published before, and a fence, a deadline or a lost session finds them.
+The core grants them nothing. It waits for their end as for any batch in flight: aborts are not released before, what
+was computed on top of them is not published before, and a fence, a deadline or a lost session finds them.
 """
 
 from __future__ import annotations
 
+from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import Command
 from layerflow.flow.completion import fail_load_range
-from layerflow.flow.events import BatchDone, LoadsMoved
+from layerflow.flow.events import BatchDone, LoadsMoved, StepOpened
 from layerflow.flow.graph.step import InFlightBatch, TransferJob
 from layerflow.flow.reports import batch_done
 from layerflow.flow.state import State
+
+
+def check_planned(event: StepOpened) -> None:
+    """:raises InvalidTransition: a worker cannot move what is yet to be fetched."""
+    if event.planned and any(part.needs for part in event.loads):
+        raise InvalidTransition(
+            f"session {event.session} step {event.step}: its loads are planned, and some of their objects are yet to "
+            "be fetched"
+        )
 
 
 def let_move(state: State, job: TransferJob) -> None:

@@ -116,9 +116,7 @@ class Warmer:
     :param free: bytes that can be had now.
     """
 
-    def __init__(
-        self, arena: Arena, step: int = WARMING_STEP_BYTES, free: Callable[[], float] = free_bytes
-    ) -> None:
+    def __init__(self, arena: Arena, step: int = WARMING_STEP_BYTES, free: Callable[[], float] = free_bytes) -> None:
         self._arena = arena
         self._free = free
         self._step = step

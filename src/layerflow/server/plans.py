@@ -50,7 +50,7 @@ def plan_owner(engine: str, number: int) -> tuple[str, str, int]:
 class Plans:
     """All plans that pin something.
 
-    :param ended: told (session, request) of the asker of each plan that has ended, as long as it was not dropped by time.
+    :param ended: told of each plan that has ended: the session that was told it, and the request.
     """
 
     def __init__(self, pool: Pool, ended: Callable[[int, str], None]) -> None:

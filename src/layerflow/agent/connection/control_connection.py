@@ -22,12 +22,12 @@ from layerflow.agent.connection.handshake import ClientKeys, Handshake, dial, fe
 from layerflow.agent.hit_plan import HitPlan
 from layerflow.agent.values import Hit
 from layerflow.errors import LayerflowError, ServerLost
-from layerflow.hits import HitLength, find_hit
+from layerflow.hits import HitLength, Tail, find_hit
 from layerflow.keys import DIGEST_BYTES, Chain, object_key, several_key
 from layerflow.memfd import SharedMemory
 from layerflow.presence import Presence
 from layerflow.spec import ModelSpec, Shard
-from layerflow.wire.messages import Attach, Bye, Found, Lookup, Missed, Welcome
+from layerflow.wire.messages import Attach, Bye, Found, Lookup, Missed, TailHit, Welcome
 
 BYE_LINGER_MS = 100
 LOOK_S = 0.02
@@ -160,7 +160,8 @@ class _SeenKeys:
 def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
     """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
     best, ends_in = Hit(found.tokens), -1
-    for position, tail in enumerate(found.tails):
+    tails: Sequence[Tail | TailHit] = found.tails
+    for position, tail in enumerate(tails):
         start, shared = tail.chunk * chain.chunk_tokens, tail.shared
         if start + tail.tokens <= len(chain) and chain.partial(tail.chunk, tail.tokens) == tail.digest:
             shared = tail.tokens

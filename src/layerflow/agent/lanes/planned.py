@@ -1,7 +1,7 @@
 """Loads whose places the agent knows from the hit: cut into batches here, as the load lane gets to them.
 
-The server grants nothing of them. Its caps hold all the same: a batch carries no more than one may, nothing moves further
-ahead of the engine than ``prefetch_layers``, and what is on its way is within the worker's window.
+The server grants nothing of them. Its caps hold all the same: a batch carries no more than one may, nothing moves
+further ahead of the engine than ``prefetch_layers``, and what is on its way is within the worker's window.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class PlannedQueue:
     :ivar caps: of what is on its way.
     """
 
-    caps: PlannedCaps = PlannedCaps()
+    caps: PlannedCaps = field(default_factory=PlannedCaps)
     _steps: list[PlannedLoads] = field(default_factory=list)
     _flying: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -152,11 +152,12 @@ def plan_step(
     assert spec is not None
     loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
-    if message.planned:
-        planned_loads = _take_over(pool, session, book, message, loads)
-        load_plan, load_parts, bad, covered = [], planned_loads, set(), []
-    else:
-        load_plan, load_parts, bad, covered = _plan_loads(pool, tier, session, book, loads, message.deadline)
+    found = (
+        _take_over(pool, session, book, message, loads)
+        if message.planned
+        else _plan_loads(pool, tier, session, book, loads, message.deadline)
+    )
+    load_plan, load_parts, bad, covered = found
     save_plan, save_parts, full, placed = _plan_saves(pool, book, saves, bad, replicas, missed)
     opened = StepOpened(
         session.number,
@@ -227,7 +228,7 @@ def _plan_loads(
 
 def _take_over(
     pool: Pool, session: ClientSession, book: StepBook, message: OpenStep, loads: list[Wanted]
-) -> list[Part]:
+) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
     """The step pins what the plans of its hits do; its worker has begun to move it.
 
     :raises ProtocolError: it names what no plan of its engine pins, or more blocks than an object holds.
@@ -248,7 +249,7 @@ def _take_over(
             objects.append((at.setdefault(wanted.group, 0), key))
             at[wanted.group] += count
         parts.append(Part(wanted.request, wanted.group, sum(counts)))
-    return parts
+    return [], parts, set(), []
 
 
 def _bring(tier: Tier, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]) -> None:

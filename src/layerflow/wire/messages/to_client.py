@@ -77,8 +77,8 @@ class Found(Message, frozen=True, tag=103):
 
     :param tokens: leading tokens that can be loaded, tails not counted; below the prompt's length.
     :param tails: longer hits: up to what is shared, and to all of it where the digest is that of the prompt's tokens.
-    :param plan: above 0: the hit brings its plan, of this number. Its objects are pinned until each worker of the engine
-        has opened its steps with it, or until it is dropped.
+    :param plan: above 0: the hit brings its plan, of this number. Its objects are pinned until each worker of the
+        engine has opened its steps with it, or until it is dropped.
     :param incarnation: of the arena in which they lie.
     :param places: of each object, two uint64: the offset of its header and the generation of that place, or NOWHERE and
         0. By chunk, the hit's (of the longest tail's) first and then the tails; then by group, then by shard.
