@@ -8,11 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
-import structlog
-
 from layerflow.errors import BadKey, PoolError
-from layerflow.keys import KEY_BYTES, describe_key
-from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, check_header, header_start, pack_header
+from layerflow.keys import KEY_BYTES
+from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, pack_header
 from layerflow.pool.base import (
     NO_PLACE,
     PLACE,
@@ -28,10 +26,9 @@ from layerflow.pool.base import (
 )
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
 from layerflow.pool.eviction import S3Fifo
+from layerflow.pool.headers import Headers
 from layerflow.pool.slots import Slots
 from layerflow.presence import Presence, PresenceWriter
-
-log = structlog.get_logger(__name__)
 
 _NO_HEADER = bytes(HEADER_BYTES)
 _UINT32 = 1 << 32
@@ -70,6 +67,7 @@ class MemoryPool:
         self._lease_share = lease_share
         self._arena = arena
         self._view = arena.view
+        self._headers = Headers(arena.view)
         self._slots = Slots(arena.nbytes)
         self._directory = Directory(presence)
         self._policy: S3Fifo[DirectoryEntry] = S3Fifo()
@@ -128,7 +126,7 @@ class MemoryPool:
         directory = self._directory
         found = directory.find(keys)
         there = [entry for entry in found if entry is not None]
-        if spoilt := self._overwritten(there):
+        if spoilt := self._headers.overwritten(there):
             self.hide(spoilt)
             return self._take(keys, owner, until, lease)
         fresh, first, whole = directory.pin(there, owner, until, self._most(lease))
@@ -394,24 +392,6 @@ class MemoryPool:
 
     def _most(self, lease: bool) -> float:
         return self._lease_share * self._slots.capacity_bytes if lease else math.inf
-
-    def _overwritten(self, entries: Sequence[DirectoryEntry]) -> list[bytes]:
-        """Of these objects, those whose header is not theirs any more."""
-        view = self._view
-        return [
-            entry.key
-            for entry in entries
-            if header_start(view, entry.located.offset) != entry.header and not self._intact(entry)
-        ]
-
-    def _intact(self, entry: DirectoryEntry) -> bool:
-        offset, blocks, *_ = entry.located
-        try:
-            check_header(self._view[offset : offset + HEADER_BYTES], entry.key, blocks)
-        except PoolError as error:
-            log.error("object_overwritten", key=describe_key(entry.key), offset=offset, error=str(error))
-            return False
-        return True
 
     def _wipe(self, offset: int) -> None:
         """No stale header verifies."""
