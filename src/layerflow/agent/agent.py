@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import msgspec
@@ -198,7 +199,7 @@ class Agent:
                     f"request {request.request!r} loads tokens {request.load} with a chain of the weights before the "
                     "last reset; make a new chain, look it up, and compute what that does not hit"
                 )
-        requests = [request for request in requests if not self._outdated(request.chain)]
+        requests = [self._planned(request) for request in requests if not self._outdated(request.chain)]
         loads = describe_loads(self.spec, requests)
         if timeout_s is None:
             timeout_s = _patience(requests)
@@ -387,6 +388,15 @@ class Agent:
             return None
         seconds = self._dispatcher.advisor.compute_seconds(len(chain))
         return Follow(time.monotonic() + seconds) if seconds else None
+
+    def _planned(self, request: StepRequest) -> StepRequest:
+        """The request; without its hit's plan where that was given up, or used here before."""
+        plan = request.hit.plan
+        if plan is None or request.load[0] >= request.load[1]:
+            return request
+        if self._control.plans.use(plan, request.request, id(self)):
+            return request
+        return replace(request, hit=replace(request.hit, plan=None))
 
     def _outdated(self, chain: Chain) -> bool:
         """Was it made here, before the weights were replaced?"""

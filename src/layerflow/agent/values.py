@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from layerflow.agent.hit_plan import HitPlan
 from layerflow.device.base import CopyCounts
 from layerflow.keys import Chain
 from layerflow.observe.trace import StepFigures
@@ -31,6 +32,7 @@ class Hit:
         stored, as any other.
     :param resident: the server has answered that all of it lies in its arena, pinned for the request; only of models
         with several cache groups.
+    :param plan: where its objects lie; None = the server is to be asked when they are loaded.
     """
 
     tokens: int
@@ -43,6 +45,7 @@ class Hit:
     reason: str = ""
     resident: bool = False
     until: float = 0.0
+    plan: HitPlan | None = field(default=None, compare=False, repr=False)
 
     def stored(self, chunk_tokens: int) -> int:
         """Leading tokens of the prompt that are stored: the hit's, and the one left to compute if that is too."""

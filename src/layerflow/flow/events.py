@@ -95,6 +95,8 @@ class StepOpened:
 
     :param deadline: when unfinished loads fail.
     :param save_deadline: when unfinished saves are revoked.
+    :param planned: the worker has the places of all loads and moves them itself, under a window of its own: they are
+        granted no batches, and end with :class:`LoadsMoved`.
     """
 
     session: int
@@ -103,6 +105,7 @@ class StepOpened:
     save_deadline: float
     loads: tuple[Part, ...] = ()
     saves: tuple[Part, ...] = ()
+    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +306,28 @@ class BatchFailed:
     reason: str
 
 
+class FailedRange(NamedTuple):
+    """Blocks `lo` to `hi` of a group's loads have not arrived in full."""
+
+    group: int
+    lo: int
+    hi: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsMoved:
+    """Nothing of a planned step's loads moves any more: every byte is in place, but for what has failed.
+
+    :param nbytes: that arrived.
+    """
+
+    session: int
+    step: int
+    nbytes: int
+    failed: tuple[FailedRange, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class LoadsFenced:
     """The engine's wait ended without its bytes: no load batch of this step runs any more.
@@ -378,6 +403,7 @@ Event = (
     | LayersComputed
     | BatchDone
     | BatchFailed
+    | LoadsMoved
     | LoadsFenced
     | StepClosed
     | RequestAborted

@@ -63,6 +63,7 @@ from layerflow.flow.events import (
     Limits,
     LimitsChanged,
     LoadsFenced,
+    LoadsMoved,
     RequestAborted,
     SessionLost,
     SessionOpened,
@@ -80,6 +81,7 @@ from layerflow.flow.graph.step import Step
 from layerflow.flow.graph.write import WriteTransfer
 from layerflow.flow.hosts.lane import HostLane, grant_calls
 from layerflow.flow.opening import open_step
+from layerflow.flow.planned import loads_moved
 from layerflow.flow.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
@@ -146,6 +148,7 @@ class Flow:
             LayersComputed: self._layers_computed,
             BatchDone: partial(batch_done, self._state),
             BatchFailed: partial(batch_failed, self._state),
+            LoadsMoved: partial(loads_moved, self._state),
             LoadsFenced: self._loads_fenced,
             StepClosed: self._step_closed,
             RequestAborted: self._request_aborted,

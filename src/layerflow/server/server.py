@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.housekeeping import housekeep
+from layerflow.server.plans import Plans
 from layerflow.server.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
 from layerflow.server.status import status_of
 from layerflow.server.transport.fd_server import NO_ROOM, FdServer, SharedRegion
@@ -115,8 +117,11 @@ class Server:
             status=self.status,
             arena_bytes=self._arena.nbytes,
             settings=lambda: self.settings.server,
+            lease_s=lambda: self.settings.pool.lease_ms / 1e3,
             handoffs=self.handoffs,
             pd=lambda: self.settings.pd,
+            plans=Plans(self.pool, self._plan_ended),
+            incarnation=secrets.randbits(62) + 1,
             tier=sources,
             peers=self.peers,
             direct=bool(behind.direct_options(settings)),
@@ -368,6 +373,11 @@ class Server:
         if self._idle is not None:
             self._idle.set()
 
+    def _plan_ended(self, asker: int, request: str) -> None:
+        session = self.sessions.get(asker)
+        if session is not None and session.leases.get(request) == float("inf"):
+            del session.leases[request]
+
     def _terms(self) -> wire.Terms:
         transfer, pool = self.settings.transfer, self.settings.pool
         return wire.Terms(
@@ -383,7 +393,17 @@ class Server:
             transfer.max_transfer_bytes,
             transfer.h2d_stagger_us,
             self.settings.pd.follow,
+            planned_bytes(self.settings) // max(1, self.sessions.workers()),
         )
+
+
+PLANNED_SHARE = 4
+"""One in so many bytes in flight is for loads that workers move by the plans of their hits."""
+
+
+def planned_bytes(settings: Settings) -> int:
+    """What all workers together may have in flight by plans; the core grants the rest."""
+    return settings.transfer.max_inflight_bytes // PLANNED_SHARE
 
 
 def limits_of(settings: Settings, arena_bytes: int) -> Limits:
@@ -393,7 +413,7 @@ def limits_of(settings: Settings, arena_bytes: int) -> Limits:
         prefetch_layers=transfer.prefetch_layers,
         max_transfer_blocks=transfer.max_transfer_blocks,
         max_transfer_bytes=transfer.max_transfer_bytes,
-        max_inflight_bytes=transfer.max_inflight_bytes,
+        max_inflight_bytes=max(2, transfer.max_inflight_bytes - planned_bytes(settings)),
         save_backlog_bytes=transfer.save_backlog_bytes,
         write_backlog_bytes=min(settings.pool.write_backlog, arena_bytes // 2),
         stagger_us=transfer.h2d_stagger_us,

@@ -15,6 +15,7 @@ from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.log_limit import LogLimit
+from layerflow.server.plans import Plans
 from layerflow.server.sessions import ClientSession, Sessions
 from layerflow.server.turns import Turns
 from layerflow.wire import messages as wire
@@ -40,13 +41,17 @@ class ServerContext:
     :param send: queue a message for a session.
     :param handoffs: what is kept for decode engines.
     :param pd: the settings of prefill and decode apart.
+    :param lease_s: how long leases usually last.
     :param tier: where objects come from that are not in the pool; None = nowhere.
     :param peers: servers that read here, and that are read from; None = there are none.
     :param direct: engine workers may move bytes past the arena.
     :param draining: the server takes no new work.
+    :param incarnation: names the arena.
     """
 
     pool: Pool
+    plans: Plans
+    incarnation: int
     driver: Driver
     sessions: Sessions
     metrics: Metrics
@@ -58,13 +63,10 @@ class ServerContext:
     settings: Callable[[], ServerSettings]
     handoffs: Handoffs
     pd: Callable[[], PdSettings]
+    lease_s: Callable[[], float]
     turns: Turns = field(default_factory=Turns)
     log_limit: LogLimit = field(default_factory=LogLimit)
     tier: Sources | None = None
     peers: Peers | None = None
     direct: bool = False
     draining: bool = False
-
-
-def lease_owner(engine: str, request: str) -> tuple[str, str, str]:
-    return ("lease", engine, request)

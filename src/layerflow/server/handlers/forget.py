@@ -42,8 +42,9 @@ def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
             context.tier.drop_lease(owner)
     if context.tier is not None:
         context.tier.revoke_unwanted(REPLACED)
-    log.info("engine_reset", engine=engine, steps=steps, leases=len(leases))
-    return {"steps": steps, "leases": len(leases)}
+    told = len(leases) + context.plans.reset(engine)
+    log.info("engine_reset", engine=engine, steps=steps, leases=told)
+    return {"steps": steps, "leases": told}
 
 
 async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -> dict[str, Any]:

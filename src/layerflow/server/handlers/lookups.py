@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Generator
 
@@ -11,7 +12,7 @@ import msgspec
 from layerflow.errors import ProtocolError
 from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
-from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
+from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.handlers.following import Asked, FollowLookups
 from layerflow.server.handlers.remote import RemoteLookups
 from layerflow.server.lookup import (
@@ -24,6 +25,7 @@ from layerflow.server.lookup import (
     prompt_keys,
 )
 from layerflow.server.peers.questions import PeerAnswer
+from layerflow.server.plans import lease_owner
 from layerflow.server.sessions import ClientSession
 from layerflow.server.tier.pieces import bring_pieces
 from layerflow.server.turns import Work
@@ -266,11 +268,13 @@ class Lookups:
         for _ in range(MOST_SEARCHES):
             before = self._departures()
             hit = yield from search()
-            resident = yield from self._lease(session, message, digests, hit)
+            places, resident = yield from self._lease(session, message, digests, hit)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or self._departures() == before:
                 break
-        self._found(session, message, hit, heard, resident=resident, following=following, reason=reason)
+        # What is still to be stored has no place yet that a worker could load from by itself.
+        places = b"" if following else places
+        self._found(session, message, hit, heard, places=places, resident=resident, following=following, reason=reason)
 
     def _departures(self) -> int:
         """How many objects have left the pool since the start."""
@@ -294,22 +298,31 @@ class Lookups:
 
     def _lease(
         self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength
-    ) -> Generator[None, None, bool]:
-        """Pin what is here of a hit; True if that is all which it needs. Asked for by models of several groups only."""
+    ) -> Generator[None, None, tuple[bytes, bool]]:
+        """Pin what is here of a hit.
+
+        :returns: the places of its objects, empty where it cannot have a plan; and is that all which it needs? Asked
+            for by models of several groups only.
+        """
         spec = session.spec
         assert spec is not None
+        places: list[bytes] = []
+        whole, resident = True, False
         if hit.tokens or hit.tails:
+            pool, tier = self._context.pool, self._context.tier
             until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
             session.leases[message.request] = until
             for keys in hit_keys(spec, digests, hit):
-                here = [key for key, there in zip(keys, self._context.pool.lookup(keys), strict=True) if there]
-                self._context.pool.acquire(here, owner, until, lease=True)
-                if self._context.tier is not None:
-                    self._context.tier.lease(keys, owner, until)
+                leased = pool.lease(keys, owner, until)
+                places.append(leased.packed)
+                # Without a tier, what is missing is what no kind of the model needs.
+                whole = whole and leased.pinned and not (leased.missing and tier is not None)
+                if tier is not None:
+                    tier.lease(keys, owner, until)
                 yield
             if len(spec.groups) > 1:
-                return self._context.pool.pins(owner, needed_keys(spec, digests, hit, message.tokens))
-        return False
+                resident = pool.pins(owner, needed_keys(spec, digests, hit, message.tokens))
+        return b"".join(places) if whole else b"", resident
 
     def _found(
         self,
@@ -318,14 +331,19 @@ class Lookups:
         hit: HitLength,
         heard: float,
         *,
+        places: bytes,
         resident: bool,
         following: bool,
         reason: str,
     ) -> None:
-        told = _found(message.id, hit)
-        if resident or following or reason:
-            told = msgspec.structs.replace(told, resident=resident, following=following, reason=reason)
-        self._context.send(session, told)
+        context, engine = self._context, session.engine
+        told = msgspec.structs.replace(_found(message.id, hit), resident=resident, following=following, reason=reason)
+        workers = context.sessions.workers_of(engine) if places else []
+        if workers and not any(worker.direct for worker in workers):
+            number = context.plans.keep(engine, message.request, session.number, [each.number for each in workers])
+            session.leases[message.request] = math.inf
+            told = msgspec.structs.replace(told, plan=number, incarnation=context.incarnation, places=places)
+        context.send(session, told)
         assert session.spec is not None
         tokens = hit.surely(session.spec, message.tokens)
         self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - heard)

@@ -20,6 +20,7 @@ from layerflow.objects import object_bytes
 from layerflow.pool.base import Located, NewObject, Owner, Pool, ReserveStatus
 from layerflow.server.lookup import stored_object
 from layerflow.server.planner.missed import MissedTurns
+from layerflow.server.plans import plan_owner
 from layerflow.server.sessions import ClientSession
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
@@ -172,8 +173,10 @@ def plan_step(
     assert spec is not None
     loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
-    load_plan, load_parts, bad, covered = _plan_loads(
-        pool, tier, session, book, loads, message.deadline, handoffs, follows
+    load_plan, load_parts, bad, covered = (
+        _take_over(pool, session, book, message, loads)
+        if message.planned
+        else _plan_loads(pool, tier, session, book, loads, message.deadline, handoffs, follows)
     )
     save_plan, save_parts, full, placed = _plan_saves(
         pool, book, saves, bad, replicas, missed, functools.partial(handoffs.adopt, session.engine)
@@ -185,6 +188,7 @@ def plan_step(
         message.save_deadline,
         tuple(load_parts),
         tuple(save_parts),
+        planned=message.planned,
     )
     events: list[Event] = [opened]
     if tier is not None:
@@ -255,6 +259,32 @@ def _plan_loads(
         if blocks:
             parts.append(Part(wanted.request, wanted.group, blocks, tuple(needs)))
     return plans, parts, bad, covered
+
+
+def _take_over(
+    pool: Pool, session: ClientSession, book: StepBook, message: OpenStep, loads: list[Wanted]
+) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
+    """The step pins what the plans of its hits do; its worker has begun to move it.
+
+    :raises ProtocolError: it names what no plan of its engine pins, or more blocks than an object holds.
+    """
+    parts: list[Part] = []
+    at: dict[int, int] = {}
+    for part, wanted in zip(message.loads, loads, strict=True):
+        places = pool.share(plan_owner(session.engine, part.plan), wanted.keys, book.owner)
+        counts = wanted.counts.tolist()
+        if places is None or any(count > place.blocks for count, place in zip(counts, places, strict=True)):
+            pool.release(book.owner)
+            raise ProtocolError(
+                f"step {message.step}, request {part.request!r}, group {part.group}: its loads are not those of plan "
+                f"{part.plan}, or that has ended; look the prompt up again"
+            )
+        objects = book.load_objects.setdefault(wanted.group, [])
+        for key, count in zip(wanted.keys, counts, strict=True):
+            objects.append((at.setdefault(wanted.group, 0), key))
+            at[wanted.group] += count
+        parts.append(Part(wanted.request, wanted.group, sum(counts)))
+    return [], parts, set(), []
 
 
 def _missing(wanted: Wanted, found: list[Located | None]) -> list[bytes]:
