@@ -161,7 +161,7 @@ class SchedulerSide:
             return 0, False
         inquiry = tracked.inquiry
         if inquiry is None or (inquiry.hit is not None and time.monotonic() - inquiry.asked_at > STALE_S):
-            tracked.know_tokens()
+            tracked.ask_anew()
             inquiry = tracked.inquiry = self._lookups.ask(tracked.id, tracked.chain)
         # All requests of one pass share one wait: a stopped server must not cost each of them its own.
         began = time.monotonic()
@@ -386,7 +386,7 @@ class SchedulerSide:
             tracked.reloads += 1
         else:
             tracked.may_load = False
-        tracked.inquiry = None
+        tracked.ask_anew()
         if self._saves is not None:
             self._saves.again([tracked])
 
