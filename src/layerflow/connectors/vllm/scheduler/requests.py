@@ -68,7 +68,7 @@ class Tracked:
         return self.inquiry is not None and (self.inquiry.hit is None or self.inquiry.hit.tokens > 0)
 
     def ask_anew(self) -> None:
-        """The last answer is not used; its lease may still be held. The next lookup is for all that is known by then."""
+        """The last answer is not used; its lease may still be held. The next lookup is for all known tokens."""
         self.left_lease |= self.asked_well
         self.inquiry = None
         self.know_tokens()
