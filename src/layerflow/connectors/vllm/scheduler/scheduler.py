@@ -390,12 +390,9 @@ class SchedulerSide:
         self._saves.again([tracked])
 
     def _load(self, tracked: Tracked, plan: StepPlan, tokens: int) -> None:
-        assert self.spec is not None
-        assert self._saves is not None
-        tables = self._saves.tables(tracked.tables)
-        if tracked.inquiry is not None and self._lookups is not None:
-            tracked.hit = self._lookups.take(tracked.inquiry, tracked.hit)
-        tracked.loaded_tokens += plan_load(self.spec, tracked, tables, tokens, plan)
+        assert self.spec is not None and self._saves is not None and self._search is not None
+        self._search.take(tracked)
+        tracked.loaded_tokens += plan_load(self.spec, tracked, self._saves.tables(tracked.tables), tokens, plan)
         if tracked.background:
             plan.timeouts |= self._handoffs.timeout_of(tracked)
         else:

@@ -87,6 +87,11 @@ class HitSearch:
         missing = tracked.request.num_tokens - max(hit.tokens, num_computed)
         return None if self._handoffs.gives_up(tracked, missing) else hit
 
+    def take(self, tracked: Tracked) -> None:
+        """The request's hit goes to the workers now, with the plan that its answer has brought."""
+        if tracked.inquiry is not None:
+            tracked.hit = self._lookups.take(tracked.inquiry, tracked.hit)
+
     def load_failed(self, tracked: Tracked, share: float) -> None:
         """Of a load so large a share of its blocks has failed: may the rest be loaded again?"""
         if self._handoffs.load_failed(tracked):
