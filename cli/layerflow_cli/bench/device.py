@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from layerflow.device import Device, device_for
+from layerflow.device.base import CopyCounts
 from layerflow.memfd import SharedMemory
 from layerflow.objects import object_bytes
 from layerflow.ops.copier import copier_for, copy_native
@@ -112,7 +113,7 @@ class _Field:
         self.matrix = torch.ones(matrix, matrix, device=where)
 
     def close(self) -> None:
-        self.copier.drain()
+        self.copier.close()
         if self.pinned:
             self.target.unpin(self.arena.address)
         self.arena.close()
@@ -169,8 +170,8 @@ class _Field:
             "register_gb_per_s": self.arena.nbytes / self.register_s / 1e9 if self.pinned else None,
         }
 
-    def _calls(self, before: tuple[int, int, int]) -> float:
-        batches, calls, single = (now - then for now, then in zip(self.target.copies.counts, before, strict=True))
+    def _calls(self, before: CopyCounts) -> float:
+        batches, calls, single, _ = (now - then for now, then in zip(self.target.copies.counts, before, strict=True))
         if batches:
             return (calls + single) / batches
         return 1.0 if copy_native is not None else statistics.mean(_ranges(batch) for batch in self.batches)

@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 _pins: Counter[tuple[str, int, int]] = Counter()
 _pins_lock = threading.Lock()
 
+_MOST_STREAMS = 64  # twice what torch's pool has, should a torch hand out ever new ones
 _CUDA_HOST_REGISTER_PORTABLE = 0x1  # cudaHostRegisterPortable, driver_types.h
 _ACL_HOST_REG_MAPPED = 0x2  # ACL_HOST_REG_MAPPED, acl_rt.h; keeps full copy bandwidth, needs 4 KiB-aligned memory
 
@@ -48,6 +49,7 @@ class Accelerator:
         self._device = torch.device(device.type, index)
         self.native = native or native_of(self.kind, index)
         self._beside = threading.local()
+        self._capture_streams = self._pool_of_streams() if self.native is not None and self.kind == "cuda" else ()
 
     def __str__(self) -> str:
         return str(self._device)
@@ -80,6 +82,15 @@ class Accelerator:
             with self._module.device(self._device):
                 self.native.leave_captures()
             self._beside.left = True
+
+    def capturing(self) -> bool:
+        # Of all ways to tell, only a stream answers on another thread than the one that captures.
+        native = self.native
+        if native is None:
+            return False
+        default = getattr(getattr(self._module, "graph", None), "default_capture_stream", None)
+        handles = self._capture_streams if default is None else (*self._capture_streams, self.handle(default))
+        return any(map(native.is_capturing, handles))
 
     def record(self, *, timed: bool = False) -> DeviceEvent:
         return self.event(self._module.current_stream(self._device), timed=timed)
@@ -127,6 +138,20 @@ class Accelerator:
     def capabilities(self) -> Capabilities:
         pinned = self.kind == "cuda" or hasattr(self._module, "npurt")
         return Capabilities(streams=True, events=True, pinned=pinned, count=self._module.device_count())
+
+    def _pool_of_streams(self) -> tuple[int, ...]:
+        """Handles of the streams that torch hands out in turn and never destroys: what captures takes one of them.
+
+        c10/cuda/CUDAStream.h has 32 a priority. On npu torch makes each when it is asked for, and captures on
+        :attr:`torch.npu.graph.default_capture_stream`.
+        """
+        seen: dict[int, None] = {}
+        while len(seen) < _MOST_STREAMS:
+            handle = self.handle(self._module.Stream(device=self._device))
+            if handle in seen:
+                break
+            seen[handle] = None
+        return tuple(seen)
 
     def _pin_key(self, address: int) -> tuple[str, int, int]:
         """cuda pins for every device at once (portable), npu for one."""
