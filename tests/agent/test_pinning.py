@@ -175,7 +175,7 @@ def test_nothing_is_attached_pinned_or_made_during_a_capture(machine: Machine, t
 
 
 def test_pinning_pauses_for_a_capture(machine: Machine, server: EmbeddedServer) -> None:
-    engine = Engine(machine, server)
+    engine, over = Engine(machine, server), threading.Event()
     try:
         let(machine, 1)
         assert eventually(lambda: engine.agent.statistics().pinned_bytes == PIECE, PATIENCE_S)
@@ -186,7 +186,6 @@ def test_pinning_pauses_for_a_capture(machine: Machine, server: EmbeddedServer) 
                 entered.set()
                 assert over.wait(PATIENCE_S)
 
-        over = threading.Event()
         thread = threading.Thread(target=captures)
         thread.start()
         assert not entered.wait(0.05), "the driver pins a piece: the capture waits for that"
@@ -198,7 +197,9 @@ def test_pinning_pauses_for_a_capture(machine: Machine, server: EmbeddedServer) 
         over.set()
         thread.join()
         assert engine.agent.wait_warm(PATIENCE_S)
+        assert engine.agent.statistics().pinned_bytes == 8 * MIB
     finally:
+        over.set()
         let(machine)
         engine.agent.close()
 

@@ -232,9 +232,11 @@ def measured(monkeypatch):
     calls: list[tuple[str, dict]] = []
 
     def fake(name: str) -> types.ModuleType:
-        def measure(layers=60, compute_ms=838.0, transfer_ms=167.0, compute="sleep", runs=5, sizes=(1, 2), warm=True):
+        def measure(
+            layers=60, compute_ms=838.0, transfer_ms=167.0, compute="sleep", runs=5, sizes=(1, 2), warm=True, device="cpu"
+        ):
             given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute}
-            calls.append((name, {**given, "runs": runs, "sizes": sizes, "warm": warm}))
+            calls.append((name, {**given, "runs": runs, "sizes": sizes, "warm": warm, "device": device}))
             return {"wall_ms": 12.5, "load": {"overlap": 0.5, "moved_bytes": 2048}}
 
         module = types.ModuleType(name)
@@ -358,3 +360,12 @@ def test_flags_of_run_are_settings(monkeypatch, flags, key, value):
     monkeypatch.setattr("anyio.run", lambda _, settings, *__: served.append(settings))
     assert invoke("run", *flags).exit_code == 0
     assert attrgetter(key)(served[0]) == value
+
+
+@pytest.mark.parametrize("command", [("demo", "--quick"), ("bench", "overlap")])
+@pytest.mark.parametrize("device", ["tpu", "npu:x", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_readable_line(command, device):
+    result = invoke(*command, "--device", device)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("layerflow: device ")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device.simulated import Event, Machine
@@ -41,6 +41,7 @@ def bytes_of(extents: Extents) -> list[tuple[int, int]]:
     ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 90)), min_size=1, max_size=12), st.integers(1, 64))
 def test_no_range_lies_across_two_pieces_and_no_byte_is_lost(ranges: Ranges, piece: int) -> None:
     extents = extents_of(ranges)
@@ -50,6 +51,7 @@ def test_no_range_lies_across_two_pieces_and_no_byte_is_lost(ranges: Ranges, pie
     assert split.total == extents.total
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 90)), min_size=1, max_size=12), st.integers(1, 64))
 def test_parts_fit_a_slot_and_no_byte_is_lost(ranges: Ranges, most: int) -> None:
     extents = extents_of(ranges)

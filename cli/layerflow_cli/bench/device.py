@@ -5,7 +5,6 @@ Worst case on purpose: every object holds one block, and blocks lie at random pl
 
 from __future__ import annotations
 
-import os
 import statistics
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from layerflow.device import Device, device_for
+from layerflow.device import Device, device_for, is_emulated
 from layerflow.device.base import CopyCounts
 from layerflow.memfd import SharedMemory
 from layerflow.objects import object_bytes
@@ -73,7 +72,7 @@ def measure(
     first = next(iter(fields.values()))
     pinned = max(figures["pinned_gbps"] for figures in fields.values())
     rest = ("calls_per_batch", "compute_slowdown", "wait_us", "first_byte_us", "register_gb_per_s")
-    about = {"device": device, "emulated": target.kind == "npu" and "CANN_EMU_VERSION_INFO" in os.environ}
+    about = {"device": device, "emulated": is_emulated(device)}
     return {**ways, "pinned_gbps": pinned, **{name: first[name] for name in rest}, **about}
 
 

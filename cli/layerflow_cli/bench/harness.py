@@ -98,6 +98,7 @@ class Worker:
     :param layer_bytes: bytes of one layer of such a request, all planes together.
     :param planes: their names.
     :param shard: which part of the model it has.
+    :param device: of the paged memory.
     :param content: names the model; workers that name the same share objects. Default: a model of its own.
     """
 
@@ -112,6 +113,7 @@ class Worker:
         planes: Sequence[str] = ("k", "v"),
         shard: Shard | None = None,
         content: str = "",
+        device: str = "cpu",
     ) -> None:
         self.layers, self.tokens, self.block_size = layers, tokens, block_size
         row = layer_bytes // tokens // len(planes)
@@ -124,8 +126,7 @@ class Worker:
         shape = (self.blocks * requests, block_size, row)
         # Written once: memory that was never touched costs the first copy a page fault per page.
         self.tensors = {
-            layer: {name: torch.full(shape, layer % 251, dtype=torch.uint8) for name in planes}
-            for layer in range(layers)
+            layer: {name: _filled(shape, layer % 251, device) for name in planes} for layer in range(layers)
         }
         self.agent = Agent(endpoint, self.spec, self.tensors, "bench", lookup_timeout_s=WARM_TIMEOUT_S)
         if not self.agent.attached:
@@ -169,3 +170,9 @@ class Worker:
     def close(self) -> None:
         """Detach."""
         self.agent.close()
+
+
+def _filled(shape: tuple[int, ...], value: int, device: str) -> torch.Tensor:
+    """Copied to a device, not made there: an emulated one runs no kernels."""
+    host = torch.full(shape, value, dtype=torch.uint8)
+    return host if device == "cpu" else torch.empty(shape, dtype=torch.uint8, device=device).copy_(host)

@@ -58,10 +58,14 @@ def overlap(
         float, typer.Option(min=0, metavar="MS", help="What the link needs for all layers.")
     ] = 167.0,
     compute: Annotated[Literal["sleep", "matmul"], typer.Option(help="What stands in for attention.")] = "sleep",
+    on: Annotated[
+        str,
+        typer.Option("--device", metavar="KIND", help="cpu with an emulated link; cuda or npu with the device's own."),
+    ] = "cpu",
     options: Options = None,
     json_file: JsonFile = None,
 ) -> None:
-    given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute}
+    given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute, "device": on}
     _run("overlap", given, options or [], json_file)
 
 

@@ -47,6 +47,9 @@ def demo(
     cann_emulator: Annotated[
         Path | None, typer.Option(metavar="DIR", help="An emulated CANN, for memcache on a machine without an NPU.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="KIND", help="Where the engines' caches are: cpu, cuda, npu, or e.g. cuda:1.")
+    ] = "cpu",
 ) -> None:
     """Show cold, bulk and layer-wise prefill side by side on this machine, in about a minute.
 
@@ -72,5 +75,6 @@ def demo(
         quick=quick,
         pool=pool,
         cann_emulator=cann_emulator,
+        device=device,
     )
     raise typer.Exit(code)

@@ -53,7 +53,7 @@ class _SpoilingStep:
                 table = span.request.tables[self._cache.group_of[layer]][: span.load // self._cache.block_size]
                 blocks = torch.from_numpy(table[table >= 0])
                 for plane in self._cache.tensors[layer].values():
-                    plane[blocks] = -plane[blocks]
+                    self._cache.put(plane, blocks, -self._cache.read(plane, blocks))
         return failed
 
     def layer_done(self, layer: int) -> None:

@@ -42,7 +42,7 @@ class Accelerator:
     def __init__(self, device: torch.device, module: Any = None, native: Native | None = None) -> None:
         self.kind = device.type
         self.copies = CopyCounter()
-        self._module = module or _module(device.type)
+        self._module = module or module_of(device.type)
         if not self._module.is_available():
             raise Unsupported(f"device {device}: torch sees no {device.type} device on this machine")
         index = self._module.current_device() if device.index is None else device.index
@@ -174,7 +174,11 @@ class Accelerator:
             return int(self._module.npurt().npuHostUnregister(address))
 
 
-def _module(kind: str) -> Any:
+def module_of(kind: str) -> Any:
+    """torch's module of a device kind.
+
+    :raises Unsupported: there is none, or torch_npu cannot be imported.
+    """
     if kind == "npu":
         try:
             importlib.import_module("torch_npu")

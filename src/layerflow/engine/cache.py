@@ -57,10 +57,14 @@ class BlockAllocator:
 class PagedCache:
     """Every layer's planes, and the allocators.
 
+    :param device: where the planes are. The model computes on the host wherever they are: elsewhere each row it reads
+        or writes is copied, on the calling thread's current stream, and no kernel runs.
+
     :ivar tensors: ``tensors[layer][plane]``: shape ``(num_blocks, block_size, *plane.shape)``.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, device: str = "cpu") -> None:
+        self.on_host = device == "cpu"
         self.groups: tuple[CacheGroup, ...] = config.groups
         self.block_size = config.block_size
         self.allocators = [BlockAllocator(config.num_blocks) for _ in self.groups]
@@ -68,7 +72,7 @@ class PagedCache:
         rows = (config.num_blocks, config.block_size)
         self.tensors: dict[int, dict[str, torch.Tensor]] = {
             layer: {
-                plane.name: torch.zeros(*rows, *plane.shape, dtype=getattr(torch, plane.dtype))
+                plane.name: _zeros((*rows, *plane.shape), getattr(torch, plane.dtype), device)
                 for plane in self.groups[self.group_of[layer]].planes
             }
             for layer in range(config.num_layers)
@@ -86,7 +90,13 @@ class PagedCache:
         assert int(blocks.min()) > NULL_BLOCK, f"layer {layer}: tokens {start}+{tokens} lack blocks in {table}"
         for name, rows in planes.items():
             plane = self.tensors[layer][name]
-            plane[blocks, positions % self.block_size] = rows.to(plane.dtype)
+            if self.on_host:
+                plane[blocks, positions % self.block_size] = rows.to(plane.dtype)
+                continue
+            sent = rows.to(plane.dtype).contiguous()
+            for at in range(-(start % self.block_size), tokens, self.block_size):
+                lo, hi = max(0, at), min(tokens, at + self.block_size)
+                plane[int(blocks[lo]), lo - at : hi - at].copy_(sent[lo:hi])
 
     def gather(self, layer: int, table: np.ndarray, first: int, stop: int, known: int) -> dict[str, torch.Tensor]:
         """Tokens `first` to `stop` of each plane, shape ``(stop - first, *plane.shape)``.
@@ -100,7 +110,32 @@ class PagedCache:
         index = torch.from_numpy(numbers)
         pages = {}
         for name, plane in self.tensors[layer].items():
-            rows = plane.index_select(0, index).flatten(0, 1)[: stop - first]
+            rows = self.read(plane, index).flatten(0, 1)[: stop - first]
             rows[known - first :] = 0
             pages[name] = rows
         return pages
+
+    def read(self, plane: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Whole blocks of a plane, on the host: shape ``(len(blocks), block_size, *plane.shape)``."""
+        if self.on_host:
+            return plane.index_select(0, blocks)
+        read = torch.empty(len(blocks), *plane.shape[1:], dtype=plane.dtype)
+        for row, block in zip(read, blocks.tolist(), strict=True):
+            row.copy_(plane[block])
+        return read
+
+    def put(self, plane: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """Overwrite whole blocks of a plane.
+
+        :param rows: on the host, shape ``(len(blocks), block_size, *plane.shape)``.
+        """
+        if self.on_host:
+            plane[blocks] = rows
+            return
+        for row, block in zip(rows, blocks.tolist(), strict=True):
+            plane[block].copy_(row)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    zeros = torch.zeros(shape, dtype=dtype)
+    return zeros if device == "cpu" else torch.empty(shape, dtype=dtype, device=device).copy_(zeros)
