@@ -233,7 +233,14 @@ def measured(monkeypatch):
 
     def fake(name: str) -> types.ModuleType:
         def measure(
-            layers=60, compute_ms=838.0, transfer_ms=167.0, compute="sleep", runs=5, sizes=(1, 2), warm=True, device="cpu"
+            layers=60,
+            compute_ms=838.0,
+            transfer_ms=167.0,
+            compute="sleep",
+            runs=5,
+            sizes=(1, 2),
+            warm=True,
+            device="cpu",
         ):
             given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute}
             calls.append((name, {**given, "runs": runs, "sizes": sizes, "warm": warm, "device": device}))
