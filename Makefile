@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt src/layerflow/ops/_copy.c
 PACKAGED := $(filter mooncake memcache redis,$(POOL))
 demo: $(STAMP)
 	$(if $(PACKAGED),tests/backends/with.sh )$(BIN)/layerflow demo$(DEMO_FLAGS)
-DEMO_FLAGS = $(if $(PD), --pd)$(if $(POOL), --pool $(POOL))$(if $(filter memcache,$(POOL)), --cann-emulator tests/npu/emulator)
+DEMO_FLAGS = $(if $(PD), --pd)$(if $(DEVICE), --device $(DEVICE))$(if $(POOL), --pool $(POOL))$(if $(filter memcache,$(POOL)), --cann-emulator tests/npu/emulator)
 
 # Ends with the npu path: the real torch_npu under an emulated CANN, in an environment of its own.
 test: lint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from layerflow.device import Device, device_for
+from layerflow.device import Device, device_for, is_emulated
 from layerflow.errors import LayerflowError
 from layerflow.findings import Finding, ok, problem, warning
 from layerflow.memfd import SharedMemory
@@ -57,7 +56,7 @@ def examine_device(name: str) -> Iterator[Finding]:
 
 
 def _found(device: Device, name: str) -> Finding:
-    emulated = device.kind == "npu" and "CANN_EMU_VERSION_INFO" in os.environ
+    emulated = is_emulated(name)
     count = device.capabilities().count
     runtime = {"cuda": torch.version.cuda, "npu": "CANN", "cpu": "none"}[device.kind]
     found = f"{name}: {count} visible, torch {torch.__version__}, runtime {runtime}"
@@ -115,7 +114,7 @@ def _copies(device: Device, name: str, arena: SharedMemory) -> Finding:
     )
     if wrong:
         return problem("copies", f"{wrong} of {2 * BLOCKS} blocks came back with other bytes", "do not use this device")
-    batches, calls, single = (now - then for now, then in zip(device.copies.counts, before, strict=True))
+    batches, calls, single, _ = (now - then for now, then in zip(device.copies.counts, before, strict=True))
     if single:
         return warning(
             "copies",

@@ -21,7 +21,8 @@ def view(found: Mapping[str, Any], everything: bool = False) -> RenderableType:
     sessions = found.get("sessions") or []
     parts.append(records_table("sessions", sessions) if sessions else Text("no engine worker is attached\n"))
     parts += tables("transfer", _transfer(found))
-    parts += tables("pool", _pool(found.get("pool") or {}))
+    node = {"memory node": found["memory_node"]} if "memory_node" in found else {}
+    parts += tables("pool", node | _pool(found.get("pool") or {}))
     if found.get("tier"):
         parts += tables("behind the arena", _tier(found["tier"]))
     parts += tables("limits", found.get("limits") or {})

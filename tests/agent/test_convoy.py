@@ -215,8 +215,8 @@ def test_what_cannot_be_copied_together_is_copied_one_by_one(
             refused.append(way)
             raise ValueError("not like this")
 
-        assert worker.agent._dispatcher._copiers is not None
-        for copier in worker.agent._dispatcher._copiers:
+        assert worker.agent._dispatcher.access is not None
+        for copier in worker.agent._dispatcher.access.copiers:
             monkeypatch.setattr(copier, way, refuse)
         saved = worker.serve(worker.prompt(60))
         assert worker.serve(saved.chain).hit.tokens == 59

@@ -35,7 +35,7 @@ class Gate:
     def __init__(self, worker: KnownWorker, direction: int = SAVE) -> None:
         self.entered = threading.Event()
         self._open = threading.Event()
-        self._copier: Any = worker.agent._dispatcher._copiers[direction]  # type: ignore[index]
+        self._copier: Any = worker.agent._dispatcher.access.copiers[direction]  # type: ignore[union-attr]
         name = "save" if direction == SAVE else "load"
         self._calls = {called: getattr(self._copier, called) for called in (name, f"{name}_batches")}
         for called, copy in self._calls.items():

@@ -252,9 +252,11 @@ def measured(monkeypatch):
             sizes=(1, 2),
             warm=True,
             shape="full",
+            device="cpu",
         ):
             given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute}
-            calls.append((name, {**given, "runs": runs, "sizes": sizes, "warm": warm, "shape": shape}))
+            given |= {"shape": shape, "device": device}
+            calls.append((name, {**given, "runs": runs, "sizes": sizes, "warm": warm}))
             return {"wall_ms": 12.5, "load": {"overlap": 0.5, "moved_bytes": 2048}}
 
         module = types.ModuleType(name)
@@ -379,3 +381,12 @@ def test_flags_of_run_are_settings(monkeypatch, flags, key, value):
     monkeypatch.setattr("anyio.run", lambda _, settings, *__: served.append(settings))
     assert invoke("run", *flags).exit_code == 0
     assert attrgetter(key)(served[0]) == value
+
+
+@pytest.mark.parametrize("command", [("demo", "--quick"), ("bench", "overlap")])
+@pytest.mark.parametrize("device", ["tpu", "npu:x", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_readable_line(command, device):
+    result = invoke(*command, "--device", device)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("layerflow: device ")

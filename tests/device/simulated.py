@@ -22,6 +22,7 @@ from layerflow.device.accelerator import Accelerator
 from layerflow.device.native import BatchCopied, Int64
 
 DEVICE = torch.device("cuda", 0)
+POOL = 32  # streams that torch hands out in turn
 
 
 @dataclass(eq=False)
@@ -111,7 +112,13 @@ class Machine:
     """torch's module of the device, and the runtime's library, in one.
 
     :ivar code: what the next batch call answers; 0 = it copies.
+    :ivar capturing: a graph is captured, on a stream of torch's.
     :ivar invalidated: calls that would have invalidated the graph which is being captured.
+    :ivar during: calls that were made while one was captured, whether or not they would have.
+    :ivar lockable: bytes that may be pinned.
+    :ivar pins: how many further ranges may be pinned before the driver takes its time; None = it never does.
+    :ivar registered: bytes of each pinned range, by address.
+    :ivar torn: ranges of batches that lie in no one pinned range.
     """
 
     seed: int = 0
@@ -123,18 +130,26 @@ class Machine:
     calls: list[BatchCall] = field(default_factory=list)
     waits: list[tuple[Stream, Event]] = field(default_factory=list)
     invalidated: list[str] = field(default_factory=list)
+    during: list[str] = field(default_factory=list)
+    lockable: int = 1 << 62
+    pins: threading.Semaphore | None = None
+    registered: dict[int, int] = field(default_factory=dict)
+    torn: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
         self.default = Stream(self, 0)
-        self.streams = [self.default]
-        self._numbers = itertools.count(1)
+        self.streams = [self.default, *(Stream(self, number + 1) for number in range(POOL))]
+        self._accelerator: Accelerator | None = None
+        self._handed_out = itertools.cycle(self.streams[1:])
+        self._capturing_on = self.streams[POOL // 2].cuda_stream
         self._random = random.Random(self.seed)
         self._thread = threading.local()
 
     def accelerator(self) -> Accelerator:
-        """The device of an engine whose tensors lie in host memory."""
-        return Accelerator(DEVICE, module=self, native=self)
+        """The device of an engine whose tensors lie in host memory; the same for all who ask."""
+        self._accelerator = self._accelerator or Accelerator(DEVICE, module=self, native=self)
+        return self._accelerator
 
     # -- torch.cuda -------------------------------------------------------------------------------------
 
@@ -147,8 +162,7 @@ class Machine:
     def Stream(self, device: object = None) -> Stream:
         self.called("stream")
         with self.lock:
-            self.streams.append(Stream(self, next(self._numbers)))
-            return self.streams[-1]
+            return next(self._handed_out)
 
     def Event(self, enable_timing: bool = False) -> Event:
         return Event(self, enable_timing)
@@ -173,11 +187,16 @@ class Machine:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.called("register")
+        if self.pins is not None:
+            assert self.pins.acquire(timeout=60), "the test is to let the driver go on"
+        if nbytes + sum(self.registered.values()) > self.lockable:
+            return 1
+        self.registered[address] = nbytes
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
         self.called("unregister")
-        return 0
+        return 0 if self.registered.pop(address, 0) else 1
 
     # -- the runtime's library --------------------------------------------------------------------------
 
@@ -186,6 +205,7 @@ class Machine:
         if self.code:
             return BatchCopied(self.code, 1)
         on = next(each for each in self.streams if each.cuda_stream == stream)
+        self.torn += self._in_no_pinned_range(src if to_device else dst, nbytes)
         self.calls.append(BatchCall(on, dst.size, to_device, threading.current_thread().name))
         dst, src, nbytes = dst.copy(), src.copy(), nbytes.copy()  # the driver reads the lists during the call
 
@@ -199,7 +219,20 @@ class Machine:
     def leave_captures(self) -> None:
         self._thread.relaxed = True
 
+    def is_capturing(self, stream: int) -> bool:
+        return self.capturing and stream == self._capturing_on
+
+    def _in_no_pinned_range(self, host: Int64, nbytes: Int64) -> list[int]:
+        pinned = sorted(self.registered.items())
+        starts = np.array([start for start, _ in pinned], np.int64)
+        ends = np.array([start + size for start, size in pinned], np.int64)
+        of = np.searchsorted(starts, host, side="right") - 1
+        held = (of >= 0) & (host + nbytes <= ends[of]) if pinned else np.zeros(host.size, bool)
+        return [int(address) for address in host[~held]]
+
     def called(self, name: str) -> None:
+        if self.capturing:
+            self.during.append(name)
         if self.capturing and not getattr(self._thread, "relaxed", False):
             self.invalidated.append(f"{name} by {threading.current_thread().name}")
 

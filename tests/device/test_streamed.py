@@ -17,6 +17,7 @@ from layerflow.device.native import BatchCopied, CannNative, CudaNative
 from layerflow.device.poller import Poller
 from layerflow.errors import Unsupported
 from layerflow.memfd import SharedMemory
+from layerflow.ops.base import PinnedPart
 from layerflow.ops.copier import copier_for
 from layerflow.ops.extents import BlockList, Extents
 from layerflow.ops.paged import PagedMemory
@@ -31,7 +32,9 @@ SPEC = ModelSpec("m", "c", (GroupSpec("full", SIZE, (0,), PLANES),), chunk_token
 class Bench:
     """A copier on a simulated device, with the extents of every block, none of which lies beside the next."""
 
-    def __init__(self, machine: Machine, arena: SharedMemory, *, pinned: bool = True) -> None:
+    def __init__(
+        self, machine: Machine, arena: SharedMemory, *, pinned: bool = True, part: PinnedPart | None = None
+    ) -> None:
         self.machine, self.arena = machine, arena
         self.device: Accelerator = machine.accelerator()
         self.planes = {
@@ -41,7 +44,7 @@ class Bench:
         self.memory = PagedMemory(SPEC, {0: self.planes})
         if pinned:
             assert self.device.pin(arena.address, arena.nbytes)
-        copier = copier_for(self.memory, arena, self.device)
+        copier = copier_for(self.memory, arena, self.device, part)
         assert isinstance(copier, StreamCopier)
         self.copier = copier
         order = np.random.default_rng(1).permutation(BLOCKS)
@@ -125,8 +128,8 @@ def test_the_engines_stream_waits_on_the_device_for_a_load(bench: Bench) -> None
     assert seen == [before]
 
 
-def test_an_arena_that_is_not_pinned_is_copied_range_by_range_and_counted(arena: SharedMemory) -> None:
-    bench = Bench(Machine(), arena, pinned=False)
+def test_where_nothing_can_be_pinned_each_range_is_a_copy_and_counted(arena: SharedMemory) -> None:
+    bench = Bench(Machine(lockable=4096), arena, pinned=False)
     before = bench.engine_bytes()
     bench.copier.save(bench.extents)
     bench.clear()
@@ -171,7 +174,9 @@ def test_more_ranges_than_the_driver_takes_are_as_few_calls_as_can_be(arena: Sha
 
 def test_nothing_of_ours_invalidates_a_graph_that_is_captured(arena: SharedMemory) -> None:
     """An agent attaches, and moves bytes, on threads of its own while the engine's thread captures."""
-    machine = Machine(capturing=True)
+    machine = Machine()
+    machine.accelerator()  # the engine's thread makes an agent, before it captures
+    machine.capturing = True
     failed: list[BaseException] = []
 
     def attach_and_move() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from layerflow import machine
+from layerflow import machine, numa
 from layerflow.config.settings import Settings
 from layerflow.doctor import Finding, Severity, examine, examine_backend, listening, memory, sharing
 from layerflow.findings import probes
@@ -111,7 +111,7 @@ def test_an_arena_larger_than_the_machine(monkeypatch):
     monkeypatch.setattr(machine, "cgroup_bytes", lambda: 4 << 30)
 
     def state(size: str) -> Severity:
-        (found, _) = memory.examine_memory(Settings(pool={"size": size}).pool, running=False)
+        (found, _, _) = memory.examine_memory(Settings(pool={"size": size}).pool, running=False)
         assert "4 GiB left below the memory limit" in found.found
         return found.state
 
@@ -122,7 +122,7 @@ def test_huge_pages_that_are_not_reserved(monkeypatch):
     pool = Settings(pool={"size": "5MiB", "hugepages": True}).pool
     for free, state in ((4 << 20, Severity.PROBLEM), (6 << 20, Severity.OK)):
         monkeypatch.setattr(machine, "free_huge_bytes", lambda free=free: free)
-        (found, _) = memory.examine_memory(pool, running=False)
+        (found, _, _) = memory.examine_memory(pool, running=False)
         assert found.state is state
         assert found.check == "huge pages" and ("vm.nr_hugepages=3" in found.advice) == (state is Severity.PROBLEM)
 
@@ -133,7 +133,7 @@ def test_a_limit_for_pinned_memory_matters_with_a_device(monkeypatch):
     for devices, state in (([], Severity.OK), (["nvidia0"], Severity.WARNING)):
         monkeypatch.setattr(machine, "devices", lambda pattern, devices=devices: devices)
         monkeypatch.setattr(machine, "rdma_devices", lambda: [])
-        (_, found) = memory.examine_memory(pool, running=False)
+        (_, _, found) = memory.examine_memory(pool, running=False)
         assert found.state is state
 
 
@@ -184,3 +184,12 @@ def test_models_that_only_their_tensor_size_can_read_are_named():
     assert "tensor size 4" in first.found and "group 1 (state)" in first.found
     assert second.check == "model llama" and second.state is Severity.OK
     assert list(sharing.examine_sharing(None)) == []
+
+
+def test_the_arenas_node_is_shown_and_one_that_is_not_there_is_a_problem(monkeypatch):
+    monkeypatch.setattr(numa, "memory_nodes", lambda: (0, 1))
+    monkeypatch.setattr(numa, "device_nodes", lambda: iter((1,)))
+    for setting, state, said in (("auto", Severity.OK, "node 1"), ("3", Severity.PROBLEM, "there are: 0, 1")):
+        pool = Settings(pool={"size": "16MiB", "numa": setting}).pool
+        (_, found, _) = memory.examine_memory(pool, running=False)
+        assert found.check == "memory node" and found.state is state and said in found.found

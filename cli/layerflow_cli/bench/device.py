@@ -5,7 +5,6 @@ Worst case on purpose: every object holds one block, and blocks lie at random pl
 
 from __future__ import annotations
 
-import os
 import statistics
 import threading
 import time
@@ -15,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from layerflow.device import Device, device_for
+from layerflow.device import Device, device_for, is_emulated
+from layerflow.device.base import CopyCounts
 from layerflow.memfd import SharedMemory
 from layerflow.objects import object_bytes
 from layerflow.ops.copier import copier_for, copy_native
@@ -72,7 +72,7 @@ def measure(
     first = next(iter(fields.values()))
     pinned = max(figures["pinned_gbps"] for figures in fields.values())
     rest = ("calls_per_batch", "compute_slowdown", "wait_us", "first_byte_us", "register_gb_per_s")
-    about = {"device": device, "emulated": target.kind == "npu" and "CANN_EMU_VERSION_INFO" in os.environ}
+    about = {"device": device, "emulated": is_emulated(device)}
     return {**ways, "pinned_gbps": pinned, **{name: first[name] for name in rest}, **about}
 
 
@@ -112,7 +112,7 @@ class _Field:
         self.matrix = torch.ones(matrix, matrix, device=where)
 
     def close(self) -> None:
-        self.copier.drain()
+        self.copier.close()
         if self.pinned:
             self.target.unpin(self.arena.address)
         self.arena.close()
@@ -169,8 +169,8 @@ class _Field:
             "register_gb_per_s": self.arena.nbytes / self.register_s / 1e9 if self.pinned else None,
         }
 
-    def _calls(self, before: tuple[int, int, int]) -> float:
-        batches, calls, single = (now - then for now, then in zip(self.target.copies.counts, before, strict=True))
+    def _calls(self, before: CopyCounts) -> float:
+        batches, calls, single, _ = (now - then for now, then in zip(self.target.copies.counts, before, strict=True))
         if batches:
             return (calls + single) / batches
         return 1.0 if copy_native is not None else statistics.mean(_ranges(batch) for batch in self.batches)

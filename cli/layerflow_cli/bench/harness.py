@@ -99,6 +99,7 @@ class Worker:
     :param planes: their names.
     :param shard: which part of the model it has.
     :param engine: names its serving engine.
+    :param device: of the paged memory.
     :param content: names the model; workers that name the same share objects. Default: a model of its own.
     :param compressed: each layer has three caches, see :func:`compressed_groups`, and `planes` are not used.
 
@@ -119,6 +120,7 @@ class Worker:
         content: str = "",
         compressed: bool = False,
         engine: str = "bench",
+        device: str = "cpu",
     ) -> None:
         self.layers, self.tokens = layers, tokens
         if compressed:
@@ -140,9 +142,7 @@ class Worker:
         # Written once: memory that was never touched costs the first copy a page fault per page.
         self.tensors = {
             layer: {
-                plane.name: torch.full(
-                    (len(kept) * requests, group.entries, *plane.shape), layer % 251, dtype=torch.uint8
-                )
+                plane.name: _filled((len(kept) * requests, group.entries, *plane.shape), layer % 251, device)
                 for plane in group.planes
             }
             for kept, group in zip(self._kept, groups, strict=True)
@@ -216,3 +216,9 @@ def compressed_groups(layers: int, tokens: int, layer_bytes: int) -> tuple[Group
         GroupSpec("mla", 64, numbers[1], (Plane("row", "uint8", (row,)),), ratio=4),
         GroupSpec("sliding", 4, numbers[2], (Plane("state", "uint8", (state,)),), window=8),
     )
+
+
+def _filled(shape: tuple[int, ...], value: int, device: str) -> torch.Tensor:
+    """Copied to a device, not made there: an emulated one runs no kernels."""
+    host = torch.full(shape, value, dtype=torch.uint8)
+    return host if device == "cpu" else torch.empty(shape, dtype=torch.uint8, device=device).copy_(host)

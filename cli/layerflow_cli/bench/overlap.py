@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from layerflow.device import device_for, is_emulated
 from layerflow.errors import LayerflowError
 from layerflow.observe.trace import overlap_bound
 from layerflow_cli.bench.harness import Worker, serving
@@ -32,20 +33,26 @@ def measure(
     compute: Literal["sleep", "matmul"] = "sleep",
     runs: int = 5,
     shape: Literal["full", "compressed"] = "full",
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Median of `runs`, everything interleaved in one run.
 
     :param transfer_ms: T: what the emulated link needs for all bytes of a load. A save of compressed caches has more:
-        the window at the end of every chunk.
+        the window at the end of every chunk. On a device there is no emulated link, and T is what a bulk load took
+        longer than the compute alone.
     :param shape: of a layer's cache: K and V, or compressed rows, a window and a running state.
+    :param device: of the engine's memory, and of the matrix products.
+    :raises Unsupported: no such device here.
     :returns: per direction: bulk and layer-wise wall time (ms), overlap, bound, slowdown of compute.
     """
+    target = device_for(device)
+    on_host = target.kind == "cpu"
     torch.set_num_threads(1)
-    work = sleeping(compute_ms / layers) if compute == "sleep" else multiplying(compute_ms / layers)
-    gbps = layers * LAYER_BYTES / (transfer_ms / 1e3) / 1e9
+    work = sleeping(compute_ms / layers) if compute == "sleep" else multiplying(compute_ms / layers, device)
+    gbps = layers * LAYER_BYTES / (transfer_ms / 1e3) / 1e9 if on_host else 0.0
     settings = {"pool__size": "1GiB", "pool__link_gbps": gbps, "transfer__step_timeout_ms": 60_000}
     with serving(**settings) as server:
-        worker = Worker(server.endpoint, layers, TOKENS, LAYER_BYTES, compressed=shape == "compressed")
+        worker = Worker(server.endpoint, layers, TOKENS, LAYER_BYTES, compressed=shape == "compressed", device=device)
         try:
             walls = _interleaved(worker, work, runs)
         finally:
@@ -53,12 +60,14 @@ def measure(
     alone = statistics.median(walls["alone"])
     per_layer = alone / layers
     moved = {"load": layers * worker.layer_bytes, "save": layers * worker.saved_bytes}
+    measured = transfer_ms / 1e3 if on_host else max(1e-9, statistics.median(walls["load-bulk"]) - alone)
     result: dict[str, Any] = {
-        "layers": layers, "compute_ms": alone * 1e3, "transfer_ms": transfer_ms, "compute": compute,
-        "shape": shape, "link": "emulated", "bytes": moved["load"],
+        "layers": layers, "compute_ms": alone * 1e3, "transfer_ms": measured * 1e3, "compute": compute,
+        "shape": shape, "link": "emulated" if on_host else "the device's", "bytes": moved["load"],
+        "device": device, "emulated": is_emulated(device),
     }  # fmt: skip
     for direction, nbytes in moved.items():
-        transfer = nbytes / gbps / 1e9
+        transfer = nbytes / gbps / 1e9 if on_host else measured * nbytes / moved["load"]
         wall = statistics.median(walls[f"{direction}-layerwise"])
         inside = statistics.median(walls[f"{direction}-compute"])
         bound = overlap_bound(transfer, layers, inside / layers)
@@ -158,17 +167,19 @@ def sleeping(milliseconds: float) -> Compute:
     return lambda: time.sleep(milliseconds / 1e3)
 
 
-def multiplying(milliseconds: float) -> Compute:
-    """Matrix products that take about so long alone; always the same work."""
-    side = 512
-    left, right = torch.randn(side, side), torch.randn(side, side)
-    out = torch.empty(side, side)
-    torch.mm(left, right, out=out)
-    one = statistics.median(_timed(lambda: torch.mm(left, right, out=out)) for _ in range(25))
-    count = max(1, round(milliseconds / 1e3 / one))
+def multiplying(milliseconds: float, device: str = "cpu") -> Compute:
+    """Matrix products that take about so long alone; always the same work. Done, on a device too, when it returns."""
+    target = device_for(device)
+    side = 512 if target.kind == "cpu" else 2048
+    left, right = (torch.randn(side, side).to(device) for _ in range(2))
+    out = torch.empty(side, side, device=device)
 
-    def work() -> None:
+    def multiply(count: int) -> None:
         for _ in range(count):
             torch.mm(left, right, out=out)
+        target.record().synchronize()
 
-    return work
+    multiply(1)
+    one = statistics.median(_timed(lambda: multiply(4)) for _ in range(25)) / 4
+    count = max(1, round(milliseconds / 1e3 / one))
+    return lambda: multiply(count)

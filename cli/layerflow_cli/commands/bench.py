@@ -61,10 +61,15 @@ def overlap(
     ] = 167.0,
     compute: Annotated[Literal["sleep", "matmul"], typer.Option(help="What stands in for attention.")] = "sleep",
     shape: Annotated[Literal["full", "compressed"], typer.Option(help="Of a layer's cache.")] = "full",
+    on: Annotated[
+        str,
+        typer.Option("--device", metavar="KIND", help="cpu with an emulated link; cuda or npu with the device's own."),
+    ] = "cpu",
     options: Options = None,
     json_file: JsonFile = None,
 ) -> None:
-    given = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms, "compute": compute, "shape": shape}
+    given: dict[str, object] = {"layers": layers, "compute_ms": compute_ms, "transfer_ms": transfer_ms}
+    given |= {"compute": compute, "shape": shape, "device": on}
     _run("overlap", given, options or [], json_file)
 
 

@@ -52,6 +52,9 @@ def demo(
     pd: Annotated[
         bool, typer.Option("--pd", help="Prefill and decode in engines of their own: the decoder follows the saves.")
     ] = False,
+    device: Annotated[
+        str, typer.Option(metavar="KIND", help="Where the engines' caches are: cpu, cuda, npu, or e.g. cuda:1.")
+    ] = "cpu",
 ) -> None:
     """Show cold, bulk and layer-wise prefill side by side on this machine, in about a minute.
 
@@ -86,5 +89,6 @@ def demo(
         quick=quick,
         pool=pool,
         cann_emulator=cann_emulator,
+        device=device,
     )
     raise typer.Exit(code)

@@ -54,7 +54,7 @@ class _SpoilingStep:
                 table = span.request.tables[group][: span.load // self._cache.groups[group].block_size]
                 blocks = torch.from_numpy(table[table >= 0])
                 for plane in self._cache.tensors[layer].values():
-                    plane[blocks] = -plane[blocks]
+                    self._cache.put(plane, blocks, -self._cache.read(plane, blocks))
         return failed
 
     def layer_done(self, layer: int) -> None:

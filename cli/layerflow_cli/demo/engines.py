@@ -76,12 +76,13 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(workload: Workload, endpoint: str, name: str, mode: Mode) -> Iterator[Served]:
+def served(workload: Workload, endpoint: str, name: str, mode: Mode, device: str = "cpu") -> Iterator[Served]:
     """A fresh engine that knows nothing but its weights, attached for the length of a with-block.
 
+    :param device: of its cache.
     :raises LayerflowError: the server cannot be reached, or keeps what the demo needs to be absent.
     """
-    engine = Engine(workload.config)
+    engine = Engine(workload.config, device=device)
     spoil(engine)
     # A busy machine may answer a lookup late; a miss for that would be no fault of what is shown here.
     attached = attach(
@@ -115,7 +116,9 @@ def spoil(engine: Engine) -> None:
     """Fill the cache with rubbish: a byte that never arrives is seen, and no copy pays for untouched pages."""
     for planes in engine.cache.tensors.values():
         for plane in planes.values():
-            plane[NULL_BLOCK + 1 :] = float("nan") if plane.is_floating_point() else SPOILT_BYTE
+            rubbish = float("nan") if plane.is_floating_point() else SPOILT_BYTE
+            rest = plane[NULL_BLOCK + 1 :]
+            rest.copy_(torch.full(rest.shape, rubbish, dtype=rest.dtype))
 
 
 def answer(engine: Engine, workload: Workload, prompt: str, request_id: str = "", loaded: int = 0) -> Answer:
@@ -161,5 +164,5 @@ def _kv_of(engine: Engine, workload: Workload, report: StepReport, loaded: int) 
         numbers = workload.loaded_blocks(layer, loaded)
         blocks = torch.from_numpy(tables[engine.cache.group_of[layer]][numbers.start : numbers.stop])
         for name, plane in planes.items():
-            kept[layer, name] = plane.index_select(0, blocks).view(torch.uint8).numpy()
+            kept[layer, name] = engine.cache.read(plane, blocks).view(torch.uint8).numpy()
     return kept

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from layerflow.device import is_emulated
 from layerflow.errors import ConfigError
 from layerflow.observe.perfetto import render as render_perfetto
 from layerflow.observe.timeline_html import render as render_timeline
@@ -29,12 +30,20 @@ class Link(NamedTuple):
 
     gbps: float
     latency_us: int
+    device: str = "cpu"
 
     def __str__(self) -> str:
         if not self.gbps:
-            return "no link emulated: the pool is this machine's memory"
+            return f"no link emulated: the pool is this machine's memory{self._on}"
         latency = f" + {self.latency_us:,} us a batch" if self.latency_us else ""
-        return f"emulated link between engine and pool: {self.gbps:g} GB/s each way{latency}"
+        return f"emulated link between engine and pool: {self.gbps:g} GB/s each way{latency}{self._on}"
+
+    @property
+    def _on(self) -> str:
+        if self.device == "cpu":
+            return ""
+        emulated = " (CANN emulated)" if is_emulated(self.device) else ""
+        return f"; engines' caches on {self.device}{emulated}, which compute on the host"
 
 
 def report(
@@ -67,6 +76,7 @@ def result(outcomes: Sequence[Outcome], link: Link, pool: PoolUsed, runs: int, q
     """What ``--json`` writes."""
     return {
         "link": {"emulated": link.gbps > 0, "gbps": link.gbps, "latency_us": link.latency_us},
+        "device": {"kind": link.device, "emulated": is_emulated(link.device), "compute": "host"},
         "pool": {"kind": pool.kind, "remark": pool.remark, "fetched_objects": pool.fetched},
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "torch": torch.__version__},
         "runs": runs,

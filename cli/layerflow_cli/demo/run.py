@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from layerflow.config.pool import MEMORY
+from layerflow.device import device_for
 from layerflow.engine import Engine
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.logs import configure as configure_logs
@@ -43,6 +44,7 @@ def run_demo(
     quick: bool = False,
     pool: str = MEMORY,
     cann_emulator: Path | None = None,
+    device: str = "cpu",
 ) -> int:
     """Run it, show it, write it.
 
@@ -54,8 +56,10 @@ def run_demo(
     :param quick: tiny models: checks bytes and tokens, its times say nothing.
     :param pool: what is behind the arena; it is started too. Before every load the arena is emptied then.
     :param cann_emulator: folder of an emulated CANN, for memcache on machines without an NPU.
+    :param device: of the engines' caches; they compute on the host.
     :returns: the exit code: 1 if a token or a byte is wrong.
     :raises ConfigError: options that do not go together, or unknown shapes.
+    :raises Unsupported: no such device here.
     :raises LayerflowError: the server did not serve.
     """
     chosen = [shape for shape in SHAPES if shape in shapes] if shapes else list(SHAPES)
@@ -66,6 +70,7 @@ def run_demo(
     if endpoint is not None and pool != MEMORY:
         raise ConfigError("--endpoint and --pool: the pool belongs to the server; set pool.backend there")
     configure_logs("error", "console")
+    device_for(device)
     torch.set_num_threads(1)  # the server and the copy lanes take the other core
     runs = runs or (1 if quick else DEFAULT_RUNS)
     salt = f"[{secrets.token_hex(8)}] " if endpoint is not None else ""
@@ -94,7 +99,7 @@ def run_demo(
         given = contextlib.nullcontext(PoolUsed(endpoint)) if endpoint is not None else None
         with given or pool_of(pool, needed, settings, cann_emulator) as used:
             for outcome, engine in zip(outcomes, plain, strict=True):
-                link = _through_the_pool(outcome, engine, runs, used, advance)
+                link = _through_the_pool(outcome, engine, runs, used, advance, device)
     return report(outcomes, link, used, runs=runs, quick=quick, json_file=json_file, out=out, screen=screen)
 
 
@@ -115,13 +120,15 @@ def _hit_seconds(outcome: Outcome) -> float:
     return statistics.median(layers) * len(layers)
 
 
-def _through_the_pool(outcome: Outcome, plain: Engine, runs: int, pool: PoolUsed, advance: Advance) -> Link:
+def _through_the_pool(
+    outcome: Outcome, plain: Engine, runs: int, pool: PoolUsed, advance: Advance, device: str
+) -> Link:
     workload, shape, endpoint = outcome.workload, outcome.workload.shape, pool.endpoint
     stored: KvBytes = {}
     with (
-        served(workload, endpoint, "cold", "layerwise") as cold,
-        served(workload, endpoint, "bulk", "bulk") as bulk,
-        served(workload, endpoint, "layerwise", "layerwise") as layerwise,
+        served(workload, endpoint, "cold", "layerwise", device) as cold,
+        served(workload, endpoint, "bulk", "bulk", device) as bulk,
+        served(workload, endpoint, "layerwise", "layerwise", device) as layerwise,
     ):
         ways = [("bulk", bulk), ("layerwise", layerwise)]
         for run in range(runs):
@@ -146,7 +153,7 @@ def _through_the_pool(outcome: Outcome, plain: Engine, runs: int, pool: PoolUsed
         terms = cold.agent.terms
     if terms is None:
         raise LayerflowError(f"{endpoint}: the server went away during the demo")
-    return Link(terms.link_gbps, terms.link_latency_us)
+    return Link(terms.link_gbps, terms.link_latency_us, device)
 
 
 def _answer_cold(outcome: Outcome, engine: Served, run: int) -> KvBytes:

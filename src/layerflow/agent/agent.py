@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 
@@ -28,6 +29,7 @@ from layerflow.agent.values import MISS, AgentCounters, AgentStatistics, Ended, 
 from layerflow.content import renewed_content
 from layerflow.device import device_for
 from layerflow.device.base import DeviceEvent
+from layerflow.device.captures import CaptureGate
 from layerflow.errors import ConfigError, LayerflowError, SessionError, SpecError
 from layerflow.flow.cost.estimators import ComputeCost, LinkCost
 from layerflow.flow.cost.policy import Mode
@@ -74,6 +76,7 @@ class Agent:
         self.spec = spec
         self.memory = PagedMemory(spec, tensors)
         self.device = device_for(self.memory.device)
+        self._gate = CaptureGate(self.device.capturing)
         self._pid = os.getpid()
         self._tally = AgentCounters()
         self._open_steps = OpenSteps()
@@ -86,6 +89,7 @@ class Agent:
             open_steps=self._open_steps,
             tally=self._tally,
             advisor=LoadPolicy(spec),
+            gate=self._gate,
         )
         self._link = self._dispatcher.link = Link(context, endpoint, engine_id, spec, self._dispatcher)
         self._opener = StepOpener(self.memory, self.device, self._dispatcher, self._open_steps, self._link)
@@ -128,11 +132,14 @@ class Agent:
         return self._link.ready.wait(timeout_s)
 
     def wait_warm(self, timeout_s: float) -> bool:
-        """Wait until the arena's pages are mapped here, so that no copy pays for it; False after `timeout_s`."""
+        """Wait until the arena is pinned for the device, or its pages are mapped; False after `timeout_s`.
+
+        Nothing need wait for it: before, copies are slower.
+        """
         if self.direct:
             return True
-        populating = self._dispatcher.populating
-        return populating is not None and populating.wait(timeout_s)
+        access = self._dispatcher.access
+        return access is not None and access.wait(timeout_s)
 
     def chain(
         self, tokens: Sequence[int] | np.ndarray, *, adapter: str = "", salt: str = "", media: Sequence[Media] = ()
@@ -235,6 +242,13 @@ class Agent:
         None on the cpu.
         """
         return self.device.record() if self.device.kind != "cpu" else None
+
+    def capture(self) -> AbstractContextManager[None]:
+        """The engine captures a graph in this context: no server is attached to and no memory pinned meanwhile.
+
+        Entered once none of that is under way. Captures of torch's, be they vLLM's, are seen without it, a moment late.
+        """
+        return self._gate.capture()
 
     def abort(self, request: str) -> None:
         """The request is over. :meth:`poll` reports it released once no transfer touches its blocks."""
@@ -361,6 +375,7 @@ class Agent:
             lookups=tally.lookups,
             hit_tokens=tally.hit_tokens,
             copies=self.device.copies.counts,
+            pinned_bytes=self._dispatcher.pinned_bytes,
         )
 
     def close(self) -> None:

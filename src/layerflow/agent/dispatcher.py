@@ -9,7 +9,7 @@ import structlog
 from layerflow.agent.connection.arenas import KnownArena
 from layerflow.agent.connection.control import Control
 from layerflow.agent.connection.link import Attachment, Link
-from layerflow.agent.connection.mapping import Populating, pin
+from layerflow.agent.connection.mapping import ArenaAccess
 from layerflow.agent.costs import LoadPolicy, Measures
 from layerflow.agent.descriptors import Numbered
 from layerflow.agent.direct import DirectLaneSwitch
@@ -26,10 +26,9 @@ from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
 from layerflow.boxes import Box
 from layerflow.device.base import Device
+from layerflow.device.captures import CaptureGate
 from layerflow.device.poller import Poller
 from layerflow.errors import LayerflowError
-from layerflow.ops.base import Copier
-from layerflow.ops.copier import copier_for
 from layerflow.ops.covered import ChunkPlaces, CoveredBlocks
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
@@ -64,19 +63,20 @@ class Dispatcher:
         open_steps: OpenSteps,
         tally: AgentCounters,
         advisor: LoadPolicy,
+        gate: CaptureGate,
     ) -> None:
+        self.gate = gate
         self.advisor = advisor
         self.measures = Measures(advisor, device)
         self.attachment: Attachment | None = None
         self.silent = False
         self.link: Link | None = None
-        self.populating: Populating | None = None
+        self.access: ArenaAccess | None = None
         self._memory = memory
         self._device = device
         self._control = control
         self._open_steps = open_steps
         self._tally = tally
-        self._copiers: tuple[Copier, Copier] | None = None
         self.terms: Terms | None = None
         self.bypass = DirectLaneSwitch(memory, device, open_steps)
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
@@ -94,6 +94,15 @@ class Dispatcher:
 
     # -- told by the link -------------------------------------------------------------------------
 
+    def may_attach(self) -> bool:
+        """Not while the engine captures a graph: attaching makes streams and pins memory."""
+        return not self.gate.capturing
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How far the arena is pinned; -1 = there is no device to pin it for."""
+        return self.access.pinned_bytes if self.access is not None else -1
+
     def may_bypass(self, welcome: Welcome) -> bool:
         """Will this worker move bytes past the server's arena? May take seconds, the first time."""
         return self.bypass.possible(welcome.direct)
@@ -102,11 +111,9 @@ class Dispatcher:
         """A server has taken this agent: copy to and from its arena from now on, or past it."""
         self._control.connect()
         if not attachment.direct:
-            pin(attachment.arena, self._device)
-            load, save = (copier_for(self._memory, attachment.arena, self._device) for _ in (LOAD, SAVE))
-            self._copiers = (load, save)
+            access = self.access = ArenaAccess(self._memory, attachment.arena, self._device, self.gate)
             keep_s = attachment.welcome.lease_ms / 1e3
-            arena = KnownArena(attachment.incarnation, attachment.arena, load, keep_s)
+            arena = KnownArena(attachment.incarnation, attachment.arena, access, keep_s)
             with self._open_steps.lock:
                 self.planned.arenas.add(arena)
         self._set_terms(attachment.terms)
@@ -114,8 +121,6 @@ class Dispatcher:
         self.silent = False
         with self._open_steps.lock:
             self.attachment = attachment
-        if not attachment.direct:
-            self.populating = Populating(attachment.arena)
         log.info(
             "agent_attached",
             session=attachment.session,
@@ -131,7 +136,7 @@ class Dispatcher:
         with self._open_steps.lock:
             lost, self.attachment = self.attachment, None
             going_on = self.planned.abandoned(lost.incarnation) if lost is not None else set()
-        copiers, self._copiers = self._copiers, None  # they hold the lost server's arena
+        access, self.access = self.access, None  # steps with plans may go on to load from the lost server's arena
         steps = self._open_steps.steps()
         log.warning("agent_detached", reason=reason, open_steps=len(steps), going_on=len(going_on))
         for step in steps:
@@ -143,8 +148,8 @@ class Dispatcher:
                     self.cut(step, reason)
             except Exception:
                 log.exception("cut_failed", step=step.number)
-        if copiers is not None:
-            copiers[SAVE].drain()
+        if access is not None:
+            access.copiers[SAVE].drain()
 
     def judged(self, dead: bool) -> None:
         """Has the lost server's process ended, for certain? If not, nothing is loaded from its arena any more."""
@@ -337,8 +342,8 @@ class Dispatcher:
         assert self.link is not None
         step = self._open_steps.get(batch.step)
         copier = self.bypass.copier(step, batch) if step is not None else None
-        if copier is None and self._copiers is not None:
-            copier = self._copiers[batch.direction]
+        if copier is None and self.access is not None:
+            copier = self.access.copiers[batch.direction]
         if step is None or copier is None:
             self.link.news.failed.append(Failure(batch.batch, "cancelled: the step is over"))
             return

@@ -183,7 +183,9 @@ class Measured(NamedTuple):
 class AgentStatistics:
     """A snapshot. Counts since the agent was made; times in seconds.
 
-    :ivar copies: between the arena and the device: batches, calls of its driver, and copies of a single range.
+    :ivar copies: between the arena and the device: batches, calls of its driver, copies of a single range, and batches
+        through a pinned buffer.
+    :ivar pinned_bytes: how far, from its start, the arena is pinned for the device; -1 = there is none to pin it for.
     """
 
     attached: bool
@@ -196,6 +198,7 @@ class AgentStatistics:
     lookups: int
     hit_tokens: int
     copies: CopyCounts
+    pinned_bytes: int = -1
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from layerflow import machine
+from layerflow import machine, numa
 from layerflow.backends import broken, canonical, installed
 from layerflow.config.fields import BackendOptions, Real, Section, Size, Whole, setting
 
@@ -37,6 +37,10 @@ class _OwnPoolSettings(Section):
     )
     warm: bool = setting(True, "Touch the arena's pages in the background at start, so that no transfer pays for them.")
     hugepages: bool = setting(False, "Back the arena with huge pages; they must be reserved on the machine.")
+    numa: str = setting(
+        numa.AUTO,
+        "Memory node of the arena: auto (near the accelerators; in turn where they are on several), off, or a number.",
+    )
     lease_ms: Whole = setting(
         10_000, "A lookup's hits stay pinned so long without being used.", unit="ms", ge=1, le=_DAY_MS
     )
@@ -88,6 +92,14 @@ class _OwnPoolSettings(Section):
     @classmethod
     def _known(cls, value: str) -> str:
         return usable_backend(value)
+
+    @field_validator("numa", mode="before")
+    @classmethod
+    def _node(cls, value: object) -> str:
+        named = str(value).strip().lower()
+        if named not in (numa.AUTO, numa.OFF) and not (named.isdecimal() and int(named) < 1024):
+            raise ValueError(f"{value!r}: must be auto, off, or the number of a node")
+        return named
 
     @model_validator(mode="after")
     def _one_tier(self) -> PoolSettings:

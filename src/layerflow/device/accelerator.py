@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 _pins: Counter[tuple[str, int, int]] = Counter()
 _pins_lock = threading.Lock()
 
+_MOST_STREAMS = 64  # twice what torch's pool has, should a torch hand out ever new ones
 _CUDA_HOST_REGISTER_PORTABLE = 0x1  # cudaHostRegisterPortable, driver_types.h
 _ACL_HOST_REG_MAPPED = 0x2  # ACL_HOST_REG_MAPPED, acl_rt.h; keeps full copy bandwidth, needs 4 KiB-aligned memory
 
@@ -41,13 +42,14 @@ class Accelerator:
     def __init__(self, device: torch.device, module: Any = None, native: Native | None = None) -> None:
         self.kind = device.type
         self.copies = CopyCounter()
-        self._module = module or _module(device.type)
+        self._module = module or module_of(device.type)
         if not self._module.is_available():
             raise Unsupported(f"device {device}: torch sees no {device.type} device on this machine")
         index = self._module.current_device() if device.index is None else device.index
         self._device = torch.device(device.type, index)
         self.native = native or native_of(self.kind, index)
         self._beside = threading.local()
+        self._capture_streams = self._pool_of_streams() if self.native is not None and self.kind == "cuda" else ()
 
     def __str__(self) -> str:
         return str(self._device)
@@ -80,6 +82,15 @@ class Accelerator:
             with self._module.device(self._device):
                 self.native.leave_captures()
             self._beside.left = True
+
+    def capturing(self) -> bool:
+        # Of all ways to tell, only a stream answers on another thread than the one that captures.
+        native = self.native
+        if native is None:
+            return False
+        default = getattr(getattr(self._module, "graph", None), "default_capture_stream", None)
+        handles = self._capture_streams if default is None else (*self._capture_streams, self.handle(default))
+        return any(map(native.is_capturing, handles))
 
     def record(self, *, timed: bool = False) -> DeviceEvent:
         return self.event(self._module.current_stream(self._device), timed=timed)
@@ -128,6 +139,20 @@ class Accelerator:
         pinned = self.kind == "cuda" or hasattr(self._module, "npurt")
         return Capabilities(streams=True, events=True, pinned=pinned, count=self._module.device_count())
 
+    def _pool_of_streams(self) -> tuple[int, ...]:
+        """Handles of the streams that torch hands out in turn and never destroys: what captures takes one of them.
+
+        c10/cuda/CUDAStream.h has 32 a priority. On npu torch makes each when it is asked for, and captures on
+        :attr:`torch.npu.graph.default_capture_stream`.
+        """
+        seen: dict[int, None] = {}
+        while len(seen) < _MOST_STREAMS:
+            handle = self.handle(self._module.Stream(device=self._device))
+            if handle in seen:
+                break
+            seen[handle] = None
+        return tuple(seen)
+
     def _pin_key(self, address: int) -> tuple[str, int, int]:
         """cuda pins for every device at once (portable), npu for one."""
         return (self.kind, 0 if self.kind == "cuda" else self._device.index, address)
@@ -149,7 +174,11 @@ class Accelerator:
             return int(self._module.npurt().npuHostUnregister(address))
 
 
-def _module(kind: str) -> Any:
+def module_of(kind: str) -> Any:
+    """torch's module of a device kind.
+
+    :raises Unsupported: there is none, or torch_npu cannot be imported.
+    """
     if kind == "npu":
         try:
             importlib.import_module("torch_npu")

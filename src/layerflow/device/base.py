@@ -42,11 +42,14 @@ class CopyCounts(NamedTuple):
     :param batches: that lanes have enqueued.
     :param calls: of the driver, each of many ranges. As many as `batches` where nothing is wrong.
     :param single: copies of one range each, where the driver could not copy a batch in one call.
+    :param bounced: batches that went through a pinned buffer, because their part of the arena is not pinned (yet);
+        one that is larger than the buffer's slots is several calls.
     """
 
     batches: int = 0
     calls: int = 0
     single: int = 0
+    bounced: int = 0
 
 
 class CopyCounter:
@@ -56,11 +59,11 @@ class CopyCounter:
         self._counts = CopyCounts()
         self._lock = threading.Lock()
 
-    def add(self, batches: int = 0, calls: int = 0, single: int = 0) -> None:
+    def add(self, batches: int = 0, calls: int = 0, single: int = 0, bounced: int = 0) -> None:
         """Count some more."""
         with self._lock:
-            counts = self._counts
-            self._counts = CopyCounts(counts.batches + batches, counts.calls + calls, counts.single + single)
+            more = (batches, calls, single, bounced)
+            self._counts = CopyCounts(*(count + new for count, new in zip(self._counts, more, strict=True)))
 
     @property
     def counts(self) -> CopyCounts:
@@ -111,6 +114,10 @@ class Device(Protocol):
 
     def leave_captures(self) -> None:
         """From now on no call of this thread disturbs a graph that another thread captures."""
+        ...
+
+    def capturing(self) -> bool:
+        """Does a stream of this process capture a graph now, as far as can be seen from any thread?"""
         ...
 
     def capabilities(self) -> Capabilities:

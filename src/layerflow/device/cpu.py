@@ -60,5 +60,8 @@ class CpuDevice:
     def leave_captures(self) -> None:
         """There are no graphs."""
 
+    def capturing(self) -> bool:
+        return False
+
     def capabilities(self) -> Capabilities:
         return Capabilities(streams=False, events=False, pinned=False, count=1)

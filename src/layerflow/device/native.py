@@ -55,6 +55,10 @@ class Native(Protocol):
         """
         ...
 
+    def is_capturing(self, stream: int) -> bool:
+        """Does the stream capture a graph now? Disturbs none; from any thread."""
+        ...
+
 
 class _CudaAttributes(ctypes.Structure):  # cudaMemcpyAttributes, driver_types.h
     _fields_ = (
@@ -106,6 +110,11 @@ class CudaNative:
         mode = ctypes.c_int(_RELAXED)
         self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
+    def is_capturing(self, stream: int) -> bool:
+        status = ctypes.c_int(0)  # cudaStreamCaptureStatusNone
+        self._library.cudaStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
+        return bool(status.value)
+
 
 class _CannAttributes(ctypes.Structure):  # aclrtMemcpyBatchAttr, acl_rt.h
     _fields_ = (
@@ -155,6 +164,14 @@ class CannNative:
         if exchange is not None:
             mode = ctypes.c_int(_RELAXED)
             exchange(ctypes.byref(mode))
+
+    def is_capturing(self, stream: int) -> bool:
+        told = getattr(self._library, "aclmdlRICaptureGetInfo", None)
+        if told is None:
+            return False
+        status, graph = ctypes.c_int(0), ctypes.c_void_p()  # ACL_MODEL_RI_CAPTURE_STATUS_NONE
+        told(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(graph))
+        return bool(status.value)
 
 
 def native_of(kind: str, index: int) -> Native | None:

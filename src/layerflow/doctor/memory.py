@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layerflow import machine
+from layerflow import machine, numa
 from layerflow.config.settings import PoolSettings
+from layerflow.errors import ConfigError
 from layerflow.findings import Finding, ok, problem, warning
 from layerflow.findings.memory import fits, gib
 from layerflow.memfd import HUGE_PAGE_BYTES
@@ -20,6 +21,7 @@ def examine_memory(pool: PoolSettings, running: bool) -> Iterator[Finding]:
         yield _huge_pages(pool.size, running)
     else:
         yield fits("arena", pool.size, 0, "pool.size", running)
+    yield _node(pool.numa)
     yield _pinning(pool.size)
 
 
@@ -30,6 +32,14 @@ def _huge_pages(nbytes: int, running: bool) -> Finding:
         advice = f"sysctl vm.nr_hugepages={pages} (more than are in use now), or pool.hugepages = false"
         return problem("huge pages", found, advice)
     return ok("huge pages", found)
+
+
+def _node(setting: str) -> Finding:
+    check = "memory node"
+    try:
+        return ok(check, f"arena on {numa.here(setting)}")
+    except ConfigError as error:
+        return problem(check, str(error), "pool.numa = auto")
 
 
 def _pinning(nbytes: int) -> Finding:

@@ -58,16 +58,20 @@ class BlockAllocator:
 class PagedCache:
     """Every cache's planes, and the allocators. Numbers are those of :attr:`EngineConfig.caches`.
 
+    :param device: where the planes are. The model computes on the host wherever they are: elsewhere each row it reads
+        or writes is copied, on the calling thread's current stream, and no kernel runs.
+
     :ivar tensors: ``tensors[number][plane]``: shape ``(num_blocks, rows of a block, *plane.shape)``.
     :ivar allocators: by group; one and the same where the groups share their memory.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, device: str = "cpu") -> None:
+        self.on_host = device == "cpu"
         self.groups: tuple[CacheGroup, ...] = config.groups
         shared = BlockAllocator(config.num_blocks)
         self.allocators = [shared if config.packed else BlockAllocator(config.num_blocks) for _ in self.groups]
         self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
-        made = (_packed if config.packed else _apart)(self.groups, config.num_blocks)
+        made = (_packed if config.packed else _apart)(self.groups, config.num_blocks, device)
         self.tensors: dict[int, dict[str, torch.Tensor]] = {number: made[number] for number in sorted(made)}
 
     def write(self, layer: int, table: np.ndarray, start: int, planes: dict[str, torch.Tensor]) -> None:
@@ -82,7 +86,13 @@ class PagedCache:
         assert int(blocks.min()) > NULL_BLOCK, f"cache {layer}: rows {start}+{count} lack blocks in {table}"
         for name, new in planes.items():
             plane = self.tensors[layer][name]
-            plane[blocks, rows % size] = new.to(plane.dtype)
+            if self.on_host:
+                plane[blocks, rows % size] = new.to(plane.dtype)
+                continue
+            sent = new.to(plane.dtype).contiguous()
+            for at in range(-(start % size), count, size):
+                lo, hi = max(0, at), min(count, at + size)
+                plane[int(blocks[lo]), lo - at : hi - at].copy_(sent[lo:hi])
 
     def gather(self, layer: int, table: np.ndarray, first: int, stop: int, known: int) -> dict[str, torch.Tensor]:
         """Rows `first` to `stop` of each plane, shape ``(stop - first, *plane.shape)``.
@@ -96,20 +106,40 @@ class PagedCache:
         index, skipped = torch.from_numpy(numbers), first % size
         pages = {}
         for name, plane in self.tensors[layer].items():
-            rows = plane.index_select(0, index).flatten(0, 1)[skipped : skipped + stop - first]
+            rows = self.read(plane, index).flatten(0, 1)[skipped : skipped + stop - first]
             rows[max(0, known - first) :] = 0
             pages[name] = rows
         return pages
+
+    def read(self, plane: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Whole blocks of a plane, on the host: shape ``(len(blocks), rows of a block, *plane.shape)``."""
+        if self.on_host:
+            return plane.index_select(0, blocks)
+        read = torch.empty(len(blocks), *plane.shape[1:], dtype=plane.dtype)
+        for row, block in zip(read, blocks.tolist(), strict=True):
+            row.copy_(plane[block])
+        return read
+
+    def put(self, plane: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """Overwrite whole blocks of a plane.
+
+        :param rows: on the host, shape ``(len(blocks), rows of a block, *plane.shape)``.
+        """
+        if self.on_host:
+            plane[blocks] = rows
+            return
+        for row, block in zip(rows, blocks.tolist(), strict=True):
+            plane[block].copy_(row)
 
     def _rows(self, layer: int) -> int:
         return self.groups[self.group_of[layer]].rows
 
 
-def _apart(groups: tuple[CacheGroup, ...], blocks: int) -> dict[int, dict[str, torch.Tensor]]:
+def _apart(groups: tuple[CacheGroup, ...], blocks: int, device: str) -> dict[int, dict[str, torch.Tensor]]:
     """Each plane of each cache has memory of its own."""
     return {
         number: {
-            plane.name: torch.zeros(blocks, group.rows, *plane.shape, dtype=getattr(torch, plane.dtype))
+            plane.name: _zeros((blocks, group.rows, *plane.shape), getattr(torch, plane.dtype), device)
             for plane in group.planes
         }
         for group in groups
@@ -117,7 +147,7 @@ def _apart(groups: tuple[CacheGroup, ...], blocks: int) -> dict[int, dict[str, t
     }
 
 
-def _packed(groups: tuple[CacheGroup, ...], blocks: int) -> dict[int, dict[str, torch.Tensor]]:
+def _packed(groups: tuple[CacheGroup, ...], blocks: int, device: str) -> dict[int, dict[str, torch.Tensor]]:
     """One allocation, block by block: a block holds all caches of one group, side by side, whichever group that is."""
     places: list[tuple[int, CacheGroup, PlaneSize, int]] = []
     page = 0
@@ -128,9 +158,14 @@ def _packed(groups: tuple[CacheGroup, ...], blocks: int) -> dict[int, dict[str, 
                 places.append((number, group, plane, offset))
                 offset += -(-group.rows * plane.row_bytes // ALIGNMENT) * ALIGNMENT
         page = max(page, offset)
-    memory = torch.zeros(blocks, page, dtype=torch.uint8)
+    memory = _zeros((blocks, page), torch.uint8, device)
     made: dict[int, dict[str, torch.Tensor]] = {}
     for number, group, plane, offset in places:
         own = memory[:, offset : offset + group.rows * plane.row_bytes].view(getattr(torch, plane.dtype))
         made.setdefault(number, {})[plane.name] = own.view(blocks, group.rows, *plane.shape)
     return made
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    zeros = torch.zeros(shape, dtype=dtype)
+    return zeros if device == "cpu" else torch.empty(shape, dtype=dtype, device=device).copy_(zeros)

@@ -42,12 +42,13 @@ class Engine:
 
     :param connection: moves KV; None = the engine computes everything itself. It usually needs the
         engine's own tensors and weights: see :meth:`connect`.
+    :param device: of the cache; see :class:`PagedCache`.
     """
 
-    def __init__(self, config: EngineConfig, connection: Connection | None = None) -> None:
+    def __init__(self, config: EngineConfig, connection: Connection | None = None, device: str = "cpu") -> None:
         self.config = config
         self.model = Transformer(config)
-        self.cache = PagedCache(config)
+        self.cache = PagedCache(config, device)
         self.results: dict[str, Result] = {}
         self.last_step: StepReport | None = None
         self._requests: dict[str, Request] = {}

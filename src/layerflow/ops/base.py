@@ -67,6 +67,20 @@ class MappedArena(Protocol):
         ...
 
 
+class PinnedPart(Protocol):
+    """What of an arena is pinned: from its start, in pieces of one size. A driver takes a range within one piece only.
+
+    :ivar piece_bytes: of every piece but the last.
+    """
+
+    piece_bytes: int
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How far, from its start, the arena is pinned. Only grows, until nothing is copied any more."""
+        ...
+
+
 class Copier(Protocol):
     """Moves batches for one lane; not shared between threads. Destination and source never overlap."""
 
@@ -87,4 +101,8 @@ class Copier(Protocol):
 
     def drain(self) -> None:
         """Return once nothing that was enqueued here touches either memory any more."""
+        ...
+
+    def close(self) -> None:
+        """Drain, and give back what was taken for it. Nothing is copied any more."""
         ...

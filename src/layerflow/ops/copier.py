@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.errors import InvalidTransition
-from layerflow.ops.base import Copier, CopyProgress, MappedArena
+from layerflow.ops.base import Copier, CopyProgress, MappedArena, PinnedPart
 from layerflow.ops.extents import Extents
 from layerflow.ops.paged import Int64, PagedMemory
 
@@ -129,9 +129,15 @@ class CpuCopier:
     def drain(self) -> None:
         """Nothing is ever enqueued."""
 
+    def close(self) -> None:
+        """Nothing is held."""
 
-def copier_for(memory: PagedMemory, arena: MappedArena, device: Device) -> Copier:
-    """A copier between the arena and `memory`, which is on `device`. Each lane takes its own."""
+
+def copier_for(memory: PagedMemory, arena: MappedArena, device: Device, pinned: PinnedPart | None = None) -> Copier:
+    """A copier between the arena and `memory`, which is on `device`. Each lane takes its own, and closes it.
+
+    :param pinned: what of the arena is pinned by now; None = all of it, if its first byte is.
+    """
     if device.kind == "cpu":
         return CpuCopier(arena)
     # Only where there is a device.
@@ -139,7 +145,7 @@ def copier_for(memory: PagedMemory, arena: MappedArena, device: Device) -> Copie
     from layerflow.ops.streamed import StreamCopier  # noqa: PLC0415
 
     assert isinstance(device, Accelerator)
-    return StreamCopier(memory, arena, device)
+    return StreamCopier(memory, arena, device, copy_native or copy_fallback, pinned)
 
 
 def _must_be_done(after: DeviceEvent | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -11,11 +12,23 @@ import torch
 from layerflow.device.accelerator import Accelerator
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import Unsupported
-from layerflow.ops.base import MappedArena
+from layerflow.ops.base import MappedArena, PinnedPart
+from layerflow.ops.bounced import BounceBuffer, CopyCall, within_pieces
 from layerflow.ops.extents import Extents
 from layerflow.ops.paged import Int64, PagedMemory
 
 log = structlog.get_logger("layerflow.ops")
+
+
+class _NoBatchesError(Exception):
+    """The driver answers that it cannot copy many ranges in one call."""
+
+
+class _Whole(NamedTuple):
+    """An arena that is pinned in one piece, or not at all."""
+
+    piece_bytes: int
+    pinned_bytes: int
 
 
 class StreamCopier:
@@ -24,11 +37,22 @@ class StreamCopier:
     The addresses were checked against both memories when the step was planned
     (:class:`layerflow.ops.extents.BlockList`); the registered tensors are kept alive by :class:`PagedMemory`.
 
-    Where the driver has no such call, and for an arena that is not pinned (:meth:`Accelerator.pin`), each extent is a
-    copy of byte views of its own; those copies are counted (:attr:`Accelerator.copies`).
+    A batch of a part of the arena that is not pinned (yet) passes through a pinned buffer. Where the driver has no such
+    call, or pins nothing, each extent is a copy of byte views of its own; those copies are counted
+    (:attr:`Accelerator.copies`).
+
+    :param copy: the host's copies, for that buffer.
+    :param pinned: see :func:`layerflow.ops.copier.copier_for`.
     """
 
-    def __init__(self, memory: PagedMemory, arena: MappedArena, device: Accelerator) -> None:
+    def __init__(
+        self,
+        memory: PagedMemory,
+        arena: MappedArena,
+        device: Accelerator,
+        copy: CopyCall,
+        pinned: PinnedPart | None = None,
+    ) -> None:
         self._device = device
         self._stream = device.stream()
         self._memory = memory
@@ -36,7 +60,10 @@ class StreamCopier:
         self._starts = [region.address for region in self._regions]
         self._arena = torch.from_numpy(arena.array)
         self._base = arena.address
-        self._in_one_call = device.native is not None and device.is_pinned(arena.address)
+        self._in_one_call = device.native is not None
+        whole = device.is_pinned(arena.address)
+        self._pinned = pinned or _Whole(arena.nbytes, arena.nbytes if whole else 0)
+        self._bounce = None if whole or not self._in_one_call else BounceBuffer(device, arena, copy)
 
     def load(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent:
         return self._enqueue(extents, after, loads=True)
@@ -47,24 +74,61 @@ class StreamCopier:
     def drain(self) -> None:
         """Return once nothing that was enqueued here touches either memory any more."""
         self._stream.synchronize()
+        if self._bounce is not None:
+            self._bounce.drain()
+
+    def close(self) -> None:
+        """Drain, and unpin the buffer."""
+        self.drain()
+        if self._bounce is not None:
+            self._bounce.close()
 
     def _enqueue(self, extents: Extents, after: DeviceEvent | None, *, loads: bool) -> DeviceEvent:
         with self._device.on(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            if extents.nbytes.size and not (self._in_one_call and self._as_batch(extents, loads)):
+            if not extents.nbytes.size:
+                return self._device.event(self._stream)
+            extents = within_pieces(extents, extents.arena, self._pinned.piece_bytes)
+            try:
+                event = self._in_one_call and self._as_batch(extents, loads)
+            except _NoBatchesError:
+                self._in_one_call, event = False, None
+            if not event:
                 self._one_by_one(extents, loads)
-            return self._device.event(self._stream)
+                event = self._device.event(self._stream)
+            self._device.copies.add(batches=1)
+            return event
 
-    def _as_batch(self, extents: Extents, loads: bool) -> bool:
-        """Copy in one native call, or in as few as the driver takes; False if it has none, after all."""
+    def _as_batch(self, extents: Extents, loads: bool) -> DeviceEvent | None:
+        """Copy in one native call, through the buffer if need be; None = neither part nor buffer is pinned.
+
+        :raises _NoBatchesError: the driver has no such call, after all.
+        """
+        if int((extents.arena + extents.nbytes).max()) <= self._pinned.pinned_bytes:
+            arena = extents.arena + self._base
+            dst, src = (extents.engine, arena) if loads else (arena, extents.engine)
+            self._call(dst, src, extents.nbytes, loads)
+            return self._event()
+        bounce = self._bounce
+        if bounce is None or not bounce.usable:
+            return None
+        event = (bounce.load if loads else bounce.save)(extents, self._call, self._event)
+        self._device.copies.add(bounced=1)
+        return event
+
+    def _event(self) -> DeviceEvent:
+        return self._device.event(self._stream)
+
+    def _call(self, dst: Int64, src: Int64, nbytes: Int64, loads: bool) -> None:
+        """One native call, or as few as the driver takes.
+
+        :raises _NoBatchesError: the driver has none.
+        :raises Unsupported: the driver refused.
+        """
         native = self._device.native
         assert native is not None
-        arena, engine, nbytes = (
-            np.ascontiguousarray(array, np.int64)
-            for array in (extents.arena + self._base, extents.engine, extents.nbytes)
-        )
-        dst, src = (engine, arena) if loads else (arena, engine)
+        dst, src, nbytes = (np.ascontiguousarray(array, np.int64) for array in (dst, src, nbytes))
         # torch_npu hands its calls to a thread of its own; asking for the handle waits until that thread has made them,
         # so that this copy comes behind the event it is to wait for.
         handle = self._device.handle(self._stream)
@@ -72,17 +136,14 @@ class StreamCopier:
             part = slice(at, at + native.most)
             code, failed = native.copy_batch(dst[part], src[part], nbytes[part], handle, loads)
             if code in native.unsupported and not at:
-                self._in_one_call = False
                 log.warning("batch_copy_unavailable", device=str(self._device), reason=f"the driver answers {code}")
-                return False
+                raise _NoBatchesError
             if code:
                 where = f", at range {at + failed} of {nbytes.size}" if failed >= 0 else ""
                 raise Unsupported(
                     f"device {self._device}: the driver refused a batch of {nbytes.size} copies with code {code}{where}"
                 )
             self._device.copies.add(calls=1)
-        self._device.copies.add(batches=1)
-        return True
 
     def _one_by_one(self, extents: Extents, loads: bool) -> None:
         sizes = extents.nbytes.tolist()
@@ -90,7 +151,7 @@ class StreamCopier:
         engine = self._engine_views(extents.engine, sizes)
         dst, src = (engine, arena) if loads else (arena, engine)
         torch._foreach_copy_(dst, src, non_blocking=True)
-        self._device.copies.add(batches=1, single=len(sizes))
+        self._device.copies.add(single=len(sizes))
 
     def _engine_views(self, addresses: Int64, sizes: list[int]) -> list[torch.Tensor]:
         views = []

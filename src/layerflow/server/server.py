@@ -62,7 +62,7 @@ class Server:
         self.started_at = time.time()
         self._own_context = context is None
         self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
-        self._arena = Arena(settings.pool.size, hugepages=settings.pool.hugepages)
+        self._arena = Arena(settings.pool.size, settings.pool.hugepages, settings.pool.numa)
         self._warmer = Warmer(self._arena)
         # A table of the arena alone would hide from clients what lies behind it.
         self._presence = PresenceWriter(self._arena.nbytes) if tier is None and not settings.peers.attach else None
@@ -219,7 +219,8 @@ class Server:
     def status(self) -> dict[str, object]:
         """Everything ``layerflow status`` shows, JSON-ready."""
         self.read_statistics()
-        return status_of(self._server_context, self.settings, self.started_at, healthy=self.healthy)
+        found = status_of(self._server_context, self.settings, self.started_at, healthy=self.healthy)
+        return found | {"memory_node": self._arena.placed}
 
     def metrics_text(self) -> bytes:
         """Prometheus exposition text."""

@@ -32,6 +32,7 @@ class ClientSession:
     :param silent: it missed its heartbeats. An engine worker that is silent still owns what it may write
         to; only the fd server says that it cannot write any more.
     :param resets: how often its engine's weights were replaced.
+    :param pinned: how many bytes of the arena it has pinned for its device; -1 = it has none to pin them for.
     """
 
     number: int
@@ -50,6 +51,7 @@ class ClientSession:
     open_steps: dict[int, int] = field(default_factory=dict)
     leases: dict[str, float] = field(default_factory=dict)
     resets: int = 0
+    pinned: int = -1
 
     @property
     def labels(self) -> tuple[str, str]:

@@ -36,6 +36,7 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
                 "client": session.client,
                 "pid": session.pid,
                 "memory": session.memory,
+                "pinned_bytes": session.pinned if session.pinned >= 0 else None,
                 "silent": session.silent,
                 "heard_s_ago": round(now - session.heard, 3),
                 "leases": sum(until > now for until in session.leases.values()),

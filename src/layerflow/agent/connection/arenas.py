@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from layerflow.agent.connection.mapping import ArenaAccess
 from layerflow.device.base import Device
 from layerflow.memfd import SharedMemory
 from layerflow.ops.base import Copier
@@ -30,7 +31,7 @@ class Owner(enum.Enum):
 class KnownArena:
     """One arena, ready for loads.
 
-    :param copier: of the load lane.
+    :param access: copies to and from it.
     :param keep_s: once its server is dead, a hit that it answered last may be loaded for so long.
     :param until: when it is let go of, monotonic seconds; steps that load from it keep it longer.
     :param loading: numbers of these steps.
@@ -38,11 +39,16 @@ class KnownArena:
 
     incarnation: int
     memory: SharedMemory
-    copier: Copier
+    access: ArenaAccess
     keep_s: float
     owner: Owner = Owner.SERVES
     until: float = 0.0
     loading: set[int] = field(default_factory=set)
+
+    @property
+    def copier(self) -> Copier:
+        """Of the load lane."""
+        return self.access.copiers[0]
 
 
 class Arenas:
@@ -93,6 +99,5 @@ class Arenas:
 
     def let_go(self, arena: KnownArena) -> None:
         """Nothing loads from it any more; without the lock."""
-        arena.copier.drain()
-        self._device.unpin(arena.memory.address)
+        arena.access.close()
         log.info("arena_let_go", incarnation=arena.incarnation, arena_bytes=arena.memory.nbytes)

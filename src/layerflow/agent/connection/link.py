@@ -76,7 +76,17 @@ class Attachment:
 
 
 class LinkListener(Protocol):
-    """What the link tells; all on the link's thread."""
+    """What the link tells; all on the link's thread.
+
+    :ivar pinned_bytes: how far the arena is pinned; -1 = it is not pinned at all.
+    """
+
+    @property
+    def pinned_bytes(self) -> int: ...
+
+    def may_attach(self) -> bool:
+        """Is it a good moment? If not, the link asks again soon."""
+        ...
 
     def may_bypass(self, welcome: Welcome) -> bool:
         """Will this worker move bytes past the server's arena? May take seconds, the first time."""
@@ -224,6 +234,9 @@ class Link:
 
     def _run(self) -> None:
         while not self._closing:
+            if not self._listener.may_attach():
+                self._sleep(RETRY_S[0])
+                continue
             try:
                 self._live()
             except (LayerflowError, zmq.ZMQError, OSError) as error:
@@ -316,7 +329,7 @@ class Link:
                 self._listener.tick(now, silent=now - self._heard_at > welcome.liveness_ms / 1e3)
                 if now >= next_beat:
                     next_beat = now + beat_s
-                    self._outbox.append(codec.encode(Beat(now)))
+                    self._outbox.append(codec.encode(Beat(now, self._listener.pinned_bytes)))
                 self._flush(dealer)
                 if self._closing:
                     return

@@ -1,37 +1,157 @@
-"""A server's arena made ready for copies: pinned for the device, its pages mapped into this process."""
+"""A server's arena made ready for copies: pinned for the device, piece by piece, or its pages mapped."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 import structlog
 
 from layerflow.device.base import Device
-from layerflow.errors import Unsupported
+from layerflow.device.captures import CaptureGate
+from layerflow.errors import SessionError, Unsupported
 from layerflow.machine import free_bytes
 from layerflow.memfd import POPULATE_PIECE_BYTES, SharedMemory
+from layerflow.ops.base import Copier
+from layerflow.ops.copier import copier_for
+from layerflow.ops.paged import PagedMemory
 
 log = structlog.get_logger("layerflow.agent")
 
+PIN_PIECE_BYTES = 256 << 20
+"""What one call of the driver pins: some 0.1 s, so that a lost server's arena is let go at once."""
+PROGRESS_S = 2.0
+"""How often the log tells how far pinning is."""
 
-def pin(arena: SharedMemory, device: Device) -> None:
-    """Pin it where the device's copies are faster from pinned memory; without, copies work too."""
-    if not device.capabilities().pinned:
-        return
-    try:
-        pinned = device.pin(arena.address, arena.nbytes)
-    except Unsupported as error:
-        log.warning("arena_not_pinned", device=device.kind, error=str(error))
-    else:
-        if not pinned:
-            log.warning("arena_not_pinned", device=device.kind)
+
+class ArenaAccess:
+    """Copies to and from one server's arena, which is made ready meanwhile.
+
+    :param gate: shut while the engine captures a graph.
+    :raises SessionError: a capture is under way.
+
+    :ivar copiers: of the load and the save lane.
+    """
+
+    def __init__(self, memory: PagedMemory, arena: SharedMemory, device: Device, gate: CaptureGate) -> None:
+        pinned = Pinning(arena, device, gate) if device.capabilities().pinned else None
+        with gate.work(lambda: True) as may:
+            if not may:
+                raise SessionError("the engine began to capture a graph; its worker attaches when that has ended")
+            # Before anything is pinned: a limit on pinned memory is to leave room for what these pin.
+            load, save = (copier_for(memory, arena, device, pinned) for _ in range(2))
+        self.copiers: tuple[Copier, Copier] = (load, save)
+        self._preparing: Pinning | Populating = pinned or Populating(arena)
+        self._preparing.start()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How far, from its start, the arena is pinned; -1 = it is not pinned at all."""
+        return self._preparing.pinned_bytes
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all is pinned or mapped that can be; False after `timeout_s`."""
+        return self._preparing.wait(timeout_s)
+
+    def close(self) -> None:
+        """Let what is under way end, and give back what is pinned. Nothing is copied any more."""
+        for copier in self.copiers:
+            copier.close()
+        self._preparing.undo()
+
+
+class Pinning:
+    """Pins an arena from its start, which slots are handed out from, beside copies that can do without.
+
+    :param device: that copies from and to it.
+    :param gate: shut while the engine captures a graph.
+    :param piece_bytes: what one call of the driver pins.
+    """
+
+    def __init__(
+        self, arena: SharedMemory, device: Device, gate: CaptureGate, piece_bytes: int = PIN_PIECE_BYTES
+    ) -> None:
+        self.piece_bytes = piece_bytes
+        self._arena = arena
+        self._bytes = arena.array  # the mapping stays while the driver pins
+        self._address, self._nbytes = arena.address, arena.nbytes
+        self._device = device
+        self._gate = gate
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="layerflow-pin", daemon=True)
+        self._pinned = 0
+
+    def start(self) -> None:
+        """Begin, on a thread of its own."""
+        self._thread.start()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How far it has come."""
+        return self._pinned
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all is pinned, or the driver refuses; False after `timeout_s`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def undo(self) -> None:
+        """End, and give back what is pinned."""
+        self._stopping = True
+        if self._thread.ident is not None:
+            self._thread.join()
+        for at in range(0, self._pinned, self.piece_bytes):
+            self._device.unpin(self._address + at)
+        self._pinned = 0
+
+    def _run(self) -> None:
+        self._device.leave_captures()
+        began = told = time.monotonic()
+        log.info("arena_pinning", device=self._device.kind, nbytes=self._nbytes)
+        while self._pinned < self._nbytes and self._pin_next():
+            if (now := time.monotonic()) - told >= PROGRESS_S:
+                told = now
+                log.info("arena_pinning", device=self._device.kind, nbytes=self._nbytes, pinned_bytes=self._pinned)
+        if self._pinned == self._nbytes:
+            seconds = round(time.monotonic() - began, 3)
+            log.info("arena_pinned", device=self._device.kind, nbytes=self._nbytes, seconds=seconds)
+        elif not self._stopping:
+            _populate(self._arena, self._pinned)
+
+    def _pin_next(self) -> bool:
+        """Whether there was a piece to pin, and the driver did."""
+        size = min(self.piece_bytes, self._nbytes - self._pinned)
+        reason = ""
+        with self._gate.work(lambda: self._stopping) as may:
+            if not may or self._stopping:
+                return False
+            try:
+                done = self._device.pin(self._address + self._pinned, size)
+            except Unsupported as error:
+                done, reason = False, str(error)
+        if done:
+            self._pinned += size
+        else:
+            log.warning(
+                "arena_not_pinned",
+                device=self._device.kind,
+                pinned_bytes=self._pinned,
+                nbytes=self._nbytes,
+                reason=reason or "the device cannot pin memory",
+            )
+        return done
 
 
 class Populating:
     """Maps the arena's pages into this process, on a thread of its own, so that no copy pays for it."""
 
+    pinned_bytes = -1
+
     def __init__(self, arena: SharedMemory) -> None:
         self._thread = threading.Thread(target=_populate, args=(arena,), name="layerflow-populate", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
@@ -39,11 +159,14 @@ class Populating:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def undo(self) -> None:
+        """Pages go with the mapping."""
 
-def _populate(arena: SharedMemory) -> None:
+
+def _populate(arena: SharedMemory, start: int = 0) -> None:
     try:
         # What the server has not warmed for want of memory is not taken here either.
-        for begin in range(0, arena.nbytes, POPULATE_PIECE_BYTES):
+        for begin in range(start, arena.nbytes, POPULATE_PIECE_BYTES):
             if free_bytes() < 2 * POPULATE_PIECE_BYTES:
                 log.info("arena_populated_partly", populated_bytes=begin, arena_bytes=arena.nbytes)
                 return

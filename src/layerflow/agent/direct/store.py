@@ -229,3 +229,6 @@ class DirectCopier:
 
     def drain(self) -> None:
         """Nothing is ever enqueued."""
+
+    def close(self) -> None:
+        """The pool's client outlives it."""

@@ -47,6 +47,7 @@ class Handlers:
         :param nbytes: of the message.
         """
         if isinstance(message, wire.Beat):
+            session.pinned = message.pinned
             self._context.send(session, message)
         elif self._context.turns.has_room(session.number, nbytes):
             self._context.turns.start(session.number, self._guarded(session, message, self._dispatch), nbytes)

@@ -38,6 +38,10 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Beat(Message, frozen=True, tag=7):
-    """Still here. Answered by a Beat with the same `sent`."""
+    """Still here. Answered by a Beat with the same `sent`.
+
+    :param pinned: how many bytes of the arena, from its start, an agent has pinned for its device; -1 = it pins none.
+    """
 
     sent: float
+    pinned: int = -1

@@ -1,0 +1,213 @@
+"""An agent is attached, and moves bytes, long before its arena is pinned; a captured graph is left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+from device.simulated import Machine
+from device.test_order import BLOCKS, LAYERS, PATIENCE_S, SIZE, SPEC, WIDTH, Engine
+from e2e.known import eventually
+
+from layerflow import Agent, EmbeddedServer, Settings
+from layerflow.agent.connection import mapping
+from layerflow.device.captures import CaptureGate
+
+PIECE = 64 << 10
+MIB = 1 << 20
+ROWS = (BLOCKS, SIZE, WIDTH)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Pins nothing but the two bounce buffers until it is let."""
+    machine = Machine(pins=threading.Semaphore(2))
+    device = machine.accelerator()
+    monkeypatch.setattr("layerflow.agent.agent.device_for", lambda _: device)
+    monkeypatch.setattr(mapping.Pinning.__init__, "__defaults__", (PIECE,))
+    return machine
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(Settings(pool={"size": "8MiB"}, server={"heartbeat_ms": 20})) as server:
+        yield server
+
+
+def let(machine: Machine, pieces: int = 10_000) -> None:
+    assert machine.pins is not None
+    machine.pins.release(pieces)
+
+
+def run(machine: Machine, engine: Engine, name: str) -> None:
+    """Load what was saved into other blocks, and see every byte."""
+    request = engine.request(name)
+    with machine.stream(engine.stream), engine.agent.open_step([request]) as step:
+        for layer in range(LAYERS):
+            assert step.wait_layer(layer)
+            engine.attend(layer)
+    engine.assert_saw_all()
+    assert engine.agent.wait_idle(name, PATIENCE_S)
+
+
+def test_saves_and_loads_work_while_the_arena_is_being_pinned(machine: Machine, server: EmbeddedServer) -> None:
+    engine = Engine(machine, server)
+    try:
+        assert engine.agent.attached and not engine.agent.wait_warm(0.0)
+        with machine.running():
+            engine.save("one")
+            run(machine, engine, "two")
+        told = engine.agent.statistics()
+        assert told.pinned_bytes == 0
+        assert told.copies.bounced == told.copies.batches > 0 and not told.copies.single
+        assert machine.torn == []
+
+        let(machine)
+        assert engine.agent.wait_warm(PATIENCE_S)
+        assert engine.agent.statistics().pinned_bytes == 8 * MIB
+        engine.seen.clear()
+        with machine.running():
+            run(machine, engine, "three")
+        after = engine.agent.statistics().copies
+        assert after.bounced == told.copies.bounced and after.batches > told.copies.batches
+        assert machine.torn == [], "no range across two pieces"
+        assert set(machine.registered.values()) >= {PIECE}
+    finally:
+        with machine.running():
+            engine.agent.close()
+    assert machine.registered == {}, "all is given back"
+
+
+def test_status_and_log_tell_how_far_pinning_is(machine: Machine, server: EmbeddedServer) -> None:
+    with structlog.testing.capture_logs() as logs:
+        engine = Engine(machine, server)
+        try:
+            let(machine, 3)
+            assert eventually(lambda: engine.agent.statistics().pinned_bytes == 3 * PIECE, PATIENCE_S)
+            assert eventually(lambda: pinned(engine) == 3 * PIECE, PATIENCE_S)
+            let(machine)
+            assert eventually(lambda: pinned(engine) == 8 * MIB, PATIENCE_S)
+            assert {"event": "arena_pinning", "nbytes": 8 * MIB}.items() <= next(
+                line for line in logs if line["event"] == "arena_pinning"
+            ).items()
+            assert eventually(lambda: any(line["event"] == "arena_pinned" for line in logs), PATIENCE_S)
+        finally:
+            engine.agent.close()
+
+
+def pinned(engine: Engine) -> int | None:
+    sessions = engine.agent._control.status()["sessions"]
+    return next(session["pinned_bytes"] for session in sessions if session["memory"])
+
+
+def test_a_worker_of_an_arena_of_64_gib_attaches_before_any_of_it_is_pinned(machine: Machine) -> None:
+    """None of it is touched either: nothing that the attachment waits for depends on its size."""
+    with EmbeddedServer(Settings(pool={"size": "64GiB", "warm": False})) as server:
+        engine = Engine(machine, server)
+        try:
+            assert engine.agent.attached
+            assert engine.agent.statistics().pinned_bytes == 0
+            with machine.running():
+                engine.save("one")
+                run(machine, engine, "two")
+        finally:
+            let(machine)
+            with machine.running():
+                engine.agent.close()
+    assert machine.registered == {}
+
+
+def test_a_limit_on_pinned_memory_leaves_the_rest_to_the_buffer(machine: Machine, server: EmbeddedServer) -> None:
+    buffers = 2 * 4 * (8 << 20)
+    machine.lockable = buffers + 2 * PIECE
+    let(machine)
+    with structlog.testing.capture_logs() as logs:
+        engine = Engine(machine, server)
+        try:
+            assert engine.agent.wait_warm(PATIENCE_S)
+            assert engine.agent.statistics().pinned_bytes == 2 * PIECE
+            with machine.running():
+                engine.save("one")
+                run(machine, engine, "two")
+        finally:
+            with machine.running():
+                engine.agent.close()
+    assert machine.torn == [] and machine.registered == {}
+    (told,) = [line for line in logs if line["event"] == "arena_not_pinned"]
+    assert told["pinned_bytes"] == 2 * PIECE and "ulimit -l" in told["reason"]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "seen"])
+def test_nothing_is_attached_pinned_or_made_during_a_capture(machine: Machine, tmp_path: Path, told: bool) -> None:
+    """The server comes while the engine captures; the worker attaches once it has."""
+    let(machine)
+    endpoint = f"ipc://{tmp_path}/private/control"
+    tensors = {layer: {plane: torch.zeros(ROWS, dtype=torch.uint8) for plane in "kv"} for layer in range(LAYERS)}
+    with Agent(endpoint, SPEC, tensors, wait_s=0) as agent, contextlib.ExitStack() as capture:
+        if told:
+            capture.enter_context(agent.capture())
+        else:
+            machine.capturing = True
+        link, asked = agent._link, threading.Semaphore(0)
+        may_attach = link._listener.may_attach
+
+        def asks() -> bool:
+            asked.release()
+            return may_attach()
+
+        with EmbeddedServer(Settings(pool={"size": "8MiB"}), endpoint) as _, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(link._listener, "may_attach", asks)
+            for _ in range(3):
+                assert asked.acquire(timeout=PATIENCE_S)
+            assert not agent.attached and machine.registered == {}
+            assert not {"register", "stream"} & set(machine.during)
+            capture.close()
+            machine.capturing = False
+            assert agent.wait_attached(PATIENCE_S)
+            assert agent.wait_warm(PATIENCE_S)
+            agent.close()
+    assert machine.invalidated == []
+
+
+def test_pinning_pauses_for_a_capture(machine: Machine, server: EmbeddedServer) -> None:
+    engine, over = Engine(machine, server), threading.Event()
+    try:
+        let(machine, 1)
+        assert eventually(lambda: engine.agent.statistics().pinned_bytes == PIECE, PATIENCE_S)
+        entered = threading.Event()
+
+        def captures() -> None:
+            with engine.agent.capture():
+                entered.set()
+                assert over.wait(PATIENCE_S)
+
+        thread = threading.Thread(target=captures)
+        thread.start()
+        assert not entered.wait(0.05), "the driver pins a piece: the capture waits for that"
+        let(machine, 1)
+        assert entered.wait(PATIENCE_S)
+        before = engine.agent.statistics().pinned_bytes
+        let(machine)
+        assert not eventually(lambda: engine.agent.statistics().pinned_bytes > before, 0.1)
+        over.set()
+        thread.join()
+        assert engine.agent.wait_warm(PATIENCE_S)
+        assert engine.agent.statistics().pinned_bytes == 8 * MIB
+    finally:
+        over.set()
+        let(machine)
+        engine.agent.close()
+
+
+def test_work_that_is_given_up_during_a_capture_is_not_done() -> None:
+    gate = CaptureGate(lambda: True)
+    with gate.work(lambda: True) as may:
+        assert may is False
+    assert gate.capturing
+    with CaptureGate().work() as may:
+        assert may is True
