@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("ad28944c9c6e5bf6068ed50e90275069")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("d9175392c21fb64427699cdeb0ebfbf4")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10

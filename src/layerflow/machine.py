@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,11 @@ def cgroup_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Memory left below the tightest limit of this process's control groups; None without a limit."""
     left = [limit - used for limit, used in _limits(proc, cgroups)]
     return max(0, min(left)) if left else None
+
+
+def free_bytes() -> float:
+    """Memory that this process could take now, from no other; infinite where the kernel does not say."""
+    return min((found for found in (available_bytes(), cgroup_bytes()) if found is not None), default=math.inf)
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:

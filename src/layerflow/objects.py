@@ -17,10 +17,14 @@ from layerflow.spec import GroupSpec
 HEADER_BYTES = 64
 MAGIC = b"LFOB"
 LAYOUT_VERSION = 1
-_HEADER = struct.Struct("<4sHHIIQ24sQ8x")
+_HEADER = struct.Struct("<4sHHIIQ24sQQ")
 assert _HEADER.size == HEADER_BYTES
 _CHECKSUM = struct.Struct("<Q")
 CHECKSUM_AT = 48
+GENERATION_AT = 56
+"""Where in the header the arena's server has a word of its own: another one each time that an object is published at
+this place, 0 while none is there. Whoever reads an object without asking compares the word before and after."""
+
 _START = struct.Struct(f"{CHECKSUM_AT}s")
 
 
@@ -43,15 +47,16 @@ def plane_offsets(group: GroupSpec) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def pack_header(key: bytes, *, blocks: int, tokens: int, payload: int) -> bytes:
+def pack_header(key: bytes, *, blocks: int, tokens: int, payload: int, generation: int = 0) -> bytes:
     """The 64 header bytes of a complete object, without a checksum; see :func:`set_checksum`.
 
     :param key: the 24-byte object key.
     :param blocks: blocks in each layer.
     :param tokens: tokens that the chunk holds (a partial tail has fewer than `chunk_tokens`).
     :param payload: bytes after the header.
+    :param generation: of the place in the arena; without meaning anywhere else.
     """
-    return _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, blocks, tokens, payload, key, 0)
+    return _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, blocks, tokens, payload, key, 0, generation)
 
 
 def header_start(memory: memoryview, offset: int) -> bytes:
@@ -70,12 +75,17 @@ def get_checksum(header: bytes | memoryview) -> int:
     return int(_CHECKSUM.unpack_from(header, CHECKSUM_AT)[0])
 
 
+def payload_bytes(memory: memoryview, offset: int) -> int:
+    """Bytes after the header of the object at `offset`."""
+    return int(_HEADER.unpack_from(memory, offset)[5])
+
+
 def check_header(raw: bytes | memoryview, key: bytes, blocks: int) -> None:
     """Raise unless `raw` is the header of the complete object `key` with `blocks` blocks.
 
     :raises PoolError: naming what differs.
     """
-    magic, version, _, stored_blocks, _, _, stored_key, _ = _HEADER.unpack(raw)
+    magic, version, _, stored_blocks, _, _, stored_key, _, _ = _HEADER.unpack(raw)
     if magic != MAGIC or version != LAYOUT_VERSION:
         raise PoolError(f"object {key.hex()}: no valid header at its place; it is treated as a miss")
     if stored_key != key or stored_blocks != blocks:

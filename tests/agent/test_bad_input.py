@@ -133,7 +133,7 @@ def test_one_request_that_lost_its_objects_hurts_nobody_else(worker: KnownWorker
     """The pool is emptied between lookup and step for one request; the other was looked up after."""
     gone, kept = worker.prompt(60), worker.prompt(60)
     worker.serve(gone)
-    lost = worker.admit(gone)
+    lost = worker.admit(gone, planned=False)
     from layerflow.agent import Control
 
     control = Control(worker.agent._control._endpoint, "purger", context=worker.agent._control._context)

@@ -104,7 +104,7 @@ def test_a_failure_that_comes_while_somebody_looks_is_told() -> None:
 def test_what_has_landed_is_read_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     ordered: list[float] = []
     copy = CoalescedCopy(LOAD, Scene().batches)
-    monkeypatch.setattr(base, "_acquire", lambda: ordered.append(copy.progress.completed_at[0]))
+    monkeypatch.setattr(base, "acquire", lambda: ordered.append(copy.progress.completed_at[0]))
     land(copy, 0)
     assert copy.landed(0) == 1 and copy.landed(1) == 0
     assert len(ordered) == 2 and ordered[0] > 0.0

@@ -85,7 +85,7 @@ def test_without_a_server_loads_fail_and_nothing_is_saved(embed: Embed) -> None:
     with worker_on(server) as worker:
         stored = worker.prompt(41)
         worker.serve(stored)
-        run = worker.admit(worker.prompt(60, like=stored, shared=41))
+        run = worker.admit(worker.prompt(60, like=stored, shared=41), planned=False)
         loads, saves = outlines(worker, run)
         worker.agent._dispatcher.silent = True
         assert isinstance(worker.agent.open_descriptors([], saves), NoStep)

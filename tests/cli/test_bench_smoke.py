@@ -58,6 +58,7 @@ def test_proxy():
     result = proxy.measure(rounds=3, streams=1, prompt_chars=2048)
     for order in ("concurrent", "prefill-first"):
         assert result[order]["proxied_ms"] > 0 and math.isfinite(result[order]["added_ms"]["p50"])
+        assert 0 < result[order]["cpu_ms"]["p50"] <= result[order]["cpu_ms"]["p99"]
 
 
 def test_stagger():

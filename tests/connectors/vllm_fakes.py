@@ -169,6 +169,9 @@ class FakeLookups:
         self.waits.append(timeout_s)
         return inquiry.hit
 
+    def take(self, inquiry: FakeInquiry, hit: Hit) -> Hit:
+        return hit
+
     def drop_lease(self, name: str) -> None:
         self.dropped.append(name)
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +135,15 @@ class KnownWorker:
             ids[:shared] = like.tokens[:shared]
         return self.agent.chain(ids)
 
-    def admit(self, chain: Chain, *, look: bool = True) -> Run:
-        """Look the prompt up, give it blocks, and poison them."""
+    def admit(self, chain: Chain, *, look: bool = True, planned: bool = True) -> Run:
+        """Look the prompt up, give it blocks, and poison them.
+
+        :param planned: the hit keeps the plan that it brought; without, the server is asked for one.
+        """
         name = f"request-{next(self._names)}"
         hit = self.agent.lookup(name, chain) if look else MISS
+        if not planned:
+            hit = replace(hit, plan=None)
         tables = tuple(self._table(group, chain, hit) for group in range(len(self.spec.groups)))
         run = Run(name, chain, hit, tables)
         for layer in range(self.spec.num_layers):

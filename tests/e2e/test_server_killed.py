@@ -55,7 +55,7 @@ def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., S
             chain = worker.prompt(PROMPT)
             worker.serve(chain)
             killer = Killer(server, random.uniform(0, 0.09))
-            run = worker.admit(chain)
+            run = worker.admit(chain, planned=False)
             assert run.hit.tokens == PROMPT - 1
             ends: list[float] = []
             step = step_of(worker.agent.open_step([run.request()], STEP_TIMEOUT_S))

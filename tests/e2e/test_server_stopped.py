@@ -48,7 +48,7 @@ def test_no_block_changes_after_its_wait_has_failed(
     with KnownWorker(server.endpoint, small_spec(LAYERS)) as worker:
         chain = worker.prompt(512)
         worker.serve(chain)
-        run = worker.admit(chain)
+        run = worker.admit(chain, planned=False)
         assert run.hit.tokens == 511
         step = step_of(worker.agent.open_step([run.request()]))
         for layer in range(2):

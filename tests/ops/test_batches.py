@@ -211,3 +211,32 @@ def test_the_extension_refuses_batches_that_cannot_be(ends: Any, landed: Any, ha
     at, one = np.arange(2, dtype=np.int64), np.ones(2, np.int64)
     with pytest.raises(error):
         copy_batches_native(target.ctypes.data, target.ctypes.data, at, at, one, ends, landed, halt, 0)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "fallback"])
+@pytest.mark.parametrize("changes", [None, 0, 1, 2])
+def test_a_call_ends_with_the_batch_behind_which_a_word_has_changed(native: bool, changes: int | None) -> None:
+    """The words lie where the batches are copied to, so that each of them may change one."""
+    if native and copy_batches_native is None:
+        pytest.skip("the C extension is not built here")
+    memory = np.zeros(64, np.uint8)
+    memory[:24] = np.arange(24)  # three batches of eight bytes, copied behind the words
+    words_at = np.array([32, 40], np.int64)
+    words = np.array([0, 0], np.int64)
+    target = memory.ctypes.data + np.array([48, 48, 48], np.int64)
+    if changes == 0:
+        words[1] = 5  # it is another before the first byte
+    elif changes is not None:
+        target[changes - 1] = memory.ctypes.data + 40
+
+    class Arena:
+        array, address, nbytes = memory, memory.ctypes.data, memory.nbytes
+
+    copier = CpuCopier(Arena, native=native)  # type: ignore[arg-type]
+    extents = Extents(np.arange(3, dtype=np.int64) * 8, target, np.full(3, 8, np.int64), 24)
+    progress = CopyProgress(3)
+    copied = copier.load_batches(extents, np.arange(1, 4, dtype=np.int64), progress, words=(words_at, words))
+    assert copied == (3 if changes is None else max(changes - 1, 0))
+    assert (progress.completed_at > 0).tolist() == [batch < copied for batch in range(3)]
+    if changes == 0:
+        assert not memory[48:].any(), "nothing was copied"

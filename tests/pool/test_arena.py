@@ -248,3 +248,26 @@ def test_warming_keeps_what_was_written_meanwhile() -> None:
         arena.array[:] = 9
         assert list(arena.warm(300_000))[-1] == arena.nbytes
         assert (arena.array == 9).all()
+
+
+def test_warming_takes_only_memory_that_is_free() -> None:
+    """An engine may still have the arena of a server mapped that has died."""
+    free = [0.0]
+    looked = threading.Event()
+
+    def look() -> float:
+        looked.set()
+        return free[0]
+
+    with Arena(8 * PAGE) as arena:
+        warmer = Warmer(arena, step=PAGE, free=look).start()
+        assert looked.wait(10)
+        assert arena.warm_bytes == 0 and warmer.running
+        free[0] = float("inf")
+        assert warmer.join(10)
+        assert arena.warm_bytes == arena.nbytes
+        free[0] = 0.0
+    with Arena(8 * PAGE) as arena:
+        warmer = Warmer(arena, step=PAGE, free=look).start()
+        warmer.stop()
+        assert arena.warm_bytes == 0

@@ -270,7 +270,7 @@ def test_a_chunk_that_left_between_lookup_and_load_fails_its_blocks_alone(embed:
     with make(server) as worker:
         stored = worker.prompt(32)
         worker.serve(stored)
-        run = worker.admit(worker.prompt(40, like=stored, shared=28))
+        run = worker.admit(worker.prompt(40, like=stored, shared=28), planned=False)
         server.call(lambda: server.server.pool.hide([object_key(stored.digests[1], 0, worker.spec.shard)]))
         with worker.agent.open_step([run.request()], None) as step:
             worker.forward(step, [run])

@@ -2,7 +2,8 @@
 
 The decoder takes 30 ms to its first token, the prefiller 10 ms. The same client asks them directly and through the
 proxy, in turns: ``concurrent`` beside a request to the decoder alone, ``prefill-first`` beside the two requests that a
-client would make by itself. ``added_ms`` is the difference of neighbours.
+client would make by itself. ``added_ms`` is the difference of neighbours. ``cpu_ms`` is what the proxy's thread ran
+until the first token was there, as the kernel counts it: on a machine with other work it says what is the proxy's own.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,7 +33,7 @@ def measure(rounds: int = 200, streams: int = 0, prompt_chars: int = 8192) -> di
     :param rounds: requests each way.
     :param streams: others that are open meanwhile, 20 events a second each.
     :param prompt_chars: of each prompt.
-    :returns: by order ``added_ms``, p50 and p99, and the medians ``direct_ms`` and ``proxied_ms``.
+    :returns: by order ``added_ms`` and ``cpu_ms``, p50 and p99, and the medians ``direct_ms`` and ``proxied_ms``.
     """
     return {order: _measure(order, rounds, streams, prompt_chars) for order in ("concurrent", "prefill-first")} | {
         "rounds": rounds,
@@ -41,25 +43,28 @@ def measure(rounds: int = 200, streams: int = 0, prompt_chars: int = 8192) -> di
 
 def _measure(order: str, rounds: int, streams: int, prompt_chars: int) -> dict[str, Any]:
     with ExitStack() as stack:
-        prefill = stack.enter_context(_process("-m", "layerflow_testing.stub_engine", f"first_s={_PREFILL_S}"))
-        decode = stack.enter_context(
+        prefill, _ = stack.enter_context(_process("-m", "layerflow_testing.stub_engine", f"first_s={_PREFILL_S}"))
+        decode, _ = stack.enter_context(
             _process("-m", "layerflow_testing.stub_engine", f"first_s={_DECODE_S}", "between_s=0.05")
         )
         flags = ("--prefill", prefill, "--decode", decode, "--order", order, "--port", "0", "--log-level", "error")
-        proxy = stack.enter_context(_process("-m", "layerflow_cli", "proxy", *flags))
+        proxy, pid = stack.enter_context(_process("-m", "layerflow_cli", "proxy", *flags))
         client = stack.enter_context(httpx.Client(timeout=60, trust_env=False, verify=False))  # noqa: S501 - http
         ended = threading.Event()
         stack.callback(ended.set)
         for _ in range(streams):
             threading.Thread(target=_stream, args=(proxy, ended), daemon=True).start()
-        direct, proxied = [], []
+        direct, proxied, ran = [], [], []
+        running = Path(f"/proc/{pid}/task/{pid}/schedstat")
         for number in range(rounds + 5):
             prompt = f"{number} " * (prompt_chars // 4)
             direct.append(_direct(client, order, prefill, decode, prompt))
-            proxied.append(_first_token(client, proxy, prompt))
-    added = [after - before for before, after in zip(direct[5:], proxied[5:], strict=True)]
+            before = int(running.read_text().split()[0])
+            proxied.append(_first_token(client, proxy, prompt, lambda: ran.append(int(running.read_text().split()[0]))))
+            ran[-1] -= before
     return {
-        "added_ms": {"p50": statistics.median(added), "p99": statistics.quantiles(added, n=100)[98]},
+        "added_ms": _percentiles([after - before for before, after in zip(direct[5:], proxied[5:], strict=True)]),
+        "cpu_ms": _percentiles([nanoseconds / 1e6 for nanoseconds in ran[5:]]),
         "direct_ms": statistics.median(direct),
         "proxied_ms": statistics.median(proxied),
     }
@@ -72,14 +77,23 @@ def _direct(client: httpx.Client, order: str, prefill: str, decode: str, prompt:
     return (time.perf_counter() - began) * 1e3 + _first_token(client, decode, prompt)
 
 
-def _first_token(client: httpx.Client, url: str, prompt: str) -> float:
-    """Milliseconds until the first event."""
+def _percentiles(values: list[float]) -> dict[str, float]:
+    return {"p50": statistics.median(values), "p99": statistics.quantiles(values, n=100)[98]}
+
+
+def _first_token(client: httpx.Client, url: str, prompt: str, got: Callable[[], None] = lambda: None) -> float:
+    """Milliseconds until the first event.
+
+    :param got: called then.
+    """
     began = time.perf_counter()
     first = 0.0
     with client.stream("POST", url + _PATH, json={"prompt": prompt, "max_tokens": 2, "stream": True}) as answer:
         answer.raise_for_status()
         for _ in answer.iter_raw():
-            first = first or time.perf_counter()
+            if not first:
+                first = time.perf_counter()
+                got()
     return (first - began) * 1e3
 
 
@@ -92,8 +106,8 @@ def _stream(url: str, ended: threading.Event) -> None:
 
 
 @contextmanager
-def _process(*arguments: str) -> Iterator[str]:
-    """A Python process that prints its URL when it accepts requests."""
+def _process(*arguments: str) -> Iterator[tuple[str, int]]:
+    """A Python process that prints its URL when it accepts requests: that, and its id."""
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
     giving_up = threading.Timer(_START_S, process.kill)
     try:
@@ -103,7 +117,7 @@ def _process(*arguments: str) -> Iterator[str]:
         giving_up.cancel()
         if not line:
             raise LayerflowError(f"{' '.join(arguments)} ended with code {process.wait()} before it was listening")
-        yield line[-1]
+        yield line[-1], process.pid
     finally:
         giving_up.cancel()
         process.kill()

@@ -7,11 +7,13 @@ Pure arithmetic over tokens, chunks and blocks. The server answers with the obje
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
+import msgspec
 import numpy as np
 
-from layerflow.agent.values import StepRequest
+from layerflow.agent.hit_plan import PartPlaces
+from layerflow.agent.values import Hit, StepRequest
 from layerflow.errors import LayerflowError, SpecError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.spec import GroupSpec, ModelSpec
@@ -19,8 +21,7 @@ from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, LoadPart, PlanPart, SavePart
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectDescriptor:
+class ObjectDescriptor(msgspec.Struct, frozen=True):
     """One object of a part: `blocks` are table positions, the first of them `index` blocks into the object.
 
     :param block_digests: saves of the first group: see :meth:`layerflow.keys.Chain.block_digests`.
@@ -41,6 +42,7 @@ class PartDescriptor:
 
     :param table: the request's int64 block table of this group; where no piece looks, anything.
     :param parent: digest before a partial last object, else empty.
+    :param places: loads: where the objects lie; None = the server is to be asked.
     """
 
     request: str
@@ -48,11 +50,13 @@ class PartDescriptor:
     table: np.ndarray
     pieces: tuple[ObjectDescriptor, ...]
     parent: bytes = b""
+    places: PartPlaces | None = field(default=None, compare=False)
 
     def load_message(self) -> LoadPart:
         """As the protocol has it."""
         tail = self.pieces[-1].tokens if self.parent else 0
-        return LoadPart(self.request, self.group, self._digests(), self._counts(), tail, self.parent)
+        plan, more = (self.places.plan, self.places.more) if self.places is not None else (0, False)
+        return LoadPart(self.request, self.group, self._digests(), self._counts(), tail, self.parent, plan, more)
 
     def save_message(self) -> SavePart:
         """As the protocol has it."""
@@ -69,7 +73,7 @@ class PartDescriptor:
         blocks = self.engine_blocks().astype("<i8", copy=False).tobytes()
         return _unpickled, (
             self.request, self.group, self._digests(), np.array(rows, "<u4").tobytes(), blocks, self.parent,
-            tuple(piece.block_digests for piece in self.pieces),
+            tuple(piece.block_digests for piece in self.pieces), self.places,
         )  # fmt: skip
 
     def _digests(self) -> bytes:
@@ -121,7 +125,8 @@ def describe_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Par
             if pieces:
                 ends_partial = pieces[-1].tokens != spec.chunk_tokens
                 parent = request.chain.parent(request.hit.tail_chunk) if ends_partial else b""
-                parts.append(PartDescriptor(request.request, number, _table(request, number, pieces), pieces, parent))
+                table, places = _table(request, number, pieces), _places(spec, number, request.hit, pieces)
+                parts.append(PartDescriptor(request.request, number, table, pieces, parent, places))
     return parts
 
 
@@ -166,6 +171,13 @@ def without_tails(parts: Sequence[PartDescriptor]) -> list[PartDescriptor]:
     return [part for part in whole if part.pieces]
 
 
+def with_more(parts: Sequence[PartDescriptor]) -> list[PartDescriptor]:
+    """These loads, whose plans are used in another step as well, which each worker opens after theirs."""
+    return [
+        replace(part, places=replace(part.places, more=True)) if part.places is not None else part for part in parts
+    ]
+
+
 def check_blocks(parts: Sequence[PartDescriptor], num_blocks: Sequence[int]) -> None:
     """Refuse block ids that registered memory does not have.
 
@@ -194,40 +206,46 @@ def number_blocks(parts: Sequence[PartDescriptor], plans: Sequence[PlanPart], lo
     """
     if len(parts) != len(plans):
         raise LayerflowError(f"the server planned {len(plans)} parts where {len(parts)} were asked for")
-    groups: dict[int, _Columns] = {}
+    groups: dict[int, list[Numbered]] = {}
     for position, (part, plan) in enumerate(zip(parts, plans, strict=True)):
         offsets = codec.unpack_u64(plan.offsets, len(part.pieces), "plan offsets")
-        stored = (
-            codec.unpack_u32(plan.stored, len(part.pieces), "plan stored").tolist()
-            if loading
-            else [len(piece.blocks) for piece in part.pieces]
-        )
-        columns = groups.setdefault(part.group, _Columns())
-        for piece, offset, held in zip(part.pieces, offsets.tolist(), stored, strict=True):
-            if offset != NOWHERE:
-                columns.blocks.append(part.table[piece.blocks.start : piece.blocks.stop])
-                columns.pieces.append((len(piece.blocks), piece.index, piece.blocks.start, offset, held, position))
-    return {group: columns.numbered() for group, columns in groups.items() if columns.pieces}
+        rows = np.array([(piece.blocks.start, len(piece.blocks), piece.index) for piece in part.pieces], np.int64)
+        held = codec.unpack_u32(plan.stored, len(part.pieces), "plan stored") if loading else rows[:, 1]
+        there = offsets != NOWHERE
+        if not there.all():
+            rows, held, offsets = rows[there], held[there], offsets[there]
+        if len(rows):
+            groups.setdefault(part.group, []).append(_numbered(position, part.table, rows, held, offsets))
+    return {group: _joined(columns) for group, columns in groups.items()}
 
 
-class _Columns:
-    """One group's pieces that have a place: their blocks; and count, index, first number, offset, held and part."""
+def _numbered(position: int, table: np.ndarray, rows: np.ndarray, held: np.ndarray, offsets: np.ndarray) -> Numbered:
+    """One part's pieces that have a place: first number, blocks and index of each."""
+    starts, counts, indices = rows.T
+    before = counts.cumsum() - counts
+    columns = np.array([starts - before, indices - starts, offsets.astype(np.int64), held]).repeat(counts, axis=1)
+    shift, at, object_offsets, object_blocks = columns
+    numbers = np.arange(columns.shape[1]) + shift
+    part = np.empty(columns.shape[1], np.int64)
+    part[:] = position
+    return Numbered(table[numbers], object_offsets, object_blocks, numbers + at, numbers, part)
 
-    def __init__(self) -> None:
-        self.blocks: list[np.ndarray] = []
-        self.pieces: list[tuple[int, int, int, int, int, int]] = []
 
-    def numbered(self) -> Numbered:
-        rows = np.array(self.pieces, dtype=np.int64).T
-        counts = rows[0]
-        columns = rows[1:].repeat(counts, axis=1)
-        columns[:2] += np.arange(columns.shape[1]) - (counts.cumsum() - counts).repeat(counts)
-        index, numbers, offsets, held, part = columns
-        return Numbered(np.concatenate(self.blocks), offsets, held, index, numbers, part)
+def _joined(columns: Sequence[Numbered]) -> Numbered:
+    if len(columns) == 1:
+        return columns[0]
+    return Numbered(*(np.concatenate([getattr(each, at.name) for each in columns]) for at in fields(Numbered)))
 
 
 def _unpickled(
-    request: str, group: int, digests: bytes, rows: bytes, blocks: bytes, parent: bytes, block_digests: Sequence[bytes]
+    request: str,
+    group: int,
+    digests: bytes,
+    rows: bytes,
+    blocks: bytes,
+    parent: bytes,
+    block_digests: Sequence[bytes],
+    places: PartPlaces | None,
 ) -> PartDescriptor:
     pieces = []
     for number, (start, count, index, tokens) in enumerate(np.frombuffer(rows, "<u4").reshape(-1, 4).tolist()):
@@ -237,7 +255,7 @@ def _unpickled(
     table[np.concatenate([np.arange(piece.blocks.start, piece.blocks.stop) for piece in pieces])] = np.frombuffer(
         blocks, "<i8"
     )
-    return PartDescriptor(request, group, table, tuple(pieces), parent)
+    return PartDescriptor(request, group, table, tuple(pieces), parent, places)
 
 
 def _check_name(request: object) -> None:
@@ -256,12 +274,13 @@ def _load_pieces(
     pieces: list[ObjectDescriptor] = []
     if first >= stop:
         return pieces
+    full = rules.keep(chunk)
     for number in range(first // chunk, -(-stop // chunk)):
         base = number * chunk
         tail = number == request.hit.tail_chunk
         held = request.hit.tail_tokens if tail else chunk
         digest = request.hit.tail_digest if tail else request.chain.digests[number]
-        kept = rules.keep(held)
+        kept = rules.keep(held) if tail else full
         if rules.exact and stop != base + held:
             raise SpecError(
                 f"request {request.request!r}: a load up to token {stop} needs the {group.kind} after exactly that "
@@ -295,6 +314,14 @@ def _check_hit(spec: ModelSpec, request: StepRequest, stop: int) -> None:
         raise SpecError(f"request {request.request!r}: its hit is not one of this chain; look the chain up itself")
 
 
+def _places(spec: ModelSpec, group: int, hit: Hit, pieces: Sequence[ObjectDescriptor]) -> PartPlaces | None:
+    if hit.plan is None:
+        return None
+    size = spec.groups[group].block_size
+    chunks = [piece.blocks.start * size // spec.chunk_tokens for piece in pieces]
+    return hit.plan.part(group, chunks, hit.tail_chunk)
+
+
 def _save_pieces(
     spec: ModelSpec, group: GroupSpec, request: StepRequest, partial: bool
 ) -> tuple[list[ObjectDescriptor], bytes]:
@@ -314,7 +341,9 @@ def _save_pieces(
 def _with_block_digests(spec: ModelSpec, request: StepRequest, piece: ObjectDescriptor) -> ObjectDescriptor:
     """So that hits of other prompts may end at any of its blocks."""
     chunk = piece.blocks.start * spec.groups[0].block_size // spec.chunk_tokens
-    return replace(piece, block_digests=request.chain.block_digests(chunk, spec.block_tokens, piece.tokens))
+    return msgspec.structs.replace(
+        piece, block_digests=request.chain.block_digests(chunk, spec.block_tokens, piece.tokens)
+    )
 
 
 def _whole(spec: ModelSpec, group: GroupSpec, number: int, tokens: int, digest: bytes) -> ObjectDescriptor:

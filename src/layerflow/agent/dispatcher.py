@@ -6,6 +6,7 @@ import functools
 
 import structlog
 
+from layerflow.agent.connection.arenas import KnownArena
 from layerflow.agent.connection.control import Control
 from layerflow.agent.connection.link import Attachment, Link
 from layerflow.agent.connection.mapping import Populating, pin
@@ -14,10 +15,12 @@ from layerflow.agent.descriptors import Numbered
 from layerflow.agent.direct import DirectLaneSwitch
 from layerflow.agent.lanes.ends import CopyEnds
 from layerflow.agent.lanes.load import LoadLane
+from layerflow.agent.lanes.planned import PlannedCaps
 from layerflow.agent.lanes.save import SaveLane
 from layerflow.agent.lanes.stagger import Stagger
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
 from layerflow.agent.open_steps import OpenSteps
+from layerflow.agent.planned import PlannedSteps
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
@@ -33,6 +36,7 @@ from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import (
     Batch,
     Closed,
+    DropLease,
     Failure,
     Fence,
     Grant,
@@ -73,12 +77,14 @@ class Dispatcher:
         self._open_steps = open_steps
         self._tally = tally
         self._copiers: tuple[Copier, Copier] | None = None
+        self.terms: Terms | None = None
         self.bypass = DirectLaneSwitch(memory, device, open_steps)
         self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self._poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
         ends = CopyEnds(self._poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
         self._load_lane = LoadLane(ends.copied, self._loaded_some)
         self._save_lane = SaveLane(ends.copied, self._saved_some)
+        self.planned = PlannedSteps(memory, device, open_steps, self._load_lane, self)
 
     def close(self) -> None:
         """Stop the lanes and the poller."""
@@ -99,6 +105,10 @@ class Dispatcher:
             pin(attachment.arena, self._device)
             load, save = (copier_for(self._memory, attachment.arena, self._device) for _ in (LOAD, SAVE))
             self._copiers = (load, save)
+            keep_s = attachment.welcome.lease_ms / 1e3
+            arena = KnownArena(attachment.incarnation, attachment.arena, load, keep_s)
+            with self._open_steps.lock:
+                self.planned.arenas.add(arena)
         self._set_terms(attachment.terms)
         self._tally.attachments += 1
         self.silent = False
@@ -114,22 +124,40 @@ class Dispatcher:
         )
 
     def lost(self, reason: str) -> None:
-        """The server is gone: waits fail at once, nothing is saved."""
+        """The server is gone: waits fail at once, nothing is saved.
+
+        Loads whose places are known go on until it is known whether its process has ended.
+        """
         with self._open_steps.lock:
             lost, self.attachment = self.attachment, None
+            going_on = self.planned.abandoned(lost.incarnation) if lost is not None else set()
         copiers, self._copiers = self._copiers, None  # they hold the lost server's arena
         steps = self._open_steps.steps()
-        log.warning("agent_detached", reason=reason, open_steps=len(steps))
+        log.warning("agent_detached", reason=reason, open_steps=len(steps), going_on=len(going_on))
         for step in steps:
             # Whatever one step meets, the others are cut off too: the server reuses the arena once this link hangs up.
             try:
-                self.cut(step, reason)
+                if step.number in going_on:
+                    self.planned.orphan(step, reason)
+                elif not step.orphaned:
+                    self.cut(step, reason)
             except Exception:
                 log.exception("cut_failed", step=step.number)
-        if lost is not None:
-            for copier in copiers or ():
-                copier.drain()
-            self._device.unpin(lost.arena.address)
+        if copiers is not None:
+            copiers[SAVE].drain()
+
+    def judged(self, dead: bool) -> None:
+        """Has the lost server's process ended, for certain? If not, nothing is loaded from its arena any more."""
+        self.planned.judged(dead)
+
+    def waiting(self, now: float) -> None:
+        """Time passed without a server."""
+        self._control.plans.overdue(now)  # there is nobody to tell
+        self.planned.sweep(now)
+        self.measure(now)
+        for step in self._open_steps.steps():
+            if now > step.deadline:
+                self.cut(step, "not finished at its deadline")
 
     def heard(self, message: ToClient) -> None:
         """A message."""
@@ -164,6 +192,10 @@ class Dispatcher:
             else:
                 log.info("server_heard_again")
         self.measure(now)
+        self.planned.sweep(now)
+        assert self.link is not None
+        for request, plan in self._control.plans.overdue(now):
+            self.link.send(DropLease(request, plan))
         for step in self._open_steps.steps():
             if now > (step.deadline if silent or not step.announced else step.save_deadline):
                 self.cut(step, "not finished at its deadline")
@@ -186,7 +218,9 @@ class Dispatcher:
         return self.measures.pending or (
             attachment is not None
             and attachment.terms.prefetch_layers > 0
-            and any(step.loading and not step.all_granted for step in self._open_steps.steps())
+            and any(
+                step.loading and step.residents is None and not step.all_granted for step in self._open_steps.steps()
+            )
         )
 
     def measure(self, until: float | None = None) -> None:
@@ -203,7 +237,7 @@ class Dispatcher:
         step.quiet()
         for request in {part.request for part in step.saves}:
             self._open_steps.save_failed(request, reason)
-        self._finish(step)
+        self.finish(step)
         self._save_lane.wake()
 
     def attend(self) -> None:
@@ -227,10 +261,15 @@ class Dispatcher:
     def fenced(self, step: Step, reason: str) -> None:
         """The step's loads were cut off here."""
         self._tally.fenced_steps += 1
+        self._load_lane.wake()
         self.bypass.in_order([step], lambda: self._tell_fenced(step, reason))
 
     def closed(self, step: Step, ok: bool) -> None:
         """The forward pass ended."""
+        if step.residents is not None:
+            if not ok:
+                step.fence("the forward pass did not finish")
+            self.planned.settle(step)
         self.bypass.in_order([step], lambda: self._tell_closed(step, ok))
         if step.saves:
             self._save_lane.wake()
@@ -330,19 +369,23 @@ class Dispatcher:
         for number in notice.finished:
             step = self._open_steps.get(number)
             if step is not None:
-                self.bypass.in_turn(step, functools.partial(self._finish, step))
+                self.bypass.in_turn(step, functools.partial(self.finish, step))
 
     def _set_terms(self, terms: Terms) -> None:
         caps = CopyCaps(terms.max_transfer_blocks, terms.max_transfer_bytes)
         self._load_lane.caps = self._save_lane.caps = caps
+        self._load_lane.planned.caps = PlannedCaps(terms.window_bytes, terms.prefetch_layers)
+        self.terms = terms
         shard = self._memory.spec.shard
         self._load_lane.stagger = Stagger(shard.tp_rank, shard.tp_size, terms.stagger_us)
         emulated = terms.link_gbps, terms.link_latency_us
         self._links = EmulatedLink(*emulated), EmulatedLink(*emulated)
+        self.planned.link = self._links[LOAD]
 
     # -- ends -------------------------------------------------------------------------------------
 
-    def _finish(self, step: Step) -> None:
+    def finish(self, step: Step) -> None:
+        """The step is over."""
         assert self.link is not None
         if self._open_steps.get(step.number) is not step:
             return
@@ -359,6 +402,13 @@ class Dispatcher:
             job.step.reads.ended(batch)
         else:
             self.bypass.ended_load(job.step)
+        if job.news is None:
+            assert job.ended is not None
+            self._tally.failed_batches += bool(failure)
+            self._tally.loaded_bytes += 0 if failure else batch.nbytes
+            job.ended(job, failure)
+            self._load_lane.landed(batch.nbytes)
+            return
         if failure:
             self._tally.failed_batches += 1
             job.news.failed.append(Failure(batch.batch, failure))

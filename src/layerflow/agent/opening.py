@@ -54,6 +54,13 @@ class StepOpener:
         if not loads and not saves:
             return NO_STEP
         check_blocks([*loads, *saves], self._memory.num_blocks)
+        # Right before the first byte: what has moved since is loaded as the server plans it.
+        placed = dispatcher.planned.place(loads)
+        if placed is not None:
+            current = dispatcher.attachment
+            terms = dispatcher.terms
+            if current is None or current.incarnation != placed.arena.incarnation:
+                saves = []
         now = time.monotonic()
         loading_s = timeout_s if timeout_s is not None else terms.step_timeout_ms / 1e3 if terms is not None else 0.0
         saving_s = terms.save_timeout_ms / 1e3 if terms is not None else 0.0
@@ -73,7 +80,7 @@ class StepOpener:
         )
         step.work = work
         step.on_wait = dispatcher.wake_loads
-        messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])
+        planned = dispatcher.planned.bind(step, placed) if placed is not None else None
         with self._open_steps.lock:
             # Under the lock that losing the server takes: the step is told of that one way or the other, and the
             # message goes to the server that the step was opened with.
@@ -81,9 +88,16 @@ class StepOpener:
             if attachment is not None and attachment.direct:
                 step.bypass()
             self._open_steps.add(step)
-            if attachment is not None and not attachment.direct:
-                self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages))
-        if attachment is None:
+            begun = planned is not None and placed is not None and dispatcher.planned.begin(planned, placed)
+            known = attachment is not None and (placed is None or attachment.incarnation == placed.arena.incarnation)
+            if attachment is not None and known and not attachment.direct:
+                messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])
+                self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages, begun))
+        if planned is not None and not begun:
+            dispatcher.cut(step, "the arena of its plan was let go")
+        elif begun and not known:
+            dispatcher.planned.orphan(step, "its server is gone")
+        elif attachment is None:
             dispatcher.cut(step, "no server is attached")
         elif attachment.direct:
             self._open_direct(step, attachment)

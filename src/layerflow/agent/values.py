@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from layerflow.agent.hit_plan import HitPlan
 from layerflow.device.base import CopyCounts
 from layerflow.keys import Chain
 from layerflow.observe.trace import StepFigures
@@ -26,10 +27,12 @@ class Hit:
     :param shared_digest: digest of these, where they are not all.
     :param following: some of it may still have to be stored: its layers arrive as they are, in a step that loads them
         under the name of the request that was looked up.
+    :param until: of a hit that follows: monotonic seconds; what is not stored by then is computed.
     :param reason: where a hand-off was asked for and is not followed: its state, and why. Then the hit is of what is
         stored, as any other.
     :param resident: the server has answered that all of it lies in its arena, pinned for the request; only of models
         with several cache groups.
+    :param plan: where its objects lie; None = the server is to be asked when they are loaded.
     """
 
     tokens: int
@@ -41,6 +44,8 @@ class Hit:
     following: bool = False
     reason: str = ""
     resident: bool = False
+    until: float = 0.0
+    plan: HitPlan | None = field(default=None, compare=False, repr=False)
 
     def stored(self, chunk_tokens: int) -> int:
         """Leading tokens of the prompt that are stored: the hit's, and the one left to compute if that is too."""

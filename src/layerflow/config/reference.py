@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import BaseModel
@@ -127,6 +127,8 @@ def _type(field: FieldInfo, size: bool) -> str:
         return "size"
     annotation: Any = field.annotation
     options = get_args(annotation)
+    if get_origin(annotation) is tuple:
+        return "list"
     if Path in options:
         return "path"
     if options:
@@ -139,6 +141,8 @@ def _text(value: Any, size: bool) -> str:
         return str(value).lower()
     if size:
         return f'"{format_size(value)}"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(str(item) for item in value)}]"
     if value is None or isinstance(value, str | Path):
         return f'"{value or ""}"'
     return str(value) if isinstance(value, int) else f"{value:g}"

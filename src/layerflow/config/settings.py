@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from layerflow.config.fields import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
 from layerflow.config.pd import PdSettings
+from layerflow.config.peers import PeersSettings
 from layerflow.config.pool import PoolSettings
 from layerflow.config.proxy import ProxySettings
 from layerflow.config.reference import EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
@@ -39,6 +40,7 @@ __all__ = [
     "REFUSED",
     "LogSettings",
     "PdSettings",
+    "PeersSettings",
     "PoolSettings",
     "ProxySettings",
     "ReferenceRow",
@@ -293,6 +295,7 @@ class Settings(BaseSettings):
     transfer: TransferSettings = Field(default_factory=TransferSettings)
     proxy: ProxySettings = Field(default_factory=ProxySettings)
     pd: PdSettings = Field(default_factory=PdSettings)
+    peers: PeersSettings = Field(default_factory=PeersSettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
     @model_validator(mode="after")

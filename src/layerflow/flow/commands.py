@@ -170,6 +170,14 @@ class Vacate:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersStored:
+    """So many leading layers of all that is left of a lent follow are stored."""
+
+    follow: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class WriteBegun:
     """The backlog has room for this write: the host may prepare it."""
 
@@ -213,6 +221,7 @@ Command = (
     | Arrived
     | ObjectsLost
     | Vacate
+    | LayersStored
     | WriteBegun
     | Written
     | TransferDone

@@ -11,6 +11,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from layerflow.flow.limits import Limits as Limits  # noqa: PLC0414 - callers have it from here
+
 
 class Direction(enum.IntEnum):
     """Which way bytes move between engine memory and arena."""
@@ -20,10 +22,14 @@ class Direction(enum.IntEnum):
 
 
 class Hop(enum.IntEnum):
-    """Which way a host moves objects between the arena and its backend."""
+    """Which way a host moves objects: from the backend into the arena, to it, or from a peer's arena into this one.
+
+    Transfers of :data:`FETCH` and :data:`PEER` are fetches alike; each hop has a host, calls and pace of its own.
+    """
 
     FETCH = 0
     WRITE = 1
+    PEER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,39 +72,6 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The caps. All may change while steps are in flight.
-
-    :param prefetch_layers: loads move at most so many layers past the frontier; 0 = bounded by bytes only.
-    :param max_transfer_blocks: blocks of one batch.
-    :param max_transfer_bytes: bytes of one batch; a single larger block is split by bytes. A load takes at most
-        half of `max_inflight_bytes`, a save or a load under `prefetch_layers` at most a quarter.
-    :param max_inflight_bytes: bytes granted and not yet reported, over all sessions, both directions; at
-        least 2. Saves are granted up to half of it. What cannot move yet is counted, and never takes all of
-        its direction's half. Not counted: what was called back at a deadline, a fence or a failed forward
-        pass, until it is reported.
-    :param save_backlog_bytes: a step whose saves would take a session's unsaved bytes past this has
-        them shed.
-    :param write_backlog_bytes: what is on its way to the backend is at most so much; what finds no room when its
-        first layer is stored is shed.
-    :param stagger_us: distance of neighbouring stagger slots, which lanes keep; 0 = off.
-    :param fetch_timeout_s: a fetch of which nothing has come for so long is given up.
-
-    The caps of batches and of what is in flight hold for each hop: between engines and arena, from the
-    backend, and to it. There the smallest batch is one layer of one object, whatever the caps.
-    """
-
-    prefetch_layers: int = 0
-    max_transfer_blocks: int = 4096
-    max_transfer_bytes: int = 64 << 20
-    max_inflight_bytes: int = 256 << 20
-    save_backlog_bytes: int = 4 << 30
-    write_backlog_bytes: int = 1 << 30
-    stagger_us: int = 0
-    fetch_timeout_s: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
 class SessionOpened:
     """An engine worker attached.
 
@@ -122,6 +95,8 @@ class StepOpened:
 
     :param deadline: when unfinished loads fail.
     :param save_deadline: when unfinished saves are revoked.
+    :param planned: the worker has the places of all loads and moves them itself, under a window of its own: they are
+        granted no batches, and end with :class:`LoadsMoved`.
     """
 
     session: int
@@ -130,6 +105,7 @@ class StepOpened:
     save_deadline: float
     loads: tuple[Part, ...] = ()
     saves: tuple[Part, ...] = ()
+    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +114,11 @@ class FetchOpened:
 
     It runs until all of it has come, unless it was wanted (leased, or needed by a step's loads) and no longer is.
 
-    :param fetch: numbers ascend and are never reused.
+    :param fetch: numbers ascend and are never reused, on both hops together.
     :param source: who it is for; sources share the host evenly.
     :param layers: the model's layer numbers of the group, ascending.
     :param available: so many layers can be fetched now, more as :class:`FetchAvailable` says; -1 = all.
+    :param hop: where from: the backend, or a peer.
     """
 
     fetch: int
@@ -149,6 +126,7 @@ class FetchOpened:
     layers: tuple[int, ...]
     objects: tuple[Item, ...]
     available: int = -1
+    hop: Hop = Hop.FETCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +135,14 @@ class FetchAvailable:
 
     fetch: int
     layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """These objects of a fetch, ``(position, why)``, will not come, whatever the host is doing with them."""
+
+    fetch: int
+    failed: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +156,7 @@ class FollowOpened:
     :param objects: how many.
     :param session: with `step` and `group`: of the save. :param parts: of each object, its position in
         ``StepOpened.saves``; empty = no step saves them yet.
+    :param lent: see :class:`FollowLent`.
     """
 
     follow: int
@@ -179,6 +166,18 @@ class FollowOpened:
     step: int = -1
     group: int = -1
     parts: tuple[int, ...] = ()
+    lent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FollowLent:
+    """Another server reads objects of a follow as they are stored, or no longer does.
+
+    While it is lent, what is stored of it is told of, and what is given up keeps its room.
+    """
+
+    follow: int
+    lent: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +262,13 @@ class FetchesRevoked:
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """The host process is dead: nothing of it touches the arena, and nothing that it carried will end."""
+    """The host process is dead: nothing of it touches the arena, and nothing that it carried will end.
+
+    :param hops: what it moved.
+    """
 
     reason: str
+    hops: tuple[Hop, ...] = (Hop.FETCH, Hop.WRITE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +304,28 @@ class BatchFailed:
     session: int
     batch: int
     reason: str
+
+
+class FailedRange(NamedTuple):
+    """Blocks `lo` to `hi` of a group's loads have not arrived in full."""
+
+    group: int
+    lo: int
+    hi: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsMoved:
+    """Nothing of a planned step's loads moves any more: every byte is in place, but for what has failed.
+
+    :param nbytes: that arrived.
+    """
+
+    session: int
+    step: int
+    nbytes: int
+    failed: tuple[FailedRange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,8 +388,10 @@ Event = (
     | StepOpened
     | FetchOpened
     | FetchAvailable
+    | FetchFailed
     | FetchLeased
     | FollowOpened
+    | FollowLent
     | FollowMoved
     | FollowLost
     | WriteOpened
@@ -376,6 +403,7 @@ Event = (
     | LayersComputed
     | BatchDone
     | BatchFailed
+    | LoadsMoved
     | LoadsFenced
     | StepClosed
     | RequestAborted

@@ -13,6 +13,7 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.arrivals.edges import release_edges
 from layerflow.flow.arrivals.fetches import (
     expire_fetch,
+    fail_fetch,
     fetch_done,
     lease_fetch,
     lose_fetches,
@@ -24,6 +25,7 @@ from layerflow.flow.arrivals.fetches import (
 from layerflow.flow.arrivals.follows import (
     advance_follows,
     commit_follows,
+    lend_follow,
     lose_follow,
     lose_followed,
     move_follow,
@@ -47,8 +49,10 @@ from layerflow.flow.events import (
     Event,
     FetchAvailable,
     FetchesRevoked,
+    FetchFailed,
     FetchLeased,
     FetchOpened,
+    FollowLent,
     FollowLost,
     FollowMoved,
     FollowOpened,
@@ -59,6 +63,7 @@ from layerflow.flow.events import (
     Limits,
     LimitsChanged,
     LoadsFenced,
+    LoadsMoved,
     RequestAborted,
     SessionLost,
     SessionOpened,
@@ -76,6 +81,7 @@ from layerflow.flow.graph.step import Step
 from layerflow.flow.graph.write import WriteTransfer
 from layerflow.flow.hosts.lane import HostLane, grant_calls
 from layerflow.flow.opening import open_step
+from layerflow.flow.planned import loads_moved
 from layerflow.flow.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
@@ -89,7 +95,7 @@ def _conclude(state: State, out: list[Command]) -> None:
         # What is stored is told of before the commit that follows from the last of it.
         for save in state.advanced:
             follow_save(state, save, out)
-            advance_follows(state, save)
+            advance_follows(state, save, out)
         state.advanced.clear()
         severed, state.severed = state.severed, []
         for save, parts, reason in severed:
@@ -127,8 +133,10 @@ class Flow:
             StepOpened: self._step_opened,
             FetchOpened: self._fetch_opened,
             FetchAvailable: self._fetch_available,
+            FetchFailed: partial(fail_fetch, self._state),
             FetchLeased: partial(lease_fetch, self._state),
             FollowOpened: partial(open_follow, self._state),
+            FollowLent: partial(lend_follow, self._state),
             FollowMoved: partial(move_follow, self._state),
             FollowLost: partial(lose_follow, self._state),
             WriteOpened: partial(open_write, self._state),
@@ -140,6 +148,7 @@ class Flow:
             LayersComputed: self._layers_computed,
             BatchDone: partial(batch_done, self._state),
             BatchFailed: partial(batch_failed, self._state),
+            LoadsMoved: partial(loads_moved, self._state),
             LoadsFenced: self._loads_fenced,
             StepClosed: self._step_closed,
             RequestAborted: self._request_aborted,
@@ -176,6 +185,8 @@ class Flow:
         grant(state, out, most)
         if state.fetches.ring.queue:
             grant_calls(state.fetches, state.budget, now, out)
+        if state.peers.ring.queue:
+            grant_calls(state.peers, state.budget, now, out)
         if state.writes.ring.queue:
             grant_calls(state.writes, state.budget, now, out)
         earliest = state.deadlines.earliest()
@@ -183,6 +194,14 @@ class Flow:
             state.wake = earliest
             out.append(WakeAt(earliest))
         return out
+
+    def stored(self, session: int, step: int) -> float:
+        """The share of its layers that a step has stored of what it saves, of the group that has least; 0 = none."""
+        known = self._state.sessions.get(session)
+        found = known.steps.get(step) if known is not None else None
+        if found is None or found.saves is None:
+            return 0.0
+        return min(each.stored() / len(each.shape.layers) for each in found.saves.transfers.values())
 
     def validate(self) -> None:
         """Check every invariant; for tests, after every event.
@@ -203,8 +222,8 @@ class Flow:
             load_inflight_batches=batches[Direction.LOAD],
             save_inflight_batches=batches[Direction.SAVE],
             unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
-            fetches=len(state.fetches.transfers),
-            fetch_inflight_bytes=state.fetches.inflight,
+            fetches=len(state.fetches.transfers) + len(state.peers.transfers),
+            fetch_inflight_bytes=state.fetches.inflight + state.peers.inflight,
             writes=len(state.writes.transfers),
             write_inflight_bytes=state.writes.inflight,
             write_backlog_bytes=state.writes.backlog,
@@ -238,7 +257,7 @@ class Flow:
     def _call_done(self, event: CallDone, out: list[Command]) -> None:
         state = self._state
         lane: HostLane[FetchTransfer] | HostLane[WriteTransfer]
-        lane = state.fetches if event.hop is Hop.FETCH else state.writes
+        lane = state.writes if event.hop is Hop.WRITE else state.lane_of(event.hop)
         taken = lane.take(event, self._now)
         if taken is None:
             state.counters.late_reports += 1
@@ -250,8 +269,11 @@ class Flow:
             write_done(state, transfer, call, failed, out)
 
     def _host_lost(self, event: HostLost, out: list[Command]) -> None:
-        lose_fetches(self._state, event.reason, out)
-        lose_writes(self._state, event.reason, out)
+        for hop in event.hops:
+            if hop is Hop.WRITE:
+                lose_writes(self._state, event.reason, out)
+            else:
+                lose_fetches(self._state, self._state.lane_of(hop), event.reason, out)
 
     def _frontier_reached(self, event: FrontierReached, _: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)

@@ -12,6 +12,7 @@ from layerflow.flow.completion import cancel_save_parts
 from layerflow.flow.events import Direction, Part, StepOpened
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Step, Transfer, TransferJob
+from layerflow.flow.planned import check_planned, let_move
 from layerflow.flow.state import State
 from layerflow.flow.writes import SHED
 
@@ -30,14 +31,18 @@ def open_step(state: State, session: Session, event: StepOpened, out: list[Comma
         raise InvalidTransition(f"session {session.number} step {event.step}: a deadline is not a number")
     _check(session, event, event.loads, "load")
     _check_needs(state, session, event)
+    check_planned(event)
     _check(session, event, event.saves, "save")
 
     step = Step(session, event.step, event.deadline, event.save_deadline)
     step.story.append(event)
     session.steps[event.step] = step
     if event.loads:
-        step.loads = _job(state, step, Direction.LOAD, event.loads)
-        state.enqueue(step.loads)
+        step.loads = _job(state, step, Direction.LOAD, event.loads, planned=event.planned)
+        if event.planned:
+            let_move(state, step.loads)
+        else:
+            state.enqueue(step.loads)
     if event.saves:
         saves = _job(state, step, Direction.SAVE, event.saves)
         nbytes = sum(transfer.starts[-1] * transfer.shape.tail_bytes[0] for transfer in saves.transfers.values())
@@ -77,8 +82,10 @@ def _check_needs(state: State, session: Session, event: StepOpened) -> None:
             raise InvalidTransition(f"session {session.number} step {event.step}: load part {position} {wrong}")
 
 
-def _job(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]) -> TransferJob:
-    job = TransferJob(step, direction, parts)
+def _job(
+    state: State, step: Step, direction: Direction, parts: tuple[Part, ...], *, planned: bool = False
+) -> TransferJob:
+    job = TransferJob(step, direction, parts, planned=planned)
     groups = {part.group for part in parts}
     arrives = direction is Direction.LOAD and any([part.needs for part in parts])
     for group in sorted(groups):
@@ -90,6 +97,6 @@ def _job(state: State, step: Step, direction: Direction, parts: tuple[Part, ...]
         job.transfers[group] = transfer
         if arrives:
             lay_out(state, transfer)
-        else:
+        elif not planned:
             transfer.add_cursor([(0, starts[-1])])
     return job

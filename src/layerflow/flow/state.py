@@ -162,6 +162,7 @@ class State:
         "newest_session",
         "next_batch",
         "paused",
+        "peers",
         "rings",
         "sessions",
         "severed",
@@ -174,6 +175,7 @@ class State:
         self.budget = Budget(limits)
         self.rings = (SessionRing(Direction.LOAD), SessionRing(Direction.SAVE))
         self.fetches: HostLane[FetchTransfer] = HostLane(Hop.FETCH)
+        self.peers: HostLane[FetchTransfer] = HostLane(Hop.PEER)
         self.writes: HostLane[WriteTransfer] = HostLane(Hop.WRITE)
         self.deadlines = Deadlines()
         self.counters = Counters()
@@ -190,6 +192,19 @@ class State:
         self.paused = False
         self.newest_session = -1
         self.wake = math.inf
+
+    def fetch(self, number: int) -> FetchTransfer | None:
+        """A fetch, from the backend or a peer, of which something is left; None = it is over, or never was."""
+        return self.fetches.transfers.get(number) or self.peers.transfers.get(number)
+
+    @property
+    def newest_fetch(self) -> int:
+        """The number of the fetch that was opened last, on either hop."""
+        return max(self.fetches.newest, self.peers.newest)
+
+    def lane_of(self, hop: Hop) -> HostLane[FetchTransfer]:
+        """What moves the fetches of a hop."""
+        return self.peers if hop is Hop.PEER else self.fetches
 
     def session(self, number: int) -> Session | None:
         """A live session; None = lost, its reports are late.
@@ -217,7 +232,7 @@ class State:
 
     def upstream(self, number: int) -> Upstream | None:
         """A fetch, or below 0 a follow; None = it is over."""
-        return self.follows.get(number) if number < 0 else self.fetches.transfers.get(number)
+        return self.follows.get(number) if number < 0 else self.fetch(number)
 
     def enqueue(self, job: TransferJob) -> None:
         """The job has something to be granted: keep it, and queue its session unless all of it waits."""

@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import faulthandler
 import os
-import signal
-import socket
 import sys
 
+from layerflow.hosts.arguments import connect
 from layerflow.hosts.process import HostMain
-from layerflow.memfd import SharedMemory
-from layerflow.observe import logs
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main() -> None:
     """Serve one server until it is gone."""
-    arguments = argparse.ArgumentParser(prog="layerflow.hosts", description=__doc__)
-    arguments.add_argument("--socket", type=int, required=True, help="descriptor of the connection to the server")
-    arguments.add_argument("--arena", type=int, required=True, help="descriptor of the arena")
-    arguments.add_argument("--arena-bytes", type=int, required=True)
-    arguments.add_argument("--parent", type=int, required=True, help="process id of the server")
-    given = arguments.parse_args()
-    _default_signals()
-    _die_with(given.parent)
-    faulthandler.enable()
-    logs.configure("info", "json", sys.stderr)
-    arena = SharedMemory.attach(given.arena, given.arena_bytes)
-    os.close(given.arena)
-    code = HostMain(socket.socket(fileno=given.socket), arena).run()
+    code = HostMain(*connect("layerflow.hosts", __doc__ or "")).run()
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: native libraries hang and crash in their destructors, and threads may be left in calls.
     os._exit(code)
-
-
-def _default_signals() -> None:
-    """Whatever the server's process (an engine, where it is embedded) blocks or ignores is inherited."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _die_with(parent: int) -> None:
-    """The kernel kills this process when the thread that started it ends, even inside a call that hangs."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ class ObjectLocation:
     :param parent: 24-byte key of what precedes a partial chunk; ``b""`` for a full one.
     :param block_digests: the digest after each of the chunk's blocks, kept with some objects; a backend with an index
         of its own keeps them too.
+    :param origin: where the objects of this job lie at a peer; empty = at the backend. :param position: among them.
     """
 
     key: bytes
@@ -92,6 +93,8 @@ class ObjectLocation:
     tokens: int = 0
     parent: bytes = b""
     block_digests: bytes = b""
+    origin: bytes = b""
+    position: int = 0
 
     @property
     def nbytes(self) -> int:

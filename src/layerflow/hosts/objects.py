@@ -34,9 +34,10 @@ def places_of(objects: Objects, arena: SharedMemory) -> list[ObjectLocation]:
     try:
         offsets, sizes = unpack_u64(objects.offsets), unpack_u64(objects.layer_bytes)
         blocks, tokens = unpack_u32(objects.blocks), unpack_u32(objects.tokens)
+        positions = unpack_u32(objects.positions) if objects.origin else [0] * len(keys)
     except ValueError as error:
         raise ProtocolError(f"the objects of a job do not fit together: {error}") from None
-    if {len(offsets), len(sizes), len(blocks), len(tokens)} != {len(keys)} or objects.layers < 1:
+    if {len(offsets), len(sizes), len(blocks), len(tokens), len(positions)} != {len(keys)} or objects.layers < 1:
         raise ProtocolError(
             f"a job of {len(keys)} keys, {len(offsets)} offsets, {len(sizes)} sizes, {len(blocks)} block counts and "
             f"{len(tokens)} token counts over {objects.layers} layers"
@@ -47,9 +48,12 @@ def places_of(objects: Objects, arena: SharedMemory) -> list[ObjectLocation]:
     base = arena.address
     places = [
         ObjectLocation(
-            key, offset, base + offset, size, objects.layers, count, length, parents.get(at, b""), digests.get(at, b"")
+            *(key, offset, base + offset, size, objects.layers, count, length, parents.get(at, b"")),
+            *(digests.get(at, b""), objects.origin, position),
         )
-        for at, (key, offset, size, count, length) in enumerate(zip(keys, offsets, sizes, blocks, tokens, strict=True))
+        for at, (key, offset, size, count, length, position) in enumerate(
+            zip(keys, offsets, sizes, blocks, tokens, positions, strict=True)
+        )
     ]
     for place in places:
         if place.offset + place.nbytes > arena.nbytes or not place.blocks or not place.layer_bytes:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from layerflow._version import __version__
 from layerflow.observe.by_engine import LABELS, ByEngine, EngineLabels
 from layerflow.observe.handoff_metrics import HandoffMetrics, HandoffsLike
+from layerflow.observe.peer_metrics import PeerMetrics, PeerStatistics
 from layerflow.observe.tier_metrics import TierLike, TierMetrics
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class Metrics:
         self._seen: dict[Counter, int] = {}
 
         self._tier = TierMetrics(registry)
+        self._peers = PeerMetrics(registry)
         self._handoffs = HandoffMetrics(registry)
 
         self._protocol_errors = counter("protocol_errors", "Messages refused.", "code")
@@ -277,6 +279,10 @@ class Metrics:
     def tier(self, statistics: TierLike) -> None:
         """A fresh snapshot of what lies behind the arena."""
         self._tier.read(statistics)
+
+    def peers(self, statistics: PeerStatistics) -> None:
+        """A fresh snapshot of what is read from peers, and lent."""
+        self._peers.read(statistics)
 
     def render(self) -> bytes:
         """Everything in Prometheus's text format 0.0.4; serve it as :attr:`content_type`."""

@@ -200,16 +200,30 @@ static double monotonic_s(void) {
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* Batches in order until all are copied or `halt` is set; how many were. */
+/* Do these words of the source still say what they said when its places were told? Bytes read before were those then. */
+static int unchanged(uintptr_t base, const int64_t *at, const int64_t *words, Py_ssize_t count) {
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (__atomic_load_n((const int64_t *)(base + at[i]), __ATOMIC_ACQUIRE) != words[i])
+            return 0;
+    return 1;
+}
+
+/* Batches in order until all are copied, `halt` is set or a word has changed; how many were. */
 static Py_ssize_t move_batches(uintptr_t dst_base, uintptr_t src_base, const Ranges *ranges, const int64_t *ends,
-                               Py_ssize_t batches, double *landed, const unsigned char *halt) {
+                               Py_ssize_t batches, double *landed, const unsigned char *halt, const int64_t *words_at,
+                               const int64_t *words, Py_ssize_t count) {
     const int64_t *dst = ranges->views[0].buf, *src = ranges->views[1].buf, *nbytes = ranges->views[2].buf;
     int64_t at = 0;
+    if (!unchanged(src_base, words_at, words, count))
+        return 0;
     for (Py_ssize_t batch = 0; batch < batches; batch++) {
         if (__atomic_load_n(halt, __ATOMIC_ACQUIRE))
             return batch;
         move_all(dst_base, src_base, dst + at, src + at, nbytes + at, (Py_ssize_t)(ends[batch] - at));
         at = ends[batch];
+        if (!unchanged(src_base, words_at, words, count))
+            return batch;
         double now = monotonic_s();
         __atomic_store(&landed[batch], &now, __ATOMIC_RELEASE);
     }
@@ -232,16 +246,28 @@ static int check_ends(const int64_t *ends, Py_ssize_t batches, Py_ssize_t count)
 static PyObject *copy_batches(PyObject *self, PyObject *args) {
     (void)self;
     unsigned long long dst_base, src_base;
-    PyObject *objects[3], *ends_object, *result = NULL;
-    Py_buffer ends = {0}, landed = {0}, halt = {0};
+    PyObject *objects[3], *ends_object, *at_object = NULL, *words_object = NULL, *result = NULL;
+    Py_buffer ends = {0}, landed = {0}, halt = {0}, words_at = {0}, words = {0};
     long beside;
-    if (!PyArg_ParseTuple(args, "KKOOOOw*y*l:copy_batches", &dst_base, &src_base, &objects[0], &objects[1], &objects[2],
-                          &ends_object, &landed, &halt, &beside))
+    if (!PyArg_ParseTuple(args, "KKOOOOw*y*l|OO:copy_batches", &dst_base, &src_base, &objects[0], &objects[1],
+                          &objects[2], &ends_object, &landed, &halt, &beside, &at_object, &words_object))
         return NULL;
     Ranges ranges = {.taken = 0};
-    Py_ssize_t batches = take_int64(ends_object, &ends, "ends");
-    if (batches < 0 || take_ranges(objects, &ranges) < 0)
+    Py_ssize_t batches = take_int64(ends_object, &ends, "ends"), places = -1, count = -1;
+    if (batches < 0 || take_ranges(objects, &ranges) < 0 ||
+        (at_object && (places = take_int64(at_object, &words_at, "words_at")) < 0) ||
+        (words_object && (count = take_int64(words_object, &words, "words")) < 0))
         goto out;
+    if (places != count) {
+        PyErr_Format(PyExc_ValueError, "words_at and words have %zd and %zd items; they must be equally long", places,
+                     count);
+        goto out;
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (((const int64_t *)words_at.buf)[i] % 8) {
+            PyErr_Format(PyExc_ValueError, "words_at[%zd] is not a multiple of eight", i);
+            goto out;
+        }
     if (landed.len < batches * (Py_ssize_t)sizeof(double) || (uintptr_t)landed.buf % sizeof(double) || halt.len < 1) {
         PyErr_Format(PyExc_ValueError, "landed must hold %zd doubles and halt one byte", batches);
         goto out;
@@ -251,13 +277,18 @@ static PyObject *copy_batches(PyObject *self, PyObject *args) {
     Py_ssize_t copied;
     Py_BEGIN_ALLOW_THREADS
     step_aside(beside);
-    copied = move_batches((uintptr_t)dst_base, (uintptr_t)src_base, &ranges, ends.buf, batches, landed.buf, halt.buf);
+    copied = move_batches((uintptr_t)dst_base, (uintptr_t)src_base, &ranges, ends.buf, batches, landed.buf, halt.buf,
+                          words_at.buf, words.buf, count);
     Py_END_ALLOW_THREADS
     result = PyLong_FromSsize_t(copied);
 out:
     release_ranges(&ranges);
     if (batches >= 0)
         PyBuffer_Release(&ends);
+    if (places >= 0)
+        PyBuffer_Release(&words_at);
+    if (count >= 0)
+        PyBuffer_Release(&words);
     PyBuffer_Release(&landed);
     PyBuffer_Release(&halt);
     return result;
@@ -280,10 +311,12 @@ static PyMethodDef methods[] = {
      "dst, src, nbytes: int64 arrays of equal length. Sources and destinations must not overlap; the\n"
      "caller has checked every address."},
     {"copy_batches", copy_batches, METH_VARARGS,
-     "copy_batches(dst_base, src_base, dst, src, nbytes, ends, landed, halt, beside)\n--\n\n"
+     "copy_batches(dst_base, src_base, dst, src, nbytes, ends, landed, halt, beside, words_at=[], words=[])\n--\n\n"
      "As copy, batch after batch: batch b has the extents up to number ends[b]. landed[b], a double, becomes the\n"
      "CLOCK_MONOTONIC seconds at which its bytes were in place. No further batch begins once the byte halt is set.\n"
      "beside: native id of a thread of this process whose core is left to it, if there is another; 0 = none.\n"
+     "words_at, words: int64 arrays of equal length. Eight bytes at src_base + words_at[i] must be words[i], before the\n"
+     "first batch and behind each: the first batch of which that is not so does not count, and no further one begins.\n"
      "Returns how many batches were copied. Others may read landed and write halt meanwhile."},
     {NULL, NULL, 0, NULL},
 };

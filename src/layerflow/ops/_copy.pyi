@@ -20,5 +20,7 @@ def copy_batches(
     landed: npt.NDArray[np.float64],
     halt: npt.NDArray[np.uint8],
     beside: int,
+    words_at: npt.NDArray[np.int64] = ...,
+    words: npt.NDArray[np.int64] = ...,
     /,
 ) -> int: ...

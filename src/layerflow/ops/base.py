@@ -20,7 +20,8 @@ def _load_acquire() -> Callable[[], None]:
     return acquire
 
 
-_acquire = _load_acquire()
+acquire = _load_acquire()
+"""What is read from now on is no older than what was read before; see the C extension."""
 
 
 class CopyProgress:
@@ -39,7 +40,7 @@ class CopyProgress:
     def landed(self, positions: Iterable[int]) -> int:
         """How many of these batches have their bytes in place, for the calling thread to read."""
         count = sum(1 for position in positions if self.completed_at[position] > 0.0)
-        _acquire()
+        acquire()
         return count
 
     def halt(self) -> None:

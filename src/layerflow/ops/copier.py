@@ -16,7 +16,12 @@ from layerflow.ops.extents import Extents
 from layerflow.ops.paged import Int64, PagedMemory
 
 CopyCall = Callable[[int, int, Int64, Int64, Int64], None]
-CopyBatches = Callable[[int, int, Int64, Int64, Int64, Int64, npt.NDArray[np.float64], npt.NDArray[np.uint8], int], int]
+CopyBatches = Callable[
+    [int, int, Int64, Int64, Int64, Int64, npt.NDArray[np.float64], npt.NDArray[np.uint8], int, Int64, Int64], int
+]
+
+
+NO_WORDS: Int64 = np.empty(0, np.int64)
 
 
 def _load_native() -> tuple[CopyCall | None, CopyBatches | None]:
@@ -47,13 +52,24 @@ def copy_batches_fallback(
     landed: npt.NDArray[np.float64],
     halt: npt.NDArray[np.uint8],
     beside: int = 0,
+    words_at: Int64 = NO_WORDS,
+    words: Int64 = NO_WORDS,
 ) -> int:
     """What the C extension's ``copy_batches`` does, as :func:`copy_fallback`."""
+
+    def unchanged() -> bool:
+        places, said = (words_at + src_base).tolist(), words.tolist()
+        return all(ctypes.c_int64.from_address(at).value == word for at, word in zip(places, said, strict=True))
+
     at = 0
+    if not unchanged():
+        return 0
     for batch, end in enumerate(ends.tolist()):
         if halt[0]:
             return batch
         copy_fallback(dst_base, src_base, dst[at:end], src[at:end], nbytes[at:end])
+        if not unchanged():
+            return batch
         at, landed[batch] = end, time.monotonic()
     return len(ends)
 
@@ -80,25 +96,35 @@ class CpuCopier:
         _must_be_done(after)
         self._copy(self._base, 0, extents.arena, extents.engine, extents.nbytes)
 
-    def load_batches(self, extents: Extents, ends: Int64, progress: CopyProgress, beside: int = 0) -> int:
+    def load_batches(
+        self,
+        extents: Extents,
+        ends: Int64,
+        progress: CopyProgress,
+        beside: int = 0,
+        words: tuple[Int64, Int64] = (NO_WORDS, NO_WORDS),
+    ) -> int:
         """As :meth:`load`, batch after batch in one call: the interpreter is not needed in between.
 
         :param extents: of all batches, one after the other.
         :param ends: int64, shape ``(batches,)``: how many extents there are up to the end of each.
         :param beside: native id of the thread that waits for the bytes; its core is left to it. 0 = no thread waits.
-        :returns: how many were copied: all, unless `progress` was halted.
+        :param words: offsets of words in the arena, and what they must say before the first batch and behind each; see
+            :data:`layerflow.objects.GENERATION_AT`.
+        :returns: how many were copied: all, unless `progress` was halted or a word has changed.
         """
         arena, engine, nbytes, _ = extents
         return self._copy_batches(
-            0, self._base, engine, arena, nbytes, ends, progress.completed_at, progress.halted, beside
+            0, self._base, engine, arena, nbytes, ends, progress.completed_at, progress.halted, beside, *words
         )
 
     def save_batches(self, extents: Extents, ends: Int64, progress: CopyProgress, beside: int = 0) -> int:
         """As :meth:`load_batches`, to the arena."""
         arena, engine, nbytes, _ = extents
         return self._copy_batches(
-            self._base, 0, arena, engine, nbytes, ends, progress.completed_at, progress.halted, beside
-        )
+            self._base, 0, arena, engine, nbytes, ends, progress.completed_at, progress.halted, beside,
+            NO_WORDS, NO_WORDS,
+        )  # fmt: skip
 
     def drain(self) -> None:
         """Nothing is ever enqueued."""

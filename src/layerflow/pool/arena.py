@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import numpy as np
@@ -16,11 +16,15 @@ import numpy.typing as npt
 import structlog
 
 from layerflow.errors import ExtentError, Unsupported
+from layerflow.machine import free_bytes
 from layerflow.memfd import POPULATE_PIECE_BYTES, SharedMemory
 
 log = structlog.get_logger(__name__)
 
 WARMING_STEP_BYTES = 8 << 20  # some 4 ms
+SPARE_BYTES = 64 << 20
+"""Warming leaves so much memory to others, in bytes, and looks again after :data:`FREE_LOOK_S` seconds."""
+FREE_LOOK_S = 0.5
 
 
 class Arena:
@@ -106,11 +110,15 @@ class Arena:
 class Warmer:
     """Warms an arena on a background thread, half of the time. The arena is usable all the while.
 
+    Only as far as memory is free: engines may still have the arena of an earlier server mapped, to load from.
+
     :param step: bytes between two looks at :meth:`stop`.
+    :param free: bytes that can be had now.
     """
 
-    def __init__(self, arena: Arena, step: int = WARMING_STEP_BYTES) -> None:
+    def __init__(self, arena: Arena, step: int = WARMING_STEP_BYTES, free: Callable[[], float] = free_bytes) -> None:
         self._arena = arena
+        self._free = free
         self._step = step
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="layerflow-warmer", daemon=True)
@@ -135,13 +143,26 @@ class Warmer:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def _wait_free(self) -> bool:
+        """Wait until there is memory for one more step; False: it is to stop."""
+        told = False
+        while self._arena.warm_bytes < self._arena.nbytes and self._free() < self._step + SPARE_BYTES:
+            if not told:
+                told = True
+                log.info("arena_warming_waits", warm_bytes=self._arena.warm_bytes, reason="no memory is free")
+            if self._stop.wait(FREE_LOOK_S):
+                return False
+        return True
+
     def _run(self) -> None:
         # It rests as long as it works. A lower priority would be worse: preempted with the GIL in hand, such a
         # thread holds up every other thread of an engine that embeds the server.
-        began = time.monotonic()
         try:
+            if not self._wait_free():
+                return
+            began = time.monotonic()
             for _ in self._arena.warm(self._step):
-                if self._stop.wait(time.monotonic() - began):
+                if self._stop.wait(time.monotonic() - began) or not self._wait_free():
                     return
                 began = time.monotonic()
         except Unsupported as error:

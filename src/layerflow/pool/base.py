@@ -8,6 +8,7 @@ An *owner* is any hashable name of a reader or writer, e.g. ``("session", 3)`` o
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -39,6 +40,31 @@ class Located(NamedTuple):
     blocks: int
     tokens: int
     pieces: tuple[tuple[Box, int], ...] = ()
+
+
+PLACE = struct.Struct("<QQ")
+"""An object's place in a plan: the offset of its header, and the generation of that place."""
+
+NO_PLACE = PLACE.pack(2**64 - 1, 0)
+"""Of an object that is not there, or that others stand in for."""
+
+
+def places_of(packed: bytes) -> list[bytes]:
+    """One by one."""
+    return [packed[at : at + PLACE.size] for at in range(0, len(packed), PLACE.size)]
+
+
+class LeasedPlaces(NamedTuple):
+    """What a hit leases.
+
+    :param packed: a place (:data:`PLACE`) for each key.
+    :param missing: keys that are not there.
+    :param pinned: everything that is there is pinned, and stored under its own key.
+    """
+
+    packed: bytes
+    missing: int
+    pinned: bool
 
 
 class Tail(NamedTuple):
@@ -166,6 +192,21 @@ class Pool(Protocol):
 
         :param lease: for a hit that waits for its step. Where pins take a set share of the room already, such an
             object is told and counted, and not pinned, so that saves find room however many requests wait.
+        """
+        ...
+
+    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> LeasedPlaces:
+        """As :meth:`acquire` with `lease`, telling places as a plan has them."""
+        ...
+
+    def hand_over(self, owner: Owner, heir: Owner, until: float) -> None:
+        """All pins of `owner` are `heir`'s from now on, until `until`, or longer where `heir` had some."""
+        ...
+
+    def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
+        """`reader` pins, without an end, what `owner` pins of these keys, hidden since or not.
+
+        None, and nothing changes: `owner` does not pin all of them.
         """
         ...
 

@@ -16,7 +16,7 @@ from itertools import islice
 
 from layerflow.errors import PoolError
 from layerflow.keys import DIGEST_BYTES
-from layerflow.pool.base import Child, Located, NewObject, Owner, Tail
+from layerflow.pool.base import NO_PLACE, Child, Located, NewObject, Owner, Tail
 from layerflow.pool.eviction import Item
 from layerflow.pool.sharing import SharedBlocks
 from layerflow.presence import PresenceWriter, tail_marks
@@ -34,9 +34,10 @@ class DirectoryEntry(Item):
     """One object's place and state.
 
     :ivar header: what its header began with when it was published.
+    :ivar place: its offset and generation, as plans have them.
     """
 
-    __slots__ = ("block_digests", "header", "located", "nbytes", "parent", "readers", "state", "writer")
+    __slots__ = ("block_digests", "header", "located", "nbytes", "parent", "place", "readers", "state", "writer")
 
     def __init__(self, new: NewObject, offset: int, room: int, writer: Owner) -> None:
         super().__init__(new.key, room)
@@ -45,6 +46,7 @@ class DirectoryEntry(Item):
         self.parent = new.parent
         self.block_digests = new.block_digests
         self.header = b""
+        self.place = NO_PLACE
         self.readers = 0  #: owners that pin it
         self.state = ObjectState.WRITING
         self.writer = writer
@@ -187,20 +189,24 @@ class Directory:
 
     # Pins ----------------------------------------------------------------------------------------
 
+    def find(self, keys: Sequence[bytes]) -> list[DirectoryEntry | None]:
+        """The ready entry of each key; None = there is none."""
+        get = self.ready.get
+        return [get(key) for key in keys]
+
     def pin(
-        self, keys: Sequence[bytes], owner: Owner, until: float, most: float = math.inf
-    ) -> tuple[list[Located | None], list[DirectoryEntry], list[DirectoryEntry]]:
-        """Pin what is ready. All pins of an owner end together, at the latest end that it asked for.
+        self, there: Sequence[DirectoryEntry], owner: Owner, until: float, most: float = math.inf
+    ) -> tuple[list[DirectoryEntry], list[DirectoryEntry], bool]:
+        """Pin ready entries. All pins of an owner end together, at the latest end that it asked for.
 
         :param most: bytes pinned by all owners; what would go beyond is not pinned.
-        :returns: places in the order of `keys` (None = not there), the entries that `owner` newly pinned, and
-            those of them that nobody had pinned before.
+        :returns: the entries that `owner` newly pinned, those of them that nobody had pinned before, and whether all
+            of `there` are pinned now.
         """
-        ready, pins = self.ready, self._pins.get(owner) or OwnerPins()
-        found = [ready.get(key) for key in keys]
+        pins = self._pins.get(owner) or OwnerPins()
         mine, before = pins.entries, len(pins.entries)
         # A dict keeps its order, and what is in it already stays where it is: the new ones are the last.
-        within = self._within(most, [entry for entry in found if entry is not None])
+        within, whole = self._within(most, there)
         mine.update(dict.fromkeys(within))
         fresh = list(islice(mine, before, None))
         first = [entry for entry in fresh if not entry.readers]
@@ -212,11 +218,43 @@ class Directory:
         self.pinned_bytes += sum([entry.room for entry in first])
         if within and until > pins.until:
             pins.until = until
-            if until < math.inf:
-                self._serial += 1
-                heapq.heappush(self._due, (until, self._serial, owner))
-                self._compact()
-        return [None if entry is None else entry.located for entry in found], fresh, first
+            self._end_at(owner, until)
+        return fresh, first, whole
+
+    def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
+        """`reader` pins, without an end, what `owner` pins of these keys; None, and nothing changes: not all of them.
+
+        What was hidden since `owner` pinned it is where it was.
+        """
+        theirs = self._pins.get(owner)
+        if theirs is None:
+            return None
+        entries: list[DirectoryEntry] = []
+        for key in keys:
+            entry = self.ready.get(key)
+            if entry is None or entry not in theirs.entries:
+                entry = next((hidden for hidden in self._hidden.get(key, ()) if hidden in theirs.entries), None)
+                if entry is None:
+                    return None
+            entries.append(entry)
+        self.pin(entries, reader, math.inf)
+        return [entry.located for entry in entries]
+
+    def hand_over(self, owner: Owner, heir: Owner, until: float) -> None:
+        """All pins of `owner` are `heir`'s from now on, until `until`, or longer where `heir` had some."""
+        pins = self._pins.pop(owner, None)
+        if pins is None:
+            return
+        theirs = self._pins.get(heir)
+        if theirs is not None:
+            for entry in theirs.entries:
+                if entry in pins.entries:
+                    entry.readers -= 1
+                else:
+                    pins.entries[entry] = None
+            until = max(until, theirs.until)
+        self._pins[heir], pins.until = pins, until
+        self._end_at(heir, until)
 
     def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[DirectoryEntry]:
         """Drop the owner's pins on `keys` (None = all); the entries now unpinned, newest pin first."""
@@ -280,19 +318,27 @@ class Directory:
         self.pinned_bytes -= sum([entry.room for entry in idle])
         return idle
 
-    def _within(self, most: float, entries: list[DirectoryEntry]) -> list[DirectoryEntry]:
-        """Those that can be pinned while all pins stay within `most` bytes: what is pinned already costs nothing."""
-        if most == math.inf:
-            return entries
+    def _end_at(self, owner: Owner, until: float) -> None:
+        if until < math.inf:
+            self._serial += 1
+            heapq.heappush(self._due, (until, self._serial, owner))
+            self._compact()
+
+    def _within(self, most: float, entries: Sequence[DirectoryEntry]) -> tuple[Sequence[DirectoryEntry], bool]:
+        """Those that can be pinned while all pins stay within `most` bytes, and whether these are all: what is pinned
+        already costs nothing."""
         left = most - self.pinned_bytes
-        within = []
+        if left >= sum([entry.room for entry in entries]):
+            return entries, True
+        within, whole = [], True
         for entry in dict.fromkeys(entries):
             if not entry.readers:
                 if entry.room > left:
+                    whole = False
                     continue
                 left -= entry.room
             within.append(entry)
-        return within
+        return within, whole
 
     def _compact(self) -> None:
         """Released pins stay listed until they would have run out; drop them once they are the bulk."""

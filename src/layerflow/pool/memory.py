@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
-import structlog
-
 from layerflow.errors import BadKey, PoolError
-from layerflow.keys import KEY_BYTES, describe_key
-from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, check_header, header_start, pack_header
-from layerflow.pool.base import Child, Located, NewObject, Owner, PoolStatistics, Reservation, ReserveStatus, Tail
+from layerflow.keys import KEY_BYTES
+from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, pack_header
+from layerflow.pool.base import (
+    NO_PLACE,
+    PLACE,
+    Child,
+    LeasedPlaces,
+    Located,
+    NewObject,
+    Owner,
+    PoolStatistics,
+    Reservation,
+    ReserveStatus,
+    Tail,
+)
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
 from layerflow.pool.eviction import S3Fifo
+from layerflow.pool.headers import Headers
 from layerflow.pool.slots import Slots
 from layerflow.presence import Presence, PresenceWriter
 
-log = structlog.get_logger(__name__)
-
 _NO_HEADER = bytes(HEADER_BYTES)
 _UINT32 = 1 << 32
+_LAST_GENERATION = (1 << 64) - 1
 _PATIENCE = 2  # rounds of victims in order that may free no room for a new size
 
 _EXISTS = Reservation(ReserveStatus.EXISTS, -1)
@@ -56,9 +67,12 @@ class MemoryPool:
         self._lease_share = lease_share
         self._arena = arena
         self._view = arena.view
+        self._headers = Headers(arena.view)
         self._slots = Slots(arena.nbytes)
         self._directory = Directory(presence)
         self._policy: S3Fifo[DirectoryEntry] = S3Fifo()
+        # Old payload must not look like a generation by chance: they begin anywhere.
+        self._generation = secrets.randbits(63)
         self._dirty = 0  # bytes from the start that an object may ever have covered
         self._hits = self._misses = self._commits = self._full = self._revoked = self._hidden = 0
         self._evictions = self._evicted_bytes = 0
@@ -98,18 +112,50 @@ class MemoryPool:
 
         An object whose header was overwritten (by an engine that wrote where it must not) is hidden instead.
         """
-        self.hide(self._overwritten(keys))
-        places, fresh, first = self._directory.pin(keys, owner, until, self._most(lease))
+        return [None if entry is None else entry.located for entry in self._take(keys, owner, until, lease)[0]]
+
+    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> LeasedPlaces:
+        """As :meth:`acquire` with `lease`, telling places as a plan has them."""
+        found, whole = self._take(keys, owner, until, lease=True)
+        missing = found.count(None)
+        if not missing:
+            return LeasedPlaces(b"".join([entry.place for entry in found if entry]), 0, whole)
+        packed = b"".join([NO_PLACE if entry is None else entry.place for entry in found])
+        return LeasedPlaces(packed, missing, whole)
+
+    def _take(
+        self, keys: Sequence[bytes], owner: Owner, until: float, lease: bool
+    ) -> tuple[list[DirectoryEntry | None], bool]:
+        """Pin and count; the entries, and whether all that there are, are pinned."""
+        directory = self._directory
+        found = directory.find(keys)
+        there = [entry for entry in found if entry is not None]
+        if spoilt := self._headers.overwritten(there):
+            self.hide(spoilt)
+            return self._take(keys, owner, until, lease)
+        fresh, first, whole = directory.pin(there, owner, until, self._most(lease))
         self._policy.park(first)
         self._policy.use(fresh)
-        misses = places.count(None)
-        self._misses += misses
-        self._hits += len(places) - misses
-        return places
+        if not lease:
+            self._misses += len(found) - len(there)
+        self._hits += len(there)
+        return found, whole
 
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """Pin complete objects without counting a hit or a use; what is not there is left out."""
-        self._policy.park(self._directory.pin(keys, owner, until, self._most(lease))[2])
+        there = [entry for entry in self._directory.find(keys) if entry is not None]
+        self._policy.park(self._directory.pin(there, owner, until, self._most(lease))[1])
+
+    def hand_over(self, owner: Owner, heir: Owner, until: float) -> None:
+        """All pins of `owner` are `heir`'s from now on, until `until`, or longer where `heir` had some."""
+        self._directory.hand_over(owner, heir, until)
+
+    def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
+        """`reader` pins, without an end, what `owner` pins of these keys, hidden since or not; None: not all of them.
+
+        It counts neither a hit nor a use: looking up has.
+        """
+        return self._directory.share(owner, keys, reader)
 
     def pins(self, owner: Owner, keys: Iterable[bytes]) -> bool:
         """Is each of these objects here itself, and pinned by `owner`?"""
@@ -184,9 +230,12 @@ class MemoryPool:
             if entry is None:
                 continue
             offset, blocks, tokens, _ = entry.located
-            header = pack_header(key, blocks=blocks, tokens=tokens, payload=entry.nbytes - HEADER_BYTES)
+            generation = self._generation = self._generation % _LAST_GENERATION + 1
+            header = pack_header(
+                key, blocks=blocks, tokens=tokens, payload=entry.nbytes - HEADER_BYTES, generation=generation
+            )
             self._view[offset : offset + HEADER_BYTES] = header
-            entry.header = header[:CHECKSUM_AT]
+            entry.header, entry.place = header[:CHECKSUM_AT], PLACE.pack(offset, generation)
             self._directory.publish(entry)
             published.append(entry)
         for entry in reversed(published):  # a prompt's last chunks go first: without the first ones they are no use
@@ -380,25 +429,6 @@ class MemoryPool:
 
     def _most(self, lease: bool) -> float:
         return self._lease_share * self._slots.capacity_bytes if lease else math.inf
-
-    def _overwritten(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Of these objects, those whose header is not theirs any more."""
-        ready, view = self._directory.ready, self._view
-        entries = [entry for key in keys if (entry := ready.get(key)) is not None]
-        return [
-            entry.key
-            for entry in entries
-            if header_start(view, entry.located.offset) != entry.header and not self._intact(entry)
-        ]
-
-    def _intact(self, entry: DirectoryEntry) -> bool:
-        offset, blocks, *_ = entry.located
-        try:
-            check_header(self._view[offset : offset + HEADER_BYTES], entry.key, blocks)
-        except PoolError as error:
-            log.error("object_overwritten", key=describe_key(entry.key), offset=offset, error=str(error))
-            return False
-        return True
 
     def _wipe(self, offset: int) -> None:
         """No stale header verifies."""

@@ -75,6 +75,10 @@ class Clients:
         """Has this client greeted, and not said hello yet?"""
         return address in self._greeted
 
+    def take_greeting(self, address: Address) -> None:
+        """This client has introduced itself as something else than a client."""
+        self._greeted.pop(address, None)
+
     def hello(self, address: Address, message: wire.ToServer) -> None:
         """A client's first message: it has a session from now on, and is told what it needs to know.
 

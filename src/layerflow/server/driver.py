@@ -19,6 +19,7 @@ from layerflow.flow.commands import (
     Cancel,
     Command,
     Commit,
+    LayersStored,
     LoadFailed,
     LoadsDone,
     ObjectsLost,
@@ -54,7 +55,7 @@ from layerflow.wire.messages import (
 
 if TYPE_CHECKING:
     from layerflow.server.handoffs.registry import Handoffs
-    from layerflow.server.tier.tier import Tier
+    from layerflow.server.sources import Sources
 
 
 class Driver:
@@ -75,7 +76,7 @@ class Driver:
         step_done: Callable[[StepDone], None],
     ) -> None:
         self.flow = Flow(limits)
-        self.tier: Tier | None = None
+        self.tier: Sources | None = None
         self.missed = MissedTurns()
         self.follows = Follows(pool, self.emit, self._part_of)
         self.handoffs: Handoffs | None = None
@@ -142,6 +143,11 @@ class Driver:
             self._flush()
         if refused is not None:
             raise refused
+
+    def expected(self, step: tuple[int, int], now: float) -> float | None:
+        """In how many seconds a step will have stored all that it saves, by its pace so far; None = not known."""
+        book, share = self._books.get(step), self.flow.stored(*step)
+        return (now - book.opened_at) * (1 - share) / share if book is not None and share > 0 else None
 
     def emit(self, events: Sequence[Event]) -> None:
         """Tell the core; of what follows from its own commands, once all of those are carried out."""
@@ -216,7 +222,7 @@ class Driver:
                 del self._books[command.session, command.step]
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
-            case Arrived(fetch=number) | Vacate(fetch=number) if number < 0:
+            case Arrived(fetch=number) | Vacate(fetch=number) | LayersStored(follow=number) if number < 0:
                 self.follows.obey(command)
             case ObjectsLost(transfer=number) | TransferDone(transfer=number) if number < 0:
                 self.follows.obey(command)

@@ -84,6 +84,8 @@ async def housekeep(
             server.driver.follows.expire(now)
             # A server that was stopped for a while has not listened: it judges nobody by that time.
             limit = server.settings().liveness_ms / 1e3 + lag
+            if server.peers is not None:
+                server.peers.look_after(lag)
             for session in server.sessions:
                 if now - session.heard > limit:
                     lose_silent(session)

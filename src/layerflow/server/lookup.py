@@ -16,6 +16,7 @@ from layerflow.pool.base import Covering, NewObject, Pool
 from layerflow.spec import ModelSpec, Shard
 
 if TYPE_CHECKING:
+    from layerflow.server.sources import Sources
     from layerflow.server.tier.tier import Tier
 
 
@@ -30,7 +31,7 @@ class TieredLookup:
     """
 
     pool: Pool
-    tier: Tier
+    tier: Tier | Sources
     found: frozenset[bytes] = frozenset()
     unavailable: frozenset[bytes] = frozenset()
     covering: Covering | None = None
@@ -74,7 +75,7 @@ class TieredLookup:
 class TierLookup:
     """The tier alone, for workers whose bytes do not pass through the arena; parameters as of :class:`TieredLookup`."""
 
-    tier: Tier
+    tier: Tier | Sources
     found: frozenset[bytes] = frozenset()
     unavailable: frozenset[bytes] = frozenset()
 
@@ -143,7 +144,7 @@ FEW_CHUNKS = 16
 
 def ask_tier(
     pool: Pool,
-    tier: Tier,
+    tier: Tier | Sources,
     spec: ModelSpec,
     prompt: tuple[list[bytes], int, bytes],
     then: Callable[[frozenset[bytes]], None],
@@ -239,7 +240,7 @@ def unknown_keys(
 
 def find_and_bring(
     pool: Pool,
-    tier: Tier,
+    tier: Tier | Sources,
     spec: ModelSpec,
     shards: Sequence[Shard],
     prompt: tuple[bytes, list[bytes], int, bytes],
@@ -272,7 +273,13 @@ def find_and_bring(
 
 
 def _bring(
-    pool: Pool, tier: Tier, spec: ModelSpec, shards: Sequence[Shard], digests: list[bytes], hit: int, engine: str
+    pool: Pool,
+    tier: Tier | Sources,
+    spec: ModelSpec,
+    shards: Sequence[Shard],
+    digests: list[bytes],
+    hit: int,
+    engine: str,
 ) -> Generator[None, None, frozenset[bytes]]:
     """Start fetching the full chunks that a hit needs; those that cannot be fetched."""
     stuck: set[bytes] = set()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +32,8 @@ from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.housekeeping import housekeep
-from layerflow.server.sessions import LOCAL, REMOTE, ClientSession, Sessions
+from layerflow.server.plans import Plans
+from layerflow.server.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
 from layerflow.server.status import status_of
 from layerflow.server.transport.fd_server import NO_ROOM, FdServer, SharedRegion
 from layerflow.server.transport.router import Router
@@ -40,6 +43,7 @@ from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
 
 if TYPE_CHECKING:
+    from layerflow.server.peers.peers import Peers
     from layerflow.server.tier.tier import Tier
 
 
@@ -61,7 +65,7 @@ class Server:
         self._arena = Arena(settings.pool.size, hugepages=settings.pool.hugepages)
         self._warmer = Warmer(self._arena)
         # A table of the arena alone would hide from clients what lies behind it.
-        self._presence = PresenceWriter(self._arena.nbytes) if tier is None else None
+        self._presence = PresenceWriter(self._arena.nbytes) if tier is None and not settings.peers.attach else None
         self.pool = CoveringPool(self._arena, self._presence, lease_share=settings.pool.lease_share)
         self.sessions = Sessions()
         self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
@@ -74,13 +78,34 @@ class Server:
             self._less_to_do,
         )
         self.driver.handoffs = self.handoffs
+        arena, numbers = (self._arena.fd, self._arena.nbytes), itertools.count(1)
         self.tier: Tier | None = None
         if tier is not None:
             from layerflow.server.tier.tier import Tier  # noqa: PLC0415 - most servers have none
 
-            arena = self._arena.fd, self._arena.nbytes
-            self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news)
-            self.driver.tier = self.tier
+            self.tier = Tier(*tier, settings.pool, self.pool, arena, self._tier_news, numbers)
+        self.peers: Peers | None = None
+        if settings.peers.serve or settings.peers.attach or settings.peers.learn:
+            from layerflow.server.peers.peers import Peers  # noqa: PLC0415 - most servers have none
+
+            self.peers = Peers(
+                lambda: self.settings,
+                self._context,
+                self.pool,
+                arena,
+                self._arena.view,
+                models=lambda: [session.spec for session in self.sessions if session.memory and session.spec],
+                send=self._send_to,
+                emit=self._tier_news,
+                numbers=numbers,
+                storing=(self.handoffs, self.driver.follows),
+            )
+        sources = None
+        if self.tier is not None or (self.peers is not None and self.peers.source is not None):
+            from layerflow.server.sources import Sources  # noqa: PLC0415 - most servers have none
+
+            source = self.peers.source if self.peers is not None else None
+            sources = self.driver.tier = Sources(settings.pool, self.tier, source)
         self._server_context = ServerContext(
             pool=self.pool,
             driver=self.driver,
@@ -92,9 +117,13 @@ class Server:
             status=self.status,
             arena_bytes=self._arena.nbytes,
             settings=lambda: self.settings.server,
+            lease_s=lambda: self.settings.pool.lease_ms / 1e3,
             handoffs=self.handoffs,
             pd=lambda: self.settings.pd,
-            tier=self.tier,
+            plans=Plans(self.pool, self._plan_ended),
+            incarnation=secrets.randbits(62) + 1,
+            tier=sources,
+            peers=self.peers,
             direct=bool(behind.direct_options(settings)),
         )
         self._handlers = Handlers(self._server_context)
@@ -136,8 +165,9 @@ class Server:
         """
         try:
             endpoints = self._open()
-            if self.tier is not None:
-                self.tier.start()
+            for each in (self.tier, self.peers):
+                if each is not None:
+                    each.start()
             lease_s = self.settings.pool.lease_ms / 1e3
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(
@@ -153,9 +183,9 @@ class Server:
                 tasks.cancel_scope.cancel()
         finally:
             fenced = True
-            if self.tier is not None:
-                with anyio.CancelScope(shield=True):
-                    fenced = await self.tier.close()
+            with anyio.CancelScope(shield=True):
+                for each in (self.tier, self.peers):
+                    fenced = (each is None or await each.close()) and fenced
             self._close()
             if not fenced:
                 raise DeadlineExceeded(
@@ -221,6 +251,8 @@ class Server:
         self.metrics.handoffs(self.handoffs.statistics(), follows.objects, follows.coming_objects)
         if self.tier is not None:
             self.metrics.tier(self.tier.statistics())
+        if self.peers is not None:
+            self.metrics.peers(self.peers.statistics())
 
     @property
     def caught_up(self) -> bool:
@@ -291,11 +323,18 @@ class Server:
         try:
             if frame is None:
                 raise ProtocolError("a message is one frame, not several")
-            if session is not None:
+            if self.peers is not None and (reader := self.peers.reader(address)) is not None:
+                self.peers.heard(reader, codec.decode_request(frame, self.settings.server.max_message_bytes))
+            elif session is not None:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
                 self._handlers.handle(session, message, len(frame))
             elif self._clients.greeted(address):
-                self._clients.hello(address, codec.decode_request(frame, self.settings.server.max_message_bytes))
+                message = codec.decode_request(frame, self.settings.server.max_message_bytes)
+                if isinstance(message, wire.PeerHello) and self.peers is not None:
+                    self._clients.take_greeting(address)
+                    self.peers.hello(address, message)
+                else:
+                    self._clients.hello(address, message)
             else:
                 self._clients.greet(address, frame)
         except ProtocolError as error:
@@ -306,6 +345,10 @@ class Server:
             if unlogged is not None:
                 self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
             self._routers[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
+
+    def _send_to(self, address: Address, message: Message) -> bool:
+        router = self._routers.get(address[0])
+        return router is not None and router.send(address[1], codec.encode(message))
 
     def _send(self, session: ClientSession, message: Message) -> None:
         door, identity = session.address
@@ -330,6 +373,11 @@ class Server:
         if self._idle is not None:
             self._idle.set()
 
+    def _plan_ended(self, asker: int, request: str) -> None:
+        session = self.sessions.get(asker)
+        if session is not None and session.leases.get(request) == float("inf"):
+            del session.leases[request]
+
     def _terms(self) -> wire.Terms:
         transfer, pool = self.settings.transfer, self.settings.pool
         return wire.Terms(
@@ -344,7 +392,18 @@ class Server:
             transfer.max_transfer_blocks,
             transfer.max_transfer_bytes,
             transfer.h2d_stagger_us,
+            self.settings.pd.follow,
+            planned_bytes(self.settings) // max(1, self.sessions.workers()),
         )
+
+
+PLANNED_SHARE = 4
+"""One in so many bytes in flight is for loads that workers move by the plans of their hits."""
+
+
+def planned_bytes(settings: Settings) -> int:
+    """What all workers together may have in flight by plans; the core grants the rest."""
+    return settings.transfer.max_inflight_bytes // PLANNED_SHARE
 
 
 def limits_of(settings: Settings, arena_bytes: int) -> Limits:
@@ -354,7 +413,7 @@ def limits_of(settings: Settings, arena_bytes: int) -> Limits:
         prefetch_layers=transfer.prefetch_layers,
         max_transfer_blocks=transfer.max_transfer_blocks,
         max_transfer_bytes=transfer.max_transfer_bytes,
-        max_inflight_bytes=transfer.max_inflight_bytes,
+        max_inflight_bytes=max(2, transfer.max_inflight_bytes - planned_bytes(settings)),
         save_backlog_bytes=transfer.save_backlog_bytes,
         write_backlog_bytes=min(settings.pool.write_backlog, arena_bytes // 2),
         stagger_us=transfer.h2d_stagger_us,

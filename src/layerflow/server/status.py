@@ -49,8 +49,9 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
         ],
         "limits": settings.transfer.model_dump(),
         "pool": dataclasses.asdict(server.pool.statistics()),
-        "tier": None if server.tier is None else server.tier.status(),
+        "tier": None if server.tier is None or server.tier.tier is None else server.tier.tier.status(),
         "handoffs": _handoffs(server, now),
+        "peers": None if server.peers is None else server.peers.status(),
         "follows": {
             "follows": len(server.driver.follows),
             "objects": server.driver.follows.objects,

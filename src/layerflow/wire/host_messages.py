@@ -34,6 +34,8 @@ class Objects(msgspec.Struct, array_like=True, frozen=True):
     :param tokens: u32 each; 0 = unknown to the reader.
     :param parents: for partial chunks: (position, 24-byte key).
     :param block_digests: (position, digests): see :class:`layerflow.pool.base.NewObject`.
+    :param origin: where they lie at a peer, see :class:`layerflow.wire.peer_link.Origin`; empty = at the backend.
+    :param positions: u32 each: their places in the peer's lease; empty as `origin` is.
     """
 
     layers: int
@@ -44,6 +46,8 @@ class Objects(msgspec.Struct, array_like=True, frozen=True):
     tokens: bytes
     parents: tuple[tuple[int, bytes], ...] = ()
     block_digests: tuple[tuple[int, bytes], ...] = ()
+    origin: bytes = b""
+    positions: bytes = b""
 
 
 # To the host -----------------------------------------------------------------------------------
@@ -132,6 +136,37 @@ class Clear(msgspec.Struct, tag="clear", frozen=True):
     id: int
     keys: bytes
     timeout_ms: int
+
+
+class Lend(msgspec.Struct, tag="lend", frozen=True):
+    """To an exporter: who shows `token` may read these objects, from now until Withdraw.
+
+    :param keys: 24 bytes each. :param offsets: u64 each: the header's place in the arena. :param nbytes: u64 each.
+    :param blocks: u32 each; 0 = the object is being saved, and has no header yet.
+    :param stored: u64 each: so many leading bytes may be read.
+    """
+
+    lease: int
+    token: bytes
+    keys: bytes
+    offsets: bytes
+    nbytes: bytes
+    blocks: bytes
+    stored: bytes
+
+
+class Extend(msgspec.Struct, tag="extend", frozen=True):
+    """To an exporter: of these objects of a lease (u32 positions) so many leading bytes (u64 each) may be read."""
+
+    lease: int
+    positions: bytes
+    stored: bytes
+
+
+class Withdraw(msgspec.Struct, tag="withdraw", frozen=True):
+    """To an exporter: nothing of a lease may be read any more. Answered by Withdrawn once nothing is."""
+
+    lease: int
 
 
 class Ping(msgspec.Struct, tag="ping", frozen=True):
@@ -231,6 +266,12 @@ class Cleared(msgspec.Struct, tag="cleared", frozen=True):
     reason: str = ""
 
 
+class Withdrawn(msgspec.Struct, tag="withdrawn", frozen=True):
+    """From an exporter: no read of this lease is under way, and none will be."""
+
+    lease: int
+
+
 class Pong(msgspec.Struct, tag="pong", frozen=True):
     """Answer to Ping, with the backend's latest statistics."""
 
@@ -238,8 +279,24 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
     statistics: dict[str, float]
 
 
-ToHost = Start | Ask | Fetch | Pull | EndFetch | Write | Push | Drop | EndWrite | Clear | Ping | Stop
-ToServer = Up | Down | Indexed | Evicted | Present | Fetched | Written | Cleared | Pong
+ToHost = (
+    Start
+    | Ask
+    | Fetch
+    | Pull
+    | EndFetch
+    | Write
+    | Push
+    | Drop
+    | EndWrite
+    | Clear
+    | Ping
+    | Stop
+    | Lend
+    | Extend
+    | Withdraw
+)
+ToServer = Up | Down | Indexed | Evicted | Present | Fetched | Written | Cleared | Pong | Withdrawn
 
 _encoder = msgspec.msgpack.Encoder()
 _to_host: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)

@@ -7,6 +7,7 @@ import itertools
 import json
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any, cast
 
 import msgspec
@@ -22,6 +23,7 @@ from layerflow.agent.connection.handoffs import (
     state_of,
 )
 from layerflow.agent.connection.handshake import ClientKeys
+from layerflow.agent.hit_plan import PlansInHand
 from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError
 from layerflow.keys import Chain
@@ -62,6 +64,8 @@ class Control:
     :param endpoint: of the server, ``ipc://``, ``inproc://`` or ``tcp://`` with `keys`.
     :param engine: names the engine whose workers load what this client leases.
     :param spec: needed for lookups.
+
+    :ivar plans: of hits that were told here and are not loaded yet.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Control:
         self._keys = keys
         self._context = context or zmq.Context.instance()
         self._lookup_timeout_s = lookup_timeout_s
+        self.plans = PlansInHand()
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._line: ControlConnection | None = None
@@ -117,10 +122,12 @@ class Control:
             line = self._connected(deadline)
             if follow is None and line.misses(chain):
                 return MISS
+            self._give_up(self.plans.overdue(time.monotonic()))
             message = line.question(next(self._ids), request, chain, follow)
             if follow is not None and follow.handoff:
                 deadline = max(deadline, follow.deadline + self._lookup_timeout_s)
             found = cast(Found, self._exchange(message, Found, deadline))
+            return self._take(request, hit_of(found, chain, self._spec, follow), found, message.lease_ms)
         except RemoteError as error:
             log.warning("lookup_refused", request=request, code=error.code, error=error.message)
             return MISS
@@ -129,7 +136,21 @@ class Control:
             return MISS
         finally:
             self._lock.release()
-        return hit_of(found, chain, self._spec)
+
+    def _take(self, request: str, hit: Hit, found: Found, lease_ms: int) -> Hit:
+        """Hold the hit's plan, or give it up where it is none of this prompt."""
+        void = [found.plan] if found.plan and hit.plan is None else []
+        if hit.plan is not None:
+            void += self.plans.give(request, hit.plan, time.monotonic() + lease_ms / 1e3)
+        self._give_up([(request, number) for number in void])
+        return hit
+
+    def _give_up(self, plans: Iterable[tuple[str, int]]) -> None:
+        """Tell the server, if it is there: else it has nothing that is pinned for them."""
+        if self._line is not None:
+            with contextlib.suppress(ServerLost):
+                for request, number in plans:
+                    self._line.conversation.send(DropLease(request, number))
 
     def written(self, chain: Chain, timeout_s: float) -> Hit:
         """How much of a prompt another node of the pool can load, once nothing of it is on its way there.
@@ -215,7 +236,10 @@ class Control:
 
     def drop_lease(self, request: str) -> None:
         """The request will not be loaded after all. Nothing happens if the server is away: leases expire."""
-        self._tell(DropLease(request))
+        with self._lock:
+            void, used = self.plans.drop(request)
+            self._give_up([(request, number) for number in void])
+            self._give_up([(request, 0 if used else -1)])
 
     def status(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The server's state, as ``layerflow status --json`` prints it.

@@ -20,14 +20,15 @@ import zmq
 
 from layerflow.agent.connection.handoffs import following
 from layerflow.agent.connection.handshake import ClientKeys, Handshake, dial, fetch_presence
+from layerflow.agent.hit_plan import HitPlan
 from layerflow.agent.values import Follow, Hit
 from layerflow.errors import LayerflowError, ServerLost
-from layerflow.hits import HitLength, find_hit
+from layerflow.hits import HitLength, Tail, find_hit
 from layerflow.keys import DIGEST_BYTES, Chain, object_key, several_key
 from layerflow.memfd import SharedMemory
 from layerflow.presence import Presence
 from layerflow.spec import ModelSpec, Shard
-from layerflow.wire.messages import Attach, Bye, Found, Lookup, Missed, Welcome
+from layerflow.wire.messages import Attach, Bye, Found, Lookup, Missed, TailHit, Welcome
 
 BYE_LINGER_MS = 100
 LOOK_S = 0.02
@@ -157,25 +158,32 @@ class _SeenKeys:
         ]
 
 
-def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
+def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Follow | None = None) -> Hit:
     """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
     resident = isinstance(found, Found) and found.resident
-    best = Hit(found.tokens, resident=resident)
-    for tail in found.tails:
+    best, ends_in = Hit(found.tokens, resident=resident), -1
+    tails: Sequence[Tail | TailHit] = found.tails
+    for position, tail in enumerate(tails):
         start, shared = tail.chunk * chain.chunk_tokens, tail.shared
         if start + tail.tokens <= len(chain) and chain.partial(tail.chunk, tail.tokens) == tail.digest:
             shared = tail.tokens
         tokens = spec.usable(start + shared, len(chain)) if shared else None
         if tokens is None or tokens <= best.tokens:
             continue
+        ends_in = position
         if shared == tail.tokens:
             best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, resident=resident)
         else:
             digest = chain.partial(tail.chunk, shared)
             best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, digest, resident=resident)
-    if isinstance(found, Found) and (found.following or found.reason):
-        return replace(best, following=found.following and best.tokens > 0, reason=found.reason)
-    return best
+    if not isinstance(found, Found):
+        return best
+    if found.following or found.reason:
+        following = found.following and best.tokens > 0
+        until = follow.deadline if following and follow is not None else 0.0
+        best = replace(best, following=following, reason=found.reason, until=until)
+    plan = HitPlan.of(found, ends_in, spec) if best.tokens else None
+    return best if plan is None else replace(best, plan=plan)
 
 
 def lookup_of(

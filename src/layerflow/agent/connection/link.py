@@ -27,6 +27,7 @@ import zmq
 from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
 from layerflow.errors import ConfigError, LayerflowError, ServerLost
 from layerflow.memfd import SharedMemory
+from layerflow.peer import has_died, is_here, peer_pidfd
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import (
@@ -39,6 +40,7 @@ from layerflow.wire.messages import (
     Fence,
     Figures,
     Message,
+    Moved,
     Problem,
     Progress,
     Report,
@@ -48,6 +50,8 @@ from layerflow.wire.messages import (
 )
 
 CONNECT_TIMEOUT_S = 1.0
+DYING_S = 0.5
+"""The kernel closes a dying process's connections a moment before it reports the death: so long that is waited for."""
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 FRONTIER_SAMPLE_MS = 1
 LAST_WORDS_MS = 2
@@ -61,13 +65,14 @@ log = structlog.get_logger("layerflow.agent")
 
 @dataclass(slots=True)
 class Attachment:
-    """One life of the link: a server, its arena, its terms."""
+    """One life of the link: a server, its arena and that one's name, its terms."""
 
     session: int
     arena: SharedMemory
     terms: Terms
     welcome: Welcome
     direct: bool
+    incarnation: int = 0
 
 
 class LinkListener(Protocol):
@@ -83,6 +88,14 @@ class LinkListener(Protocol):
 
     def lost(self, reason: str) -> None:
         """The server is gone; nothing of it answers any more."""
+        ...
+
+    def judged(self, dead: bool) -> None:
+        """Has its process ended, for certain? Told a moment after :meth:`lost`."""
+        ...
+
+    def waiting(self, now: float) -> None:
+        """Time passed without a server."""
         ...
 
     def heard(self, message: ToClient) -> None:
@@ -111,6 +124,7 @@ class ReportBuffer:
     fenced: deque[Fence] = field(default_factory=deque)
     closed: deque[Closed] = field(default_factory=deque)
     figures: deque[Figures] = field(default_factory=deque)
+    moved: deque[Moved] = field(default_factory=deque)
 
 
 class Link:
@@ -230,6 +244,7 @@ class Link:
         while not self._closing and (left := due - time.monotonic()) > 0:
             if poller.poll(max(1, round(left * 1e3))):
                 self._look()
+            self._listener.waiting(time.monotonic())
 
     def _look(self) -> None:
         os.eventfd_read(self._wakeup_fd)
@@ -243,6 +258,7 @@ class Link:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         dealer = dial(self._context, self._endpoint)
         connection, arena = None, None
+        server = -1
         attached = False
         try:
             conversation = Handshake(dealer)
@@ -256,11 +272,13 @@ class Link:
                 arena = SharedMemory.attach(fd, nbytes)
             finally:
                 os.close(fd)
-            terms = conversation.attach(Attach(self._spec, memory=True, direct=direct), deadline).terms
+            server = _pidfd(connection)
+            attached_as = conversation.attach(Attach(self._spec, memory=True, direct=direct), deadline)
             self._outbox.clear()
             self.news = ReportBuffer()
             attached = True
-            self._listener.connection_made(Attachment(welcome.session, arena, terms, welcome, direct))
+            attachment = Attachment(welcome.session, arena, attached_as.terms, welcome, direct, attached_as.incarnation)
+            self._listener.connection_made(attachment)
             self._tries = 0
             self._dealer, self._broken = dealer, None
             self.ready.set()
@@ -271,6 +289,9 @@ class Link:
             self.ready.clear()
             if attached:
                 self._listener.lost("closed" if self._closing else "the server is gone")
+                self._listener.judged(not self._closing and has_died(server, DYING_S) if server >= 0 else False)
+            if server >= 0:
+                os.close(server)
             if connection is not None:
                 # Nothing of this attachment moves any more: the server need not wait for this process to end.
                 with contextlib.suppress(OSError):
@@ -343,10 +364,21 @@ class Link:
         news = self.news
         done, failed, fenced = _drain(news.done), _drain(news.failed), _drain(news.fenced)
         progress = self._listener.progress()
-        closed, measured = _drain(news.closed), _drain(news.figures)
-        if not (done or failed or fenced or progress or closed or measured):
+        closed, measured, moved = _drain(news.closed), _drain(news.figures), _drain(news.moved)
+        if not (done or failed or fenced or progress or closed or measured or moved):
             return None
-        return Report(done, failed, fenced, progress, closed, measured)
+        return Report(done, failed, fenced, progress, closed, measured, moved)
+
+
+def _pidfd(connection: socket.socket) -> int:
+    """Of the server; -1: that it has ended will never be known. It is in another pid namespace, or in this process."""
+    if is_here(connection):
+        return -1
+    try:
+        return peer_pidfd(connection)
+    except OSError as error:
+        log.warning("server_pidfd_unknown", error=str(error), effect="loads end with the connection")
+        return -1
 
 
 def _pending(dealer: zmq.Socket[bytes]) -> bool:

@@ -65,7 +65,9 @@ class Inquiry:
     :param hit: the answer; None while it is under way.
     :param until: monotonic seconds: a server that has not answered by then is away.
     :param waits: for a hand-off: the server answers once that is open.
+    :param follow: what it may wait for.
     :param seen: what the server's table shows, where that is taken for an answer until there is one.
+    :param spent: what was seen is being loaded; the answer comes too late for its plan.
     """
 
     request: str
@@ -73,8 +75,10 @@ class Inquiry:
     asked_at: float
     until: float
     waits: bool = False
+    follow: Follow | None = None
     hit: Hit | None = None
     seen: Hit | None = None
+    spent: bool = False
 
 
 class Lookups:
@@ -104,6 +108,8 @@ class Lookups:
         self._numbers = itertools.count(1)
         self._open: dict[int, Inquiry] = {}
         self._handoffs: dict[int, HandoffInquiry] = {}
+        self._current: dict[str, Inquiry] = {}  # by request, what was asked last and is neither loaded nor dropped
+        self._handed: set[str] = set()  # requests whose plan the workers have
         self._line: ControlConnection | None = None
         self._dialled: deque[ControlConnection] = deque()
         self._closing = threading.Event()
@@ -124,7 +130,8 @@ class Lookups:
         now = time.monotonic()
         waits = follow is not None and bool(follow.handoff)
         until = now + self._timeout_s if follow is None or not waits else max(now, follow.deadline) + self._timeout_s
-        inquiry = Inquiry(request, chain, now, until, waits)
+        inquiry = Inquiry(request, chain, now, until, waits, follow)
+        self._abandon(request)
         line = self._connected()
         if line is not None and line.hung_up():
             self._lost("the server has hung up")
@@ -133,7 +140,7 @@ class Lookups:
             inquiry.hit = MISS
             return inquiry
         number = next(self._numbers)
-        self._open[number] = inquiry
+        self._open[number] = self._current[request] = inquiry
         try:
             line.conversation.send(line.question(number, request, chain, follow))
         except LayerflowError as error:
@@ -161,6 +168,21 @@ class Lookups:
         if inquiry.hit is None and time.monotonic() > inquiry.until:
             self._lost("a lookup was not answered in time")
         return inquiry.hit
+
+    def take(self, inquiry: Inquiry, hit: Hit) -> Hit:
+        """The hit is handed to the workers now: with the plan that its answer has brought, if it has come."""
+        self._catch_up()
+        if self._current.get(inquiry.request) is not inquiry:
+            return hit
+        if inquiry.hit == hit:
+            del self._current[inquiry.request]
+            if inquiry.hit.plan is not None:
+                self._handed.add(inquiry.request)
+            return inquiry.hit
+        if inquiry.hit is None:
+            inquiry.spent = True
+            del self._current[inquiry.request]
+        return hit
 
     def open_handoff(
         self,
@@ -210,7 +232,10 @@ class Lookups:
 
     def drop_lease(self, request: str) -> None:
         """The request's hit will not be loaded. Returns at once; nothing happens if the server is away."""
-        self._tell(DropLease(request))
+        self._abandon(request)
+        handed = request in self._handed
+        self._handed.discard(request)
+        self._tell(DropLease(request, 0 if handed else -1))
 
     def close(self) -> None:
         """Hang up; leases expire by themselves."""
@@ -220,6 +245,13 @@ class Lookups:
         if line is not None:
             line.hang_up()
         self._line = None
+
+    def _abandon(self, request: str) -> None:
+        """What was asked for the request is not loaded; its answer may be yet to come."""
+        inquiry = self._current.pop(request, None)
+        if inquiry is not None and inquiry.hit is not None and inquiry.hit.plan is not None:
+            inquiry.hit.plan.void = True
+            self._tell(DropLease(request, inquiry.hit.plan.number))
 
     def _tell(self, message: DropLease | EndHandoff | ReleaseHandoff) -> None:
         if self._line is not None:
@@ -262,7 +294,8 @@ class Lookups:
         if isinstance(message, Found):
             inquiry = self._open.pop(message.id, None)
             if inquiry is not None:
-                inquiry.hit = hit_of(message, inquiry.chain, self._spec)
+                inquiry.hit = hit_of(message, inquiry.chain, self._spec, inquiry.follow)
+                self._settle_plan(inquiry, message)
                 if message.tails and not inquiry.hit.tokens:
                     self.drop_lease(inquiry.request)  # of tails that are another prompt's
         elif isinstance(message, HandoffState):
@@ -281,6 +314,14 @@ class Lookups:
                 inquiry.hit = MISS
             if message.code == STRANGER:
                 self._lost("the server does not know this client")
+
+    def _settle_plan(self, inquiry: Inquiry, found: Found) -> None:
+        """A plan that nobody will use is given up at once."""
+        if not found.plan or (inquiry.hit and inquiry.hit.plan and self._current.get(inquiry.request) is inquiry):
+            return
+        # Workers may be about to load what was seen: for them it is leased.
+        lease_ms = self._line.lease_ms if inquiry.spent and self._line is not None else 0
+        self._tell(DropLease(inquiry.request, found.plan, lease_ms))
 
     def _connected(self) -> ControlConnection | None:
         if self._line is None and self._dialled:

@@ -8,7 +8,8 @@ import structlog
 
 from layerflow.device.base import Device
 from layerflow.errors import Unsupported
-from layerflow.memfd import SharedMemory
+from layerflow.machine import free_bytes
+from layerflow.memfd import POPULATE_PIECE_BYTES, SharedMemory
 
 log = structlog.get_logger("layerflow.agent")
 
@@ -41,6 +42,11 @@ class Populating:
 
 def _populate(arena: SharedMemory) -> None:
     try:
-        arena.populate(0, arena.nbytes)
+        # What the server has not warmed for want of memory is not taken here either.
+        for begin in range(0, arena.nbytes, POPULATE_PIECE_BYTES):
+            if free_bytes() < 2 * POPULATE_PIECE_BYTES:
+                log.info("arena_populated_partly", populated_bytes=begin, arena_bytes=arena.nbytes)
+                return
+            arena.populate(begin, min(begin + POPULATE_PIECE_BYTES, arena.nbytes))
     except Unsupported as error:
         log.warning("arena_not_populated", error=str(error))

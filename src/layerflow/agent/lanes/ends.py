@@ -42,6 +42,8 @@ class CopyEnds:
             began = max(job.sent, self._landed_at[direction])  # one stream copies batch after batch
             trace(job, "load" if direction == LOAD else "save", min(began, now), now)
             self._landed_at[direction] = now
+        if job.batch.direction == LOAD:
+            job.step.fail_replaced()
         self._ended(job, failure)
 
     def _device_failed(self, error: BaseException, job: CopyTask, failure: str) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from layerflow.agent.lanes.planned import PlannedLoads, PlannedQueue
 from layerflow.agent.lanes.stagger import Stagger
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, Report, explained, extents_of, one_call, together, trace
 from layerflow.agent.step.step import Step
@@ -31,6 +32,7 @@ class LoadLane:
 
     :ivar caps: what one call copies at most.
     :ivar stagger: the slots in which layers begin.
+    :ivar planned: what this lane cuts into batches itself.
     """
 
     def __init__(self, report: Report, told: Callable[[], None]) -> None:
@@ -41,8 +43,9 @@ class LoadLane:
         self._untold = 0
         self._untold_since = 0.0
         self._seconds_per_byte = 0.0
-        self._jobs: queue.SimpleQueue[CopyTask | bool] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CopyTask | PlannedLoads | bool] = queue.SimpleQueue()
         self._waiting: list[CopyTask] = []
+        self.planned = PlannedQueue()
         self._closing = False
         self._interval = SAMPLE_S
         self._begun: tuple[Step, int] | None = None
@@ -61,9 +64,18 @@ class LoadLane:
             _send(job)
         self._jobs.put(job)
 
+    def plan(self, loads: PlannedLoads) -> None:
+        """Begin with a step whose places are known."""
+        self._jobs.put(loads)
+
     def wake(self) -> None:
-        """Look at the gates now: the engine waits for a layer."""
-        if self._waiting:
+        """Look at the gates now: the engine waits for a layer, or something was cut off."""
+        if self._waiting or self.planned:
+            self._jobs.put(True)
+
+    def landed(self, nbytes: int) -> None:
+        """A batch that was cut here has ended."""
+        if self.planned.landed(nbytes) and threading.current_thread() is not self._thread:
             self._jobs.put(True)
 
     def close(self) -> None:
@@ -73,7 +85,7 @@ class LoadLane:
 
     def _run(self) -> None:
         use_precise_timers()
-        while self._waiting or not self._closing:
+        while self._waiting or self.planned or not self._closing:
             self._take()
             while jobs := self._leaving():
                 for job in together(LOAD, jobs, self._report):
@@ -86,7 +98,7 @@ class LoadLane:
 
     def _take(self) -> None:
         """Wait for the next moment at which anything can happen."""
-        if self._take_more(self._interval if self._waiting else None):
+        if self._take_more(self._interval if self._waiting or self.planned else None):
             self._interval = SAMPLE_S
         else:
             self._interval = min(2 * self._interval, LONGEST_SAMPLE_S)
@@ -102,6 +114,8 @@ class LoadLane:
                 taken = True
                 if isinstance(job, CopyTask):
                     self._waiting.append(job)
+                elif isinstance(job, PlannedLoads):
+                    self.planned.add(job)
                 elif job is False:
                     self._closing = True
                 job = self._jobs.get_nowait()
@@ -111,6 +125,10 @@ class LoadLane:
     def _leaving(self) -> list[CopyTask]:
         """Take the first batch that can move, and those that can share its call."""
         waiting = self._waiting
+        if self.planned:
+            for task in self.planned.take(self.caps):
+                _send(task)
+                waiting.append(task)
         jobs = one_call(filter(_is_open, waiting), self.caps, one_layer=self.stagger.on)
         if jobs == waiting[: len(jobs)]:
             del waiting[: len(jobs)]
@@ -137,13 +155,18 @@ class LoadLane:
 
     def _is_to_be_told(self) -> bool:
         """Is the server to hear now of what has ended? Each report wakes two threads, on cores that compute."""
+        if not self._untold:  # of what was cut here, each step's end is told
+            return False
         if not self._waiting or self._untold >= TOLD_BYTES:
             return True
         # A server that has more to grant hears of it before this lane runs dry.
-        return not self._waiting[0].step.all_granted and self.has_few
+        first = self._waiting[0]
+        return first.news is not None and not first.step.all_granted and self.has_few
 
     def _report(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
         self._tell(job, failure, event)
+        if job.news is None:
+            return
         if not self._untold:
             self._untold_since = time.monotonic()
         self._untold += job.batch.nbytes
@@ -176,9 +199,12 @@ class LoadLane:
         event, live, failure = None, [(batch.lo, batch.hi)], f"{BROKEN}: lane stopped"
         try:
             with explained(job) as told:
+                step.fail_replaced()
                 live = step.live(batch)
                 for lo, hi in live:
                     event = job.copier.load(extents_of(job, LOAD, lo, hi), step.after)
+                if event is None:
+                    step.fail_replaced()
                 if job.link.emulated:
                     took = (time.monotonic() - began) / batch.nbytes
                     self._seconds_per_byte += (took - self._seconds_per_byte) / 8

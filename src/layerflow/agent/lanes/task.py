@@ -59,18 +59,20 @@ log = structlog.get_logger("layerflow.agent.lanes")
 class CopyTask:
     """A batch on its way through a lane.
 
-    :param news: where its end is reported: to the server that granted it, and no other.
+    :param news: where its end is reported: to the server that granted it, and no other; None = that is for `ended`.
     :param sent: when its bytes began to pass the emulated link (loads: reserved when granted).
     :param arrives: when the last of them has passed.
+    :param ended: told of its end, with what failed, where no server granted it.
     """
 
     batch: Batch
     step: Step
     copier: Copier
     link: EmulatedLink
-    news: ReportBuffer
+    news: ReportBuffer | None
     sent: float = 0.0
     arrives: float = 0.0
+    ended: Callable[[CopyTask, str], None] | None = None
 
 
 Report = Callable[[CopyTask, str, DeviceEvent | None], None]
@@ -152,8 +154,10 @@ def _copied(first: CopyTask, copy: CoalescedCopy) -> int:
     if not step.set_out(copy):
         return 0
     try:
-        call = copier.load_batches if copy.direction == LOAD else copier.save_batches
-        copied = call(*_ranges(step, copy), copy.progress, step.thread)
+        if copy.direction == LOAD:
+            copied = copier.load_batches(*_ranges(step, copy), copy.progress, step.thread, step.words)
+        else:
+            copied = copier.save_batches(*_ranges(step, copy), copy.progress, step.thread)
     except Exception:
         log.exception("batches_refused", step=step.number, batches=len(copy.batches))  # one by one it shows which
     finally:

@@ -12,6 +12,8 @@ from layerflow.device.base import DeviceEvent
 from layerflow.errors import SessionError
 from layerflow.wire.messages import Batch
 
+ABANDONED = "aborted"
+
 
 class LoadFailures:
     """Failed blocks by load part, as block numbers (positions in the request's table).
@@ -69,6 +71,13 @@ class LoadFailures:
                 arrived[batch.lo : batch.hi] += batch.byte_hi - batch.byte_lo if batch.byte_hi else block_bytes
             missing |= arrived < block_bytes
         self._fail_chosen(group, column, np.flatnonzero(missing), reason)
+
+    def drop(self, request: str) -> None:
+        """The request's blocks are written no more."""
+        for position, part in enumerate(self._parts):
+            column = self._numbered.get(part.group)
+            if part.request == request and column is not None:
+                self._fail_chosen(part.group, column, np.flatnonzero(column.part == position), ABANDONED)
 
     def live(self, group: int, lo: int, hi: int) -> list[tuple[int, int]]:
         """The ranges of a group's blocks `lo` to `hi` that have not failed."""
@@ -215,10 +224,16 @@ class LoadState:
             self.failures.fail_all(reason)
         self._failed_more()
 
-    def abort(self, request: str) -> None:
-        """The engine gave the request up: its failures are not reported."""
+    def abort(self, request: str, *, drop: bool) -> None:
+        """The engine gave the request up: its failures are not reported.
+
+        :param drop: nothing but this can keep further batches from its blocks.
+        """
         self._aborted.add(request)
         self._outcome = None
+        if drop:
+            self.failures.drop(request)
+            self._failed_more()
 
     def _conclude(self) -> LoadResult:
         failed = self.failed()

@@ -38,6 +38,7 @@ class Step(StepTransfers):
     :param on_fenced: told (step, reason) when the loads were cut off here.
     :param on_closed: told (step, ok) when the forward pass ended.
 
+    :ivar orphaned: its server is gone and dead; its loads go on without one.
     :ivar announced: the server knows of it, or will before anything that is said of it from now on.
     :ivar leases: its objects in the pool, where its bytes move past the arena.
     :ivar on_wait: called on the engine's thread when it is about to wait for a layer.
@@ -57,6 +58,7 @@ class Step(StepTransfers):
         "deadline",
         "leases",
         "on_wait",
+        "orphaned",
         "reported",
         "requests",
         "save_deadline",
@@ -92,6 +94,7 @@ class Step(StepTransfers):
         self.reported = (-1, 0)
         self.work: tuple[int, int] | None = None
         self.announced = True
+        self.orphaned = False
         self.leases: StepLeases | None = None
         self.on_wait: Callable[[], None] = _nothing
         self._attend = attend
@@ -228,7 +231,8 @@ class Step(StepTransfers):
     @property
     def progress(self) -> tuple[int, int]:
         """What of this step the server still grants by: the frontier while loads are to come, and computed layers."""
-        frontier = self.reported[0] if self._arrivals.all_granted() else self.frontier
+        known = self.residents is not None or self._arrivals.all_granted()
+        frontier = self.reported[0] if known else self.frontier
         return frontier, self.computed_layers if self.saves else 0
 
     @property
@@ -321,7 +325,7 @@ class Step(StepTransfers):
         return in_place and not self._arrivals.troubled
 
     def _take_grants(self) -> None:
-        if self.loads and not self._arrivals.all_granted():
+        if self.loads and self.residents is None and not self._arrivals.all_granted():
             self._attend()
 
     def _no_such(self, layer: object) -> SpecError:

@@ -15,12 +15,14 @@ import structlog
 from layerflow.agent.descriptors import Numbered, PartDescriptor, number_blocks
 from layerflow.agent.step.in_flight import CoalescedCopy, InFlight
 from layerflow.agent.step.loads import LoadState
+from layerflow.agent.step.residents import REPLACED, Residents
 from layerflow.agent.step.saves import SaveReads
 from layerflow.agent.step.times import LayerTimes
 from layerflow.device.base import Device, DeviceEvent
+from layerflow.ops.copier import NO_WORDS
 from layerflow.ops.covered import CoveredBlocks
 from layerflow.ops.extents import BlockList
-from layerflow.wire.messages import Batch, Plan
+from layerflow.wire.messages import Batch, Plan, PlanPart
 
 LOAD, SAVE = 0, 1
 CANCELLED = "cancelled"
@@ -44,8 +46,10 @@ class StepTransfers:
     :ivar cut_off: set once the loads are cut off and no batch of them runs.
     :ivar frontier: the highest layer whose attention has begun; batches whose gate is not past it can move.
     :ivar reads: which blocks the saves have still to read.
+    :ivar residents: the objects of its loads, where their places are known without the server's plan.
     :ivar saves_cancelled: why no save batch starts any more; "" = they start.
     :ivar saves_spoiled: a save did not end when it was cut off. It has failed, whatever becomes of it.
+    :ivar words: what must be unchanged in the arena before and behind each load batch: offsets, and the words there.
     """
 
     # The engine's thread comes from its compute: a slot is in one cold line of memory, a dictionary's value in three.
@@ -68,9 +72,11 @@ class StepTransfers:
         "num_layers",
         "number",
         "reads",
+        "residents",
         "saves",
         "saves_cancelled",
         "saves_spoiled",
+        "words",
     )
 
     def __init__(
@@ -92,6 +98,8 @@ class StepTransfers:
         self.frontier = -1
         self.closed = False
         self.reads = SaveReads(saves, groups, block_bytes)
+        self.residents: Residents | None = None
+        self.words = (NO_WORDS, NO_WORDS)
         self.saves_cancelled = ""
         self.saves_spoiled = False
         self.cut_off = threading.Event()
@@ -108,24 +116,46 @@ class StepTransfers:
 
     # -- the link: what the server has planned and granted ------------------------------------------
 
+    def place(
+        self, residents: Residents, plans: Sequence[PlanPart], bind: Callable[[int, Numbered], BlockList]
+    ) -> dict[int, Numbered]:
+        """The places of all loads are known: number the blocks. Call before it is an open step.
+
+        :param bind: as of :meth:`planned`.
+        """
+        loads = number_blocks(self.loads, plans, loading=True)
+        self.blocks = ({group: bind(group, blocks) for group, blocks in loads.items()}, {})
+        self.residents, self.words = residents, residents.words
+        self._arrivals.number(loads)
+        residents.number(loads)
+        return loads
+
     def planned(self, plan: Plan, bind: Callable[[int, Numbered], BlockList | CoveredBlocks]) -> None:
         """The server's answer: number the blocks, fail what is not there.
 
         :param bind: makes the group's block list, bounds-checked.
         """
-        loads = number_blocks(self.loads, plan.loads, loading=True)
+        resident = self.residents is not None
+        loads = number_blocks(self.loads, plan.loads, loading=True) if not resident else {}
         saves = number_blocks(self.saves, plan.saves, loading=False)
         lists = {group: bind(group, blocks) for group, blocks in loads.items()}
-        self.blocks = (lists, {group: bind(group, blocks) for group, blocks in saves.items()})
+        self.blocks = (lists or self.blocks[0], {group: bind(group, blocks) for group, blocks in saves.items()})
         with self._condition:
             self.reads.number(saves)
-            self._arrivals.number(loads)
+            if not resident:
+                self._arrivals.number(loads)
             self._condition.notify_all()
 
     def granted(self, batch: Batch) -> None:
         """A load batch is on its way to the lane."""
         with self._condition:
             self._arrivals.grant(batch)
+
+    def grant(self, batches: Sequence[Batch]) -> None:
+        """As :meth:`granted`, for batches that a lane has cut itself."""
+        with self._condition:
+            for batch in batches:
+                self._arrivals.grant(batch)
 
     def sealed(self, layer: int) -> None:
         """No further load batch comes for the layer."""
@@ -143,7 +173,9 @@ class StepTransfers:
     def abort(self, request: str) -> None:
         """The engine gave the request up."""
         with self._condition:
-            self._arrivals.abort(request)
+            # Where the server grants, it grants no more of it.
+            self._arrivals.abort(request, drop=self.residents is not None)
+            self._condition.notify_all()
 
     # -- cutting off ------------------------------------------------------------------------------
 
@@ -241,6 +273,12 @@ class StepTransfers:
             return [(batch.lo, batch.hi)]
         with self._condition:
             return failures.live(self._groups[batch.layer], batch.lo, batch.hi)
+
+    def fail_replaced(self) -> None:
+        """Blocks of objects that are not where the plan said any more have failed."""
+        if self.residents is not None:
+            for group, lo, hi in self.residents.replaced():
+                self.load_failed(group, lo, hi, REPLACED)
 
     def group_of(self, layer: int) -> int:
         """The layer's group."""

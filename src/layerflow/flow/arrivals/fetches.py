@@ -1,4 +1,4 @@
-"""Fetches: objects on their way from the backend into the arena, and the loads that hang on them.
+"""Fetches: objects on their way from the backend or a peer into the arena, and the loads that hang on them.
 
 An object is published once all its layers have come. One that fails fails the blocks that need it, and no
 others. A fetch ends when all its objects have come or failed, or when it was wanted and no longer is: then
@@ -13,12 +13,13 @@ from collections.abc import Collection, Sequence
 from layerflow.errors import InvalidTransition
 from layerflow.flow.arrivals.edges import add_edge, fail_waiting, progress, publish, vacate
 from layerflow.flow.commands import Call, Command, ObjectsLost, TransferDone
-from layerflow.flow.events import FetchAvailable, FetchesRevoked, FetchLeased, FetchOpened, Hop, Part
+from layerflow.flow.events import FetchAvailable, FetchesRevoked, FetchFailed, FetchLeased, FetchOpened, Hop, Part
 from layerflow.flow.graph.cursor import Span, joined
 from layerflow.flow.graph.edge import Upstream
 from layerflow.flow.graph.fetch import FetchTransfer, fetch_of
 from layerflow.flow.graph.follow import FollowTransfer
 from layerflow.flow.graph.step import Transfer
+from layerflow.flow.hosts.lane import HostLane
 from layerflow.flow.state import State
 
 UNWANTED = ""
@@ -29,15 +30,17 @@ def open_fetch(state: State, event: FetchOpened, now: float) -> None:
 
     :raises InvalidTransition: for a number that was used, or objects that cannot be.
     """
-    lane = state.fetches
-    if event.fetch <= lane.newest:
-        raise InvalidTransition(f"fetch {event.fetch} was opened after fetch {lane.newest}; numbers ascend")
+    if event.fetch <= state.newest_fetch:
+        raise InvalidTransition(f"fetch {event.fetch} was opened after fetch {state.newest_fetch}; numbers ascend")
+    if event.hop is Hop.WRITE:
+        raise InvalidTransition(f"fetch {event.fetch} cannot come by the way to the backend")
     if not event.layers or not event.objects or any(min(item) < 1 for item in event.objects):
         raise InvalidTransition(f"fetch {event.fetch} has no layers, no objects, or an object without bytes or blocks")
     available = len(event.layers) if event.available < 0 else event.available
     if available > len(event.layers):
         raise InvalidTransition(f"fetch {event.fetch}: {available} layers are available of {len(event.layers)}")
-    fetch = fetch_of(event.fetch, lane.source(event.source), event.layers, event.objects, available)
+    lane = state.lane_of(event.hop)
+    fetch = fetch_of(event, lane.source(event.source), available)
     lane.add(fetch)
     _set_deadline(state, fetch, now)
 
@@ -47,19 +50,41 @@ def raise_fetch(state: State, event: FetchAvailable, now: float) -> None:
 
     :raises InvalidTransition: for a fetch that was never opened, or layers that it does not have.
     """
-    lane = state.fetches
-    fetch = lane.transfers.get(event.fetch)
-    if fetch is None or fetch.closed:
-        if event.fetch > lane.newest:
-            raise InvalidTransition(f"fetch {event.fetch} was never opened")
-        state.counters.late_reports += 1
+    fetch = _living(state, event.fetch)
+    if fetch is None:
         return
     if not 0 <= event.layers <= fetch.layers:
         raise InvalidTransition(f"fetch {event.fetch}: {event.layers} layers are available of {fetch.layers}")
     if event.layers > fetch.limit:
         fetch.limit = event.layers
         _set_deadline(state, fetch, now)
-        lane.join(fetch)
+        state.lane_of(fetch.hop).join(fetch)
+
+
+def fail_fetch(state: State, event: FetchFailed, out: list[Command]) -> None:
+    """Some of its objects will not come. What the host is doing with them is awaited.
+
+    :raises InvalidTransition: for a fetch that was never opened, or objects that it does not have.
+    """
+    fetch = _living(state, event.fetch)
+    if fetch is None:
+        return
+    if any(not 0 <= index < len(fetch.objects) for index, _ in event.failed):
+        raise InvalidTransition(f"fetch {event.fetch} does not have objects {event.failed[:3]}")
+    for reason, lost in fetch.fresh(event.failed).items():
+        _lose(state, fetch, lost, reason, out)
+    settle_fetch(state, fetch, out)
+
+
+def _living(state: State, number: int) -> FetchTransfer | None:
+    """A fetch that is not over; None = it is, and this news of it is late."""
+    fetch = state.fetch(number)
+    if fetch is None or fetch.closed:
+        if number > state.newest_fetch:
+            raise InvalidTransition(f"fetch {number} was never opened")
+        state.counters.late_reports += 1
+        return None
+    return fetch
 
 
 def _set_deadline(state: State, fetch: FetchTransfer, now: float) -> None:
@@ -70,16 +95,12 @@ def _set_deadline(state: State, fetch: FetchTransfer, now: float) -> None:
 
 def lease_fetch(state: State, event: FetchLeased, out: list[Command]) -> None:
     """Lookups lease it, or no longer do."""
-    lane = state.fetches
-    fetch = lane.transfers.get(event.fetch)
-    if fetch is None or fetch.closed:
-        if event.fetch > lane.newest:
-            raise InvalidTransition(f"fetch {event.fetch} was never opened")
-        state.counters.late_reports += 1
+    fetch = _living(state, event.fetch)
+    if fetch is None:
         return
     fetch.leased = event.leased
     fetch.claimed = fetch.claimed or event.leased
-    lane.join(fetch)
+    state.lane_of(fetch.hop).join(fetch)
     settle_fetch(state, fetch, out)
 
 
@@ -125,7 +146,7 @@ def lay_out(state: State, transfer: Transfer) -> None:
         add_edge(state, upstream, transfer, spans)
         if isinstance(upstream, FetchTransfer):
             upstream.claimed = True
-            state.fetches.join(upstream)
+            state.lane_of(upstream.hop).join(upstream)
 
 
 def fetch_done(
@@ -148,9 +169,8 @@ def fetch_done(
     settle_fetch(state, fetch, out)
 
 
-def lose_fetches(state: State, reason: str, out: list[Command]) -> None:
-    """The host is dead: nothing of any fetch moves any more."""
-    lane = state.fetches
+def lose_fetches(state: State, lane: HostLane[FetchTransfer], reason: str, out: list[Command]) -> None:
+    """The host is dead: nothing of any of its fetches moves any more."""
     for fetch in list(lane.transfers.values()):
         fetch.calls.clear()
         _lose(state, fetch, fetch.unfinished(), reason, out)
@@ -161,7 +181,7 @@ def lose_fetches(state: State, reason: str, out: list[Command]) -> None:
 def revoke_fetches(state: State, event: FetchesRevoked, out: list[Command]) -> None:
     """What has not come is given up. It can be fetched again once the host has ended its calls."""
     reason = event.reason
-    for fetch in list(state.fetches.transfers.values()):
+    for fetch in [*state.fetches.transfers.values(), *state.peers.transfers.values()]:
         if event.unwanted and (fetch.leased or any(not edge.transfer.job.cancelled for edge in fetch.edges)):
             continue
         _lose(state, fetch, fetch.unfinished(), reason, out)
@@ -178,7 +198,7 @@ def expire_fetch(state: State, fetch: FetchTransfer, out: list[Command]) -> None
 
 def settle_fetch(state: State, fetch: FetchTransfer, out: list[Command]) -> None:
     """Say what has become true of a fetch, and forget it when nothing is left."""
-    lane = state.fetches
+    lane = state.lane_of(fetch.hop)
     if not fetch.closed and not fetch.wanted and not fetch.calls:
         _lose(state, fetch, fetch.unfinished(), UNWANTED, out)
     if not fetch.calls:
@@ -188,7 +208,7 @@ def settle_fetch(state: State, fetch: FetchTransfer, out: list[Command]) -> None
         fetch.closed = True
         state.deadlines.set(fetch, math.inf)
         lane.remove(fetch)
-        out.append(TransferDone(Hop.FETCH, fetch.number))
+        out.append(TransferDone(fetch.hop, fetch.number))
     if fetch.closed and not fetch.occupied:
         lane.transfers.pop(fetch.number, None)
 
@@ -198,7 +218,7 @@ def _lose(state: State, fetch: FetchTransfer, objects: Sequence[int], reason: st
     if not objects:
         return
     fetch.lose(objects)
-    out.append(ObjectsLost(Hop.FETCH, fetch.number, tuple(objects), reason))
+    out.append(ObjectsLost(fetch.hop, fetch.number, tuple(objects), reason))
     fail_waiting(state, fetch, objects, f"not fetched: {reason}", out)
 
 

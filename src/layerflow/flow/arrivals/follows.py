@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.arrivals.edges import fail_waiting, move_edges, progress, publish, vacate
-from layerflow.flow.commands import Command, ObjectsLost, TransferDone
-from layerflow.flow.events import FollowLost, FollowMoved, FollowOpened, Hop
+from layerflow.flow.commands import Command, LayersStored, ObjectsLost, TransferDone
+from layerflow.flow.events import FollowLent, FollowLost, FollowMoved, FollowOpened, Hop
 from layerflow.flow.graph.edge import Upstream
 from layerflow.flow.graph.follow import FollowTransfer
 from layerflow.flow.graph.step import Transfer
@@ -40,13 +40,14 @@ def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
             raise InvalidTransition(f"follow {event.follow}: step {event.step} saves no such parts of a group")
     if save is not None and save.committed:
         save = None  # what is left of it was cancelled
-    follow = FollowTransfer(event.follow, event.layers, event.objects, save, event.parts)
+    follow = FollowTransfer(event.follow, event.layers, event.objects, save, event.parts, lent=event.lent)
     state.newest_follow = event.follow
     state.follows[event.follow] = follow
     state.counters.follows += 1
     if save is not None:
         save.follows.append(follow)
         lose_followed(state, save, save.job.dropped, CANCELLED, out)
+        _tell(follow, out)
     elif event.parts:
         state.counters.late_reports += 1
         _lose(state, follow, follow.unfinished(), "its step saves nothing any more", out)
@@ -63,7 +64,7 @@ def move_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
             raise InvalidTransition(f"follow {event.follow} was never opened")
         state.counters.late_reports += 1
         return
-    known = state.newest_follow <= event.into < 0 or 0 < event.into <= state.fetches.newest
+    known = state.newest_follow <= event.into < 0 or 0 < event.into <= state.newest_fetch
     unlike = into is not None and (len(event.objects) != into.size or into.edges or into is follow)
     if follow.parts or not known or unlike or not set(event.objects) <= set(follow.unfinished()):
         raise InvalidTransition(f"follow {event.follow}: {event.objects[:4]} cannot be those of {event.into}")
@@ -95,9 +96,34 @@ def lose_follow(state: State, event: FollowLost, out: list[Command]) -> None:
     _lose(state, follow, [index for index in event.objects if index in left], event.reason, out)
 
 
-def advance_follows(state: State, save: Transfer) -> None:
+def lend_follow(state: State, event: FollowLent, out: list[Command]) -> None:
+    """Another server reads it, or no longer does.
+
+    :raises InvalidTransition: for one that was never opened.
+    """
+    follow = state.follows.get(event.follow)
+    if follow is None:
+        if event.follow < state.newest_follow:
+            raise InvalidTransition(f"follow {event.follow} was never opened")
+        state.counters.late_reports += 1
+        return
+    follow.lent = event.lent
+    _tell(follow, out)
+    settle_follow(state, follow, out)
+
+
+def _tell(follow: FollowTransfer, out: list[Command]) -> None:
+    """Who reads a lent follow learns of the layers that are stored; of the last one when all of it is published."""
+    layers = follow.reached(())
+    if follow.lent and not follow.closed and layers > follow.told:
+        follow.told = layers
+        out.append(LayersStored(follow.number, layers))
+
+
+def advance_follows(state: State, save: Transfer, out: list[Command]) -> None:
     """More of the save may be stored now."""
     for follow in save.follows:
+        _tell(follow, out)
         for edge in follow.edges:
             progress(state, edge)
 
@@ -121,7 +147,8 @@ def commit_follows(state: State, save: Transfer, out: list[Command]) -> None:
 
 def settle_follow(state: State, follow: FollowTransfer, out: list[Command]) -> None:
     """Say what has become true of a follow, and forget it when nothing is left."""
-    vacate(follow, out)
+    if not follow.lent:
+        vacate(follow, out)
     if not follow.closed and not follow.unfinished():
         follow.closed = True
         if follow.save is not None:

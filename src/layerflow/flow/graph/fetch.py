@@ -6,9 +6,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from layerflow.flow.events import Hop, Item
+from layerflow.flow.events import FetchOpened
 from layerflow.flow.graph.edge import Edge
 from layerflow.flow.graph.host_transfer import HostTransfer, Source
 
@@ -22,8 +21,6 @@ class FetchTransfer(HostTransfer):
     :param occupied: lost objects whose room is not given back.
     :param alarm: when to give it up; ``inf`` = never.
     """
-
-    hop: ClassVar[Hop] = Hop.FETCH
 
     numbers: tuple[int, ...] = ()
     occupied: set[int] = field(default_factory=set)
@@ -77,8 +74,7 @@ class FetchTransfer(HostTransfer):
         self.occupied.update(objects)
 
 
-def fetch_of(
-    number: int, source: Source, numbers: tuple[int, ...], objects: tuple[Item, ...], available: int
-) -> FetchTransfer:
+def fetch_of(event: FetchOpened, source: Source, available: int) -> FetchTransfer:
     """A fetch that has just begun: so many layers of it may move."""
-    return FetchTransfer(number, source, objects, len(numbers), available, numbers=numbers)
+    layers = event.layers
+    return FetchTransfer(event.fetch, source, event.objects, len(layers), available, hop=event.hop, numbers=layers)

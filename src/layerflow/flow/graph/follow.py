@@ -23,6 +23,7 @@ class FollowTransfer:
     :param parts: by object, its position among the save's step's parts.
     :param committed: the save is published.
     :param moved: objects that come from another upstream now.
+    :param lent: another server reads it; :param told: so many layers it was told of.
     """
 
     number: int
@@ -37,6 +38,8 @@ class FollowTransfer:
     occupied: set[int] = field(default_factory=set)
     edges: list[Edge] = field(default_factory=list)
     closed: bool = False
+    lent: bool = False
+    told: int = 0
 
     @property
     def span(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from layerflow.flow.commands import Call
 from layerflow.flow.events import Hop, Item
@@ -20,8 +20,8 @@ class Source:
 
     name: str
     transfers: dict[int, HostTransfer] = field(default_factory=dict)
-    credit: list[int] = field(default_factory=lambda: [0, 0])
-    queued: list[bool] = field(default_factory=lambda: [False, False])
+    credit: list[int] = field(default_factory=lambda: [0] * len(Hop))
+    queued: list[bool] = field(default_factory=lambda: [False] * len(Hop))
 
     def next_transfer(self) -> HostTransfer | None:
         """Whose layers are wanted soonest; None = nothing may move."""
@@ -51,10 +51,8 @@ class HostTransfer:
     :param at: the cursor's object.
     :param limit: so many layers may move.
     :param lost: objects that failed or were given up. :param whole: objects that are published.
-    :param closed: nothing is asked of the host any more.
+    :param closed: nothing is asked of the host any more. :param hop: which way it goes.
     """
-
-    hop: ClassVar[Hop]
 
     number: int
     source: Source
@@ -67,6 +65,7 @@ class HostTransfer:
     whole: set[int] = field(default_factory=set)
     calls: dict[int, Call] = field(default_factory=dict)
     closed: bool = False
+    hop: Hop = Hop.FETCH
     layer_bytes: int = field(init=False)
     layer_blocks: int = field(init=False)
 

@@ -191,6 +191,8 @@ class TransferJob:
     :param revoked: saves: positions given back.
     :param edges: loads: what they need of fetches, until they are done.
     :param held: saves: a commit waits for the loads of an earlier step.
+    :param planned: loads: the worker moves them itself. Each group is one batch of no bytes, in flight until it says
+        that they have ended.
     """
 
     step: Step
@@ -209,6 +211,7 @@ class TransferJob:
     done: bool = False
     edges: list[Edge] = field(default_factory=list)
     held: bool = False
+    planned: bool = False
     by_request: dict[str, list[int]] | None = None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from layerflow.flow.events import Hop
 from layerflow.flow.graph.host_transfer import CallExtent, HostTransfer
@@ -23,8 +23,7 @@ class WriteTransfer(HostTransfer):
     :param publishing: the host has been asked to publish what is left of it.
     """
 
-    hop: ClassVar[Hop] = Hop.WRITE
-
+    hop: Hop = Hop.WRITE
     parts: tuple[int, ...] = ()
     save: Transfer | None = None
     nbytes: int = 0

@@ -48,7 +48,7 @@ def _follow(follow: FollowTransfer) -> None:
         dead = {index for index in follow.unfinished() if follow.parts[index] in save.job.dropped}
         _require(not dead, follow, f"waits for {dead}, which is cancelled")
     held = {index for edge in follow.edges for index in edge.spans}
-    _require(follow.occupied <= held, follow, "keeps room that nothing touches")
+    _require(follow.lent or follow.occupied <= held, follow, "keeps room that nothing touches")
     for edge in follow.edges:
         job = edge.transfer.job
         _require(edge in job.edges and not job.done, follow, f"is held by loads of step {job.step.number} that ended")

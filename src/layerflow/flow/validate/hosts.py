@@ -17,9 +17,11 @@ def validate_fetches(state: State) -> None:
 
     :raises InvalidTransition: naming it.
     """
-    _lane(state, state.fetches)
-    for fetch in state.fetches.transfers.values():
-        _fetch(fetch)
+    for lane in (state.fetches, state.peers):
+        _lane(state, lane)
+        for fetch in lane.transfers.values():
+            _require(fetch.hop is lane.hop, fetch, "is in the lane of another hop")
+            _fetch(fetch)
 
 
 def validate_writes(state: State) -> None:

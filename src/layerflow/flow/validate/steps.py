@@ -74,6 +74,7 @@ def _job(state: State, job: TransferJob) -> None:
         f"{job.direction.name}: {job.flying} batches in flight do not match the transfers",
     )
     _require(not (job.cancelled and job.direction is Direction.LOAD and job.cursors), step, "grants fenced loads")
+    _require(not (job.planned and job.cursors), step, "grants loads that its worker moves")
     gates = [batch.gate for batch in job.gated]
     _require(gates == sorted(gates), step, f"{job.direction.name}: gated batches are out of order")
     _require(not gates or gates[0] > job.reached, step, f"{job.direction.name}: holds what may move")
@@ -154,7 +155,7 @@ def _flight(transfer: Transfer, batch: InFlightBatch) -> None:
     _require(0 <= batch.lo < batch.hi <= transfer.starts[-1], step, f"batch {batch.number} leaves its transfer")
     size = transfer.shape.block_bytes[transfer.shape.layers.index(batch.layer)]
     blocks = batch.hi - batch.lo
-    whole = batch.nbytes == blocks * size
+    whole = batch.nbytes == (0 if transfer.job.planned else blocks * size)
     _require(whole or (blocks == 1 and 0 < batch.nbytes < size), step, f"batch {batch.number} has the wrong size")
     charges = {Charge.NONE, Charge.GATED if batch.gate > transfer.job.reached else Charge.BUDGET}
     _require(batch.charge in charges, step, f"batch {batch.number} is charged as {batch.charge.name}")

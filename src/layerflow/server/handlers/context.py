@@ -15,13 +15,15 @@ from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.log_limit import LogLimit
+from layerflow.server.plans import Plans
 from layerflow.server.sessions import ClientSession, Sessions
 from layerflow.server.turns import Turns
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
 
 if TYPE_CHECKING:
-    from layerflow.server.tier.tier import Tier
+    from layerflow.server.peers.peers import Peers
+    from layerflow.server.sources import Sources
 
 
 class Refused(ProtocolError):
@@ -39,12 +41,17 @@ class ServerContext:
     :param send: queue a message for a session.
     :param handoffs: what is kept for decode engines.
     :param pd: the settings of prefill and decode apart.
-    :param tier: what lies behind the pool; None = nothing.
+    :param lease_s: how long leases usually last.
+    :param tier: where objects come from that are not in the pool; None = nowhere.
+    :param peers: servers that read here, and that are read from; None = there are none.
     :param direct: engine workers may move bytes past the arena.
     :param draining: the server takes no new work.
+    :param incarnation: names the arena.
     """
 
     pool: Pool
+    plans: Plans
+    incarnation: int
     driver: Driver
     sessions: Sessions
     metrics: Metrics
@@ -56,12 +63,10 @@ class ServerContext:
     settings: Callable[[], ServerSettings]
     handoffs: Handoffs
     pd: Callable[[], PdSettings]
+    lease_s: Callable[[], float]
     turns: Turns = field(default_factory=Turns)
     log_limit: LogLimit = field(default_factory=LogLimit)
-    tier: Tier | None = None
+    tier: Sources | None = None
+    peers: Peers | None = None
     direct: bool = False
     draining: bool = False
-
-
-def lease_owner(engine: str, request: str) -> tuple[str, str, str]:
-    return ("lease", engine, request)

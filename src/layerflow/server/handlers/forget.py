@@ -42,8 +42,9 @@ def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
             context.tier.drop_lease(owner)
     if context.tier is not None:
         context.tier.revoke_unwanted(REPLACED)
-    log.info("engine_reset", engine=engine, steps=steps, leases=len(leases))
-    return {"steps": steps, "leases": len(leases)}
+    told = len(leases) + context.plans.reset(engine)
+    log.info("engine_reset", engine=engine, steps=steps, leases=told)
+    return {"steps": steps, "leases": told}
 
 
 async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -> dict[str, Any]:
@@ -60,6 +61,7 @@ async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -
     told: dict[str, Any] = {"purged": context.pool.clear(), "revoked": revoked}
     if tier and behind is not None:
         cleared = await behind.clear(keys, CLEAR_S)
-        told["tier"] = {"backend": behind.name, "purged": cleared.objects, "reason": cleared.reason}
+        if behind.tier is not None and cleared is not None:
+            told["tier"] = {"backend": behind.tier.name, "purged": cleared.objects, "reason": cleared.reason}
     log.info("pool_purged", session=session.number, **told)
     return told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Generator
 
@@ -11,8 +12,9 @@ import msgspec
 from layerflow.errors import ProtocolError
 from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
-from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
+from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.handlers.following import Asked, FollowLookups
+from layerflow.server.handlers.remote import RemoteLookups
 from layerflow.server.lookup import (
     TieredLookup,
     TierLookup,
@@ -22,6 +24,8 @@ from layerflow.server.lookup import (
     needed_keys,
     prompt_keys,
 )
+from layerflow.server.peers.questions import PeerAnswer
+from layerflow.server.plans import lease_owner
 from layerflow.server.sessions import ClientSession
 from layerflow.server.tier.pieces import bring_pieces
 from layerflow.server.turns import Work
@@ -49,6 +53,7 @@ class Lookups:
         self._context = context
         self._guarded = guarded
         self._following = FollowLookups(context, self, self._go_on)
+        self._remote = RemoteLookups(context, self, self._go_on)
 
     def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
         if session.spec is None:
@@ -86,8 +91,14 @@ class Lookups:
             self._written(session, message, digests, most_ms)
             return
         self._check_leases(session, message.request, limits.max_leases)
+        if message.handoff and message.servers:
+            yield from self._remote.look_up(session, Asked(message, digests, blocks))
+            return
         if message.handoff:
             yield from self._following.look_up(session, Asked(message, digests, blocks))
+            return
+        if 0 < message.follow_ms <= most_ms and self._context.pd().follow == "auto":
+            yield from self._following.look_up_unasked(session, Asked(message, digests, blocks))
             return
         yield from self._look(session, message, digests, blocks)
 
@@ -99,6 +110,20 @@ class Lookups:
         """Answer with a hit of a hand-off."""
         heard = time.monotonic()
         yield from self._find(session, asked.message, asked.digests, heard, search, following=True)
+
+    def lent(self, session: ClientSession, asked: Asked, answer: PeerAnswer) -> Work:
+        """Answer with a hit of what is here and what peers lend."""
+        yield from self._reach(
+            session,
+            asked.message,
+            lookup=asked.message,
+            digests=asked.digests,
+            found=answer.found,
+            heard=time.monotonic(),
+            blocks=asked.blocks,
+            reason=answer.reason,
+            following=answer.open,
+        )
 
     def _look(
         self,
@@ -137,10 +162,12 @@ class Lookups:
                 context.turns.start(number, self._guarded(asker, message, reach))
 
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
+        behind = context.tier.tier if direct else context.tier  # direct workers read the pool themselves, and no peer
+        assert behind is not None
         prompt_digests = digests, message.tokens, message.tail
         go = functools.partial(self._go_on, number, message)
         yield from ask_tier(
-            context.pool, context.tier, session.spec, prompt_digests, answer, go, blocks=blocks, direct=direct
+            context.pool, behind, session.spec, prompt_digests, answer, go, blocks=blocks, direct=direct
         )
 
     def _go_on(self, number: int, message: wire.Lookup, work: Work) -> None:
@@ -152,7 +179,7 @@ class Lookups:
     def _written(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], most_ms: int) -> None:
         """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
         context, spec, number = self._context, session.spec, session.number
-        tier = context.tier
+        tier = context.tier.tier if context.tier is not None else None
         assert spec is not None
         if not 0 < message.written_ms <= most_ms:
             raise ProtocolError(f"request {message.request!r}: written_ms must be 0 to {most_ms}")
@@ -185,6 +212,7 @@ class Lookups:
         heard: float,
         blocks: BlockDigests,
         reason: str,
+        following: bool = False,
     ) -> Work:
         """The tier has answered: what the hit needs of it is fetched from now on."""
         pool, tier, spec = self._context.pool, self._context.tier, session.spec
@@ -198,7 +226,9 @@ class Lookups:
         search = functools.partial(
             find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, blocks=blocks, direct=direct
         )
-        find = functools.partial(self._find, session, lookup, digests, heard, search, reason=reason)
+        find = functools.partial(
+            self._find, session, lookup, digests, heard, search, following=following, reason=reason
+        )
         covering = None if direct else pool.covering(spec)
         pieces: set[bytes] = set()
         if covering is not None:
@@ -238,11 +268,13 @@ class Lookups:
         for _ in range(MOST_SEARCHES):
             before = self._departures()
             hit = yield from search()
-            resident = yield from self._lease(session, message, digests, hit)
+            places, resident = yield from self._lease(session, message, digests, hit)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or self._departures() == before:
                 break
-        self._found(session, message, hit, heard, resident=resident, following=following, reason=reason)
+        # What is still to be stored has no place yet that a worker could load from by itself.
+        places = b"" if following else places
+        self._found(session, message, hit, heard, places=places, resident=resident, following=following, reason=reason)
 
     def _departures(self) -> int:
         """How many objects have left the pool since the start."""
@@ -266,22 +298,31 @@ class Lookups:
 
     def _lease(
         self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength
-    ) -> Generator[None, None, bool]:
-        """Pin what is here of a hit; True if that is all which it needs. Asked for by models of several groups only."""
+    ) -> Generator[None, None, tuple[bytes, bool]]:
+        """Pin what is here of a hit.
+
+        :returns: the places of its objects, empty where it cannot have a plan; and is that all which it needs? Asked
+            for by models of several groups only.
+        """
         spec = session.spec
         assert spec is not None
+        places: list[bytes] = []
+        whole, resident = True, False
         if hit.tokens or hit.tails:
+            pool, tier = self._context.pool, self._context.tier
             until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
             session.leases[message.request] = until
             for keys in hit_keys(spec, digests, hit):
-                here = [key for key, there in zip(keys, self._context.pool.lookup(keys), strict=True) if there]
-                self._context.pool.acquire(here, owner, until, lease=True)
-                if self._context.tier is not None:
-                    self._context.tier.lease(keys, owner, until)
+                leased = pool.lease(keys, owner, until)
+                places.append(leased.packed)
+                # Without a tier, what is missing is what no kind of the model needs.
+                whole = whole and leased.pinned and not (leased.missing and tier is not None)
+                if tier is not None:
+                    tier.lease(keys, owner, until)
                 yield
             if len(spec.groups) > 1:
-                return self._context.pool.pins(owner, needed_keys(spec, digests, hit, message.tokens))
-        return False
+                resident = pool.pins(owner, needed_keys(spec, digests, hit, message.tokens))
+        return b"".join(places) if whole else b"", resident
 
     def _found(
         self,
@@ -290,14 +331,19 @@ class Lookups:
         hit: HitLength,
         heard: float,
         *,
+        places: bytes,
         resident: bool,
         following: bool,
         reason: str,
     ) -> None:
-        told = _found(message.id, hit)
-        if resident or following or reason:
-            told = msgspec.structs.replace(told, resident=resident, following=following, reason=reason)
-        self._context.send(session, told)
+        context, engine = self._context, session.engine
+        told = msgspec.structs.replace(_found(message.id, hit), resident=resident, following=following, reason=reason)
+        workers = context.sessions.workers_of(engine) if places else []
+        if workers and not any(worker.direct for worker in workers):
+            number = context.plans.keep(engine, message.request, session.number, [each.number for each in workers])
+            session.leases[message.request] = math.inf
+            told = msgspec.structs.replace(told, plan=number, incarnation=context.incarnation, places=places)
+        context.send(session, told)
         assert session.spec is not None
         tokens = hit.surely(session.spec, message.tokens)
         self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - heard)

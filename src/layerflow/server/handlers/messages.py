@@ -17,11 +17,12 @@ from layerflow.flow.events import (
     SessionLost,
     SessionOpened,
 )
-from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
+from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, open_handoff, watch_handoff
 from layerflow.server.handlers.lookups import Lookups
 from layerflow.server.handlers.steps import open_step, report, tell
+from layerflow.server.plans import lease_owner
 from layerflow.server.sessions import LOCAL, ClientSession
 from layerflow.server.turns import Work
 from layerflow.wire import messages as wire
@@ -75,6 +76,7 @@ class Handlers:
         self._log.info("session_lost", session=session.number, engine=session.engine, pid=session.pid, why=why)
         context.turns.forget(session.number)
         context.sessions.close(session)
+        context.plans.gone(session.number, time.monotonic() + context.lease_s())
         if session.memory:
             context.handoffs.lose_engine(session.engine, "a worker of its engine is gone")
             context.driver.handle(SessionLost(session.number))
@@ -84,7 +86,15 @@ class Handlers:
             context.handoffs.lose_session(session.number, "who opened it is gone")
         if context.tier is not None and not any(other.engine == session.engine for other in context.sessions):
             context.tier.drop_leases(session.engine)
+        if session.memory:
+            self._tell_windows()
         context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())
+
+    def _tell_windows(self, but: ClientSession | None = None) -> None:
+        """Workers share what may be in flight by plans: each has another window when one comes or goes."""
+        for worker in self._context.sessions:
+            if worker.memory and worker is not but:
+                self._context.send(worker, self._context.terms())
 
     def _refuse(self, session: ClientSession, message: ToServer, code: str, error: LayerflowError) -> None:
         self._context.metrics.protocol_error(code)
@@ -111,12 +121,7 @@ class Handlers:
                 self._worker(session, "Abort")
                 yield from tell(context, (RequestAborted(session.number, name) for name in message.requests))
             case wire.DropLease():
-                owner = lease_owner(session.engine, message.request)
-                session.leases.pop(message.request, None)
-                context.driver.follows.disallow(session.engine, message.request)
-                context.pool.release(owner)
-                if context.tier is not None:
-                    context.tier.drop_lease(owner)
+                self._drop_lease(session, message)
             case wire.Missed():
                 if session.spec is None:
                     raise Refused("not_attached", "attach a spec before looking up")
@@ -145,6 +150,26 @@ class Handlers:
                     self.lose(session, "bye")
             case wire.Hello():
                 raise Refused("twice", f"session {session.number} has already said hello")
+
+    def _drop_lease(self, session: ClientSession, message: wire.DropLease) -> None:
+        context, engine = self._context, session.engine
+        if message.lease_ms:
+            until = time.monotonic() + message.lease_ms / 1e3
+            if not 0 < message.lease_ms <= int(context.settings().max_deadline_s * 1e3):
+                raise ProtocolError(f"request {message.request!r}: a lease of {message.lease_ms} ms")
+            context.plans.drop(engine, message.plan, until)
+            return
+        if message.plan > 0:
+            context.plans.drop(engine, message.plan)
+            return
+        if message.plan < 0:
+            context.plans.drop_told(engine, message.request, session.number)
+        owner = lease_owner(engine, message.request)
+        session.leases.pop(message.request, None)
+        context.driver.follows.disallow(engine, message.request)
+        context.pool.release(owner)
+        if context.tier is not None:
+            context.tier.drop_lease(owner)
 
     def _later(self, session: ClientSession, number: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
         """Answer with what `work` returns, if the client is still there then."""
@@ -189,9 +214,11 @@ class Handlers:
             shapes = tuple(LayerShape(group, spec.groups[group].bytes_per_block) for group, _ in spec.layer_places())
             context.driver.handle(SessionOpened(session.number, shapes))
             context.pool.learn(spec)
-            if context.tier is not None:
-                context.tier.partitions.learn(spec)
+            if context.tier is not None and context.tier.tier is not None:
+                context.tier.tier.partitions.learn(spec)
         session.spec = message.spec
+        if context.peers is not None and context.peers.source is not None and message.memory:
+            context.peers.source.compare(message.spec)
         session.memory = message.memory
         session.direct = message.memory and message.direct
         context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())
@@ -205,4 +232,7 @@ class Handlers:
             memory=message.memory,
             direct=session.direct,
         )
-        context.send(session, wire.Attached(context.arena_bytes if message.memory else 0, context.terms()))
+        attached = wire.Attached(context.arena_bytes if message.memory else 0, context.terms(), context.incarnation)
+        context.send(session, attached)
+        if message.memory:
+            self._tell_windows(session)

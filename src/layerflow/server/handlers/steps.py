@@ -14,14 +14,17 @@ from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
     Event,
+    FailedRange,
     FrontierReached,
     LayersComputed,
     LoadsFenced,
+    LoadsMoved,
     StepClosed,
 )
-from layerflow.server.handlers.context import Refused, ServerContext, lease_owner
+from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.planner.direct import plan_direct
 from layerflow.server.planner.steps import CheckedStep, check_deadlines, check_step, count_objects, plan_step
+from layerflow.server.plans import lease_owner
 from layerflow.server.sessions import ClientSession
 from layerflow.server.turns import Work
 from layerflow.wire import messages as wire
@@ -54,6 +57,8 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
             f"step {message.step}: server.max_open_steps = {limits.max_open_steps} steps of this session are open; "
             "close steps, and report their batches",
         )
+    if message.planned and session.direct:
+        raise ProtocolError(f"step {message.step}: a worker that moves bytes past the arena has no plans of it")
     assert session.spec is not None
     checked = yield from check_step(session.spec, message)
     if context.draining and not _of_a_handoff(context, session, checked):
@@ -96,6 +101,9 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
         context.pool.release(owner, keys)
         if context.tier is not None:
             context.tier.drop_lease(owner, keys)
+    more = {part.request for part in message.loads if part.more}
+    for request in {part.request: None for part in message.loads if part.request not in more}:
+        context.plans.opened(session.engine, request, session.number)
     context.metrics.step_opened(session.labels, full=opening.full, missing=opening.missing)
 
 
@@ -155,5 +163,8 @@ def _events(session: int, report: wire.Report) -> Iterator[Event]:
         yield LoadsFenced(session, fence.step, fence.reason)
     for failure in report.failed:
         yield BatchFailed(session, failure.batch, failure.reason)
+    for moved in report.moved:
+        lost = (FailedRange(blocks.group, blocks.lo, blocks.hi, blocks.reason) for blocks in moved.lost)
+        yield LoadsMoved(session, moved.step, moved.nbytes, tuple(lost))
     for closed in report.closed:
         yield StepClosed(session, closed.step, closed.ok)

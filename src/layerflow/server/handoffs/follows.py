@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
-from layerflow.flow.commands import Arrived, ObjectsLost, TransferDone, Vacate
-from layerflow.flow.events import Event, FollowLost, FollowMoved, FollowOpened
+from layerflow.flow.commands import Arrived, LayersStored, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.events import Event, FollowLent, FollowLost, FollowMoved, FollowOpened
 from layerflow.pool.base import Owner, Pool
 
 StepKey = tuple[int, int]
-FollowCommand = Arrived | ObjectsLost | Vacate | TransferDone
+FollowCommand = Arrived | ObjectsLost | Vacate | TransferDone | LayersStored
 ALLOWED_S = 600.0
 """How long after its lookup a request's steps may follow what it has hit."""
 
@@ -28,6 +28,7 @@ class Job:
     :param keys: by position, as the core knows them.
     :param layers: the model's layer numbers of their group.
     :param promised: no step saves them yet.
+    :param lent: keys that other servers read. :param stored: so many leading layers of it are.
     :param held: positions whose room a load may still read although nobody will store them.
     """
 
@@ -37,6 +38,8 @@ class Job:
     promised: bool
     done: bool = False
     held: set[int] = field(default_factory=set)
+    lent: set[bytes] = field(default_factory=set)
+    stored: int = 0
 
     @property
     def owner(self) -> Owner:
@@ -51,6 +54,19 @@ class PendingFollow(NamedTuple):
     blocks: int
     job: Job
     position: int
+
+
+class LentListener(Protocol):
+    """Who lends objects that are being stored. Called on the loop."""
+
+    def lent_stored(self, keys: Sequence[bytes], layers: int) -> None:
+        """So many leading layers of these are stored."""
+
+    def lent_whole(self, keys: Sequence[bytes]) -> None:
+        """These are complete."""
+
+    def lent_lost(self, keys: Sequence[bytes], reason: str) -> None:
+        """These will not be."""
 
 
 class Follows:
@@ -75,6 +91,7 @@ class Follows:
         self._held: dict[bytes, tuple[Job, int]] = {}
         self._allowed: dict[tuple[str, str], float] = {}
         self.objects = 0
+        self.listener: LentListener | None = None
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -131,6 +148,32 @@ class Follows:
         """An object's place while it may still be stored."""
         return self._coming.get(key)
 
+    # Other servers -------------------------------------------------------------------------------
+
+    def lend(self, keys: Sequence[bytes], group: int, layers: Sequence[int]) -> list[PendingFollow | None]:
+        """Follow these for another server, as far as somebody stores them or keeps room, until :meth:`give_back`."""
+        self.open([key for key in keys if key not in self._coming], group, layers)
+        found = [self._coming.get(key) for key in keys]
+        first: dict[Job, None] = {}
+        for key, pending in zip(keys, found, strict=True):
+            if pending is not None:
+                if not pending.job.lent:
+                    first[pending.job] = None
+                pending.job.lent.add(key)
+        self._emit([FollowLent(job.number, True) for job in first])
+        return found
+
+    def give_back(self, keys: Iterable[bytes]) -> None:
+        """No other server reads these any more."""
+        gone = set(keys)
+        over = []
+        for job in self._jobs.values():
+            if job.lent & gone:
+                job.lent -= gone
+                if not job.lent:
+                    over.append(FollowLent(job.number, False))
+        self._emit(over)
+
     # Saves ---------------------------------------------------------------------------------------
 
     def adopted(self, step: StepKey, group: int, parts: Mapping[bytes, int]) -> list[Event]:
@@ -148,6 +191,12 @@ class Follows:
             for position in mine:
                 job.held.discard(position)
             opened = self._follow({key: parts[key] for key in mine.values()}, group, job.layers, step)
+            lent = job.lent & set(mine.values())
+            if lent:
+                self._jobs[opened.follow].lent, opened = lent, replace(opened, lent=True)
+                job.lent -= lent
+                if not job.lent:
+                    events.append(FollowLent(job.number, False))
             events += [opened, FollowMoved(job.number, tuple(mine), opened.follow)]
         return events
 
@@ -169,7 +218,13 @@ class Follows:
 
     def obey(self, command: FollowCommand) -> None:
         """What has become true of a follow."""
-        number = command.transfer if isinstance(command, ObjectsLost | TransferDone) else command.fetch
+        match command:
+            case ObjectsLost() | TransferDone():
+                number = command.transfer
+            case LayersStored():
+                number = command.follow
+            case _:
+                number = command.fetch
         job = self._jobs[number]
         match command:
             case Arrived():
@@ -178,11 +233,20 @@ class Follows:
                     del self._coming[key]
                     del self._held[key]
                     job.held.discard(position)
+                self._tell_whole(job, [job.keys[position] for position in command.objects])
                 for session, step, objects in command.readers:
                     self._pool.hold([job.keys[position] for position in objects], ("step", session, step), math.inf)
             case ObjectsLost():
                 for position in command.objects:
                     self._coming.pop(job.keys[position], None)
+                lost = [key for position in command.objects if (key := job.keys[position]) in job.lent]
+                if lost and self.listener is not None:
+                    self.listener.lent_lost(lost, command.reason)
+            case LayersStored():
+                job.stored = command.layers
+                lent = [key for key in job.keys if key in job.lent and key in self._coming]
+                if lent and self.listener is not None:
+                    self.listener.lent_stored(lent, command.layers)
             case Vacate():
                 for position in command.objects:
                     job.held.discard(position)
@@ -194,6 +258,11 @@ class Follows:
             del self._jobs[number]
 
     # ---------------------------------------------------------------------------------------------
+
+    def _tell_whole(self, job: Job, keys: Sequence[bytes]) -> None:
+        lent = [key for key in keys if key in job.lent]
+        if lent and self.listener is not None:
+            self.listener.lent_whole(lent)
 
     def _follow(self, parts: Mapping[bytes, int], group: int, layers: Sequence[int], step: StepKey) -> FollowOpened:
         job = self._begin(list(parts), layers, promised=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -19,6 +20,7 @@ from layerflow.objects import object_bytes
 from layerflow.pool.base import Located, NewObject, Owner, Pool, ReserveStatus
 from layerflow.server.lookup import stored_object
 from layerflow.server.planner.missed import MissedTurns
+from layerflow.server.plans import plan_owner
 from layerflow.server.sessions import ClientSession
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
@@ -27,8 +29,8 @@ from layerflow.wire.messages import NOWHERE, Covered, LoadPart, OpenStep, Plan, 
 if TYPE_CHECKING:
     from layerflow.server.handoffs.follows import Follows, PendingFollow
     from layerflow.server.handoffs.registry import Handoffs
+    from layerflow.server.sources import Sources
     from layerflow.server.tier.fetches import PendingFetch
-    from layerflow.server.tier.tier import Tier
 
 MAX_STEP_S = 86_400.0
 
@@ -44,6 +46,7 @@ class StepBook:
     :param save_keys: for each save part of the core: the keys it has room for.
     :param load_objects: per group: (first block number, key) of every object loaded, ascending.
     :param direct: its objects are the tier's business and its worker's, not the arena's.
+    :param opened_at: monotonic seconds.
     :param in_turns: other workers hold the same, and store what this one does not.
     """
 
@@ -53,6 +56,7 @@ class StepBook:
     save_parts: list[int] = field(default_factory=list)
     save_keys: list[list[bytes]] = field(default_factory=list)
     load_objects: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    opened_at: float = field(default_factory=time.monotonic)
     _parts: dict[bytes, int] | None = None
 
     def part_of(self, key: bytes) -> int | None:
@@ -147,7 +151,7 @@ def _moved(spec: ModelSpec, wanted: Wanted) -> int:
 
 def plan_step(
     pool: Pool,
-    tier: Tier | None,
+    tier: Sources | None,
     session: ClientSession,
     message: OpenStep,
     checked: CheckedStep,
@@ -169,8 +173,10 @@ def plan_step(
     assert spec is not None
     loads, saves = checked.loads, checked.saves
     book = StepBook(("step", session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
-    load_plan, load_parts, bad, covered = _plan_loads(
-        pool, tier, session, book, loads, message.deadline, handoffs, follows
+    load_plan, load_parts, bad, covered = (
+        _take_over(pool, session, book, message, loads)
+        if message.planned
+        else _plan_loads(pool, tier, session, book, loads, message.deadline, handoffs, follows)
     )
     save_plan, save_parts, full, placed = _plan_saves(
         pool, book, saves, bad, replicas, missed, functools.partial(handoffs.adopt, session.engine)
@@ -182,6 +188,7 @@ def plan_step(
         message.save_deadline,
         tuple(load_parts),
         tuple(save_parts),
+        planned=message.planned,
     )
     events: list[Event] = [opened]
     if tier is not None:
@@ -201,7 +208,7 @@ def plan_step(
 
 def _plan_loads(
     pool: Pool,
-    tier: Tier | None,
+    tier: Sources | None,
     session: ClientSession,
     book: StepBook,
     loads: list[Wanted],
@@ -254,11 +261,37 @@ def _plan_loads(
     return plans, parts, bad, covered
 
 
+def _take_over(
+    pool: Pool, session: ClientSession, book: StepBook, message: OpenStep, loads: list[Wanted]
+) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
+    """The step pins what the plans of its hits do; its worker has begun to move it.
+
+    :raises ProtocolError: it names what no plan of its engine pins, or more blocks than an object holds.
+    """
+    parts: list[Part] = []
+    at: dict[int, int] = {}
+    for part, wanted in zip(message.loads, loads, strict=True):
+        places = pool.share(plan_owner(session.engine, part.plan), wanted.keys, book.owner)
+        counts = wanted.counts.tolist()
+        if places is None or any(count > place.blocks for count, place in zip(counts, places, strict=True)):
+            pool.release(book.owner)
+            raise ProtocolError(
+                f"step {message.step}, request {part.request!r}, group {part.group}: its loads are not those of plan "
+                f"{part.plan}, or that has ended; look the prompt up again"
+            )
+        objects = book.load_objects.setdefault(wanted.group, [])
+        for key, count in zip(wanted.keys, counts, strict=True):
+            objects.append((at.setdefault(wanted.group, 0), key))
+            at[wanted.group] += count
+        parts.append(Part(wanted.request, wanted.group, sum(counts)))
+    return [], parts, set(), []
+
+
 def _missing(wanted: Wanted, found: list[Located | None]) -> list[bytes]:
     return [key for key, place in zip(wanted.keys, found, strict=True) if place is None]
 
 
-def _coming(tier: Tier | None, follows: Follows, key: bytes) -> PendingFetch | PendingFollow | None:
+def _coming(tier: Sources | None, follows: Follows, key: bytes) -> PendingFetch | PendingFollow | None:
     """An object that is not in the arena yet: followed, or else fetched."""
     return follows.coming(key) or (tier.coming(key) if tier is not None else None)
 
@@ -274,7 +307,7 @@ def _follow(follows: Follows, session: ClientSession, loads: list[Wanted], locat
 
 
 def _bring(
-    tier: Tier, follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]
+    tier: Sources, follows: Follows, session: ClientSession, loads: list[Wanted], located: list[list[Located | None]]
 ) -> None:
     """Start fetching what the arena lacks, one job per group."""
     spec = session.spec

@@ -31,6 +31,7 @@ class Child:
 
     :param backend: for its logs.
     :param arena: descriptor and size of what it maps.
+    :param module: what runs in it.
     :param environment: all of it.
     :param heard: told every message, in order; also those that a dead process has left.
     :param dead: told why, once, when the process is dead and reaped.
@@ -41,6 +42,7 @@ class Child:
         self,
         backend: str,
         arena: tuple[int, int],
+        module: str,
         environment: Mapping[str, str],
         throttle: Throttle,
         heard: Callable[[ToServer], None],
@@ -56,7 +58,7 @@ class Child:
         try:
             # 0.4 ms, whatever this process has mapped: vfork. start_new_session: a terminal's Ctrl-C is not for it.
             self._process = subprocess.Popen(
-                _command(theirs.fileno(), arena),
+                _command(module, theirs.fileno(), arena),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -178,10 +180,10 @@ class Child:
         self._dead(self._why or _story(code))
 
 
-def _command(fd: int, arena: tuple[int, int]) -> Sequence[str]:
+def _command(module: str, fd: int, arena: tuple[int, int]) -> Sequence[str]:
     # -P: no module of the working directory takes another's place. -u: what was printed before a crash is not lost.
     return (
-        *(sys.executable, "-P", "-u", "-m", "layerflow.hosts"),
+        *(sys.executable, "-P", "-u", "-m", module),
         *("--socket", str(fd), "--arena", str(arena[0]), "--arena-bytes", str(arena[1]), "--parent", str(os.getpid())),
     )
 

@@ -6,10 +6,13 @@ does not know: which objects they are, where they have room in the arena, and wh
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.events import CallDone, Event, FetchesRevoked, FetchLeased, FetchOpened, Hop, Item
@@ -54,12 +57,29 @@ class PendingFetch(NamedTuple):
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class AtPeer:
+    """Where the objects of a fetch lie at a peer.
+
+    :param origin: of the job, see :class:`layerflow.wire.peer_link.Origin`.
+    :param positions: of each key among those of the peer's lease.
+    :param available: so many leading layers are stored there; -1 = all.
+    """
+
+    origin: bytes
+    positions: Mapping[bytes, int]
+    available: int = -1
+
+
 class Fetches:
     """All fetches of one host.
 
     :param send: to the host; False = there is none.
     :param emit: to the core, which answers with the commands that are given here.
     :param failed: told of every object that did not come, with its outcome's number.
+    :param numbers: of fetches, ascending: shared with those of the other hop.
+    :param hop: from the backend, or from peers.
+    :param ended: told of the number of every fetch that is over.
     """
 
     def __init__(
@@ -68,6 +88,10 @@ class Fetches:
         send: Callable[[ToHost], bool],
         emit: Callable[[Sequence[Event]], None],
         failed: Callable[[bytes, int, str], None],
+        numbers: Iterator[int] | None = None,
+        *,
+        hop: Hop = Hop.FETCH,
+        ended: Callable[[int], None] | None = None,
     ) -> None:
         self._pool = pool
         self._send = send
@@ -76,7 +100,7 @@ class Fetches:
         self._jobs: dict[int, Job] = {}
         self._coming: dict[bytes, PendingFetch] = {}
         self._waiting: list[tuple[set[bytes], Callable[[], None]]] = []
-        self._numbers = 0
+        self._numbers, self._hop, self._ended = numbers or itertools.count(1), hop, ended
         self.fetched_objects = 0
         self.fetched_bytes = 0
         self.refused = 0
@@ -104,30 +128,48 @@ class Fetches:
         else:
             then()
 
-    def begin(self, objects: Sequence[NewObject], layers: Sequence[int], source: str) -> None:
+    def knows(self, fetch: int) -> bool:
+        """Is it one of these?"""
+        return fetch in self._jobs
+
+    def objects_of(self, fetch: int) -> Sequence[NewObject]:
+        """By position, of a fetch that is not over."""
+        return self._jobs[fetch].objects
+
+    def begin(
+        self, objects: Sequence[NewObject], layers: Sequence[int], source: str, at_peer: AtPeer | None = None
+    ) -> int:
         """Start bringing objects of one group that are neither in the arena nor on their way.
 
         What finds no room in the arena stays where it is; :meth:`coming` tells.
 
         :param layers: the model's layer numbers of the group.
         :param source: the engine they are for.
+        :param at_peer: where they lie; None = at the backend.
+        :returns: the fetch's number; 0 = none has begun.
         """
-        self._numbers += 1
-        owner: Owner = ("fetch", self._numbers)
+        number = next(self._numbers)
+        owner: Owner = ("fetch", number)
         room = zip(objects, self._pool.reserve(objects, owner), strict=True)
         placed = [(new, place.offset) for new, place in room if place.outcome is ReserveStatus.RESERVED]
         self.refused += len(objects) - len(placed)
         if not placed:
-            return
-        job = Job(self._numbers, [new for new, _ in placed], tuple(layers), len(placed))
-        if not self._send(Fetch(job.number, describe(placed, len(layers)))):
+            return 0
+        job = Job(number, [new for new, _ in placed], tuple(layers), len(placed))
+        told = describe(placed, len(layers))
+        if at_peer is not None:
+            positions = pack_u32([at_peer.positions[new.key] for new in job.objects])
+            told = msgspec.structs.replace(told, origin=at_peer.origin, positions=positions)
+        if not self._send(Fetch(job.number, told)):
             self._pool.revoke([new.key for new in job.objects], owner)
-            return
+            return 0
         self._jobs[job.number] = job
         for position, (new, offset) in enumerate(placed):
             self._coming[new.key] = PendingFetch(offset, new.blocks, job, position)
         items = tuple(Item((new.nbytes - HEADER_BYTES) // len(layers), new.blocks) for new in job.objects)
-        self._emit([FetchOpened(job.number, source, tuple(layers), items)])
+        available = -1 if at_peer is None else at_peer.available
+        self._emit([FetchOpened(job.number, source, tuple(layers), items, available, self._hop)])
+        return number
 
     def lease(self, keys: Iterable[bytes], owner: Owner, until: float) -> None:
         """Pin these for `owner` once they have come."""
@@ -170,7 +212,7 @@ class Fetches:
         failed = [failure for failure in message.failed if job.objects[failure.position].key in self._coming]
         for failure in failed:
             self._failed(job.objects[failure.position].key, failure.outcome, failure.reason)
-        self._emit([CallDone(Hop.FETCH, message.call, tuple((failure.position, failure.reason) for failure in failed))])
+        self._emit([CallDone(self._hop, message.call, tuple((failure.position, failure.reason) for failure in failed))])
 
     def obey(self, command: Call | Arrived | ObjectsLost | Vacate | TransferDone) -> None:
         """What the core wants done."""
@@ -228,6 +270,8 @@ class Fetches:
         job.left -= objects
         if job.done and not job.left:
             del self._jobs[job.number]
+            if self._ended is not None:
+                self._ended(job.number)
 
     def _unlease(self, change: Callable[[Lease], Lease]) -> None:
         dropped: list[Event] = []

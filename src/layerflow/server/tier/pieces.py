@@ -14,7 +14,7 @@ from layerflow.pool.base import Covering, NewObject, Pool
 from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from layerflow.server.tier.tier import Tier
+    from layerflow.server.sources import Sources
 
 MOST_TAILS = 2
 """Of so many tails of a hit, the longest, pieces are brought."""
@@ -22,7 +22,7 @@ MOST_TAILS = 2
 
 def bring_pieces(
     pool: Pool,
-    tier: Tier,
+    tier: Sources,
     spec: ModelSpec,
     covering: Covering,
     prompt: tuple[bytes, Sequence[bytes]],
@@ -66,7 +66,7 @@ def bring_pieces(
 
 
 def _lacking(
-    pool: Pool, tier: Tier, covering: Covering, keys: Sequence[bytes], found: frozenset[bytes]
+    pool: Pool, tier: Sources, covering: Covering, keys: Sequence[bytes], found: frozenset[bytes]
 ) -> Iterator[tuple[Box, bytes]]:
     """What is to be brought so that these are covered in the arena, where the tier does not have them themselves."""
 

@@ -21,7 +21,7 @@ from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Va
 from layerflow.flow.events import Event, Hop, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.keys import describe_key
-from layerflow.pool.base import Child, NewObject, Owner, Pool, Tail
+from layerflow.pool.base import Child, NewObject, Pool, Tail
 from layerflow.pool.sharing import SharedBlocks
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.index import MAX_RECENT_CHUNKS, NegativeCache, TierIndex
@@ -59,6 +59,7 @@ class Tier:
     :param name: the backend's.
     :param options: the backend's section of the configuration.
     :param emit: gives events to the core.
+    :param numbers: of fetches.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Tier:
         pool: Pool,
         arena: tuple[int, int],
         emit: Callable[[Sequence[Event]], None],
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -85,7 +87,7 @@ class Tier:
         self._numbers = 0
         self._host = HostProcess(name, options, *arena, self)
         self._questions = Questions(self._host.send)
-        self._fetches = Fetches(pool, self._host.send, emit, self._read_failed)
+        self._fetches = Fetches(pool, self._host.send, emit, self._read_failed, numbers)
         self.partitions = PartitionRegistry(pool, self._host.send, self._which, self._noted, lambda: self.up)
         self._emit = emit
         self._writes = Writes(pool, self._host.send, emit, self._written, self._write_failed)
@@ -169,26 +171,14 @@ class Tier:
         """An object's room in the arena while it is on its way."""
         return self._fetches.coming(key)
 
-    def when_come(self, keys: Sequence[bytes], until: float, then: Callable[[], None]) -> None:
-        """Call `then` once, when none of `keys` is on its way into the arena, or at `until`; perhaps at once."""
-        self._fetches.when_come(keys, once(until, then))
+    @property
+    def fetches(self) -> Fetches:
+        """What is on its way from the backend."""
+        return self._fetches
 
-    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
-        """Pin these for `owner` once they have come."""
-        self._fetches.lease(keys, owner, until)
-
-    def lease_owners(self) -> set[Owner]:
-        """Who has leased something that is on its way."""
-        return self._fetches.lease_owners()
-
-    def revoke(self, reason: str, *, writes: bool) -> int:
-        """What is on its way from the backend is not published in the arena; with `writes`, nor is what is on its way
-        to it published there. How many objects."""
-        return self._fetches.revoke(reason) + (self._writes.revoke(reason) if writes else 0)
-
-    def revoke_unwanted(self, reason: str) -> None:
-        """What is on its way from the backend is not published where no lease and no living load wants it."""
-        self._fetches.revoke(reason, unwanted=True)
+    def revoke_writes(self, reason: str) -> int:
+        """What is on its way to the backend is not published there. How many objects."""
+        return self._writes.revoke(reason)
 
     async def clear(self, keys: Sequence[bytes], timeout_s: float) -> Cleared:
         """Remove what the backend holds, once writes under way have ended.
@@ -211,14 +201,6 @@ class Tier:
             return Cleared(number, 0, f"it did not answer within {timeout_s:g} s; purge again")
         finally:
             self._clearing.pop(number, None)
-
-    def drop_lease(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
-        """The owner wants these no more, None = nothing any more."""
-        self._fetches.drop_lease(owner, keys)
-
-    def drop_leases(self, engine: str) -> None:
-        """Nothing is left of an engine: its lookups want nothing any more."""
-        self._fetches.drop_leases(lambda owner: isinstance(owner, tuple) and owner[:2] == ("lease", engine))
 
     def obey(self, command: TierCommand) -> None:
         """What the core wants done on the way from the tier, or to it."""

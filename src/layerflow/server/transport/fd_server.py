@@ -23,11 +23,10 @@ from typing import NamedTuple
 import structlog
 
 from layerflow.errors import ConfigError
+from layerflow.peer import peer_pidfd, peer_user
 from layerflow.wire.messages import QUIET, WANT_ARENA
 
 TOKEN_BYTES = 16
-_SO_PEERPIDFD = 77  # <asm-generic/socket.h>, Linux 6.5
-_CREDENTIALS = struct.Struct("@iII")
 _SIZE = struct.Struct("<Q")
 _BACKLOG = 64
 MAX_WAITING = 64
@@ -204,7 +203,7 @@ class FdServer:
 
 def _same_user(connection: socket.socket) -> bool:
     """Does the client belong to this server's user, or to root?"""
-    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    uid = peer_user(connection)
     if uid not in (os.getuid(), 0):
         log.warning("fd_server_stranger", uid=uid)
     return uid in (os.getuid(), 0)
@@ -213,13 +212,9 @@ def _same_user(connection: socket.socket) -> bool:
 def _process(connection: socket.socket) -> int | None:
     """A pidfd of the client's process; None: it is in another pid namespace, and its hang-up has to do."""
     try:
-        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, OverflowError) as error:
-        log.warning("fd_server_no_pidfd", pid=pid, error=str(error), effect="its hang-up counts as its death")
+        return peer_pidfd(connection)
+    except OSError as error:
+        log.warning("fd_server_no_pidfd", error=str(error), effect="its hang-up counts as its death")
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from layerflow.wire.messages.base import Beat, Message
+from layerflow.wire.messages.peers import PeerBeat, PeerCompared, PeerFound, PeerProgress, PeerWelcome
 
 
 class Welcome(Message, frozen=True, tag=101):
@@ -29,6 +30,9 @@ class Terms(Message, frozen=True, tag=107):
 
     :param max_transfer_blocks: what one copy moves at most, over all of its layers; `max_transfer_bytes` likewise.
     :param stagger_us: distance of the slots in which tensor-parallel ranks begin their loads; 0 = off.
+    :param follow: ``pd.follow``: lookups say how long they may wait where it is ``auto``.
+    :param window_bytes: what a worker may have in flight of loads that it moves by the plans of its hits; 0 = it moves
+        none.
     """
 
     step_timeout_ms: int
@@ -42,13 +46,20 @@ class Terms(Message, frozen=True, tag=107):
     max_transfer_blocks: int = 4096
     max_transfer_bytes: int = 64 << 20
     stagger_us: int = 0
+    follow: str = "asked"
+    window_bytes: int = 0
 
 
 class Attached(Message, frozen=True, tag=102):
-    """The client's spec is known. `arena_bytes` is 0 without memory."""
+    """The client's spec is known.
+
+    :param arena_bytes: 0 without memory.
+    :param incarnation: names this server's arena; plans of another name mean another memory.
+    """
 
     arena_bytes: int
     terms: Terms
+    incarnation: int = 0
 
 
 class TailHit(Message, frozen=True):
@@ -72,6 +83,11 @@ class Found(Message, frozen=True, tag=103):
     :param following: some of it is still being stored: the step that loads it follows that, layer by layer.
     :param reason: of a Lookup with a hand-off that it does not follow: the hand-off's state, and why.
     :param resident: every object that any of these hits needs lies in the arena, and the lease pins it.
+    :param plan: above 0: the hit brings its plan, of this number. Its objects are pinned until each worker of the
+        engine has opened its steps with it, or until it is dropped.
+    :param incarnation: of the arena in which they lie.
+    :param places: of each object, two uint64: the offset of its header and the generation of that place, or NOWHERE and
+        0. By chunk, the hit's (of the longest tail's) first and then the tails; then by group, then by shard.
     """
 
     id: int
@@ -80,6 +96,9 @@ class Found(Message, frozen=True, tag=103):
     following: bool = False
     reason: str = ""
     resident: bool = False
+    plan: int = 0
+    incarnation: int = 0
+    places: bytes = b""
 
 
 class PlanPart(Message, frozen=True):
@@ -223,4 +242,21 @@ class Problem(Message, frozen=True, tag=199):
     message: str
 
 
-ToClient = Welcome | Attached | Terms | Found | Plan | Grant | Notice | Beat | Status | HandoffState | Problem
+ToClient = (
+    Welcome
+    | Attached
+    | Terms
+    | Found
+    | Plan
+    | Grant
+    | Notice
+    | Beat
+    | Status
+    | HandoffState
+    | Problem
+    | PeerWelcome
+    | PeerFound
+    | PeerProgress
+    | PeerBeat
+    | PeerCompared
+)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from layerflow.spec import ModelSpec
 from layerflow.wire.messages.base import Beat, Few, Many, Message, Name, Reason
+from layerflow.wire.messages.peers import PeerBeat, PeerCompare, PeerHello, PeerLookup, PeerRelease
 
 
 class Hello(Message, frozen=True, tag=1):
@@ -71,6 +72,8 @@ class LoadPart(Message, frozen=True):
 
     :param tail: tokens of the last object, where that is a partial tail; else 0.
     :param parent: digest before it, where it is one; else empty.
+    :param plan: number of the plan that its places are from; 0 = it has none.
+    :param more: this worker will open another step with that plan.
     """
 
     request: Name
@@ -79,6 +82,8 @@ class LoadPart(Message, frozen=True):
     counts: bytes
     tail: int
     parent: bytes
+    plan: int = 0
+    more: bool = False
 
 
 class SavePart(Message, frozen=True):
@@ -100,13 +105,18 @@ class SavePart(Message, frozen=True):
 
 
 class OpenStep(Message, frozen=True, tag=4):
-    """A forward pass begins. Answered by Plan, then Grants."""
+    """A forward pass begins. Answered by Plan, then Grants.
+
+    :param planned: the worker moves all loads by itself, by the plans that they name. Then Plan says nothing of loads,
+        no batch of them is granted, and a Report says when they have ended.
+    """
 
     step: int
     deadline: float
     save_deadline: float
     loads: Annotated[list[LoadPart], Few]
     saves: Annotated[list[SavePart], Few]
+    planned: bool = False
 
 
 class Failure(Message, frozen=True):
@@ -150,6 +160,23 @@ class Figures(Message, frozen=True):
     save_exposed_s: float
 
 
+class LostBlocks(Message, frozen=True):
+    """Blocks `lo` to `hi`, of a group's loads, that have not arrived."""
+
+    group: int
+    lo: int
+    hi: int
+    reason: Reason
+
+
+class Moved(Message, frozen=True):
+    """Nothing of a planned step's loads moves any more: `nbytes` have arrived, and all but what was lost."""
+
+    step: int
+    nbytes: int
+    lost: Annotated[list[LostBlocks], Many]
+
+
 class Report(Message, frozen=True, tag=5):
     """Coalesced news of an agent's lanes and steps."""
 
@@ -159,6 +186,7 @@ class Report(Message, frozen=True, tag=5):
     progress: Annotated[list[Progress], Many] = []
     closed: Annotated[list[Closed], Many] = []
     figures: Annotated[list[Figures], Many] = []
+    moved: Annotated[list[Moved], Many] = []
 
 
 class Abort(Message, frozen=True, tag=6):
@@ -174,9 +202,17 @@ class StatusRequest(Message, frozen=True, tag=8):
 
 
 class DropLease(Message, frozen=True, tag=9):
-    """The request will not be loaded; its lookup's pins may go."""
+    """The request will not be loaded; its lookup's pins may go.
+
+    :param plan: the plan that is not used and never will be; 0 = leases of the request alone; -1 = also every plan that
+        this client was told for the request and no worker has used.
+    :param lease_ms: above 0: that plan has been given up, but its objects may be loaded all the same: they are leased
+        for so long.
+    """
 
     request: Name
+    plan: int = -1
+    lease_ms: int = 0
 
 
 class Bye(Message, frozen=True, tag=10):
@@ -277,4 +313,9 @@ ToServer = (
     | EndHandoff
     | ReleaseHandoff
     | WatchHandoff
+    | PeerHello
+    | PeerLookup
+    | PeerRelease
+    | PeerBeat
+    | PeerCompare
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, describe_loads
+from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, describe_loads, with_more
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.requests import Tracked
@@ -122,15 +122,19 @@ def plan_load(spec: ModelSpec, tracked: Tracked, tables: Sequence[np.ndarray], t
         tracked.arriving = True
         plan.background[tracked.id] = parts
         return stop - start
+    loads: list[PartDescriptor] = []
+    tails: list[PartDescriptor] = []
     for part in parts:
         group = spec.groups[part.group]
         if group.rules.exact:
             current = -(-(stop + tokens) // group.block_size) - 1
-            plan.tails += [part, _copy_to(part, current, tables[part.group])]
+            tails += [part, _copy_to(part, current, tables[part.group])]
         else:
             whole, rest = _split(part, stop // group.block_size, spec.chunk_tokens)
-            plan.loads += whole
-            plan.tails += rest
+            loads += whole
+            tails += rest
+    plan.loads += loads
+    plan.tails += with_more(tails) if loads else tails  # which the workers open first
     return stop - start
 
 
@@ -162,4 +166,5 @@ def _only(part: PartDescriptor, pieces: dict[int, ObjectDescriptor], chunk: int)
         return []
     last = pieces[max(pieces)]
     parent = part.parent if last.tokens != chunk else b""
-    return [replace(part, pieces=tuple(pieces.values()), parent=parent)]
+    places = part.places and replace(part.places, rows=part.places.rows[list(pieces)])
+    return [replace(part, pieces=tuple(pieces.values()), parent=parent, places=places)]

@@ -393,6 +393,8 @@ class SchedulerSide:
         assert self.spec is not None
         assert self._saves is not None
         tables = self._saves.tables(tracked.tables)
+        if tracked.inquiry is not None and self._lookups is not None:
+            tracked.hit = self._lookups.take(tracked.inquiry, tracked.hit)
         tracked.loaded_tokens += plan_load(self.spec, tracked, tables, tokens, plan)
         if tracked.background:
             plan.timeouts |= self._handoffs.timeout_of(tracked)

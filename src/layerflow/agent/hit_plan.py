@@ -1,0 +1,159 @@
+"""A hit's plan: where its objects lie, so that they can be loaded without asking.
+
+The server never ends a plan by time. Its holder does: one that is not used within the lease that was asked for is void
+here, and then the server is told. So that no load can begin by a plan whose objects have been let go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from layerflow.keys import covered_by
+from layerflow.spec import ModelSpec
+from layerflow.wire.messages import NOWHERE, Found
+
+Places = npt.NDArray[np.uint64]
+
+
+class HitPlan:
+    """One hit's.
+
+    :param number: the server's.
+    :param incarnation: of the arena.
+    :param rows: uint64, shape ``(objects, groups, shards, 2)``: offset and generation, the hit's chunks first.
+    :param tail: the row of the object that the hit ends in, where that is not the prompt's own full chunk; else -1.
+
+    :ivar void: it was given up; nothing may begin by it.
+    :ivar users: who has begun a load by it, each once.
+    """
+
+    __slots__ = ("incarnation", "number", "rows", "tail", "users", "void")
+
+    def __init__(self, number: int, incarnation: int, rows: Places, tail: int) -> None:
+        self.number = number
+        self.incarnation = incarnation
+        self.rows = rows
+        self.tail = tail
+        self.void = False
+        self.users: set[int] = set()
+
+    @classmethod
+    def of(cls, found: Found, tail: int, spec: ModelSpec) -> HitPlan | None:
+        """What the answer brings; None where it brings none.
+
+        :param tail: position of the tail that the hit ends with; -1 = with none.
+        """
+        width = 16 * len(spec.groups) * len(spec.shard.peers())
+        if not found.plan or not found.places or len(found.places) % width:
+            return None
+        rows = np.frombuffer(found.places, "<u8").reshape(-1, len(spec.groups), len(spec.shard.peers()), 2)
+        return cls(found.plan, found.incarnation, rows, len(rows) - len(found.tails) + tail if tail >= 0 else -1)
+
+    def part(self, group: int, chunks: Sequence[int], tail_chunk: int) -> PartPlaces | None:
+        """Places of these chunks' objects of one group; None where the plan has no such rows.
+
+        :param tail_chunk: the chunk whose object is the tail; -1 = none.
+        """
+        rows = [self.tail if chunk == tail_chunk else chunk for chunk in chunks]
+        if not rows or max(rows) >= len(self.rows) or min(rows) < 0:
+            return None
+        return PartPlaces(self.number, self.incarnation, self.rows[rows, group])
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlaces:
+    """Where the objects of one part lie, for whichever worker loads it.
+
+    :param plan: number of the plan.
+    :param rows: uint64, shape ``(objects, shards, 2)``.
+    :param more: each worker opens another step with this plan after the one that loads this part.
+    """
+
+    plan: int
+    incarnation: int
+    rows: Places
+    more: bool = False
+
+    def of_worker(self, column: int) -> Places | None:
+        """uint64, shape ``(objects, 2)``; None where one of them has no place.
+
+        :param column: see :func:`columns_of`.
+        """
+        own = self.rows[:, column]
+        return None if own[:, 0].max() == NOWHERE else own
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickled, (self.plan, self.incarnation, self.rows.tobytes(), self.rows.shape, self.more)
+
+
+def _unpickled(plan: int, incarnation: int, rows: bytes, shape: tuple[int, ...], more: bool) -> PartPlaces:
+    return PartPlaces(plan, incarnation, np.frombuffer(rows, "<u8").reshape(shape), more)
+
+
+def columns_of(spec: ModelSpec) -> tuple[int, ...]:
+    """By group, which of the shards that a plan tells of holds the worker's objects."""
+    peers = spec.shard.peers()
+    held = [([covered_by(group, peer) for peer in peers], group) for group in range(len(spec.groups))]
+    return tuple(ends.index(covered_by(group, spec.shard)) for ends, group in held)
+
+
+class PlansInHand:
+    """Plans that were told here and are not used yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plans: dict[int, tuple[str, HitPlan, float]] = {}
+        self._used: dict[str, None] = {}
+
+    def give(self, request: str, plan: HitPlan, until: float) -> list[int]:
+        """A lookup's. Earlier ones of the request are void: their numbers.
+
+        :param until: monotonic seconds; unused, it is void then.
+        """
+        with self._lock:
+            self._used.pop(request, None)
+            void = self._void(request)
+            self._plans[plan.number] = request, plan, until
+            return void
+
+    def use(self, plan: HitPlan, request: str, user: int) -> bool:
+        """May this user begin a load by it? Once."""
+        with self._lock:
+            if plan.void or user in plan.users:
+                return False
+            plan.users.add(user)
+            if self._plans.pop(plan.number, None) is not None:
+                self._used[request] = None
+                while len(self._used) > MOST_USED:
+                    del self._used[next(iter(self._used))]
+            return True
+
+    def drop(self, request: str) -> tuple[list[int], bool]:
+        """The request will not be loaded: numbers of its plans, which are void now; and was one of them used?"""
+        with self._lock:
+            return self._void(request), self._used.pop(request, 0) is None
+
+    def overdue(self, now: float) -> list[tuple[str, int]]:
+        """Plans that were not used in time, which are void now: their requests and numbers."""
+        if not self._plans:  # nearly always
+            return []
+        with self._lock:
+            late = [(request, number) for number, (request, _, until) in self._plans.items() if until <= now]
+            for _, number in late:
+                self._plans.pop(number)[1].void = True
+            return late
+
+    def _void(self, request: str) -> list[int]:
+        mine = [number for number, (name, _, _) in self._plans.items() if name == request]
+        for number in mine:
+            self._plans.pop(number)[1].void = True
+        return mine
+
+
+MOST_USED = 4096
+"""Requests of which it is remembered that their plan was used, until they are dropped."""

@@ -1,0 +1,160 @@
+"""Steps whose loads are planned by their hits: they begin without a message, and go on where their server has died."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import structlog
+
+from layerflow.agent.connection.arenas import Arenas, KnownArena
+from layerflow.agent.connection.link import Link, ReportBuffer
+from layerflow.agent.descriptors import Numbered, PartDescriptor
+from layerflow.agent.lanes.load import LoadLane
+from layerflow.agent.lanes.planned import LayerLoad, PlannedLoads
+from layerflow.agent.lanes.task import EmulatedLink
+from layerflow.agent.open_steps import OpenSteps
+from layerflow.agent.placing import Placed, Placing
+from layerflow.agent.step.step import Step
+from layerflow.device.base import Device
+from layerflow.ops.extents import BlockList
+from layerflow.ops.paged import PagedMemory
+from layerflow.wire.messages import Moved
+
+log = structlog.get_logger("layerflow.agent")
+
+
+class Ends(Protocol):
+    """How steps end."""
+
+    link: Link | None
+
+    def cut(self, step: Step, reason: str) -> None:
+        """Nothing more comes for this step."""
+        ...
+
+    def finish(self, step: Step) -> None:
+        """The step is over."""
+        ...
+
+    def reclaimed(self) -> None:
+        """Saves were cut off."""
+        ...
+
+
+class PlannedSteps:
+    """Where bytes move, the load lane cuts them into batches. What is in a step's books stays with the step.
+
+    :param lane: of the loads.
+    :param ends: ends steps.
+
+    :ivar arenas: guarded by the open steps' lock.
+    :ivar link: emulated or not, that loads pass.
+    """
+
+    def __init__(self, memory: PagedMemory, device: Device, open_steps: OpenSteps, lane: LoadLane, ends: Ends) -> None:
+        self.arenas = Arenas(device)
+        self.link = EmulatedLink(0, 0)
+        self._memory = memory
+        self._open_steps = open_steps
+        self._lane = lane
+        self._ends = ends
+        self._placing = Placing(memory.spec)
+        self._undecided: KnownArena | None = None
+        self._layers = [
+            (layer, group, memory.spec.groups[group].bytes_per_block)
+            for layer, (group, _) in enumerate(memory.spec.layer_places())
+        ]
+
+    # -- the engine's thread ----------------------------------------------------------------------
+
+    def place(self, loads: Sequence[PartDescriptor]) -> Placed | None:
+        """Where all of these loads' objects are, by the plans of their hits; None: the server is to be asked."""
+        if not loads or self._lane.planned.caps.window < 1:
+            return None
+        first = loads[0].places
+        arena = self.arenas.get(first.incarnation) if first is not None else None
+        return self._placing.place(loads, arena) if arena is not None else None
+
+    def bind(self, step: Step, placed: Placed) -> PlannedLoads:
+        """Number the blocks of the step's loads, and cut none of them yet.
+
+        :raises ExtentError: the plan leaves the arena.
+        """
+        arena = placed.arena
+
+        def lists(group: int, blocks: Numbered) -> BlockList:
+            columns = (blocks.engine_blocks, blocks.object_offsets, blocks.object_blocks, blocks.index)
+            return BlockList(self._memory, group, arena.memory.nbytes, *columns)
+
+        loads = step.place(placed.residents, placed.parts, lists)
+        counts = {group: len(column.numbers) for group, column in loads.items()}
+        layers = [LayerLoad(layer, counts[group], size) for layer, group, size in self._layers if group in counts]
+        link = self._ends.link
+        news = link.news if link is not None else ReportBuffer()
+        return PlannedLoads(step, layers, arena.copier, self.link, lambda over: self._moved(over, arena, news))
+
+    def begin(self, loads: PlannedLoads, placed: Placed) -> bool:
+        """Let the lane begin; False where the arena is not known any more. The caller holds the open steps' lock."""
+        if self.arenas.get(placed.arena.incarnation) is not placed.arena:
+            return False
+        placed.arena.loading.add(loads.step.number)
+        self._lane.plan(loads)
+        return True
+
+    # -- servers that go ----------------------------------------------------------------------------
+
+    def abandoned(self, incarnation: int) -> set[int]:
+        """A server has hung up: the steps that load from its arena. The caller holds the open steps' lock."""
+        self._undecided = self.arenas.abandoned(incarnation)
+        return set(self._undecided.loading) if self._undecided is not None else set()
+
+    def orphan(self, step: Step, reason: str) -> None:
+        """There is no server for the step, and its loads go on without one: nothing of it is saved."""
+        step.announced, step.orphaned = False, True
+        step.cut_saves(reason)
+        for request in {part.request for part in step.saves}:
+            self._open_steps.save_failed(request, reason)
+        self._ends.reclaimed()
+        self.settle(step)
+
+    def judged(self, dead: bool) -> None:
+        """Has its process ended? If not, its plans are worth nothing: a server that is silent may wake up."""
+        arena, self._undecided = self._undecided, None
+        if arena is None:
+            return
+        with self._open_steps.lock:
+            going_on = set(arena.loading)
+            self.arenas.decide(arena, dead, time.monotonic())
+        if dead:
+            log.info("server_dead", loading_steps=len(going_on))
+            return
+        for step in self._open_steps.steps():
+            if step.number in going_on:
+                self._ends.cut(step, "the server is gone")
+        self.arenas.let_go(arena)
+
+    def sweep(self, now: float) -> None:
+        """Let go of arenas that no plan in use names any more."""
+        with self._open_steps.lock:
+            late = self.arenas.overdue(now)
+        for arena in late:
+            self.arenas.let_go(arena)
+
+    # -- ends ---------------------------------------------------------------------------------------
+
+    def settle(self, step: Step) -> None:
+        """Nobody else says when a step without a server has ended."""
+        if step.orphaned and step.closed and not step.loading:
+            self._ends.finish(step)
+
+    def _moved(self, loads: PlannedLoads, arena: KnownArena, news: ReportBuffer) -> None:
+        step, link = loads.step, self._ends.link
+        assert step.residents is not None
+        with self._open_steps.lock:
+            arena.loading.discard(step.number)
+        news.moved.append(Moved(step.number, loads.moved, loads.lost + step.residents.lost()))
+        if link is not None:
+            link.ring()
+        self.settle(step)

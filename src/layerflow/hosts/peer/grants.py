@@ -1,0 +1,135 @@
+"""What an exporter may read for whom: the leases that its server has lent, and the reads of them that are under way."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from layerflow.errors import PoolError
+from layerflow.objects import HEADER_BYTES, check_header
+from layerflow.wire.host_messages import Extend, Lend, split_keys, unpack_u32, unpack_u64
+from layerflow.wire.peer_link import GONE, NOT_YET, OUTSIDE, READ
+
+LEND_S = 1.0
+"""A reader may be quicker than its owner's word to the exporter: so long a token that is not known is waited for."""
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """One lease. Fields change under the lock of :class:`Grants`.
+
+    :param reading: the connections that read it now.
+    """
+
+    lease: int
+    token: bytes
+    keys: list[bytes]
+    offsets: list[int]
+    nbytes: list[int]
+    blocks: list[int]
+    stored: list[int]
+    withdrawn: bool = False
+    reading: list[socket.socket] = field(default_factory=list)
+
+    def check(self, view: memoryview, position: int, start: int, length: int) -> int:
+        """Whether these bytes of an object may be read, and are its own: a status of :mod:`.peer_link`."""
+        if self.withdrawn:
+            return GONE
+        if not 0 <= position < len(self.keys) or not length or start + length > self.nbytes[position]:
+            return OUTSIDE
+        if start + length > self.stored[position]:
+            return NOT_YET
+        if self.blocks[position]:
+            # The pool wipes the header of a place that it gives to another object, before that is written there.
+            at = self.offsets[position]
+            try:
+                check_header(view[at : at + HEADER_BYTES], self.keys[position], self.blocks[position])
+            except PoolError:
+                return GONE
+        return READ
+
+
+class Grants:
+    """All leases of one exporter. Thread-safe.
+
+    :param withdrawn: told a lease once nothing of it is read any more; any thread.
+    :param arena_bytes: no lease leaves them.
+    """
+
+    def __init__(self, withdrawn: Callable[[int], None], arena_bytes: int) -> None:
+        self._withdrawn = withdrawn
+        self._arena_bytes = arena_bytes
+        self._by_token: dict[bytes, Grant] = {}
+        self._by_lease: dict[int, Grant] = {}
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._by_lease)
+
+    def lend(self, message: Lend) -> None:
+        """A new lease.
+
+        :raises PoolError: its lists do not fit together, or it leaves the arena.
+        """
+        offsets, nbytes = unpack_u64(message.offsets), unpack_u64(message.nbytes)
+        blocks, stored = unpack_u32(message.blocks), unpack_u64(message.stored)
+        keys = split_keys(message.keys)
+        if {len(offsets), len(nbytes), len(blocks), len(stored)} != {len(keys)}:
+            raise PoolError(f"lease {message.lease}: lists of different lengths")
+        if any(at + size > self._arena_bytes for at, size in zip(offsets, nbytes, strict=True)):
+            raise PoolError(f"lease {message.lease}: an object leaves the arena")
+        grant = Grant(message.lease, message.token, keys, offsets, nbytes, blocks, stored)
+        with self._changed:
+            self._by_token[grant.token] = self._by_lease[grant.lease] = grant
+            self._changed.notify_all()
+
+    def extend(self, message: Extend) -> None:
+        """More of some objects is stored."""
+        with self._changed:
+            grant = self._by_lease.get(message.lease)
+            if grant is not None:
+                pairs = zip(unpack_u32(message.positions), unpack_u64(message.stored), strict=True)
+                for position, stored in pairs:
+                    grant.stored[position] = max(grant.stored[position], stored)
+                self._changed.notify_all()
+
+    def wait(self, grant: Grant, position: int, end: int) -> None:
+        """A reader may have heard of a layer before its owner's word came here: wait for that, for a while."""
+        with self._changed:
+            self._changed.wait_for(lambda: grant.withdrawn or grant.stored[position] >= end, LEND_S)
+
+    def withdraw(self, lease: int) -> None:
+        """Nothing of it is read any more: what reads it now is hung up on."""
+        with self._changed:
+            grant = self._by_lease.pop(lease, None)
+            if grant is not None:
+                del self._by_token[grant.token]
+                grant.withdrawn = True
+                self._changed.notify_all()
+                for connection in grant.reading:
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+                if grant.reading:
+                    return  # the last of them tells
+        self._withdrawn(lease)
+
+    @contextlib.contextmanager
+    def read(self, token: bytes, connection: socket.socket) -> Iterator[Grant | None]:
+        """Around the reads of one request; None = there is no such lease."""
+        with self._changed:
+            self._changed.wait_for(lambda: token in self._by_token, LEND_S)
+            grant = self._by_token.get(token)
+            if grant is not None:
+                grant.reading.append(connection)
+        try:
+            yield grant
+        finally:
+            if grant is not None:
+                with self._changed:
+                    grant.reading.remove(connection)
+                    last = grant.withdrawn and not grant.reading
+                if last:
+                    self._withdrawn(grant.lease)

@@ -1,0 +1,63 @@
+"""Whole frames over blocking sockets."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+_TIMEVAL = struct.Struct("@ll")
+
+
+class LinkClosed(Exception):
+    """The connection has ended, or is to."""
+
+
+class LinkStalled(Exception):
+    """Nothing came for too long."""
+
+
+def set_timeout(connection: socket.socket, option: int, seconds: float | None) -> None:
+    """How long one call may wait, by the kernel: a socket of Python's with a time-out polls before each call."""
+    whole = 0.0 if seconds is None else max(seconds, 1e-3)
+    connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(whole % 1 * 1e6)))
+
+
+def receive(connection: socket.socket, room: memoryview, stall_s: float | None, until: float | None = None) -> None:
+    """Fill `room`.
+
+    :param stall_s: how long nothing may come. :param until: when it must have come, on the monotonic clock.
+    :raises LinkClosed: the other end has hung up.
+    :raises LinkStalled: too slow.
+    :raises OSError: the connection is broken.
+    """
+    set_timeout(connection, socket.SO_RCVTIMEO, stall_s)
+    done, size = 0, room.nbytes
+    while done < size:
+        try:
+            got = connection.recv_into(room[done:], 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise LinkStalled(f"nothing came for {stall_s:g} s") from None
+        if not got:
+            raise LinkClosed("the other end has hung up")
+        done += got
+        if done < size and until is not None and time.monotonic() >= until:
+            raise LinkStalled(f"{done} of {size} bytes came in the time there was")
+
+
+def send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
+    """All of it, in one call where the kernel takes it.
+
+    :raises LinkClosed: the other end has hung up.
+    """
+    left = [memoryview(part).cast("B") for part in parts if len(part)]
+    try:
+        while left:
+            sent = connection.sendmsg(left)
+            while left and sent >= left[0].nbytes:
+                sent -= left.pop(0).nbytes
+            if sent:
+                left[0] = left[0][sent:]
+    except (BrokenPipeError, ConnectionResetError):
+        raise LinkClosed("the other end has hung up") from None

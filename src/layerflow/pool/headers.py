@@ -1,0 +1,57 @@
+"""Headers of objects in the arena, which only the pool writes: are they what it has written?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import structlog
+
+from layerflow.errors import PoolError
+from layerflow.keys import describe_key
+from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, check_header, header_start
+from layerflow.pool.base import PLACE
+from layerflow.pool.directory import DirectoryEntry
+
+log = structlog.get_logger(__name__)
+
+_WORDS = np.arange(CHECKSUM_AT // 8)
+MANY = 48
+"""So many headers are compared at once: of fewer, one by one is quicker."""
+
+
+class Headers:
+    """Those of one arena.
+
+    :param view: its bytes.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._words = np.frombuffer(view[: len(view) // 8 * 8], np.uint64)
+
+    def overwritten(self, entries: Sequence[DirectoryEntry]) -> list[bytes]:
+        """Of these complete objects, the keys of those whose header is not theirs any more."""
+        if len(entries) >= MANY and self._are_all(entries):
+            return []
+        view = self._view
+        return [
+            entry.key
+            for entry in entries
+            if header_start(view, entry.located.offset) != entry.header and not self._intact(entry)
+        ]
+
+    def _are_all(self, entries: Sequence[DirectoryEntry]) -> bool:
+        places = np.frombuffer(b"".join([entry.place for entry in entries]), np.uint64).reshape(-1, PLACE.size // 8)
+        wanted = np.frombuffer(b"".join([entry.header for entry in entries]), np.uint64).reshape(-1, _WORDS.size)
+        found = self._words[(places[:, :1] >> np.uint64(3)).astype(np.int64) + _WORDS]
+        return bool((found == wanted).all())
+
+    def _intact(self, entry: DirectoryEntry) -> bool:
+        offset, blocks, *_ = entry.located
+        try:
+            check_header(self._view[offset : offset + HEADER_BYTES], entry.key, blocks)
+        except PoolError as error:
+            log.error("object_overwritten", key=describe_key(entry.key), offset=offset, error=str(error))
+            return False
+        return True

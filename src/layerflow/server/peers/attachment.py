@@ -1,0 +1,242 @@
+"""One server that this one reads from: the connection to its control socket, and whether it can be counted on."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+import zmq
+
+from layerflow.errors import LayerflowError, ProtocolError, VersionMismatch
+from layerflow.server.transport.dealer import Dealer
+from layerflow.wire import codec
+from layerflow.wire import messages as wire
+from layerflow.wire.messages import Message
+
+FIRST_DELAY_S, LAST_DELAY_S = 0.1, 5.0
+"""Before it is tried again, doubling; meanwhile it is not asked for anything."""
+MISMATCH_DELAY_S = 30.0
+"""The same for one that speaks another protocol: somebody may upgrade it."""
+ANSWER_S = 5.0
+"""A server that does not welcome this one for so long is tried again."""
+
+log = structlog.get_logger("layerflow.server.peers")
+
+
+class AttachmentState(enum.Enum):
+    """Of the connection to a peer."""
+
+    CONNECTING = "connecting"
+    UP = "up"
+    DOWN = "down"
+
+
+class PeerListener(Protocol):
+    """Who reads from peers. Called on the loop."""
+
+    def peer_up(self, peer: Attachment) -> None:
+        """It can be read from; again whenever its exporter is another."""
+
+    def peer_lost(self, peer: Attachment, why: str) -> None:
+        """Nothing that it has lent counts any more."""
+
+    def peer_said(self, peer: Attachment, message: wire.PeerFound | wire.PeerProgress | wire.PeerCompared) -> None:
+        """An answer, or news of open objects."""
+
+    def peer_refused(self, peer: Attachment, number: int, why: str) -> None:
+        """A question was not answered, and nothing was lent."""
+
+    def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
+        """These leases last on, from `sent` (monotonic seconds) at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTarget:
+    """Where a peer is. :param keys: CURVE: its public key, this server's secret and public ones; None = ``ipc://``."""
+
+    name: str
+    address: str
+    link: str = "tcp"
+    keys: tuple[bytes, bytes, bytes] | None = None
+
+
+class Attachment:
+    """Connects, greets, keeps the connection alive, and connects again. On one loop.
+
+    :param incarnation: of this server.
+    """
+
+    def __init__(
+        self,
+        target: PeerTarget,
+        context: zmq.Context[zmq.Socket[bytes]],
+        incarnation: bytes,
+        name: str,
+        max_bytes: int,
+        listener: PeerListener,
+    ) -> None:
+        self.target = target
+        self.state = AttachmentState.CONNECTING
+        self.reason = "starting"
+        self.welcome: wire.PeerWelcome | None = None
+        self.since = time.time()
+        self.attempts = 0
+        self._context, self._incarnation, self._name, self._max_bytes = context, incarnation, name, max_bytes
+        self._listener = listener
+        self._dealer: Dealer | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard = 0.0
+        self._greeted = False
+        self._delay = 0.0
+        self.renew: Callable[[], list[int]] = list  #: leases that are needed for longer
+
+    def start(self) -> None:
+        """Connect, on the running loop."""
+        self._connect()
+
+    def close(self) -> None:
+        """Leave."""
+        if self._dealer is not None and self.state is AttachmentState.UP:
+            self.send(wire.Bye())
+        self._hang_up()
+
+    def send(self, message: Message) -> bool:
+        """False: it does not read."""
+        return self._dealer is not None and self._dealer.send(codec.encode(message))
+
+    @property
+    def up(self) -> bool:
+        """It can be asked."""
+        return self.state is AttachmentState.UP
+
+    def endpoint(self) -> wire.PeerEndpoint | None:
+        """Where its bytes are read, over the link that is configured; None = nowhere now."""
+        if self.welcome is None or not self.up:
+            return None
+        offered = [one for one in self.welcome.endpoints if one.link == self.target.link]
+        if not offered:
+            return None
+        host = self.target.address.removeprefix("tcp://").rpartition(":")[0]
+        host = host if self.target.address.startswith("tcp://") else "127.0.0.1"
+        found = offered[0]
+        return wire.PeerEndpoint(
+            found.link, host + found.address if found.address.startswith(":") else found.address, found.incarnation
+        )
+
+    # The connection ------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self.attempts += 1
+        self.state, self._greeted, self._heard = AttachmentState.CONNECTING, False, time.monotonic()
+        try:
+            self._dealer = Dealer(
+                self._context, self.target.address, self.target.keys, self._max_bytes, self._received, self._hung_up
+            )
+        except (zmq.ZMQError, OSError) as error:
+            self._fail(f"cannot connect to {self.target.address}: {error}")
+            return
+        self._dealer.send(codec.greeting())
+        self._later(ANSWER_S, self._unanswered)
+
+    def _hang_up(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._dealer is not None:
+            self._dealer.close()
+            self._dealer = None
+
+    def _unanswered(self) -> None:
+        self._fail(f"no answer from {self.target.address} for {ANSWER_S:g} s: is it running, and is this server's key "
+                   "on its allow-list?")  # fmt: skip
+
+    def _hung_up(self) -> None:
+        """ZMQ has lost the connection; a server that comes back there may be another."""
+        if self._greeted:
+            self._fail("it has hung up")
+
+    def _fail(self, why: str, delay: float | None = None) -> None:
+        """Lost, or never had: try again later."""
+        was_up = self.state is AttachmentState.UP
+        if was_up or why != self.reason:
+            log.warning("peer_down", peer=self.target.name, address=self.target.address, reason=why)
+        self._hang_up()
+        self.state, self.reason, self.welcome, self.since = AttachmentState.DOWN, why, None, time.time()
+        self._delay = FIRST_DELAY_S if was_up else min(max(2 * self._delay, FIRST_DELAY_S), LAST_DELAY_S)
+        self._later(self._delay if delay is None else delay, self._connect)
+        if was_up:
+            self._listener.peer_lost(self, why)
+
+    def _later(self, delay: float, call: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(delay, call)
+
+    def _beat(self) -> None:
+        assert self.welcome is not None
+        now = time.monotonic()
+        silent_s = now - self._heard
+        if silent_s > self.welcome.liveness_ms / 1e3:
+            self._fail(f"silent for {silent_s:.1f} s")
+            return
+        self.send(wire.PeerBeat(now, self.renew()))
+        self._later(self.welcome.heartbeat_ms / 1e3, self._beat)
+
+    # What it says --------------------------------------------------------------------------------
+
+    def _received(self, frame: bytes) -> None:
+        try:
+            if not self._greeted:
+                codec.check_greeting(frame)
+                self._greeted = True
+                self.send(wire.PeerHello(self._name, self._incarnation, os.getpid()))
+                return
+            message = codec.decode_reply(frame, self._max_bytes)
+        except VersionMismatch as error:
+            self._fail(str(error), MISMATCH_DELAY_S)
+            return
+        except ProtocolError as error:
+            self._fail(f"it says what no server says: {error}", LAST_DELAY_S)
+            return
+        self._heard = time.monotonic()
+        try:
+            self._handle(message)
+        except LayerflowError as error:
+            self._fail(f"it says what cannot be: {error}", LAST_DELAY_S)
+
+    def _handle(self, message: wire.ToClient) -> None:
+        match message:
+            case wire.PeerWelcome():
+                self._welcomed(message)
+            case wire.PeerFound() | wire.PeerProgress() | wire.PeerCompared():
+                if self.up:
+                    self._listener.peer_said(self, message)
+            case wire.PeerBeat():
+                self._listener.peer_renewed(self, message.sent, message.renew)
+            case wire.Problem() if message.id >= 0:
+                self._listener.peer_refused(self, message.id, message.message)
+            case wire.Problem():
+                # It knows nothing of this connection (any more), or refuses what this server says of itself.
+                self._fail(f"it refuses: {message.message}", None if message.code == wire.STRANGER else LAST_DELAY_S)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} to a server that reads")
+
+    def _welcomed(self, message: wire.PeerWelcome) -> None:
+        if self.welcome is not None and self.welcome.incarnation != message.incarnation:
+            self._fail("another server answers at its address")
+            return
+        exporters = [one.incarnation for one in self.welcome.endpoints] if self.welcome is not None else []
+        self.welcome, fresh = message, not self.up
+        if fresh:
+            self.state, self.reason, self.since, self._delay = AttachmentState.UP, "", time.time(), 0.0
+            log.info("peer_up", peer=self.target.name, address=self.target.address, version=message.version)
+            self._later(message.heartbeat_ms / 1e3, self._beat)
+        elif exporters != [one.incarnation for one in message.endpoints]:
+            self._listener.peer_lost(self, "its exporter is gone")
+        self._listener.peer_up(self)

@@ -1,0 +1,105 @@
+"""The exporter of a server: its process, and the leases that it was told of."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from layerflow.config.fields import is_loopback
+from layerflow.config.settings import Settings
+from layerflow.server.tier.process import HostProcess
+from layerflow.wire.host_messages import Extend, Lend, ToServer, Up, Withdraw, Withdrawn
+from layerflow.wire.messages import INCARNATION_BYTES, PeerEndpoint
+
+EXPORTER = "layerflow.hosts.peer.exporter"
+
+log = structlog.get_logger("layerflow.server.peers")
+
+
+def listen_address(settings: Settings) -> tuple[str, int]:
+    """Where the exporter listens: host and port, 0 = any."""
+    given = settings.peers.link_address
+    if not given:
+        host = settings.server.tcp_endpoint.removeprefix("tcp://").rpartition(":")[0]
+        return {"*": "0.0.0.0", "": "127.0.0.1"}.get(host, host.strip("[]")), 0  # noqa: S104 - where control listens
+    host, _, port = given.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class Exporting:
+    """Keeps an exporter running.
+
+    :param arena: descriptor and size.
+    :param changed: told that its endpoints have changed.
+    :param quiet: told of each lease that was withdrawn, once nothing of it is read any more.
+    :param lost: told that the process is dead: nothing of any lease is read any more, and all of them are over.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        arena: tuple[int, int],
+        *,
+        changed: Callable[[], None],
+        quiet: Callable[[int], None],
+        lost: Callable[[], None],
+    ) -> None:
+        self._changed, self._quiet, self._lost = changed, quiet, lost
+        host, port = listen_address(settings)
+        self._options: dict[str, Any] = {"host": host, "port": port}
+        self._advertise = settings.peers.link_advertise
+        self._renew()
+        self.host = HostProcess("exporter", self._options, *arena, self, module=EXPORTER)
+        self.endpoints: list[PeerEndpoint] = []
+
+    def start(self) -> None:
+        """Start the process, on the running loop."""
+        self.host.start()
+
+    async def close(self) -> bool:
+        """Whether it is dead."""
+        return await self.host.close()
+
+    def send(self, message: Lend | Extend | Withdraw) -> bool:
+        """False: there is no process, and so nobody who reads."""
+        return self.host.send(message)
+
+    @property
+    def alive(self) -> bool:
+        """There is a process, which may be reading."""
+        return self.host.state.pid != 0
+
+    def _renew(self) -> None:
+        """The next process is another exporter: who looks for the one before must not read from it."""
+        self._options["incarnation"] = secrets.token_hex(INCARNATION_BYTES)
+
+    def host_said(self, message: ToServer) -> None:
+        """News from the process."""
+        match message:
+            case Up():
+                host = str(self._options["host"])
+                shown = "" if host in ("0.0.0.0", "::") else host  # noqa: S104
+                where = f"[{shown}]:{message.details['port']}" if ":" in shown else f"{shown}:{message.details['port']}"
+                where = self._advertise or where
+                self.endpoints = [PeerEndpoint("tcp", where, bytes.fromhex(self._options["incarnation"]))]
+                log.info("exporter_up", address=where, loopback=is_loopback(where))
+                self._changed()
+            case Withdrawn():
+                self._quiet(message.lease)
+            case _:
+                pass
+
+    def host_stuck(self, why: str) -> None:
+        """It was killed and does not die; it only reads, and what it may read stays as it is until it does."""
+        self.endpoints = []
+        self._changed()
+
+    def host_lost(self, why: str) -> None:
+        """It is dead."""
+        self.endpoints = []
+        self._renew()
+        self._lost()
+        self._changed()

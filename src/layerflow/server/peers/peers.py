@@ -1,0 +1,170 @@
+"""Everything between this server and others: what it lends, and what it reads."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import zmq
+
+from layerflow.config.peers import MAX_ATTACHED
+from layerflow.config.settings import Settings
+from layerflow.errors import ConfigError, LayerflowError, ProtocolError
+from layerflow.flow.events import Event
+from layerflow.observe.peer_metrics import PeerStatistics
+from layerflow.pool.base import Pool
+from layerflow.server.handoffs.follows import Follows
+from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.peers.attachment import Attachment, PeerTarget
+from layerflow.server.peers.lending import Lending, Reader
+from layerflow.server.peers.source import PeerSource
+from layerflow.server.peers.status import source_status
+from layerflow.server.sessions import Address
+from layerflow.server.transport.security import read_keys
+from layerflow.spec import ModelSpec
+from layerflow.wire import messages as wire
+from layerflow.wire.messages import INCARNATION_BYTES, Message
+
+
+class Peers:
+    """Made where the settings lend the arena or name servers to read from.
+
+    :param arena: descriptor and size. :param view: its bytes.
+    :param models: the specs that workers here are attached with.
+    :param send: to a client of the control sockets. :param emit: gives events to the core.
+    :param numbers: of fetches, shared with the tier's.
+    :param storing: hand-offs, and what is followed.
+    :raises ConfigError: a tcp peer is named, and this server has no key of its own.
+    """
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        context: zmq.Context[zmq.Socket[bytes]],
+        pool: Pool,
+        arena: tuple[int, int],
+        view: memoryview,
+        *,
+        models: Callable[[], Sequence[ModelSpec]],
+        send: Callable[[Address, Message], object],
+        emit: Callable[[Sequence[Event]], None],
+        numbers: Iterator[int],
+        storing: tuple[Handoffs, Follows],
+    ) -> None:
+        self._settings, self._context, self._send = settings, context, send
+        self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
+        self.name = f"{socket.gethostname()}/{os.getpid()}"
+        peers = settings().peers
+        self.lending = Lending(settings, pool, arena, view, models, send, *storing) if peers.serve else None
+        self.source: PeerSource | None = None
+        self._targets = [
+            PeerTarget(name=one.name, address=one.address, keys=self._keys(one.address, one.server_key))
+            for one in peers.attach
+        ]
+        if self._targets or peers.learn:
+            self.source = PeerSource(settings, pool, arena, emit, numbers, self._attachment, models)
+
+    def start(self) -> None:
+        """Start the processes and attach, on the running loop."""
+        if self.lending is not None:
+            self.lending.exporting.start()
+        if self.source is not None:
+            self.source.start()
+            for target in self._targets:
+                self.source.add(target)
+
+    async def close(self) -> bool:
+        """Leave. Whether nothing of it can touch the arena any more."""
+        fenced = await self.source.close() if self.source is not None else True
+        if self.lending is not None:
+            fenced = await self.lending.exporting.close() and fenced
+            self.lending.close()
+        return fenced
+
+    # Readers -------------------------------------------------------------------------------------
+
+    def reader(self, address: Address) -> Reader | None:
+        """Who reads from that address."""
+        return self.lending.readers.get(address) if self.lending is not None else None
+
+    def hello(self, address: Address, message: wire.PeerHello) -> None:
+        """:raises ProtocolError: nothing is lent here, or there is no room."""
+        if self.lending is None:
+            raise ProtocolError("this server lends nothing: set peers.serve = true there")
+        self.lending.hello(address, message)
+
+    def heard(self, reader: Reader, message: wire.ToServer) -> None:
+        """A reader asks; what it cannot have is answered, and costs it nothing else."""
+        assert self.lending is not None
+        try:
+            self.lending.handle(reader, message)
+        except LayerflowError as error:
+            self._send(reader.address, wire.Problem(getattr(message, "id", -1), "refused", str(error)))
+
+    def look_after(self, lag: float) -> None:
+        """Now and then: readers that fell silent. :param lag: how much of the time this server did not listen."""
+        if self.lending is not None:
+            self.lending.lose_silent(time.monotonic(), self._settings().server.liveness_ms / 1e3 + lag)
+
+    # Peers ---------------------------------------------------------------------------------------
+
+    def learn(self, address: str) -> Attachment:
+        """Attach to a server that a request names.
+
+        :raises ConfigError: it is not known, and there is no key for it.
+        """
+        if self.source is None:
+            raise ConfigError(
+                f"this server reads from no other, and not from {address}: set peers.learn, or name it in peers.attach"
+            )
+        listed = next((target for target in self._targets if target.address == address), None)
+        key = self._settings().peers.server_key
+        if listed is None and not self._settings().peers.learn:
+            raise ConfigError(f"{address} is not in peers.attach, and peers.learn is off")
+        if listed is None and not (address.startswith("ipc:///") or (address.startswith("tcp://") and key)):
+            raise ConfigError(f"{address} is neither ipc:// nor tcp:// with a peers.server_key")
+        if listed is None and len(self.source.peers) >= MAX_ATTACHED:
+            raise ConfigError(f"{MAX_ATTACHED} servers are attached to already; {address} is one too many")
+        return self.source.add(listed or PeerTarget(name=address, address=address, keys=self._keys(address, key)))
+
+    def status(self) -> dict[str, object]:
+        """For ``layerflow status``: readers and peers, one by one. Sizes in bytes."""
+        lending, source = self.lending, self.source
+        return {
+            "incarnation": self.incarnation.hex(),
+            "lends": None if lending is None else lending.status(),
+            "reads": None if source is None else source_status(source),
+        }
+
+    def statistics(self) -> PeerStatistics:
+        """A snapshot."""
+        lending, source = self.lending, self.source
+        lent = {} if lending is None else lending.counts()
+        read = {} if source is None else source.counts()
+        hosts = [lending.exporting.host] if lending is not None else []
+        hosts += [source.host] if source is not None else []
+        return PeerStatistics(
+            **lent,
+            **read,
+            restarts=sum(host.state.restarts for host in hosts),
+            failures={} if source is None else dict(source.failures),
+        )
+
+    def _keys(self, address: str, server_key: str) -> tuple[bytes, bytes, bytes] | None:
+        if not address.startswith("tcp://"):
+            return None
+        path = self._settings().server.curve_secret_key_file
+        if path is None:
+            raise ConfigError(
+                f"peer {address}: tcp needs server.curve_secret_key_file, this server's own key, and its public half "
+                "on the peer's allow-list"
+            )
+        secret = read_keys(path)[0]
+        return server_key.encode(), secret, zmq.curve_public(secret)
+
+    def _attachment(self, target: PeerTarget, source: PeerSource) -> Attachment:
+        most = self._settings().server.max_message_bytes
+        return Attachment(target, self._context, self.incarnation, self.name, most, source)

@@ -1,0 +1,191 @@
+"""Where objects come from that are not in the arena: the tier behind it, and peers. One for those who look up and load.
+
+Of what both have, the tier's is taken. What steps save goes to the tier alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from layerflow.config.settings import PoolSettings
+from layerflow.flow.commands import Arrived, Vacate
+from layerflow.flow.events import Hop, WriteOpened
+from layerflow.pool.base import Child, NewObject, Owner, Tail
+from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
+from layerflow.server.tier.questions import once
+from layerflow.server.tier.tier import Tier, TierCommand
+from layerflow.wire.host_messages import Cleared
+
+if TYPE_CHECKING:
+    from layerflow.server.peers.source import PeerSource
+
+
+class Sources:
+    """What :class:`layerflow.server.tier.tier.Tier` does, over both.
+
+    :param tier: None = nothing lies behind the arena. :param peers: None = this server reads from no other.
+    """
+
+    def __init__(self, settings: PoolSettings, tier: Tier | None, peers: PeerSource | None) -> None:
+        self.settings = settings
+        self.tier, self.peers = tier, peers
+
+    def _fetches(self) -> Iterator[Fetches]:
+        if self.tier is not None:
+            yield self.tier.fetches
+        if self.peers is not None:
+            yield self.peers.fetches
+
+    # Lookups -------------------------------------------------------------------------------------
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of `keys` they certainly have, without asking."""
+        behind = self.tier.holds(keys) if self.tier is not None else [False] * len(keys)
+        if self.peers is None:
+            return behind
+        return [any(pair) for pair in zip(behind, self.peers.holds(keys), strict=True)]
+
+    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float | None = None) -> None:
+        """Which of `keys` can be brought? Answered once, perhaps at once; both are asked at the same time."""
+        if self.peers is None:
+            assert self.tier is not None
+            self.tier.ask(keys, then, until)
+            return
+        peers, tier = self.peers, self.tier
+        until = time.monotonic() + self.settings.lookup_timeout_ms / 1e3 if until is None else until
+        if tier is None:
+            peers.ask(keys, then, until)
+            return
+        answers: list[frozenset[bytes]] = []
+
+        def behind(found: frozenset[bytes]) -> None:
+            peers.forgo(list(found))
+            heard(found)
+
+        def heard(found: frozenset[bytes]) -> None:
+            answers.append(found)
+            if len(answers) == 2:
+                then(answers[0] | answers[1])
+
+        peers.ask(keys, heard, until)
+        tier.ask(keys, behind, until)
+
+    def hide(self, keys: Sequence[bytes]) -> int:
+        """Reading these has failed: they are not offered for a while. How many there are."""
+        return self.tier.hide(keys) if self.tier is not None else 0
+
+    def tails(self, parent: bytes) -> list[Tail]:
+        """Partial chunks that follow `parent` and can be brought."""
+        return self.tier.tails(parent) if self.tier is not None else []
+
+    def sharing(self, block: bytes) -> Iterator[Child]:
+        """Chunks whose first block has this digest, newest first."""
+        return self.tier.sharing(block) if self.tier is not None else iter(())
+
+    # Loads ---------------------------------------------------------------------------------------
+
+    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], source: str) -> None:
+        """Fetch objects of one group that are not in the arena, as far as that can be; see :meth:`coming`."""
+        left = list(objects)
+        if self.peers is not None:
+            lent = [new for new in left if self.peers.offered(new.key) is not None]
+            if self.tier is not None and lent:
+                held = self.tier.holds([new.key for new in lent])
+                lent = [new for new, there in zip(lent, held, strict=True) if not there]
+            if lent:
+                self.peers.bring(lent, layers, source)
+                keys = {new.key for new in lent}
+                left = [new for new in left if new.key not in keys]
+        if left and self.tier is not None:
+            self.tier.bring(left, layers, source)
+
+    def coming(self, key: bytes) -> PendingFetch | None:
+        """An object's room in the arena while it is on its way."""
+        return next((found for fetches in self._fetches() if (found := fetches.coming(key)) is not None), None)
+
+    def when_come(self, keys: Sequence[bytes], until: float, then: Callable[[], None]) -> None:
+        """Call `then` once, when none of `keys` is on its way into the arena, or at `until`; perhaps at once."""
+        call, under_way = once(until, then), [*self._fetches()]
+        left = len(under_way)
+
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                call()
+
+        for fetches in under_way:
+            fetches.when_come(keys, ended)
+
+    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> None:
+        """Pin these for `owner` once they have come."""
+        for fetches in self._fetches():
+            fetches.lease(keys, owner, until)
+
+    def lease_owners(self) -> set[Owner]:
+        """Who has leased something that is on its way."""
+        return {owner for fetches in self._fetches() for owner in fetches.lease_owners()}
+
+    def drop_lease(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
+        """The owner wants these no more, None = nothing any more."""
+        for fetches in self._fetches():
+            fetches.drop_lease(owner, keys)
+
+    def drop_leases(self, engine: str) -> None:
+        """Nothing is left of an engine: its lookups want nothing any more."""
+        for fetches in self._fetches():
+            fetches.drop_leases(lambda owner: isinstance(owner, tuple) and owner[:2] == ("lease", engine))
+
+    def revoke(self, reason: str, *, writes: bool) -> int:
+        """What is on its way is not published in the arena; with `writes`, nor is what is on its way to the tier
+        published there. How many objects."""
+        before = sum(fetches.coming_objects for fetches in self._fetches())
+        for fetches in self._fetches():
+            fetches.revoke(reason)
+            break  # the core revokes the fetches of both hops
+        revoked = before - sum(fetches.coming_objects for fetches in self._fetches())
+        return revoked + (self.tier.revoke_writes(reason) if writes and self.tier is not None else 0)
+
+    def revoke_unwanted(self, reason: str) -> None:
+        """What is on its way is not published where no lease and no living load wants it."""
+        for fetches in self._fetches():
+            fetches.revoke(reason, unwanted=True)
+            break
+
+    def obey(self, command: TierCommand) -> None:
+        """What the core wants done on the way from or to one of them."""
+        if isinstance(command, Arrived | Vacate):
+            of_peer = self.peers is not None and self.peers.knows(command.fetch)
+        else:
+            of_peer = getattr(command, "hop", Hop.WRITE) is Hop.PEER
+        if of_peer:
+            assert self.peers is not None
+            self.peers.obey(command)  # type: ignore[arg-type]
+        else:
+            assert self.tier is not None
+            self.tier.obey(command)
+
+    # Saves: the tier's ---------------------------------------------------------------------------
+
+    def plan(
+        self,
+        step: StepKey,
+        source: str,
+        group: int,
+        layers: int,
+        placed: Sequence[tuple[NewObject, int]],
+        parts: Sequence[int],
+    ) -> list[WriteOpened]:
+        """A step is about to save these at these places. What to tell the core then."""
+        return self.tier.plan(step, source, group, layers, placed, parts) if self.tier is not None else []
+
+    def committed(self, step: StepKey, keys: Sequence[bytes]) -> None:
+        """These are whole in the arena."""
+        if self.tier is not None:
+            self.tier.committed(step, keys)
+
+    async def clear(self, keys: Sequence[bytes], timeout_s: float) -> Cleared | None:
+        """Remove what the tier holds; None = there is none."""
+        return await self.tier.clear(keys, timeout_s) if self.tier is not None else None

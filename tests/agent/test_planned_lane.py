@@ -1,0 +1,122 @@
+"""What the load lane cuts itself: within the caps of a batch, the window and the layers ahead; nearest layer first."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerflow.agent.lanes.planned import LayerLoad, PlannedCaps, PlannedLoads, PlannedQueue
+from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
+from layerflow.agent.step.transfers import CANCELLED
+
+
+class FakeStep:
+    """What planned loads ask a step for."""
+
+    def __init__(self, number: int = 1, deadline: float = 1.0) -> None:
+        self.number, self.deadline = number, deadline
+        self.frontier, self.fenced = -1, False
+        self.granted: list[Any] = []
+
+    def grant(self, batches: list[Any]) -> None:
+        self.granted += batches
+
+    def group_of(self, layer: int) -> int:
+        return 0
+
+
+def loads(step: FakeStep, layers: int, blocks: int, size: int, over: list[PlannedLoads] | None = None) -> PlannedLoads:
+    told = over if over is not None else []
+    shape = [LayerLoad(layer, blocks, size) for layer in range(layers)]
+    return PlannedLoads(step, shape, None, EmulatedLink(0, 0), told.append)  # type: ignore[arg-type]
+
+
+def end(queue: PlannedQueue, tasks: list[CopyTask], failure: str = "") -> None:
+    for task in tasks:
+        assert task.ended is not None
+        task.ended(task, failure)
+        queue.landed(task.batch.nbytes)
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 20), st.integers(1, 40), st.integers(1, 8), st.integers(1, 100),
+    st.integers(1, 200), st.integers(0, 3), st.randoms(),
+)  # fmt: skip
+def test_every_byte_once_within_all_caps(layers, blocks, size, most, nbytes, window, depth, random):
+    step, over = FakeStep(), []
+    queue = PlannedQueue(PlannedCaps(window, depth))
+    planned = loads(step, layers, blocks, size, over)
+    queue.add(planned)
+    seen: dict[int, list[int]] = {layer: [0] * blocks for layer in range(layers)}
+    sealed, flying = [], []
+    for _ in range(layers * blocks * size + layers + 5):
+        flying += queue.take(CopyCaps(most, nbytes))
+        assert sum(task.batch.nbytes for task in flying) <= window
+        for task in flying:
+            batch = task.batch
+            assert batch.hi - batch.lo <= most and batch.nbytes <= nbytes
+            assert not depth or batch.layer - step.frontier <= depth
+        if not flying:
+            if over:
+                break
+            step.frontier += 1
+            continue
+        task = flying.pop(random.randrange(len(flying)))
+        batch = task.batch
+        for block in range(batch.lo, batch.hi):
+            seen[batch.layer][block] += batch.byte_hi - batch.byte_lo if batch.byte_hi else size
+        sealed += [batch.layer] * batch.seals
+        end(queue, [task])
+    assert over == [planned] and planned.moved == layers * blocks * size
+    assert all(row == [size] * blocks for row in seen.values())
+    assert sorted(sealed) == list(range(layers))
+    assert not queue
+
+
+def test_the_nearest_layer_goes_first_whoever_came_first():
+    queue = PlannedQueue(PlannedCaps(1000, 0))
+    far, near = FakeStep(1), FakeStep(2)
+    queue.add(loads(far, 4, 1, 100))
+    queue.take(CopyCaps(10, 100))  # two layers leave at once
+    queue.add(loads(near, 2, 1, 100))
+    order = [(task.step.number, task.batch.layer) for _ in range(2) for task in queue.take(CopyCaps(10, 100))]
+    assert order == [(2, 0), (2, 1), (1, 2), (1, 3)]
+
+
+def test_what_is_cut_off_ends_once_nothing_of_it_moves():
+    step, over = FakeStep(), []
+    queue = PlannedQueue(PlannedCaps(1000, 0))
+    planned = loads(step, 4, 1, 100, over)
+    queue.add(planned)
+    taken = queue.take(CopyCaps(10, 100))
+    step.fenced = True
+    assert queue.take(CopyCaps(10, 100)) == [] and not queue and not over
+    end(queue, taken, CANCELLED)
+    assert over == [planned] and not planned.lost
+    planned.settle()
+    assert over == [planned], "told once"
+
+
+def test_a_batch_that_failed_is_told_with_its_blocks():
+    step, over = FakeStep(), []
+    queue = PlannedQueue(PlannedCaps(1000, 0))
+    planned = loads(step, 1, 4, 10, over)
+    queue.add(planned)
+    end(queue, queue.take(CopyCaps(10, 100)), "broken: no")
+    assert over == [planned] and planned.moved == 0
+    assert [(lost.lo, lost.hi, lost.reason) for lost in planned.lost] == [(0, 4, "broken: no")]
+
+
+def test_room_is_made_by_whichever_thread_ends_a_batch():
+    step = FakeStep()
+    queue = PlannedQueue(PlannedCaps(100, 0))
+    queue.add(loads(step, 3, 1, 100))
+    [first] = queue.take(CopyCaps(10, 100))
+    assert queue.take(CopyCaps(10, 100)) == []
+    thread = threading.Thread(target=end, args=(queue, [first]))
+    thread.start()
+    thread.join()
+    assert len(queue.take(CopyCaps(10, 100))) == 1

@@ -1,0 +1,145 @@
+"""Loads that a worker moves by itself: the core grants nothing of them, and waits for their end as for any other."""
+
+from __future__ import annotations
+
+import pytest
+from flow_world import of, submits
+
+from layerflow.errors import InvalidTransition
+from layerflow.flow import Flow
+from layerflow.flow.commands import Cancel, Command, Commit, LoadFailed, LoadsDone, Release, Revoke, StepDone, Submit
+from layerflow.flow.events import (
+    Direction,
+    Event,
+    FailedRange,
+    LayersComputed,
+    LayerShape,
+    Limits,
+    LoadsFenced,
+    LoadsMoved,
+    Part,
+    RequestAborted,
+    SessionLost,
+    SessionOpened,
+    StepClosed,
+    StepOpened,
+    Tick,
+)
+
+PARTS = (Part("a", 0, 3), Part("b", 0, 4))
+NBYTES = 7 * 10 * 2
+
+
+class Planned:
+    """A session with one open step of two layers, whose loads are planned."""
+
+    def __init__(self, saves: tuple[Part, ...] = (), limits: Limits | None = None) -> None:
+        self.flow = Flow(limits or Limits())
+        self.now = 100.0
+        self.send(SessionOpened(0, (LayerShape(0, 10),) * 2))
+        self.out = self.send(StepOpened(0, 1, 200.0, 300.0, PARTS, saves, planned=True))
+
+    def send(self, event: Event) -> list[Command]:
+        out = self.flow.handle(event, self.now)
+        self.flow.validate()
+        return out
+
+    def save(self, out: list[Command]) -> list[Command]:
+        """All that was granted of the saves is computed and stored."""
+        from layerflow.flow.events import BatchDone
+
+        said = self.send(LayersComputed(0, 1, 2))
+        for batch in submits(out, Direction.SAVE):
+            said += self.send(BatchDone(0, batch.batch))
+        return said
+
+
+def failed(commands: list[Command]) -> list[tuple[str, int, int]]:
+    return [(each.request, each.lo, each.hi) for each in of(commands, LoadFailed)]
+
+
+def test_nothing_of_them_is_granted_or_charged():
+    world = Planned(limits=Limits(max_inflight_bytes=2))
+    assert not of(world.out, Submit)
+    figures = world.flow.statistics()
+    assert figures.load_inflight_bytes == 0 and figures.steps == 1
+
+
+def test_their_end_ends_the_step():
+    world = Planned()
+    assert not of(world.send(StepClosed(0, 1, True)), StepDone)
+    out = world.send(LoadsMoved(0, 1, NBYTES))
+    assert of(out, LoadsDone) == [LoadsDone(0, 1)]
+    assert of(out, StepDone) == [StepDone(0, 1, NBYTES, 0)]
+    assert world.flow.statistics().loaded_bytes == NBYTES
+
+
+def test_saves_wait_for_them():
+    world = Planned(saves=PARTS)
+    assert not of(world.save(world.out), Commit)
+    assert of(world.send(LoadsMoved(0, 1, NBYTES)), Commit) == [Commit(0, 1, (0, 1))]
+
+
+def test_what_failed_is_told_to_the_block_and_nothing_on_top_of_it_is_published():
+    world = Planned(saves=PARTS)
+    world.save(world.out)
+    out = world.send(LoadsMoved(0, 1, 0, (FailedRange(0, 2, 4, "gone"), FailedRange(0, 2, 3, "gone"))))
+    assert failed(out) == [("a", 2, 3), ("b", 3, 4)]
+    assert of(out, LoadsDone) and not of(out, Commit)
+    assert {part for each in of(out, Revoke) for part in each.parts} == {0, 1}
+
+
+def test_an_abort_is_released_when_nothing_moves_any_more():
+    world = Planned()
+    assert not of(world.send(RequestAborted(0, "a")), Release)
+    assert of(world.send(LoadsMoved(0, 1, 0)), Release) == [Release(0, "a")]
+
+
+def test_a_deadline_fails_them_and_waits_for_the_worker():
+    world = Planned(saves=PARTS)
+    world.now = 201.0
+    out = world.send(Tick())
+    assert failed(out) == [("a", 0, 3), ("b", 3, 7)]
+    assert of(out, Cancel) and not of(out, LoadsDone), "their objects stay pinned"
+    out = world.send(LoadsMoved(0, 1, 30, (FailedRange(0, 0, 7, "late"),)))
+    assert of(out, LoadsDone) and not failed(out)
+
+
+def test_a_fence_waits_for_the_worker():
+    world = Planned()
+    out = world.send(LoadsFenced(0, 1, "cut"))
+    assert failed(out) == [("a", 0, 3), ("b", 3, 7)] and not of(out, LoadsDone)
+    assert of(world.send(LoadsMoved(0, 1, 0)), LoadsDone)
+
+
+def test_a_lost_session_ends_them():
+    world = Planned(saves=PARTS)
+    out = world.send(SessionLost(0))
+    assert of(out, LoadsDone) and of(out, StepDone)
+    assert world.send(LoadsMoved(0, 1, NBYTES)) == []
+    assert world.flow.statistics().late_reports
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (LoadsMoved(0, 1, NBYTES + 1), "bytes"),
+        (LoadsMoved(0, 1, -1), "bytes"),
+        (LoadsMoved(0, 1, 0, (FailedRange(0, 0, 8, "x"),)), "does not load"),
+        (LoadsMoved(0, 1, 0, (FailedRange(0, 3, 3, "x"),)), "does not load"),
+        (LoadsMoved(0, 1, 0, (FailedRange(1, 0, 1, "x"),)), "does not load"),
+    ],
+)
+def test_an_end_that_cannot_be_changes_nothing(event, why):
+    world = Planned()
+    with pytest.raises(InvalidTransition, match=why):
+        world.send(event)
+    assert of(world.send(LoadsMoved(0, 1, NBYTES)), LoadsDone)
+    assert world.send(LoadsMoved(0, 1, NBYTES)) == []
+
+
+def test_an_end_of_loads_that_are_the_cores_to_grant():
+    world = Planned()
+    world.send(StepOpened(0, 2, 200.0, 300.0, PARTS))
+    with pytest.raises(InvalidTransition, match="not planned"):
+        world.send(LoadsMoved(0, 2, 0))

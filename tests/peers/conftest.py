@@ -1,0 +1,89 @@
+"""Pairs of servers, real processes: one lends its arena, the other reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from e2e.known import KnownWorker, eventually
+
+from layerflow.agent import Control
+from layerflow.spec import ModelSpec
+from layerflow_cli.bench.harness import ServerProcess
+
+
+class Pair:
+    """An owner, and a reader that is attached to it (through `address`, if that is not the owner's own)."""
+
+    def __init__(self, owner: dict[str, object], reader: dict[str, object]) -> None:
+        self.owner = ServerProcess({"pool.size": "16MiB", "pool.warm": "false", "peers.serve": "true"} | owner)
+        attach = json.dumps([{"name": "owner", "address": self.owner.endpoint}])
+        self.reader = ServerProcess(
+            {"pool.size": "16MiB", "pool.warm": "false", "peers.attach": attach, "peers.lookup_timeout_ms": 2000}
+            | {"pool.lookup_timeout_ms": 2000}
+            | reader
+        )
+        self._controls = {server: Control(server.endpoint, "observer") for server in (self.owner, self.reader)}
+
+    def status(self, server: ServerProcess) -> dict[str, Any]:
+        return self._controls[server].status()["peers"]
+
+    @property
+    def lends(self) -> dict[str, Any]:
+        return self.status(self.owner)["lends"]
+
+    @property
+    def reads(self) -> dict[str, Any]:
+        return self.status(self.reader)["reads"]
+
+    def ready(self) -> bool:
+        """Attached, with an exporter at the one end and an importer at the other."""
+        reads = self.reads
+        return (
+            reads["importer"]["state"] == "up" and reads["peers"][0]["state"] == "up" and bool(self.lends["endpoints"])
+        )
+
+    def settled(self) -> bool:
+        """Nothing is leased, pinned or on its way any more, at either side."""
+        lends, reads = self.lends, self.reads
+        lent = lends["leases"] or lends["lent_bytes"] or lends["exporter_figures"].get("lent_leases")
+        return not (lent or reads["leases"] or reads["fetching_jobs"])
+
+    @contextlib.contextmanager
+    def workers(self, spec: ModelSpec | None = None) -> Iterator[tuple[KnownWorker, KnownWorker]]:
+        """An engine worker at the owner, and one of the same model at the reader."""
+        with (
+            KnownWorker(self.owner.endpoint, spec, engine="p") as p,
+            KnownWorker(self.reader.endpoint, spec, engine="d") as d,
+        ):
+            yield p, d
+
+    def pid(self, role: str) -> int:
+        """Of ``owner``, ``reader``, ``exporter`` or ``importer``."""
+        if role in ("owner", "reader"):
+            return int(getattr(self, role).process.pid)
+        return int((self.lends if role == "exporter" else self.reads)[role]["pid"])
+
+    def close(self) -> None:
+        for control in self._controls.values():
+            control.close()
+        self.reader.close()
+        self.owner.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    """``pair(owner={...}, reader={...})``: extra settings of the two servers."""
+    pairs: list[Pair] = []
+
+    def start(owner: dict[str, object] | None = None, reader: dict[str, object] | None = None) -> Pair:
+        pairs.append(Pair(owner or {}, reader or {}))
+        assert eventually(pairs[-1].ready, 20), (pairs[-1].lends, pairs[-1].reads)
+        return pairs[-1]
+
+    yield start
+    for each in pairs:
+        each.close()

@@ -1,0 +1,193 @@
+"""Servers, hosts and the link itself die, stop or are cut while bytes move: no wrong byte, nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from e2e.known import KnownWorker, Run, eventually, small_spec
+
+from layerflow.keys import Chain
+from layerflow.spec import ModelSpec
+from peers.conftest import Pair
+from peers.relay import Relay
+
+TOKENS, CHUNK_LAYER = 160, 16 * 2 * 4096
+SPEC: ModelSpec = small_spec(8, row=4096)
+WHOLE = TOKENS // 16 * 8 * CHUNK_LAYER
+"""Bytes of the prompt's full chunks."""
+STEP_S = 20.0
+
+
+@dataclass
+class Line:
+    """A pair with a relay between exporter and importer."""
+
+    two: Pair
+    relay: Relay
+    p: KnownWorker
+    d: KnownWorker
+
+    def stored(self) -> Chain:
+        """A prompt whose KV the owner has."""
+        chain = self.p.prompt(TOKENS)
+        self.p.serve(chain)
+        return self.d.agent.chain(chain.tokens)
+
+    def load(self, chain: Chain, fault: Callable[[], None], at: int) -> Run:
+        """Load the prompt at the reader; `fault` strikes once so many bytes have passed. No wrong byte is ready."""
+        before, wrong = self.relay.passed, []
+        run = self.d.admit(chain)
+        assert run.hit.tokens == TOKENS - 1
+
+        def engine() -> None:
+            with self.d.agent.open_step([run.request()], STEP_S) as step:
+                wrong.append(self.d.forward(step, [run]))
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        assert eventually(lambda: self.relay.passed - before > at), self.relay.passed
+        fault()
+        thread.join(STEP_S)
+        assert not thread.is_alive(), "the engine waits past its deadline"
+        assert wrong == [0]
+        assert self.d.agent.wait_idle(run.name, 20)
+        self.d.retire(run)
+        return run
+
+
+@pytest.fixture
+def line(pair: Callable[..., Pair]) -> Iterator[Callable[..., Line]]:
+    """``line(rate, **more)``: extra settings of the reader."""
+    lines: list[Line] = []
+
+    def start(rate: float, owner: dict[str, object] | None = None, **reader: object) -> Line:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        relay = Relay(f"127.0.0.1:{port}", rate)
+        sizes = {"pool.size": "64MiB"}
+        links = {"peers.link_address": f"127.0.0.1:{port}", "peers.link_advertise": f"127.0.0.1:{relay.port}"}
+        two = pair(sizes | links | {"peers.lease_share": 1} | (owner or {}), sizes | reader)
+        workers = [KnownWorker(end.endpoint, SPEC, engine=name) for end, name in ((two.owner, "p"), (two.reader, "d"))]
+        lines.append(Line(two, relay, *workers))
+        return lines[-1]
+
+    yield start
+    for each in lines:
+        for worker in (each.p, each.d):
+            worker.agent.close()
+        each.relay.close()
+
+
+def recovered(it: Line) -> None:
+    """Both sides are whole again, nothing is held, and a new prompt comes over the link."""
+    assert eventually(it.two.ready, 20), (it.two.lends, it.two.reads)
+    it.relay.rate = 0
+    chain = it.stored()
+    before = it.two.reads["fetched_objects"]
+    # A link that has failed rests for a second: until then nothing of it hits.
+    assert eventually(lambda: it.d.agent.lookup("probe", chain).tokens == TOKENS - 1)
+    run = it.d.serve(chain)
+    assert run.hit.tokens == TOKENS - 1 and it.two.reads["fetched_objects"] > before
+    assert eventually(it.two.settled, 20), (it.two.lends, it.two.reads)
+
+
+@pytest.mark.parametrize("role", ["exporter", "importer"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_host_that_dies_or_stops_costs_the_load_and_no_more(
+    line: Callable[..., Line], role: str, how: signal.Signals
+) -> None:
+    it = line(4e6)
+    victim = it.two.pid(role)
+    run = it.load(it.stored(), lambda: os.kill(victim, how), 1 << 20)
+    assert run.failed, "the load cannot have ended"
+    assert eventually(lambda: it.two.pid(role) not in (0, victim), 20)
+    recovered(it)
+
+
+def test_an_owner_that_is_killed_is_another_when_it_comes_back(line: Callable[..., Line]) -> None:
+    it = line(4e6)
+    chain = it.stored()
+    incarnation = it.two.status(it.two.owner)["incarnation"]
+    run = it.load(chain, it.two.owner.kill, 1 << 20)
+    assert run.failed
+    assert eventually(lambda: it.two.reads["peers"][0]["state"] != "up")
+    assert it.d.agent.lookup("gone", it.p.prompt(TOKENS)).tokens == 0
+    it.two.owner.restart()
+    assert eventually(lambda: it.p.agent.attached, 20)
+    assert eventually(it.two.ready, 20), it.two.reads
+    assert it.two.status(it.two.owner)["incarnation"] != incarnation
+    recovered(it)
+
+
+def test_an_owner_that_is_stopped_is_given_up(line: Callable[..., Line]) -> None:
+    it = line(2e6)
+    pid = it.two.pid("owner")
+    try:
+        run = it.load(it.stored(), lambda: os.kill(pid, signal.SIGSTOP), 1 << 20)
+        assert run.failed
+        assert it.two.reads["peers"][0]["state"] != "up"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    recovered(it)
+
+
+def test_a_reader_that_is_killed_leaves_nothing_lent(line: Callable[..., Line]) -> None:
+    it = line(2e6)
+    chain = it.stored()
+    run = it.load(chain, it.two.reader.kill, 1 << 20)
+    assert run.failed
+    lends = lambda: it.two.lends  # noqa: E731
+    assert eventually(lambda: not lends()["who"] and not lends()["leases"] and not lends()["lent_bytes"])
+    assert eventually(lambda: not lends()["exporter_figures"]["links"])
+    it.two.reader.restart()
+    assert eventually(lambda: it.d.agent.attached, 20)
+    recovered(it)
+
+
+def test_a_link_that_is_cut_in_mid_layer_fails_what_has_not_come(line: Callable[..., Line]) -> None:
+    it = line(0)
+    it.relay.cut_after = WHOLE // 2 + CHUNK_LAYER // 3
+    run = it.load(it.stored(), lambda: None, 0)
+    assert run.failed and it.relay.cuts == 1
+    assert it.two.pid("importer") and it.two.reads["importer"]["restarts"] == 0
+    recovered(it)
+
+
+def test_a_slow_link_kills_no_host(line: Callable[..., Line]) -> None:
+    it = line(10e6)
+    run = it.load(it.stored(), lambda: None, 0)
+    assert not run.failed
+    assert it.two.reads["importer"]["restarts"] == it.two.lends["exporter"]["restarts"] == 0
+    assert eventually(it.two.settled, 20)
+
+
+def test_a_lease_that_runs_out_is_renewed_while_it_is_read(line: Callable[..., Line]) -> None:
+    it = line(4e6, **{"peers.lease_ms": 1500})
+    run = it.load(it.stored(), lambda: None, 0)
+    assert not run.failed
+    assert eventually(it.two.settled, 20)
+
+
+def test_a_lease_that_ends_during_a_read_fails_it(line: Callable[..., Line]) -> None:
+    # The owner hears nothing of its reader, and gives its leases up.
+    it = line(2e6, owner={"server.liveness_ms": 400, "server.heartbeat_ms": 100})
+    pid = it.two.pid("reader")
+
+    def hold() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert eventually(lambda: not it.two.lends["who"])
+            assert eventually(lambda: not it.two.lends["leases"] and not it.two.lends["lent_bytes"])
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    run = it.load(it.stored(), hold, 1 << 20)
+    assert run.failed
+    recovered(it)
