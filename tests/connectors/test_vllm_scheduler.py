@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 from vllm_fakes import BLOCK, FULL, FakeLookups, output, pieces, request, spec_of
 
-from layerflow.agent.values import Hit
+from layerflow.agent.values import MISS, Hit
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide
 from layerflow.connectors.vllm.plan import WorkerLayout, WorkerReport
@@ -315,6 +316,16 @@ class TestLeases:
         plan = house.plan()
         house.hear(WorkerReport(ran=frozenset({plan.number})))
         assert house.lookups.dropped == []
+        house.side.finished(made)
+        assert house.lookups.dropped == ["r"]
+
+    def test_a_lookup_that_was_asked_again_and_finds_nothing_any_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(128))
+        later = time.monotonic() + STALE_S + 1
+        monkeypatch.setattr(scheduler.time, "monotonic", lambda: later)
+        house.lookups.answers["r"] = MISS
+        assert house.side.matched(made, 0) == (0, False)
         house.side.finished(made)
         assert house.lookups.dropped == ["r"]
 

@@ -333,7 +333,7 @@ async def test_a_call_that_was_given_up_sends_nothing_even_if_its_data_came_in_t
     settings = ProxySettings()
     instance = Instance(Role.DECODE, InstanceAddress("http://d:1"), settings, lambda: 0.0)
     answer = httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Pieces())
-    instance.client = httpx.AsyncClient(base_url="http://d:1", transport=httpx.MockTransport(lambda _: answer))
+    instance.transport = httpx.MockTransport(lambda _: answer)
     released = anyio.Event()
     call = DecodeCall("/v1/completions", b"{}", [], stream=True)
     async with anyio.create_task_group() as tasks:

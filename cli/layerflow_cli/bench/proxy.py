@@ -99,10 +99,14 @@ def _first_token(client: httpx.Client, url: str, prompt: str, got: Callable[[], 
 
 def _stream(url: str, ended: threading.Event) -> None:
     body = {"prompt": "other", "max_tokens": 1_000_000, "stream": True}
-    with httpx.stream("POST", url + _PATH, json=body, timeout=60) as answer:
-        for _ in answer.iter_raw():
-            if ended.is_set():
-                return
+    try:
+        with httpx.stream("POST", url + _PATH, json=body, timeout=60) as answer:
+            for _ in answer.iter_raw():
+                if ended.is_set():
+                    return
+    except httpx.HTTPError:
+        if not ended.is_set():  # afterwards the proxy is killed under it
+            raise
 
 
 @contextmanager

@@ -44,9 +44,8 @@ class Instance:
         self.seen_from: str | None = None  #: this machine's address as the engine sees it; None = not asked yet
         self.last_picked = 0  #: the number of the pick; settles ties
         self._waiting: set[anyio.CancelScope] = set()
-        self.client = httpx.AsyncClient(
-            base_url=address.url,
-            timeout=httpx.Timeout(None, connect=settings.connect_timeout_s),
+        #: For the legs. A client would keep the cookies of one request's answer and send them with the next client's.
+        self.transport: httpx.AsyncBaseTransport = httpx.AsyncHTTPTransport(
             limits=httpx.Limits(
                 max_connections=None,
                 max_keepalive_connections=KEEPALIVE_CONNECTIONS,
@@ -55,6 +54,8 @@ class Instance:
             verify=ssl.create_default_context() if address.url.startswith("https:") else False,
             trust_env=False,
         )
+        self.timeout = httpx.Timeout(None, connect=settings.connect_timeout_s)
+        self.client = httpx.AsyncClient(base_url=address.url, timeout=self.timeout, transport=self.transport)
 
     def __repr__(self) -> str:
         return f"<{self.role.value} {self.url} {self.state} active={self.active} tokens={self.tokens}>"

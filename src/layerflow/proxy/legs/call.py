@@ -70,16 +70,19 @@ async def _send(instance: Instance, path: str, body: bytes, headers: Headers) ->
         nonlocal opened
         opened = opened or name == "connection.connect_tcp.started"
 
-    request = instance.client.build_request(
-        "POST", path, content=body, headers=list(headers), extensions={"trace": trace}
+    url, timeout = instance.url + path, instance.timeout.as_dict()
+    request = httpx.Request(
+        "POST", url, content=body, headers=list(headers), extensions={"trace": trace, "timeout": timeout}
     )
     try:
-        return await instance.client.send(request, stream=True)
+        return await instance.transport.handle_async_request(request)
     except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
         if opened:
             raise
-    again = instance.client.build_request("POST", path, content=body, headers=[*headers, ("connection", "close")])
-    return await instance.client.send(again, stream=True)
+    again = httpx.Request(
+        "POST", url, content=body, headers=[*headers, ("connection", "close")], extensions={"timeout": timeout}
+    )
+    return await instance.transport.handle_async_request(again)
 
 
 async def _refusal(engine: str, response: httpx.Response) -> UpstreamError:

@@ -22,6 +22,7 @@ class Tracked:
     :param outdated: it came or ran before the weights were replaced: nothing of it is loaded or saved until it starts
         anew.
     :param inquiry: the lookup under way or last answered.
+    :param left_lease: an earlier lookup may have left a lease that no later answer tells of.
     :param hit: the answer that the scheduler was given.
     :param local: tokens that vLLM had itself when it asked.
     :param load: tokens ``[start, stop)`` to load once the step is built; None = nothing allocated for it.
@@ -41,6 +42,7 @@ class Tracked:
     may_save: bool
     outdated: bool = False
     inquiry: Inquiry | None = None
+    left_lease: bool = False
     hit: Hit = MISS
     local: int = 0
     load: tuple[int, int] | None = None
@@ -61,11 +63,22 @@ class Tracked:
     @property
     def may_hold_lease(self) -> bool:
         """A lookup was asked that has found something, or may yet."""
+        return self.left_lease or self.asked_well
+
+    @property
+    def asked_well(self) -> bool:
+        """The last lookup has found something, or may yet."""
         return self.inquiry is not None and (self.inquiry.hit is None or self.inquiry.hit.tokens > 0)
+
+    def ask_anew(self) -> None:
+        """The last answer is not used; its lease may still be held. The next lookup is for all known tokens."""
+        self.left_lease |= self.asked_well
+        self.inquiry = None
+        self.know_tokens()
 
     def outdate(self) -> None:
         """The weights are being replaced."""
-        self.outdated, self.inquiry, self.hit = True, None, MISS
+        self.outdated, self.inquiry, self.left_lease, self.hit = True, None, False, MISS
 
     def renew(self, chain: Chain) -> None:
         """It starts anew under the present weights, and `chain` is made from these."""

@@ -76,13 +76,13 @@ class HitSearch:
         """
         inquiry = tracked.inquiry
         if inquiry is None or (inquiry.hit is not None and self._is_stale(tracked, inquiry)):
-            tracked.know_tokens()
+            tracked.ask_anew()
             inquiry = self.ask(tracked)
         hit = self._wait(inquiry)
         if hit is None:
             return None
         if not self._handoffs.accepts(tracked, hit):
-            tracked.inquiry = None
+            tracked.ask_anew()
             return None
         missing = tracked.request.num_tokens - max(hit.tokens, num_computed)
         return None if self._handoffs.gives_up(tracked, missing) else hit
@@ -96,7 +96,7 @@ class HitSearch:
             tracked.reloads += 1
         else:
             tracked.may_load = False
-        tracked.inquiry = None
+        tracked.ask_anew()
 
     def _wait(self, inquiry: Inquiry) -> Hit | None:
         """Its answer, if there is one or soon is. All requests of one pass share one wait: a stopped server must not
