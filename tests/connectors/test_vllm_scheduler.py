@@ -323,7 +323,7 @@ class TestLeases:
         house = House()
         made = house.arrive(hit=Hit(128))
         later = time.monotonic() + STALE_S + 1
-        monkeypatch.setattr(scheduler.time, "monotonic", lambda: later)
+        monkeypatch.setattr(search.time, "monotonic", lambda: later)
         house.lookups.answers["r"] = MISS
         assert house.side.matched(made, 0) == (0, False)
         house.side.finished(made)

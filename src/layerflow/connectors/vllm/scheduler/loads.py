@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, describe_loads, with_more
@@ -143,7 +144,9 @@ def _copy_to(part: PartDescriptor, block: int, table: np.ndarray) -> PartDescrip
     (piece,) = part.pieces
     if block >= len(table) or table[block] < 0:
         raise SpecError(f"request {part.request!r}, group {part.group}: no block {block} for the state to continue in")
-    return replace(part, table=np.array(table), pieces=(replace(piece, blocks=range(block, block + 1)),))
+    return replace(
+        part, table=np.array(table), pieces=(msgspec.structs.replace(piece, blocks=range(block, block + 1)),)
+    )
 
 
 def _split(part: PartDescriptor, block: int, chunk: int) -> tuple[list[PartDescriptor], list[PartDescriptor]]:
@@ -153,10 +156,10 @@ def _split(part: PartDescriptor, block: int, chunk: int) -> tuple[list[PartDescr
     for number, piece in enumerate(part.pieces):
         cut = min(max(block, piece.blocks.start), piece.blocks.stop)
         if cut > piece.blocks.start:
-            before[number] = replace(piece, blocks=range(piece.blocks.start, cut))
+            before[number] = msgspec.structs.replace(piece, blocks=range(piece.blocks.start, cut))
         if cut < piece.blocks.stop:
             index = piece.index + cut - piece.blocks.start
-            after[number] = replace(piece, blocks=range(cut, piece.blocks.stop), index=index)
+            after[number] = msgspec.structs.replace(piece, blocks=range(cut, piece.blocks.stop), index=index)
     return _only(part, before, chunk), _only(part, after, chunk)
 
 
