@@ -147,6 +147,7 @@ def test_the_reference_lists_sections_one_after_the_other():
         "pool.redis",
         "transfer",
         "pd",
+        "peers",
         "log",
     ]
     assert "pool.disk" not in rows

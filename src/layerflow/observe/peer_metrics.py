@@ -46,8 +46,8 @@ class PeerMetrics:
 
         self._failures = counter("failures", "Objects that were not read from a peer.", "outcome")
         self._gauges = {
-            "attached": gauge("attached", "Servers that this one can read from now."),
-            "readers": gauge("readers", "Servers that read this arena."),
+            "attached": gauge("attached_servers", "Servers that this one can read from now."),
+            "readers": gauge("reading_servers", "Servers that read this arena."),
             "read_leases": gauge("read_leases", "Leases that this server has at peers."),
             "lent_leases": gauge("lent_leases", "Leases that readers have here."),
             "lent_bytes": gauge("lent_bytes", "Bytes that these pin."),
