@@ -143,8 +143,9 @@ class SchedulerSide:
         self._tracked[request.request_id] = tracked
         if self._saves is not None:
             self._saves.open(tracked)
-        if may_load and self._lookups is not None:
-            tracked.inquiry = self._lookups.ask(tracked.id, chain)
+        if may_load and self._lookups is not None and self._advisor is not None:
+            seconds = self._advisor.compute_seconds(len(chain))
+            tracked.inquiry = self._lookups.ask(tracked.id, chain, compute_s=seconds)
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those vLLM has, None = not known yet; and whether in the background."""
@@ -158,7 +159,8 @@ class SchedulerSide:
         inquiry = tracked.inquiry
         if inquiry is None or (inquiry.hit is not None and time.monotonic() - inquiry.asked_at > STALE_S):
             tracked.know_tokens()
-            inquiry = tracked.inquiry = self._lookups.ask(tracked.id, tracked.chain)
+            seconds = self._advisor.compute_seconds(len(tracked.chain))
+            inquiry = tracked.inquiry = self._lookups.ask(tracked.id, tracked.chain, compute_s=seconds)
         # All requests of one pass share one wait: a stopped server must not cost each of them its own.
         began = time.monotonic()
         hit = self._lookups.wait(inquiry, self.options.lookup_wait_s - self._waited_s)
