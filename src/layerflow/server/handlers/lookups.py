@@ -80,7 +80,7 @@ class Lookups:
         if message.handoff:
             yield from self._following.look_up(session, Asked(message, digests, blocks))
             return
-        if 0 < message.follow_ms <= most_ms and self._context.pd().follow == "auto":
+        if message.follow_ms > 0 and self._context.pd().follow == "auto":
             yield from self._following.look_up_unasked(session, Asked(message, digests, blocks))
             return
         yield from self._look(session, message, digests, blocks)
