@@ -109,7 +109,10 @@ def test_saves_do_not_take_the_room_that_a_load_waits_for():
     world.open_session(1, [(0, 5)] * 2)
     world.open(0, 1, [Part("a", 0, 1)])
     assert world.inflight(LOAD) == 30
-    assert not submits(world.open(1, 1, (), [Part("b", 0, 1)]))
+    saves = submits(world.open(1, 1, (), [Part("b", 0, 9)]))
+    assert world.inflight(SAVE) == 10 == sum(save.nbytes for save in saves), "the room that loads leave, and no more"
+    (load,) = submits(world.done(next(iter(world.flying.values()))))
+    assert load.direction is LOAD
     world.drain()
 
 
