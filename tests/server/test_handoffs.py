@@ -12,6 +12,7 @@ from e2e.known import KnownWorker, Run, eventually, small_spec
 
 from layerflow.agent import Control, Follow
 from layerflow.agent.connection.lookups import Inquiry, Lookups
+from layerflow.flow.cost.estimators import ComputeCost
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
 from layerflow.spec import ModelSpec
@@ -387,4 +388,54 @@ def test_500_that_nobody_claims_take_their_share_and_no_more(embed: Embed) -> No
     assert pair.figures()["kept_bytes"] == 0
     status = pair.observer.status()
     assert (status["follows"]["follows"], status["flow"]["steps"]) == (0, 0)
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("follow", "layer_s", "follows"), [("auto", 1e3, True), ("auto", 1e-7, False), ("asked", 1e3, False)]
+)
+def test_what_another_engine_is_storing_is_waited_for_where_that_is_quicker(
+    embed: Embed, follow: str, layer_s: float, follows: bool
+) -> None:
+    pair = Pair(embed(pd__follow=follow))
+    chain = pair.p.prompt(TOKENS)
+    run = pair.p.admit(chain, look=False)
+    step = pair.p.agent.open_step([run.request()])
+    step.hurry()
+    for layer in range(2):
+        pair.p.compute(run, layer, 0, TOKENS)
+        step.layer_done(layer)
+    assert eventually(lambda: pair.observer.status()["flow"]["saved_bytes"] >= 2 * 2 * 32 * TOKENS)
+    pair.d.agent._dispatcher.advisor.adopt(None, ComputeCost(layer_s, 0.0, 0.0))
+    theirs = pair.d.admit(chain)
+    assert (theirs.hit.following, theirs.hit.tokens) == ((True, TOKENS - 1) if follows else (False, 0))
+    if follows:
+        loading = pair.d.agent.open_step([theirs.request(save=False)])
+        assert eventually(lambda: loading.is_ready(1))
+        assert not loading.is_ready(2)
+    for layer in range(2, 4):
+        pair.p.compute(run, layer, 0, TOKENS)
+        step.layer_done(layer)
+    step.close()
+    if follows:
+        assert pair.d.forward(loading, [theirs]) == 0 and not theirs.failed
+        loading.close()
+    pair.d.agent.drop_lease(theirs.name)
+    assert eventually(pair.balanced)
+    pair.close()
+
+
+def test_an_engine_never_waits_for_itself(embed: Embed) -> None:
+    pair = Pair(embed(pd__follow="auto"))
+    chain = pair.p.prompt(TOKENS)
+    run = pair.p.admit(chain, look=False)
+    step = pair.p.agent.open_step([run.request()])
+    step.hurry()
+    pair.p.compute(run, 0, 0, TOKENS)
+    step.layer_done(0)
+    assert eventually(lambda: pair.observer.status()["flow"]["saved_bytes"] > 0)
+    pair.p.agent._dispatcher.advisor.adopt(None, ComputeCost(1e3, 0.0, 0.0))
+    again = pair.p.admit(chain)
+    assert (again.hit.following, again.hit.tokens) == (False, 0)
+    step.close(False)
     pair.close()

@@ -37,6 +37,8 @@ from layerflow.spec import ModelSpec
 from layerflow.wire.messages import Abort, Terms
 
 DEFAULT_ATTACH_TIMEOUT_S = 5.0
+MOST_UNASKED_S = 600.0
+"""What nobody asked to be followed is waited for no longer, however long computing it would take."""
 REPLACED = "the engine's weights were replaced"
 
 log = structlog.get_logger("layerflow.agent")
@@ -151,7 +153,7 @@ class Agent:
         self._tally.lookups += 1
         if not self.attached or self._dispatcher.silent or self._outdated(chain):
             return MISS
-        hit = self._control.lookup(request, chain, follow)
+        hit = self._control.lookup(request, chain, follow or self._unasked(chain))
         self._tally.hit_tokens += hit.tokens
         return hit
 
@@ -182,7 +184,8 @@ class Agent:
         Returns at once. While the server is away, loads have failed and nothing is saved; nothing is saved
         either while it is silent (stopped, or its machine is).
 
-        :param timeout_s: the step's loads must be in place so soon; None = the server's ``step_timeout_ms``.
+        :param timeout_s: the step's loads must be in place so soon; None = the server's ``step_timeout_ms``, and with
+            hits that follow the earliest of their ``until``.
         :param after: on cuda and npu: an event of :meth:`record` behind the last work that may touch the blocks which
             are loaded: the pass that used them before, their zeroing, copies into them. An engine that enqueues ahead
             of its device tells it, so that loads move beside the pass that is under way; None = loads wait for all that
@@ -199,6 +202,8 @@ class Agent:
                 )
         requests = [request for request in requests if not self._outdated(request.chain)]
         loads = describe_loads(self.spec, requests)
+        if timeout_s is None:
+            timeout_s = _patience(requests)
         saving = terms is not None and not self._dispatcher.silent
         saves = describe_saves(self.spec, requests, terms.save_partial) if saving and terms is not None else []
         return self.open_descriptors(loads, saves, work=work_of(requests), timeout_s=timeout_s, after=after)
@@ -377,6 +382,14 @@ class Agent:
     ) -> None:
         self.close()
 
+    def _unasked(self, chain: Chain) -> Follow | None:
+        """Under ``pd.follow = "auto"``: what is being stored may be waited for as long as computing it would take."""
+        terms = self.terms
+        if terms is None or terms.follow != "auto":
+            return None
+        seconds = self._dispatcher.advisor.compute_seconds(len(chain))
+        return Follow(time.monotonic() + min(seconds, MOST_UNASKED_S)) if seconds else None
+
     def _outdated(self, chain: Chain) -> bool:
         """Was it made here, before the weights were replaced?"""
         return bool(chain.model) and chain.model != self.spec.fingerprint
@@ -385,3 +398,9 @@ class Agent:
         """:raises SessionError: this is a forked copy: its threads and its server are its parent's."""
         if os.getpid() != self._pid:
             raise SessionError("this agent belongs to the process that forked this one; make one here")
+
+
+def _patience(requests: Sequence[StepRequest]) -> float | None:
+    """How long a step may wait for what others are still storing; None = it loads nothing such."""
+    until = [request.hit.until for request in requests if request.load[0] < request.load[1] and request.hit.following]
+    return max(0.0, min(until) - time.monotonic()) if until else None

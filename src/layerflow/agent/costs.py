@@ -59,10 +59,10 @@ class LoadPolicy:
         """What is known of this worker's link and compute."""
         return self._known
 
-    def compute_seconds(self, tokens: int) -> float:
-        """What computing a prompt of so many tokens takes; 0 = not known."""
+    def compute_seconds(self, tokens: int) -> float | None:
+        """How long computing a prompt of so many tokens takes; None = not known yet."""
         compute = self._known[1]
-        return self._layers * compute.layer_seconds(tokens, 0) if compute is not None else 0.0
+        return self._layers * compute.layer_seconds(tokens, 0) if compute is not None else None
 
     def adopt(self, link: LinkCost | None, compute: ComputeCost | None) -> None:
         """Take over what another worker of the same engine has learnt; a scheduler sees no transfer itself."""

@@ -26,6 +26,7 @@ class Hit:
     :param shared_digest: digest of these, where they are not all.
     :param following: some of it may still have to be stored: its layers arrive as they are, in a step that loads them
         under the name of the request that was looked up.
+    :param until: of a hit that follows: monotonic seconds; what is not stored by then is computed.
     :param reason: where a hand-off was asked for and is not followed: its state, and why. Then the hit is of what is
         stored, as any other.
     """
@@ -38,6 +39,7 @@ class Hit:
     shared_digest: bytes = b""
     following: bool = False
     reason: str = ""
+    until: float = 0.0
 
     def stored(self, chunk_tokens: int) -> int:
         """Leading tokens of the prompt that are stored: the hit's, and the one left to compute if that is too."""

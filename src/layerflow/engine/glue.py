@@ -94,10 +94,6 @@ class LayerflowConnection:
         """The digests of a request that was looked up."""
         return self._live[request.id].chain
 
-    def timeout(self, spans: Sequence[TokenSpan]) -> float | None:
-        """How long a step may wait for its loads; None = as the server says."""
-        return None
-
     def choose(self, hit: Hit, prompt_tokens: int) -> Mode:
         """How to use a hit."""
         return self.agent.advise(hit, prompt_tokens) if self.mode == "auto" else Mode(self.mode)
@@ -110,7 +106,7 @@ class LayerflowConnection:
             return NoStep()
         names = {span.request.transfer_id: span.request.id for span in spans}
         bulk = any(span.load and self._live[span.request.id].mode is Mode.BULK for span in spans)
-        return _LayerflowStep(self.agent, self.agent.open_step(asked, self.timeout(spans)), bulk, names)
+        return _LayerflowStep(self.agent, self.agent.open_step(asked), bulk, names)
 
     def _ask(self, span: TokenSpan) -> StepRequest:
         request = span.request

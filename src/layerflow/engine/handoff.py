@@ -8,13 +8,12 @@ layer as the other one stores it. What fails is looked up once more, as any prom
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import structlog
 
 from layerflow.agent import Agent, Follow, Hit, Mode
 from layerflow.engine.glue import LayerflowConnection, ModeSetting
-from layerflow.engine.request import Request, RequestStatus, TokenSpan
+from layerflow.engine.request import Request, RequestStatus
 from layerflow.keys import Chain
 
 log = structlog.get_logger("layerflow.engine")
@@ -51,14 +50,15 @@ class DecodeConnection(LayerflowConnection):
     def __init__(self, agent: Agent, mode: ModeSetting = "layerwise", *, patience_s: float = 30.0) -> None:
         super().__init__(agent, mode)
         self._patience_s = patience_s
-        self._until: dict[str, float] = {}
+        self._handed_off: set[str] = set()
 
     def find(self, request: Request, chain: Chain) -> Hit:
         """The first time what is handed off, then what is stored."""
         if request.attempt:
             return super().find(request, chain)
-        until = self._until[request.id] = time.monotonic() + self._patience_s
-        hit = self.agent.lookup(request.transfer_id, chain, Follow(until, request.id))
+        self._handed_off.add(request.id)
+        follow = Follow(time.monotonic() + self._patience_s, request.id)
+        hit = self.agent.lookup(request.transfer_id, chain, follow)
         if hit.reason:
             log.info("handoff_not_followed", request=request.id, reason=hit.reason)
         return hit
@@ -67,14 +67,10 @@ class DecodeConnection(LayerflowConnection):
         """What is handed off is loaded layer by layer: it comes no faster at once."""
         return Mode.LAYERWISE if hit.following else super().choose(hit, prompt_tokens)
 
-    def timeout(self, spans: Sequence[TokenSpan]) -> float | None:
-        """Until the last of the requests that follow gives up."""
-        until = [self._until[span.request.id] for span in spans if span.load and span.request.id in self._until]
-        return max(0.0, max(until) - time.monotonic()) if until else None
-
     def forget(self, request: Request) -> None:
         """Nothing of it is kept any longer, here or for it."""
         self.agent.drop_lease(request.transfer_id)
-        if self._until.pop(request.id, None) is not None and request.state is not RequestStatus.WAITING:
+        if request.id in self._handed_off and request.state is not RequestStatus.WAITING:
+            self._handed_off.discard(request.id)
             self.agent.control.release_handoff(request.id)
         super().forget(request)

@@ -192,6 +192,14 @@ class Flow:
             out.append(WakeAt(earliest))
         return out
 
+    def stored(self, session: int, step: int) -> float:
+        """The share of its layers that a step has stored of what it saves, of the group that has least; 0 = none."""
+        known = self._state.sessions.get(session)
+        found = known.steps.get(step) if known is not None else None
+        if found is None or found.saves is None:
+            return 0.0
+        return min(each.stored() / len(each.shape.layers) for each in found.saves.transfers.values())
+
     def validate(self) -> None:
         """Check every invariant; for tests, after every event.
 

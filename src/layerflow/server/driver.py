@@ -144,6 +144,11 @@ class Driver:
         if refused is not None:
             raise refused
 
+    def expected(self, step: tuple[int, int], now: float) -> float | None:
+        """In how many seconds a step will have stored all that it saves, by its pace so far; None = not known."""
+        book, share = self._books.get(step), self.flow.stored(*step)
+        return (now - book.opened_at) * (1 - share) / share if book is not None and share > 0 else None
+
     def emit(self, events: Sequence[Event]) -> None:
         """Tell the core; of what follows from its own commands, once all of those are carried out."""
         if self._handling:

@@ -382,6 +382,7 @@ class Server:
             transfer.max_transfer_blocks,
             transfer.max_transfer_bytes,
             transfer.h2d_stagger_us,
+            self.settings.pd.follow,
         )
 
 

@@ -129,7 +129,7 @@ class Control:
             return MISS
         finally:
             self._lock.release()
-        return hit_of(found, chain, self._spec)
+        return hit_of(found, chain, self._spec, follow)
 
     def written(self, chain: Chain, timeout_s: float) -> Hit:
         """How much of a prompt another node of the pool can load, once nothing of it is on its way there.

@@ -158,7 +158,7 @@ class _SeenKeys:
         ]
 
 
-def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
+def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Follow | None = None) -> Hit:
     """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
     best = Hit(found.tokens)
     for tail in found.tails:
@@ -173,7 +173,9 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec) -> Hit:
         else:
             best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, chain.partial(tail.chunk, shared))
     if isinstance(found, Found) and (found.following or found.reason):
-        return replace(best, following=found.following and best.tokens > 0, reason=found.reason)
+        following = found.following and best.tokens > 0
+        until = follow.deadline if following and follow is not None else 0.0
+        return replace(best, following=following, reason=found.reason, until=until)
     return best
 
 
@@ -253,12 +255,12 @@ class ControlConnection:
         return self._sight.hit(chain) if self._sight is not None else None
 
     def question(
-        self, number: int, request: str, chain: Chain, follow: Follow | None = None, compute_s: float = 0.0
+        self, number: int, request: str, chain: Chain, follow: Follow | None = None, compute_s: float | None = None
     ) -> Lookup:
         """How much of this prompt can be loaded, to the block where it may leave what is stored."""
         end = self._sight.end(chain) if self._sight is not None else None
         asked = lookup_of(number, request, chain, self.lease_ms, self._block_tokens, end)
-        if compute_s > 0:
+        if compute_s:
             asked = msgspec.structs.replace(asked, compute_ms=max(1, round(compute_s * 1e3)))
         return asked if follow is None else following(asked, follow)
 

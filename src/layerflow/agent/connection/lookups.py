@@ -65,6 +65,7 @@ class Inquiry:
     :param hit: the answer; None while it is under way.
     :param until: monotonic seconds: a server that has not answered by then is away.
     :param waits: for a hand-off: the server answers once that is open.
+    :param follow: what it may wait for.
     :param seen: what the server's table shows, where that is taken for an answer until there is one.
     """
 
@@ -73,6 +74,7 @@ class Inquiry:
     asked_at: float
     until: float
     waits: bool = False
+    follow: Follow | None = None
     hit: Hit | None = None
     seen: Hit | None = None
 
@@ -115,17 +117,19 @@ class Lookups:
         self._dialler.join(timeout_s)
         return self._connected() is not None
 
-    def ask(self, request: str, chain: Chain, follow: Follow | None = None, *, compute_s: float = 0.0) -> Inquiry:
+    def ask(
+        self, request: str, chain: Chain, follow: Follow | None = None, *, compute_s: float | None = None
+    ) -> Inquiry:
         """Start a lookup; its hit will be leased. Returns at once.
 
         :param follow: what is still to be stored may be hit too. With a hand-off there is an answer once it is open,
             has failed or has ended, or at the deadline: a hit that is `following`, or one of what is stored.
-        :param compute_s: what computing the prompt takes: what is slower to read from a peer is no hit; 0 = not known.
+        :param compute_s: what computing the prompt takes: what is slower to read from a peer is no hit; None = not known.
         """
         now = time.monotonic()
         waits = follow is not None and bool(follow.handoff)
         until = now + self._timeout_s if follow is None or not waits else max(now, follow.deadline) + self._timeout_s
-        inquiry = Inquiry(request, chain, now, until, waits)
+        inquiry = Inquiry(request, chain, now, until, waits, follow)
         line = self._connected()
         if line is not None and line.hung_up():
             self._lost("the server has hung up")
@@ -263,7 +267,7 @@ class Lookups:
         if isinstance(message, Found):
             inquiry = self._open.pop(message.id, None)
             if inquiry is not None:
-                inquiry.hit = hit_of(message, inquiry.chain, self._spec)
+                inquiry.hit = hit_of(message, inquiry.chain, self._spec, inquiry.follow)
                 if message.tails and not inquiry.hit.tokens:
                     self.drop_lease(inquiry.request)  # of tails that are another prompt's
         elif isinstance(message, HandoffState):

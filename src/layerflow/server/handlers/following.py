@@ -23,6 +23,7 @@ from layerflow.server.handoffs.contents import first_difference
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.server.sessions import ClientSession
 from layerflow.server.turns import Work
+from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 
 Search = Generator[None, None, HitLength]
@@ -49,6 +50,39 @@ class HandoffLookup:
     def sharing(self, block: bytes) -> Iterator[base.Child]:
         """Chunks whose first block has this digest, newest first."""
         return self.pool.sharing(block)
+
+
+@dataclass(frozen=True, slots=True)
+class SavingLookup:
+    """What is stored, and what other engines are storing now, as one.
+
+    :param engine: who asks. :param used: the steps that store what was found so.
+    """
+
+    context: ServerContext
+    engine: str
+    used: set[tuple[int, int]]
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects are there, or will be."""
+        return [there or self._saved(key) for key, there in zip(keys, self.context.pool.lookup(keys), strict=True)]
+
+    def tails(self, parent: bytes) -> list[base.Tail]:
+        """Partial chunks that follow `parent`, longest first."""
+        return self.context.pool.tails(parent)
+
+    def sharing(self, block: bytes) -> Iterator[base.Child]:
+        """Chunks whose first block has this digest, newest first."""
+        return self.context.pool.sharing(block)
+
+    def _saved(self, key: bytes) -> bool:
+        match self.context.pool.writer(key):
+            case ("step", int(session), int(step)):
+                saver = self.context.sessions.get(session)
+                if saver is not None and not saver.silent and saver.engine != self.engine:
+                    self.used.add((session, step))
+                    return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +128,31 @@ class FollowLookups:
         until = time.monotonic() + message.follow_ms / 1e3
         handoff = self._context.handoffs.announce(message.handoff, until)
         yield from self._answer(session, asked, handoff, until)
+
+    def look_up_unasked(self, session: ClientSession, asked: Asked) -> Work:
+        """A lookup that may wait for what other engines are storing, where that is quicker than computing it.
+
+        Computing so many tokens of a prompt takes at least their share of what the prompt takes, which its engine has
+        told. Waiting takes as long as the steps that store them need at their pace so far.
+        """
+        message, spec, pool = asked.message, session.spec, self._context.pool
+        assert spec is not None
+        prompt = message.root, asked.digests, message.tokens, message.tail
+        source = SavingLookup(self._context, session.engine, set())
+        coming = yield from search_hit(source, spec, *prompt, asked.blocks)
+        if source.used:
+            here = yield from search_hit(pool, spec, *prompt, asked.blocks)
+            more = _tokens(spec, message, coming) - _tokens(spec, message, here)
+            now = time.monotonic()
+            waits = [self._context.driver.expected(step, now) for step in source.used]
+            compute_s = message.follow_ms / 1e3 * more / max(1, message.tokens)
+            if more > 0 and all(wait is not None and wait < compute_s for wait in waits):
+                self._context.driver.follows.allow(session.engine, message.request, now)
+                yield from self._answers.followed(
+                    session, asked, lambda: search_hit(source, spec, *prompt, asked.blocks)
+                )
+                return
+        yield from self._answers.stored(session, asked, "")
 
     def _answer(self, session: ClientSession, asked: Asked, handoff: Handoff, until: float) -> Work:
         spec = session.spec
@@ -153,3 +212,9 @@ class FollowLookups:
 
         timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), expired)
         handoffs.watch(handoff, changed)
+
+
+def _tokens(spec: ModelSpec, message: wire.Lookup, hit: HitLength) -> int:
+    """Of the prompt, its own tail included."""
+    own = [tail.chunk * spec.chunk_tokens + tail.tokens for tail in hit.tails if tail.digest == message.tail]
+    return max(hit.surely(spec, message.tokens), *own) if own else hit.surely(spec, message.tokens)

@@ -86,6 +86,9 @@ class Lookups:
         if message.handoff:
             yield from self._following.look_up(session, Asked(message, digests, blocks))
             return
+        if message.follow_ms > 0 and self._context.pd().follow == "auto":
+            yield from self._following.look_up_unasked(session, Asked(message, digests, blocks))
+            return
         yield from self._look(session, message, digests, blocks)
 
     def stored(self, session: ClientSession, asked: Asked, reason: str) -> Work:

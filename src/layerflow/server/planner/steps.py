@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -44,6 +45,7 @@ class StepBook:
     :param save_keys: for each save part of the core: the keys it has room for.
     :param load_objects: per group: (first block number, key) of every object loaded, ascending.
     :param direct: its objects are the tier's business and its worker's, not the arena's.
+    :param opened_at: monotonic seconds.
     :param in_turns: other workers hold the same, and store what this one does not.
     """
 
@@ -53,6 +55,7 @@ class StepBook:
     save_parts: list[int] = field(default_factory=list)
     save_keys: list[list[bytes]] = field(default_factory=list)
     load_objects: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    opened_at: float = field(default_factory=time.monotonic)
     _parts: dict[bytes, int] | None = None
 
     def part_of(self, key: bytes) -> int | None:

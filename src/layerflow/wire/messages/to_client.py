@@ -30,6 +30,7 @@ class Terms(Message, frozen=True, tag=107):
 
     :param max_transfer_blocks: what one copy moves at most, over all of its layers; `max_transfer_bytes` likewise.
     :param stagger_us: distance of the slots in which tensor-parallel ranks begin their loads; 0 = off.
+    :param follow: ``pd.follow``: lookups say how long they may wait where it is ``auto``.
     """
 
     step_timeout_ms: int
@@ -43,6 +44,7 @@ class Terms(Message, frozen=True, tag=107):
     max_transfer_blocks: int = 4096
     max_transfer_bytes: int = 64 << 20
     stagger_us: int = 0
+    follow: str = "asked"
 
 
 class Attached(Message, frozen=True, tag=102):

@@ -144,8 +144,7 @@ class SchedulerSide:
         if self._saves is not None:
             self._saves.open(tracked)
         if may_load and self._lookups is not None and self._advisor is not None:
-            seconds = self._advisor.compute_seconds(len(chain))
-            tracked.inquiry = self._lookups.ask(tracked.id, chain, compute_s=seconds)
+            tracked.inquiry = self._lookups.ask(tracked.id, chain, compute_s=self._advisor.compute_seconds(len(chain)))
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those vLLM has, None = not known yet; and whether in the background."""
@@ -159,8 +158,8 @@ class SchedulerSide:
         inquiry = tracked.inquiry
         if inquiry is None or (inquiry.hit is not None and time.monotonic() - inquiry.asked_at > STALE_S):
             tracked.know_tokens()
-            seconds = self._advisor.compute_seconds(len(tracked.chain))
-            inquiry = tracked.inquiry = self._lookups.ask(tracked.id, tracked.chain, compute_s=seconds)
+            own, cost = tracked.chain, self._advisor.compute_seconds(len(tracked.chain))
+            inquiry = tracked.inquiry = self._lookups.ask(tracked.id, own, compute_s=cost)
         # All requests of one pass share one wait: a stopped server must not cost each of them its own.
         began = time.monotonic()
         hit = self._lookups.wait(inquiry, self.options.lookup_wait_s - self._waited_s)
