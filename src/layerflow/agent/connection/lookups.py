@@ -124,7 +124,8 @@ class Lookups:
 
         :param follow: what is still to be stored may be hit too. With a hand-off there is an answer once it is open,
             has failed or has ended, or at the deadline: a hit that is `following`, or one of what is stored.
-        :param compute_s: what computing the prompt takes: what is slower to read from a peer is no hit; None = not known.
+        :param compute_s: what computing the prompt takes: what is slower to read from a peer is no hit. None = not
+            known.
         """
         now = time.monotonic()
         waits = follow is not None and bool(follow.handoff)
