@@ -130,7 +130,7 @@ class FakeLookups:
         self.answers: dict[str, Hit] = {}
         self.closed = False
 
-    def ask(self, name: str, chain: Chain) -> FakeInquiry:
+    def ask(self, name: str, chain: Chain, *, compute_s: float | None = None) -> FakeInquiry:
         self.asked.append(FakeInquiry(name, chain, time.monotonic(), self.answers.get(name)))
         return self.asked[-1]
 
