@@ -25,6 +25,7 @@ def view(found: Mapping[str, Any], everything: bool = False) -> RenderableType:
     parts += tables("pool", node | _pool(found.get("pool") or {}))
     if found.get("tier"):
         parts += tables("behind the arena", _tier(found["tier"]))
+    parts += _peers(found.get("peers") or {})
     parts += tables("limits", found.get("limits") or {})
     if everything:
         parts += tables("core", found.get("flow") or {})
@@ -87,6 +88,22 @@ def _tier(tier: Mapping[str, Any]) -> dict[str, Any]:
     }
     failures = {f"failures, {outcome}": count for outcome, count in (tier.get("failures") or {}).items()}
     return shown | plain | failures
+
+
+def _peers(peers: Mapping[str, Any]) -> list[RenderableType]:
+    """What is read from other servers, from whom; what is lent, to whom."""
+    parts: list[RenderableType] = []
+    for title, name, rows in (("read from peers", "reads", "peers"), ("lent to peers", "lends", "who")):
+        side = peers.get(name) or {}
+        plain = {key: value for key, value in side.items() if isinstance(value, int | float | str)}
+        parts += tables(title, plain) if plain else []
+        if side.get(rows):
+            flat = [
+                {key: str(value) if value not in ({}, None, "") else "-" for key, value in row.items()}
+                for row in side[rows]
+            ]
+            parts.append(records_table(title, flat))
+    return parts
 
 
 def _pool(pool: Mapping[str, Any]) -> dict[str, Any]:

@@ -148,6 +148,7 @@ def test_the_reference_lists_sections_one_after_the_other():
         "transfer",
         "pd",
         "proxy",
+        "peers",
         "log",
     ]
     assert "pool.disk" not in rows

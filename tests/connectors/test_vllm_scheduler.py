@@ -51,6 +51,9 @@ class FakeAdvisor:
         self.mode = Mode.LAYERWISE
         self.adopted: tuple[Any, ...] = ()
 
+    def compute_seconds(self, tokens: int) -> float | None:
+        return None
+
     def advise(self, *_: Any) -> Mode:
         return self.mode
 

@@ -148,7 +148,9 @@ class FakeLookups:
         self.released: list[str] = []
         self.closed = False
 
-    def ask(self, name: str, chain: Chain, follow: Follow | None = None) -> FakeInquiry:
+    def ask(
+        self, name: str, chain: Chain, follow: Follow | None = None, *, compute_s: float | None = None
+    ) -> FakeInquiry:
         self.asked.append(FakeInquiry(name, chain, time.monotonic(), self.answers.get(name), follow))
         return self.asked[-1]
 

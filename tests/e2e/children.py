@@ -8,13 +8,15 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from e2e.known import KnownWorker, small_spec
+from e2e.known import KnownWorker, Run, small_spec
+from layerflow.agent import Follow
 
 PIPE = multiprocessing.connection.Connection
 
@@ -90,3 +92,21 @@ def save_once(pipe: PIPE, endpoint: str, layers: int, tokens: int, seed: int) ->
         run = worker.serve(worker.agent.chain(tokens_of(seed, tokens)))
         pipe.send((run.hit.tokens, worker.agent.poll().saved))
         pipe.recv()
+
+
+def follow_all(pipe: PIPE, endpoint: str, layers: int, tokens: int, seeds: list[int]) -> None:
+    """Open a step for each of these hand-offs, say so, and when told to go on, tell wrong bytes and failed requests."""
+    torch.set_num_threads(1)
+    worker = KnownWorker(endpoint, small_spec(layers), blocks=4096, engine="D", lookup_timeout_s=20.0)
+    runs, steps = [], []
+    for seed in seeds:
+        chain = worker.agent.chain(tokens_of(seed, tokens))
+        hit = worker.agent.lookup(f"D-{seed}", chain, Follow(time.monotonic() + 60, f"h{seed}"))
+        made = worker.admit(chain, look=False)
+        runs.append(Run(f"D-{seed}", chain, hit, made.tables))
+        steps.append(worker.agent.open_step([runs[-1].request(save=False)], 100.0))
+    pipe.send([run.hit.tokens for run in runs])
+    pipe.recv()
+    wrong = sum(worker.forward(step, [run]) for step, run in zip(steps, runs, strict=True))
+    pipe.send((wrong, sum(bool(run.failed) for run in runs)))
+    pipe.recv()

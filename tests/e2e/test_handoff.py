@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from e2e.children import PIPE, Child
-from e2e.known import eventually
+from e2e.children import PIPE, Child, follow_all, tokens_of
+from e2e.known import KnownWorker, eventually, small_spec
 from layerflow.agent import Control
 from layerflow.engine import Engine, Result
 from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
@@ -283,3 +285,37 @@ def test_a_server_that_is_to_stop_lets_a_handoff_end(serve: Callable[..., Server
     control.close()
     decoder.connection.close()
     child.close()
+
+
+def test_a_prefiller_never_waits_for_a_decoder_that_is_stopped(serve: Callable[..., ServerProcess]) -> None:
+    """50 hand-offs are open and followed, the decoder's process is stopped, and the prefiller stores every prompt."""
+    layers, tokens, seeds = 4, 100, list(range(50))
+    # The decoder's grants fill the whole budget, and it reports none of them.
+    server = serve(
+        pool__size="32MiB",
+        transfer__max_transfer_bytes="4KiB",
+        transfer__max_inflight_bytes="16KiB",
+        pd__handoff_share=0.5,
+    )
+    spec = small_spec(layers)
+    control = Control(server.endpoint, "P", spec, lookup_timeout_s=20.0)
+    with KnownWorker(server.endpoint, spec, engine="P") as worker:
+        chains = [worker.agent.chain(tokens_of(seed, tokens)) for seed in seeds]
+        for seed, chain in zip(seeds, chains, strict=True):
+            assert control.open_handoff(f"h{seed}", chain, tokens)
+        child = Child(follow_all, server.endpoint, layers, tokens, seeds)
+        assert child.hear(60.0) == [tokens - 1] * 50
+        assert child.process.pid is not None
+        os.kill(child.process.pid, signal.SIGSTOP)
+        for seed, chain in zip(seeds, chains, strict=True):
+            worker.serve(chain, look=False)  # asserts that all of it is stored
+            control.end_handoff(f"h{seed}", tokens=tokens)
+        assert eventually(lambda: control.status()["handoffs"]["completed"] == 50)
+        status = control.status()
+        assert status["flow"]["loaded_bytes"] == 0, "the decoder was not stopped: the test has tested nothing"
+        assert status["flow"]["load_inflight_bytes"] > 0
+        os.kill(child.process.pid, signal.SIGCONT)
+        child.pipe.send("go on")
+        assert child.hear(60.0) == (0, 0)
+        child.close()
+    control.close()

@@ -336,6 +336,9 @@ class World:
         saves = sum(f.nbytes for f in counted if f.direction is SAVE)
         assert loads + saves + submit.nbytes <= whole
         assert submit.direction is LOAD or saves + submit.nbytes <= half
+        if submit.direction is LOAD and self.sharing > 1:
+            room = max(1, min(self.limits.max_transfer_bytes, half // 2))
+            assert loads + submit.nbytes + max(room, saves) <= whole, "left no room for a save"
         if not self.can_move(submit):
             held = [f for f in counted if f.direction is submit.direction and not self.can_move(f)]
             most = self.most_gated(submit.direction)

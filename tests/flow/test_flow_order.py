@@ -109,7 +109,10 @@ def test_saves_do_not_take_the_room_that_a_load_waits_for():
     world.open_session(1, [(0, 5)] * 2)
     world.open(0, 1, [Part("a", 0, 1)])
     assert world.inflight(LOAD) == 30
-    assert not submits(world.open(1, 1, (), [Part("b", 0, 1)]))
+    saves = submits(world.open(1, 1, (), [Part("b", 0, 9)]))
+    assert world.inflight(SAVE) == 10 == sum(save.nbytes for save in saves), "the room that loads leave, and no more"
+    (load,) = submits(world.done(next(iter(world.flying.values()))))
+    assert load.direction is LOAD
     world.drain()
 
 
@@ -189,9 +192,10 @@ def test_even_shares_whatever_the_batch_sizes():
 
 
 def test_the_budget_is_over_all_sessions_and_refilled_at_once():
-    world = World(Limits(max_inflight_bytes=50, max_transfer_bytes=10))
+    world = World(Limits(max_inflight_bytes=60, max_transfer_bytes=10))  # one batch of saves has room beside the loads
     for session in range(3):
         world.open_session(session, [(0, 10)] * 10)
+    for session in range(3):
         world.open(session, 1, [Part("a", 0, 1)])
     while len(world.flying) == 5:
         world.done(next(iter(world.flying.values())))
@@ -254,3 +258,19 @@ def test_impossible_limits_are_refused_and_change_nothing(limits):
     with pytest.raises(ConfigError):
         world.flow.handle(LimitsChanged(limits), 1.0)
     assert len(submits(world.open(0, 1, [Part("a", 0, 9)]))) == 1
+
+
+def test_loads_of_an_engine_that_is_stopped_leave_room_for_what_another_one_saves():
+    """A decoder that takes its grants and reports nothing must not hold up its prefiller."""
+    world = World(Limits(max_inflight_bytes=80, max_transfer_bytes=10))
+    for session in range(2):
+        world.open_session(session, [(0, 10)] * 3)
+    stopped = submits(world.open(0, 1, [Part("a", 0, 9)]))
+    assert len(stopped) == 7
+    saved = submits(world.open(1, 2, (), [Part("b", 0, 2)]) + world.send(LayersComputed(1, 2, 3)), SAVE)
+    count = 0
+    while saved:
+        count += 1
+        saved += submits(world.done(saved.pop(0)), SAVE)
+    assert count == 6, "all three layers of both blocks are stored, one batch after the other"
+    world.drain()

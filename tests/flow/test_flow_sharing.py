@@ -23,9 +23,13 @@ def total(batches):
     return sum(batch.nbytes for batch in batches)
 
 
+TWO_LOADS = Limits(max_inflight_bytes=270, max_transfer_bytes=100)
+"""Room for two batches of loads, beside the one of saves that loads of several sessions leave."""
+
+
 @pytest.mark.parametrize("how", ["deadline", "fence", "closed"])
 def test_loads_called_back_of_a_silent_engine_leave_the_budget_to_others(how):
-    world = two_sessions()
+    world = two_sessions(limits=TWO_LOADS)
     silent = submits(world.open(0, 1, [Part("a", 0, 4)], deadline=110.0, save_deadline=110.0))
     assert total(silent) == 200
     assert not submits(world.open(1, 2, [Part("b", 0, 2)]))
@@ -41,7 +45,7 @@ def test_loads_called_back_of_a_silent_engine_leave_the_budget_to_others(how):
 
 
 def test_a_late_success_of_what_was_called_back_is_not_given_back_twice():
-    world = two_sessions()
+    world = two_sessions(limits=TWO_LOADS)
     silent = submits(world.open(0, 1, [Part("a", 0, 2)], deadline=110.0))
     world.now = 110.0
     world.send(Tick())

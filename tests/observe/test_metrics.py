@@ -54,7 +54,7 @@ def test_names_carry_the_prefix_and_a_unit() -> None:
     names = {name for name, _ in samples(metrics)}
     assert all(name.startswith("layerflow_") for name in names)
     assert not [name for name in names if name.endswith("_created")]
-    counted = "steps|batches|bytes|objects|layers|blocks|sessions|handoffs"
+    counted = "steps|batches|bytes|objects|layers|blocks|sessions|handoffs|leases|servers"
     plain = rf"_(total|up|info|{counted}|seconds|seconds_(bucket|sum|count))$"
     assert not [name for name in names if not re.search(plain, name)]
 

@@ -69,7 +69,7 @@ def exporting() -> Iterator[Exporting]:
 
 def heard(link: socket.socket, count: int) -> bytes:
     raw = bytearray(count)
-    receive(link, memoryview(raw), 10.0)
+    receive(link, [memoryview(raw)], 10.0)
     return bytes(raw)
 
 
@@ -89,9 +89,11 @@ def answer(link: socket.socket) -> tuple[int, bytes, int]:
 
 def test_ranges_of_what_was_lent_are_read(exporting: Exporting) -> None:
     with exporting.connect() as link:
-        ask(link, (0, HEADER_BYTES, 100), (0, HEADER_BYTES + 1000, PAYLOAD - 1000))
-        assert answer(link) == (READ, exporting.payload[:100], READ)
-        assert answer(link) == (READ, exporting.payload[1000:], READ)
+        ask(link, (0, HEADER_BYTES, 100), (9, 0, 1), (0, HEADER_BYTES + 1000, PAYLOAD - 1000))
+        heads = [HEAD.unpack(heard(link, HEAD.size)) for _ in range(3)]
+        assert heads == [(0, READ, 100), (9, OUTSIDE, 0), (0, READ, PAYLOAD - 1000)]
+        assert heard(link, PAYLOAD - 900) == exporting.payload[:100] + exporting.payload[1000:]
+        assert [TAIL.unpack(heard(link, TAIL.size)) for _ in range(2)] == [(0, READ)] * 2
 
 
 @pytest.mark.parametrize(

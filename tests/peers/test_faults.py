@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 from e2e.known import KnownWorker, Run, eventually, small_spec
 
+from layerflow.agent.connection.lookups import Lookups
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 from peers.conftest import Pair
@@ -191,3 +192,18 @@ def test_a_lease_that_ends_during_a_read_fails_it(line: Callable[..., Line]) -> 
     run = it.load(it.stored(), hold, 1 << 20)
     assert run.failed
     recovered(it)
+
+
+def test_what_is_slower_to_read_than_to_compute_is_no_hit(line: Callable[..., Line]) -> None:
+    it = line(20e6)
+    assert not it.load(it.stored(), lambda: None, 0).failed
+    assert eventually(lambda: it.two.reads["peers"][0]["gbps"])
+    chain = it.stored()
+    lookups = Lookups(it.two.reader.endpoint, "d", SPEC, timeout_s=10.0)
+    assert lookups.wait_connected(10)
+    # Some 10 MiB over a link of 20 MB/s: half a second.
+    for compute_s, tokens in ((0.02, 0), (20.0, TOKENS - 1), (0.0, TOKENS - 1)):
+        hit = lookups.wait(lookups.ask(f"{compute_s}", chain, compute_s=compute_s), 10.0)
+        assert hit is not None and hit.tokens == tokens, (compute_s, hit)
+    lookups.close()
+    assert it.two.reads["dear_objects"] > 0

@@ -22,13 +22,14 @@ MEASUREMENTS = {
     "flow": "Events per second of the core, and commands per layer.",
     "miss": "What a lookup that finds nothing costs.",
     "lookup": "What a lookup that hits costs the server's loop.",
+    "link": "How fast bytes pass between two arenas, against two blocking sockets.",
     "stagger": "How well ranks keep their slots on a shared link.",
     "pd": "How much of a hand-off from prefill to decode hides behind the prefill.",
     "auto": "Whether mode = auto picks the cheaper way.",
     "proxy": "What `layerflow proxy` adds to the first token.",
     "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",
 }
-WITH_OPTIONS = ("device", "overlap", "pd", "pool", "stagger")
+WITH_OPTIONS = ("device", "link", "overlap", "pd", "pool", "stagger")
 Options = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="An argument of the measurement; may be repeated."),
@@ -114,6 +115,17 @@ def pool(
 ) -> None:
     given = {"kind": kind, "rounds": rounds, "config": config, "cann_emulator": cann_emulator}
     _run("pool", given, options or [], json_file)
+
+
+@bench.command(help=f"{MEASUREMENTS['link']}\n\n\b\nExample:\n  layerflow bench link --link tcp --json link.json")
+def link(
+    which: Annotated[Literal["tcp"], typer.Option("--link", help="Which link.")] = "tcp",
+    moved_mib: Annotated[int, typer.Option(min=8, metavar="MIB", help="Moved in each round.")] = 192,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Of each; medians are shown.")] = 9,
+    options: Options = None,
+    json_file: JsonFile = None,
+) -> None:
+    _run("link", {"link": which, "moved_mib": moved_mib, "rounds": rounds}, options or [], json_file)
 
 
 @bench.command(

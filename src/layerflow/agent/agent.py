@@ -40,6 +40,8 @@ from layerflow.spec import ModelSpec
 from layerflow.wire.messages import Abort, Terms
 
 DEFAULT_ATTACH_TIMEOUT_S = 5.0
+MOST_UNASKED_S = 600.0
+"""What nobody asked to be followed is waited for no longer, however long computing it would take."""
 REPLACED = "the engine's weights were replaced"
 
 log = structlog.get_logger("layerflow.agent")
@@ -402,7 +404,7 @@ class Agent:
         if terms is None or terms.follow != "auto":
             return None
         seconds = self._dispatcher.advisor.compute_seconds(len(chain))
-        return Follow(time.monotonic() + seconds) if seconds else None
+        return Follow(time.monotonic() + min(seconds, MOST_UNASKED_S)) if seconds else None
 
     def _planned(self, request: StepRequest) -> StepRequest:
         """The request; without its hit's plan where that was given up, or used here before."""

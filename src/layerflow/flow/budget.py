@@ -8,8 +8,9 @@ Gated batches wait for an engine, which may be slow or stopped; they must not ke
 So each direction leaves room for one whole batch that nothing gated may take, and every session gets an
 even share of what gated batches may take.
 
-Saves are granted up to half of the budget. What was called back (a fence, a deadline) is charged no more:
-an engine that does not answer holds up nobody else.
+Saves are granted up to half of the budget. Where several sessions share it, loads leave room for one whole batch of
+saves: a decoder that is stopped in the middle of its loads does not hold up what a prefiller saves. What was called
+back (a fence, a deadline) is charged no more: an engine that does not answer holds up nobody else.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Budget:
         loads, saves = self.charged
         if direction is Direction.SAVE and saves + nbytes > self.half:
             return False
+        if direction is Direction.LOAD and self.sessions > 1:
+            nbytes += max(0, self.max_batch[Direction.SAVE] - saves)
         return loads + saves + nbytes <= self.limits.max_inflight_bytes
 
     def fits_gated(self, session: Session, direction: Direction, nbytes: int) -> bool:

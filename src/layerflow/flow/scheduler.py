@@ -32,13 +32,19 @@ def grant(state: State, out: list[Command], most: int) -> None:
         saves.join_parked()
     full = len(out) + most if loads.queue else sys.maxsize
     if loads.queue and not _grant(state, Direction.LOAD, out, full):
+        if saves.queue and state.budget.sessions > 1 and not state.paused:
+            # Loads that wait for room may be those of an engine that is stopped: saves have what loads leave.
+            _grant(state, Direction.SAVE, out, full, most=state.budget.max_batch[Direction.SAVE])
         return
     if saves.queue:
         _grant(state, Direction.SAVE, out, full)
 
 
-def _grant(state: State, direction: Direction, out: list[Command], full: int) -> bool:
-    """Grant in one direction; False when a batch is waiting: for room, or because `out` is `full`."""
+def _grant(state: State, direction: Direction, out: list[Command], full: int, most: int = sys.maxsize) -> bool:
+    """Grant in one direction; False when a batch is waiting: for room, or because `out` is `full`.
+
+    :param most: bytes that may be charged in this direction.
+    """
     ring, budget = state.rings[direction], state.budget
     limits, max_bytes = budget.limits, budget.max_batch[direction]
     while ring.queue:
@@ -50,7 +56,7 @@ def _grant(state: State, direction: Direction, out: list[Command], full: int) ->
         extent = cursor.next_extent(limits.max_transfer_blocks, max_bytes)
         if not ring.turn(session, extent.nbytes, max_bytes):
             continue
-        if not budget.fits(direction, extent.nbytes):
+        if not budget.fits(direction, extent.nbytes) or budget.charged[direction] + extent.nbytes > most:
             return False
         if len(out) >= full:
             state.paused = True

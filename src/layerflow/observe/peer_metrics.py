@@ -27,6 +27,7 @@ class PeerStatistics:
     unanswered_lookups: int = 0
     fetched_objects: int = 0
     fetched_bytes: int = 0
+    dear_objects: int = 0
     lent_objects: int = 0
     refused_objects: int = 0
     expired_leases: int = 0
@@ -46,8 +47,8 @@ class PeerMetrics:
 
         self._failures = counter("failures", "Objects that were not read from a peer.", "outcome")
         self._gauges = {
-            "attached": gauge("attached", "Servers that this one can read from now."),
-            "readers": gauge("readers", "Servers that read this arena."),
+            "attached": gauge("attached_servers", "Servers that this one can read from now."),
+            "readers": gauge("reading_servers", "Servers that read this arena."),
             "read_leases": gauge("read_leases", "Leases that this server has at peers."),
             "lent_leases": gauge("lent_leases", "Leases that readers have here."),
             "lent_bytes": gauge("lent_bytes", "Bytes that these pin."),
@@ -58,6 +59,7 @@ class PeerMetrics:
             "unanswered_lookups": counter("unanswered_lookups", "Lookups that peers did not answer in time."),
             "fetched_objects": counter("fetched_objects", "Objects read from peers into the arena."),
             "fetched_bytes": counter("fetched_bytes", "Bytes of them."),
+            "dear_objects": counter("dear_objects", "Objects not read because computing them is quicker."),
             "lent_objects": counter("lent_objects", "Objects lent to readers."),
             "refused_objects": counter("refused_objects", "Objects not lent because too much was."),
             "expired_leases": counter("expired_leases", "Leases that readers let run out."),

@@ -72,6 +72,17 @@ class Sources:
         peers.ask(keys, heard, until)
         tier.ask(keys, behind, until)
 
+    def worth(self, found: frozenset[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
+        """Less what peers have, where reading it would take longer than computing it.
+
+        :param compute_s: what computing the whole prompt takes. :param objects: that are the whole prompt's.
+        """
+        if self.peers is None:
+            return found
+        dear = self.peers.dear(found, compute_s, objects)
+        self.peers.forgo(list(dear))
+        return found - dear
+
     def hide(self, keys: Sequence[bytes]) -> int:
         """Reading these has failed: they are not offered for a while. How many there are."""
         return self.tier.hide(keys) if self.tier is not None else 0

@@ -1,9 +1,10 @@
 """The link between an importer and an exporter: fixed frames over a byte stream, and where an object lies at a peer.
 
 The importer says HELLO with the incarnation of the exporter that it was told of, and is answered with that of the one
-that it has reached. Then it sends requests, each a REQUEST and `count` ITEMs, and is answered item by item: a HEAD, and
-where its status is :data:`READ` the bytes and a TAIL. Only the TAIL says that the bytes are those of the object: the
-exporter still had the right to read them when it had. All integers are little-endian.
+that it has reached. Then it sends requests, each a REQUEST and `count` ITEMs, and is answered with a HEAD for each,
+then the bytes of all whose status is :data:`READ`, one behind the other, then a TAIL for each of these. Only a TAIL
+says that bytes are those of the object: the exporter still had the right to read them when it had. Integers are
+little-endian.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import structlog
 import zmq
 
@@ -261,10 +262,14 @@ class ControlConnection:
         """How much of this prompt is stored, by what can be seen without asking; None: ask the server."""
         return self._sight.hit(chain) if self._sight is not None else None
 
-    def question(self, number: int, request: str, chain: Chain, follow: Follow | None = None) -> Lookup:
+    def question(
+        self, number: int, request: str, chain: Chain, follow: Follow | None = None, compute_s: float | None = None
+    ) -> Lookup:
         """How much of this prompt can be loaded, to the block where it may leave what is stored."""
         end = self._sight.end(chain) if self._sight is not None else None
         asked = lookup_of(number, request, chain, self.lease_ms, self._block_tokens, end)
+        if compute_s:
+            asked = msgspec.structs.replace(asked, compute_ms=max(1, round(compute_s * 1e3)))
         return asked if follow is None else following(asked, follow)
 
     def hung_up(self) -> bool:

@@ -121,11 +121,15 @@ class Lookups:
         self._dialler.join(timeout_s)
         return self._connected() is not None
 
-    def ask(self, request: str, chain: Chain, follow: Follow | None = None) -> Inquiry:
+    def ask(
+        self, request: str, chain: Chain, follow: Follow | None = None, *, compute_s: float | None = None
+    ) -> Inquiry:
         """Start a lookup; its hit will be leased. Returns at once.
 
         :param follow: what is still to be stored may be hit too. With a hand-off there is an answer once it is open,
             has failed or has ended, or at the deadline: a hit that is `following`, or one of what is stored.
+        :param compute_s: what computing the prompt takes: what is slower to read from a peer is no hit. None = not
+            known.
         """
         now = time.monotonic()
         waits = follow is not None and bool(follow.handoff)
@@ -142,7 +146,7 @@ class Lookups:
         number = next(self._numbers)
         self._open[number] = self._current[request] = inquiry
         try:
-            line.conversation.send(line.question(number, request, chain, follow))
+            line.conversation.send(line.question(number, request, chain, follow, compute_s))
         except LayerflowError as error:
             self._lost(str(error))
             return inquiry

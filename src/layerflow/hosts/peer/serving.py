@@ -31,6 +31,8 @@ MAX_LINKS = 256
 HELLO_S = 5.0
 PIECE_BYTES = 1 << 20
 """Sent in one call: between two of them a withdrawn lease is seen."""
+MAX_PIECES = 256
+"""Of one such call, where they are small."""
 BACKLOG = 64
 
 log = structlog.get_logger("layerflow.hosts.peer.serving")
@@ -107,7 +109,7 @@ class Links:
 
     def _greet(self, connection: socket.socket) -> None:
         raw = bytearray(HELLO.size)
-        receive(connection, memoryview(raw), HELLO_S)
+        receive(connection, [memoryview(raw)], HELLO_S)
         wanted = check_hello(bytes(raw))
         send(connection, [hello(self._incarnation)])
         if wanted != self._incarnation:
@@ -116,40 +118,52 @@ class Links:
     def _answer(self, connection: socket.socket) -> None:
         """One request."""
         raw = bytearray(REQUEST.size)
-        receive(connection, memoryview(raw), None)
+        receive(connection, [memoryview(raw)], None)
         magic, count, token, _ = REQUEST.unpack(raw)
         if magic != REQUEST_MAGIC or not 0 < count <= MAX_LINK_ITEMS:
             raise ProtocolError(f"no request: {magic!r} with {count} items")
         table = bytearray(count * ITEM.size)
-        receive(connection, memoryview(table), HELLO_S)
+        receive(connection, [memoryview(table)], HELLO_S)
+        items = [(position, start, length) for position, _, start, length in ITEM.iter_unpack(table)]
         with self._grants.read(token, connection) as grant:
-            trailer = b""
-            for position, _, start, length in ITEM.iter_unpack(table):
-                trailer = self._send_item(connection, grant, trailer, (position, start, length))
-            send(connection, [trailer])
+            states = [self._state(grant, *item) for item in items]
+            heads = [
+                HEAD.pack(position, status, length if status == READ else 0)
+                for (position, _, length), status in zip(items, states, strict=True)
+            ]
+            mine = [item for item, status in zip(items, states, strict=True) if status == READ]
+            if grant is not None and mine:
+                self._send_bytes(connection, grant, b"".join(heads), mine)
+            else:
+                send(connection, [b"".join(heads)])
 
-    def _send_item(
-        self, connection: socket.socket, grant: Grant | None, trailer: bytes, item: tuple[int, int, int]
-    ) -> bytes:
-        """Send the tail of the item before and this one; its own tail, to be sent before the next."""
-        position, start, length = item
-        status = GONE if grant is None else grant.check(self._view, position, start, length)
-        if grant is not None and status == NOT_YET:
+    def _state(self, grant: Grant | None, position: int, start: int, length: int) -> int:
+        """Whether it may be read; a status."""
+        if grant is None:
+            return GONE
+        status = grant.check(self._view, position, start, length)
+        if status == NOT_YET:
             self._grants.wait(grant, position, start + length)
             status = grant.check(self._view, position, start, length)
-        if grant is None or status != READ:
-            send(connection, [trailer, HEAD.pack(position, status, 0)])
-            return b""
-        at = grant.offsets[position] + start
-        front = trailer + HEAD.pack(position, READ, length)
-        for piece in range(at, at + length, PIECE_BYTES):
-            send(connection, [front, self._view[piece : min(piece + PIECE_BYTES, at + length)]])
-            front = b""
-            if grant.withdrawn:
-                raise LinkClosed("its lease was withdrawn")
+        return status
+
+    def _send_bytes(
+        self, connection: socket.socket, grant: Grant, heads: bytes, items: list[tuple[int, int, int]]
+    ) -> None:
+        pieces, nbytes = [memoryview(heads)], 0
+        for position, start, length in items:
+            at = grant.offsets[position] + start
+            for piece in range(at, at + length, PIECE_BYTES):
+                pieces.append(self._view[piece : min(piece + PIECE_BYTES, at + length)])
+                nbytes += pieces[-1].nbytes
+                if nbytes >= PIECE_BYTES or len(pieces) == MAX_PIECES:
+                    send(connection, pieces)
+                    pieces, nbytes = [], 0
+                    if grant.withdrawn:
+                        raise LinkClosed("its lease was withdrawn")
+        send(connection, pieces)
         # The kernel has copied the bytes: if they may be read now, they were the object's all the while.
-        status = grant.check(self._view, position, start, length)
+        send(connection, [b"".join(TAIL.pack(item[0], grant.check(self._view, *item)) for item in items)])
         with self._lock:
-            self._read_bytes += length
-            self._read_objects += 1
-        return TAIL.pack(position, status)
+            self._read_bytes += sum(length for _, _, length in items)
+            self._read_objects += len(items)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 _TIMEVAL = struct.Struct("@ll")
 
@@ -18,32 +20,41 @@ class LinkStalled(Exception):
     """Nothing came for too long."""
 
 
-def set_timeout(connection: socket.socket, option: int, seconds: float | None) -> None:
-    """How long one call may wait, by the kernel: a socket of Python's with a time-out polls before each call."""
+MAX_BUFFERS = 1024
+"""That one call of the kernel fills (IOV_MAX)."""
+
+
+def set_timeout(connection: socket.socket, seconds: float | None) -> None:
+    """How long one receive may wait, by the kernel: a socket of Python's with a time-out polls before each call."""
     whole = 0.0 if seconds is None else max(seconds, 1e-3)
-    connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(whole % 1 * 1e6)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(whole), int(whole % 1 * 1e6)))
 
 
-def receive(connection: socket.socket, room: memoryview, stall_s: float | None, until: float | None = None) -> None:
-    """Fill `room`.
+def receive(
+    connection: socket.socket, room: Sequence[memoryview], stall_s: float | None, until: float | None = None
+) -> None:
+    """Fill all of `room`, one after the other.
 
     :param stall_s: how long nothing may come. :param until: when it must have come, on the monotonic clock.
     :raises LinkClosed: the other end has hung up.
     :raises LinkStalled: too slow.
     :raises OSError: the connection is broken.
     """
-    set_timeout(connection, socket.SO_RCVTIMEO, stall_s)
-    done, size = 0, room.nbytes
-    while done < size:
+    set_timeout(connection, stall_s)
+    left = deque(part for part in room if part.nbytes)
+    while left:
         try:
-            got = connection.recv_into(room[done:], 0, socket.MSG_WAITALL)
+            got = connection.recvmsg_into(list(islice(left, MAX_BUFFERS)), 0, socket.MSG_WAITALL)[0]
         except BlockingIOError:
             raise LinkStalled(f"nothing came for {stall_s:g} s") from None
         if not got:
             raise LinkClosed("the other end has hung up")
-        done += got
-        if done < size and until is not None and time.monotonic() >= until:
-            raise LinkStalled(f"{done} of {size} bytes came in the time there was")
+        while left and got >= left[0].nbytes:
+            got -= left.popleft().nbytes
+        if got:
+            left[0] = left[0][got:]
+        if left and until is not None and time.monotonic() >= until:
+            raise LinkStalled(f"{sum(part.nbytes for part in left)} bytes have not come in the time there was")
 
 
 def send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:

@@ -58,7 +58,7 @@ class TcpLink:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             send(self._socket, [hello(origin.incarnation)])
             raw = bytearray(HELLO.size)
-            receive(self._socket, memoryview(raw), STALL_S, until)
+            receive(self._socket, [memoryview(raw)], STALL_S, until)
             if check_hello(bytes(raw)) != origin.incarnation:
                 raise LinkFailed("another exporter answers: the peer has restarted")
         except (LinkClosed, LinkStalled, ProtocolError, OSError) as error:
@@ -79,28 +79,35 @@ class TcpLink:
         table = b"".join(ITEM.pack(place.position, 0, *span) for place, span in zip(places, spans, strict=True))
         try:
             send(self._socket, [REQUEST.pack(REQUEST_MAGIC, len(places), origin.token, 0), table])
-            return [self._item(place, *span, until) for place, span in zip(places, spans, strict=True)]
+            return self._answers(places, spans, until)
         except (LinkClosed, LinkStalled, ProtocolError, OSError) as error:
             raise LinkFailed(str(error)) from None
 
-    def _item(self, place: ObjectLocation, start: int, length: int, until: float) -> ObjectResult:
-        head = bytearray(HEAD.size)
-        receive(self._socket, memoryview(head), STALL_S, until)
-        position, status, coming = HEAD.unpack(head)
-        if position != place.position or coming != (length if status == READ else 0):
-            raise ProtocolError(f"object {position} and {coming} bytes came, asked was {place.position} and {length}")
-        if status == READ:
-            at = place.offset + start
-            receive(self._socket, self._view[at : at + length], STALL_S, until)
-            tail = bytearray(TAIL.size)
-            receive(self._socket, memoryview(tail), STALL_S, until)
-            position, status = TAIL.unpack(tail)
-            if position != place.position:
-                raise ProtocolError(f"the tail of object {position} came, not that of {place.position}")
-        if status == READ:
-            return OK
-        why = STATUS_WORDS.get(status, f"status {status}")
-        return ObjectResult(_OUTCOMES.get(status, ObjectStatus.FAILED), f"peer {origin_name(place)}: {why}")
+    def _answers(
+        self, places: Sequence[ObjectLocation], spans: Sequence[tuple[int, int]], until: float
+    ) -> list[ObjectResult]:
+        heads = bytearray(HEAD.size * len(places))
+        receive(self._socket, [memoryview(heads)], STALL_S, until)
+        states, coming = [], []
+        for place, (start, length), (position, status, nbytes) in zip(
+            places, spans, HEAD.iter_unpack(heads), strict=True
+        ):
+            if position != place.position or nbytes != (length if status == READ else 0):
+                raise ProtocolError(f"object {position}, {nbytes} bytes; asked were {place.position} and {length}")
+            states.append(status)
+            if status == READ:
+                coming.append(self._view[place.offset + start : place.offset + start + length])
+        receive(self._socket, coming, STALL_S, until)
+        tails = bytearray(TAIL.size * len(coming))
+        receive(self._socket, [memoryview(tails)], STALL_S, until)
+        ends = iter(TAIL.iter_unpack(tails))
+        results = []
+        for place, status in zip(places, states, strict=True):
+            end = next(ends) if status == READ else (place.position, status)
+            if end[0] != place.position:
+                raise ProtocolError(f"the tail of object {end[0]} came, not that of {place.position}")
+            results.append(_result(place, end[1]))
+        return results
 
     def close(self) -> None:
         """Hang up."""
@@ -108,6 +115,8 @@ class TcpLink:
             self._socket.close()
 
 
-def origin_name(place: ObjectLocation) -> str:
-    """For messages."""
-    return f"object {place.key.hex()[:8]}"
+def _result(place: ObjectLocation, status: int) -> ObjectResult:
+    if status == READ:
+        return OK
+    why = STATUS_WORDS.get(status, f"status {status}")
+    return ObjectResult(_OUTCOMES.get(status, ObjectStatus.FAILED), f"object {place.key.hex()[:8]}: {why}")

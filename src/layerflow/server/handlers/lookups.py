@@ -97,7 +97,7 @@ class Lookups:
         if message.handoff:
             yield from self._following.look_up(session, Asked(message, digests, blocks))
             return
-        if 0 < message.follow_ms <= most_ms and self._context.pd().follow == "auto":
+        if message.follow_ms > 0 and self._context.pd().follow == "auto":
             yield from self._following.look_up_unasked(session, Asked(message, digests, blocks))
             return
         yield from self._look(session, message, digests, blocks)
@@ -149,9 +149,12 @@ class Lookups:
             return
 
         number, resets = session.number, session.resets
+        objects = len(prompt_keys(session.spec, [*digests, message.tail] if message.tail else digests))
 
         def answer(found: frozenset[bytes]) -> None:
             asker = context.sessions.get(number)
+            if message.compute_ms and context.tier is not None:
+                found = context.tier.worth(found, message.compute_ms / 1e3, objects)
             if asker is not None and asker.resets != resets:
                 # Its keys are those of weights that were replaced while the tier was asked: nothing is brought for it.
                 context.send(asker, wire.Found(message.id, 0, [], False, reason))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from layerflow.flow.cost.estimators import LinkCost, LinkModel
@@ -48,3 +49,16 @@ class LinkCosts:
         """What is known; None = too little."""
         model = self._models.get(peer)
         return model.estimate if model is not None else None
+
+    def dear(self, offered: Mapping[bytes, tuple[str, int]], object_s: float) -> frozenset[bytes]:
+        """What would take longer to read than to compute, peer by peer; of a peer of which nothing is known, nothing.
+
+        :param offered: by key, the peer and the object's bytes. :param object_s: what computing one takes.
+        """
+        found: set[bytes] = set()
+        for peer in {name for name, _ in offered.values()}:
+            cost = self.of(peer)
+            sizes = {key: nbytes for key, (name, nbytes) in offered.items() if name == peer}
+            if cost is not None and cost.latency + sum(sizes.values()) / cost.bandwidth > object_s * len(sizes):
+                found.update(sizes)
+        return frozenset(found)

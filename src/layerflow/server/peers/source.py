@@ -9,7 +9,7 @@ import asyncio
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import structlog
 
@@ -81,6 +81,7 @@ class PeerSource:
         self._expiry: asyncio.TimerHandle | None = None
         self.failures: Counter[str] = Counter()
         self.costs = LinkCosts()
+        self.dear_objects = 0
 
     def start(self) -> None:
         """Start the importer and attach to the servers that the settings name."""
@@ -167,15 +168,22 @@ class PeerSource:
                 able, list(keys)[:MAX_PEER_KEYS], answered, timeout_s=left, lease_ms=lease_ms, handoff=handoff
             )
 
+    def dear(self, keys: Iterable[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
+        """Of these, what would take longer to read than to compute, peer by peer; where nothing is known, nothing.
+
+        :param compute_s: what computing all `objects` of the prompt takes, in seconds.
+        """
+        lent = {key: offer for key in keys if (offer := self.offered(key)) is not None}
+        found = self.costs.dear(
+            {key: (offer.lease.peer.target.name, offer.nbytes) for key, offer in lent.items()},
+            compute_s / max(1, objects),
+        )
+        self.dear_objects += len(found)
+        return found
+
     def forgo(self, keys: Sequence[bytes]) -> None:
         """These are had from elsewhere."""
         self.offers.withdraw(keys)
-
-    def hide(self, keys: Sequence[bytes]) -> None:
-        """Reading these has failed: they are not asked for, for a while."""
-        until = time.monotonic() + HIDE_S
-        for key in keys:
-            self._failed_reads.add(key, until)
 
     # Loads ---------------------------------------------------------------------------------------
 
@@ -382,6 +390,7 @@ class PeerSource:
             "unanswered_lookups": self._questions.unanswered,
             "fetched_objects": self.fetches.fetched_objects,
             "fetched_bytes": self.fetches.fetched_bytes,
+            "dear_objects": self.dear_objects,
         }
 
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:

@@ -50,6 +50,8 @@ class Lookup(Message, frozen=True, tag=3):
     :param servers: control addresses of the servers that keep it, one per box; empty = the one that is asked.
     :param follow_ms: how long what is not stored yet may be waited for. Without a hand-off: the hit may be on what
         another engine is storing now, if that is expected to be stored so soon; 0 = it may not.
+    :param compute_ms: how long computing the prompt would take, by the client's own measure; what peers have and would
+        take longer is no hit. 0 = not known.
     """
 
     id: int
@@ -65,6 +67,7 @@ class Lookup(Message, frozen=True, tag=3):
     handoff: Name = ""
     servers: Annotated[list[Name], Many] = []
     follow_ms: int = 0
+    compute_ms: int = 0
 
 
 class LoadPart(Message, frozen=True):

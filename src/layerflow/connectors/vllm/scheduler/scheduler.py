@@ -120,7 +120,8 @@ class SchedulerSide:
         self._advisor = LoadPolicy(self.spec)
         self._saves = SavePlanner(self.spec, first.vllm_groups, self.options)
         self._handoffs.meet(self._lookups, self.spec, partial=self.options.save_partial)
-        self._search = HitSearch(self._lookups, self._handoffs, self.options.lookup_wait_s)
+        wait_s, compute_s = self.options.lookup_wait_s, self._advisor.compute_seconds
+        self._search = HitSearch(self._lookups, self._handoffs, wait_s, compute_s)
         if self.events is not None:
             self.events.meet_workers(self.spec, first.vllm_groups)
         waiting, self._unmet = self._unmet or {}, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from layerflow.agent.values import Hit
@@ -26,9 +27,13 @@ class HitSearch:
     """For the scheduler's thread.
 
     :param wait_s: how long one scheduling pass may wait for answers, all of its requests together.
+    :param compute_s: what computing so many tokens takes, as far as it was measured: peers are asked for no longer.
     """
 
-    def __init__(self, lookups: Lookups, handoffs: HandoffSide, wait_s: float) -> None:
+    def __init__(
+        self, lookups: Lookups, handoffs: HandoffSide, wait_s: float, compute_s: Callable[[int], float | None]
+    ) -> None:
+        self._compute_s = compute_s
         self._lookups = lookups
         self._handoffs = handoffs
         self._wait_s = wait_s
@@ -65,8 +70,8 @@ class HitSearch:
     def ask(self, tracked: Tracked) -> Inquiry:
         """Start a request's lookup, of what a hand-off is to store too where it has one."""
         follow = self._handoffs.follow(tracked)
-        about = (tracked.id, tracked.chain) if follow is None else (tracked.id, tracked.chain, follow)
-        tracked.inquiry = self._lookups.ask(*about)
+        seconds = self._compute_s(len(tracked.chain))
+        tracked.inquiry = self._lookups.ask(tracked.id, tracked.chain, follow, compute_s=seconds)
         return tracked.inquiry
 
     def find(self, tracked: Tracked, num_computed: int) -> Hit | None:

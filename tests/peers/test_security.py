@@ -1,0 +1,79 @@
+"""Servers that read from each other over tcp: CURVE, and only keys on the allow-list."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+from e2e.known import eventually
+
+from layerflow.config.settings import Settings
+from layerflow.errors import ConfigError
+from layerflow_cli.bench.harness import ServerProcess
+from peers.conftest import Pair
+
+
+def keys(folder: Path, name: str) -> tuple[Path, str]:
+    """A secret key file, and the public key."""
+    public, secret = zmq.curve_keypair()
+    path = folder / f"{name}.key"
+    path.write_text(secret.decode())
+    path.chmod(0o600)
+    return path, public.decode()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_reader_needs_a_key_on_the_allow_list(pair: Callable[..., Pair], tmp_path: Path, allowed: bool) -> None:
+    (own, public), (reader_key, reader_public) = keys(tmp_path, "owner"), keys(tmp_path, "reader")
+    allow = tmp_path / "allowed"
+    allow.write_text(f"{reader_public if allowed else public}\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tcp = f"tcp://127.0.0.1:{port}"
+    attach = json.dumps([{"name": "owner", "address": tcp, "server_key": public}])
+    owner = {
+        "server.tcp_endpoint": tcp,
+        "server.curve_secret_key_file": own,
+        "server.curve_allowed_keys_file": allow,
+    }
+    reader = {"server.curve_secret_key_file": reader_key, "peers.attach": attach}
+    if not allowed:
+        made = Pair(owner, reader)
+        try:
+            assert eventually(lambda: made.reads["peers"][0]["attempts"] > 1, 20)
+            assert "allow-list" in made.reads["peers"][0]["reason"] and not made.lends["who"]
+        finally:
+            made.close()
+        return
+    two = pair(owner, reader)
+    assert two.lends["who"][0]["door"] == "tcp"
+    with two.workers() as (p, d):
+        chain = p.prompt(100)
+        p.serve(chain)
+        assert d.serve(d.agent.chain(chain.tokens)).hit.tokens == 99
+    assert eventually(two.settled, 20)
+
+
+@pytest.mark.parametrize(
+    ("peer", "wrong"),
+    [
+        ({"name": "a", "address": "tcp://h:1"}, "needs its server_key"),
+        ({"name": "a", "address": "http://h:1"}, "should be"),
+        ({"name": "a", "address": "tcp://h:1", "server_key": "short"}, "40 Z85 characters"),
+    ],
+)
+def test_what_is_not_secure_or_not_there_is_refused(peer: dict[str, str], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        Settings(peers={"attach": [peer]})
+
+
+def test_a_tcp_peer_needs_a_key_of_ones_own() -> None:
+    public = zmq.curve_keypair()[0].decode()
+    attach = json.dumps([{"name": "a", "address": "tcp://127.0.0.1:1", "server_key": public}])
+    with pytest.raises(Exception, match="ended with code"):
+        ServerProcess({"peers.attach": attach})
