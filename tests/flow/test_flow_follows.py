@@ -1,0 +1,74 @@
+"""Loads that take what another session's step stores: in its order, and never what is not published in the end."""
+
+from __future__ import annotations
+
+from flow_world import LOAD, SAVE, World, of, submits
+
+from layerflow.flow.commands import LoadFailed, ObjectsLost, Vacate
+from layerflow.flow.events import FollowMoved, LayersComputed, Limits, Need, Part, SessionLost
+
+P, D = 0, 1
+
+
+def pair(layers: int = 3) -> World:
+    world = World(Limits())
+    world.open_session(P, [(0, 10)] * layers)
+    world.open_session(D, [(0, 10)] * layers)
+    return world
+
+
+def following(follow: int, blocks: int = 2) -> Part:
+    return Part("d", 0, blocks, (Need(follow, 0, 0, blocks),))
+
+
+def test_a_load_is_granted_layer_by_layer_as_the_save_stores_it():
+    world = pair()
+    saves = submits(world.open(P, 1, (), [Part("p", 0, 2)]))
+    follow = world.follow(P, 1, 0, [0])
+    assert not submits(world.open(D, 2, [following(follow)]))
+    world.send(LayersComputed(P, 1, 3))
+    for layer, save in enumerate(saves):
+        assert [(s.session, s.layer) for s in submits(world.done(save), LOAD)] == [(D, layer)]
+    world.drain()
+
+
+def test_the_last_layer_comes_with_the_publication():
+    """A save whose own request's load fails late was computed from garbage, however much of it is stored."""
+    world = pair()
+    out = world.open(P, 1, [Part("p", 0, 1)], [Part("p", 0, 2)])
+    loads = submits(out, LOAD)
+    follow = world.follow(P, 1, 0, [0])
+    world.open(D, 2, [following(follow)])
+    granted = submits(world.send(LayersComputed(P, 1, 3)), LOAD)
+    for save in [one for one in list(world.flying.values()) if one.direction is SAVE]:
+        granted += submits(world.done(save), LOAD)
+    assert [s.layer for s in granted if s.session == D] == [0, 1]
+    out = world.fail(loads[0])
+    (failed,) = [one for one in of(out, LoadFailed) if one.session == D]
+    assert (failed.lo, failed.hi) == (0, 2) and failed.reason.startswith("not stored: its load failed")
+    world.drain()
+
+
+def test_a_session_that_is_lost_fails_its_followers_and_leaves_the_room_while_they_read():
+    world = pair()
+    saves = submits(world.open(P, 1, (), [Part("p", 0, 2)]))
+    follow = world.follow(P, 1, 0, [0])
+    world.open(D, 2, [following(follow)])
+    world.send(LayersComputed(P, 1, 3))
+    (reading,) = submits(world.done(saves[0]), LOAD)
+    out = world.send(SessionLost(P))
+    assert [(one.session, one.lo, one.hi) for one in of(out, LoadFailed)] == [(D, 0, 2)]
+    assert of(out, ObjectsLost) and not of(out, Vacate), "its room is read"
+    assert of(world.done(reading), Vacate)
+    world.drain()
+
+
+def test_what_nobody_saved_is_taken_from_the_step_that_saves_it_then():
+    world = pair()
+    promise = world.promise((0, 1, 2))
+    world.open(D, 2, [following(promise)])
+    saves = submits(world.open(P, 1, (), [Part("p", 0, 2)]))
+    world.send(FollowMoved(promise, (0,), world.follow(P, 1, 0, [0])))
+    world.send(LayersComputed(P, 1, 3))
+    assert [s.layer for save in saves for s in submits(world.done(save), LOAD)] == [0, 1, 2]
+    world.drain()
