@@ -146,6 +146,30 @@ def test_an_object_that_was_replaced_while_it_is_copied_is_never_ready(embed: Em
         assert worker.agent.lookup("again", run.chain).tokens, "the objects themselves are not to blame"
 
 
+def test_an_object_that_was_replaced_under_the_last_copy_is_not_ready(
+    embed: Embed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is begun behind it that would see it."""
+    with slow_worker(embed(**SLOW)) as worker:
+        run = stored(worker)
+        copier: Any = worker.agent._dispatcher._copiers[0]  # type: ignore[index]
+        load, copied = copier.load, []
+
+        def loads(extents: Any, after: Any = None) -> None:
+            load(extents, after)
+            copied.append(extents.total)
+            if sum(copied) == 512 * 64 * LAYERS:
+                tamper(worker, run, 5)
+
+        monkeypatch.setattr(copier, "load", loads)
+        step = step_of(worker.agent.open_step([run.request()], PATIENCE_S))
+        worker.note([run], step.wait_all())
+        assert sum(copied) == 512 * 64 * LAYERS, "all was copied"
+        assert run.failed == {0: set(range(20, 24))}
+        step.close(False)
+        assert worker.agent.wait_idle(run.name, PATIENCE_S)
+
+
 def test_a_replaced_object_seen_in_time_is_planned_by_the_server(embed: Embed) -> None:
     with worker_on(embed()) as worker:
         run = stored(worker, 160)
@@ -278,6 +302,7 @@ def test_what_a_client_was_told_and_hung_up_is_a_lease_again(embed: Embed) -> No
     server = embed(pool__lease_ms=300)
     with worker_on(server) as worker:
         stored(worker, 160)
+        worker.agent._control.plans._plans.clear()  # as after its end: it gives nothing back itself
         worker.agent._control.close()
         assert eventually(lambda: not server.call(lambda: len(server.server._server_context.plans)))
         assert eventually(lambda: not pinned(server))

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerflow.agent.lanes.planned import LayerLoad, PlannedCaps, PlannedLoads, PlannedQueue
+from layerflow.agent.lanes.planned import LayerShape, PlannedCaps, PlannedLoads, PlannedQueue
 from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
 from layerflow.agent.step.transfers import CANCELLED
 
@@ -30,8 +30,8 @@ class FakeStep:
 
 def loads(step: FakeStep, layers: int, blocks: int, size: int, over: list[PlannedLoads] | None = None) -> PlannedLoads:
     told = over if over is not None else []
-    shape = [LayerLoad(layer, blocks, size) for layer in range(layers)]
-    return PlannedLoads(step, shape, None, EmulatedLink(0, 0), told.append)  # type: ignore[arg-type]
+    shape = [LayerShape(layer, 0, size) for layer in range(layers)]
+    return PlannedLoads(step, shape, {0: blocks}, None, EmulatedLink(0, 0), told.append)  # type: ignore[arg-type]
 
 
 def end(queue: PlannedQueue, tasks: list[CopyTask], failure: str = "") -> None:

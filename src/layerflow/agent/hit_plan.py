@@ -57,12 +57,20 @@ class HitPlan:
     def part(self, group: int, chunks: Sequence[int], tail_chunk: int) -> PartPlaces | None:
         """Places of these chunks' objects of one group; None where the plan has no such rows.
 
+        :param chunks: consecutive.
         :param tail_chunk: the chunk whose object is the tail; -1 = none.
         """
-        rows = [self.tail if chunk == tail_chunk else chunk for chunk in chunks]
-        if not rows or max(rows) >= len(self.rows) or min(rows) < 0:
+        first, last = chunks[0], chunks[-1]
+        ends_in_tail = last == tail_chunk  # no other chunk can be
+        if ends_in_tail and self.tail < 0:
             return None
-        return PartPlaces(self.number, self.incarnation, self.rows[rows, group])
+        whole = len(chunks) - ends_in_tail
+        if first + whole > len(self.rows) or (whole and chunks[whole - 1] != first + whole - 1):
+            return None
+        rows = self.rows[first : first + whole, group]
+        if ends_in_tail:
+            rows = np.concatenate((rows, self.rows[self.tail : self.tail + 1, group]))
+        return PartPlaces(self.number, self.incarnation, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from layerflow.agent.connection.arenas import Arenas, KnownArena
 from layerflow.agent.connection.link import Link, ReportBuffer
 from layerflow.agent.descriptors import Numbered, PartDescriptor
 from layerflow.agent.lanes.load import LoadLane
-from layerflow.agent.lanes.planned import LayerLoad, PlannedLoads
+from layerflow.agent.lanes.planned import LayerShape, PlannedLoads
 from layerflow.agent.lanes.task import EmulatedLink
 from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.placing import Placed, Placing
@@ -62,8 +62,9 @@ class PlannedSteps:
         self._ends = ends
         self._placing = Placing(memory.spec)
         self._undecided: KnownArena | None = None
+        self._groups = len(memory.spec.groups)
         self._layers = [
-            (layer, group, memory.spec.groups[group].bytes_per_block)
+            LayerShape(layer, group, memory.spec.groups[group].bytes_per_block)
             for layer, (group, _) in enumerate(memory.spec.layer_places())
         ]
 
@@ -90,10 +91,10 @@ class PlannedSteps:
 
         loads = step.place(placed.residents, placed.parts, lists)
         counts = {group: len(column.numbers) for group, column in loads.items()}
-        layers = [LayerLoad(layer, counts[group], size) for layer, group, size in self._layers if group in counts]
+        layers = self._layers if len(counts) == self._groups else [one for one in self._layers if one[1] in counts]
         link = self._ends.link
         news = link.news if link is not None else ReportBuffer()
-        return PlannedLoads(step, layers, arena.copier, self.link, lambda over: self._moved(over, arena, news))
+        return PlannedLoads(step, layers, counts, arena.copier, self.link, lambda over: self._moved(over, arena, news))
 
     def begin(self, loads: PlannedLoads, placed: Placed) -> bool:
         """Let the lane begin; False where the arena is not known any more. The caller holds the open steps' lock."""

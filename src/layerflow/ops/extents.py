@@ -89,6 +89,24 @@ def _plane_parts(number: int, spec: GroupSpec, part: ObjectPart | None) -> tuple
     return tuple(parts)
 
 
+_own: dict[int, tuple[GroupSpec, tuple[_PlanePart, ...], int]] = {}
+
+
+def _own_parts(number: int, spec: GroupSpec) -> tuple[tuple[_PlanePart, ...], int, int]:
+    """Of objects of the worker's own box: their parts, and twice the bytes of a block, here and stored."""
+    known = _own.get(id(spec))
+    if known is None or known[0] is not spec:
+        parts = _plane_parts(number, spec, None)
+        known = _own[id(spec)] = spec, parts, sum(plane.hi for plane in parts)
+        while len(_own) > MOST_OWN:
+            del _own[next(iter(_own))]
+    return known[1], known[2], known[2]
+
+
+MOST_OWN = 256
+"""Groups whose parts are remembered; to hash a spec would take longer than to make them."""
+
+
 def _within(plane: PagedPlane, lo: int, hi: int) -> tuple[Int64, Int64, Int64]:
     """Bytes `lo` to `hi` of a block as ranges: where each starts within them, where in engine memory, and its bytes."""
     starts = np.arange(plane.pieces.size, dtype=np.int64) * plane.piece_bytes
@@ -150,9 +168,12 @@ class BlockList:
         spec = memory.spec.groups[group]
         self._memory = memory
         self._group = group
-        self._parts = _plane_parts(group, spec, part)
-        self._block_bytes = sum(plane.hi - plane.lo for plane in self._parts)
-        stored_bytes = sum(plane.stored_bytes for plane in self._parts)
+        if part is None:
+            self._parts, self._block_bytes, stored_bytes = _own_parts(group, spec)
+        else:
+            self._parts = _plane_parts(group, spec, part)
+            self._block_bytes = sum(plane.hi - plane.lo for plane in self._parts)
+            stored_bytes = sum(plane.stored_bytes for plane in self._parts)
         count = len(spec.layers)
         self._first_stored, self._positions = 0, range(count)
         if part is not None:

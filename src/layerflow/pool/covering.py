@@ -94,7 +94,8 @@ class CoveringPool(MemoryPool):
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete, or covered by complete ones."""
-        found = super().lookup(keys)
+        ready = self._directory.ready
+        found = [key in ready for key in keys]
         if self._alternatives:
             return [there or bool(self._sources(key)) for key, there in zip(keys, found, strict=True)]
         return found

@@ -67,8 +67,9 @@ class S3Fifo(Generic[ItemT]):
     def use(self, items: Iterable[ItemT]) -> None:
         """These objects were read."""
         for item in items:
-            if item.uses < MAX_USES:
-                item.uses += 1
+            uses = item.uses
+            if uses < MAX_USES:
+                item.uses = uses + 1
 
     def park(self, items: Collection[ItemT]) -> None:
         """These objects may not be evicted (they are pinned), or are no longer there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,11 +19,11 @@ from layerflow.ops.base import Copier
 from layerflow.wire.messages import Batch, LostBlocks
 
 
-class LayerLoad(NamedTuple):
-    """What a step loads in one layer: so many blocks, and the bytes of each."""
+class LayerShape(NamedTuple):
+    """A layer: its group, and the bytes of each of its blocks."""
 
     layer: int
-    blocks: int
+    group: int
     block_bytes: int
 
 
@@ -42,6 +42,7 @@ class PlannedLoads:
     """One step's. The load lane cuts, any thread ends.
 
     :param layers: with something to load, in the order in which they are computed.
+    :param blocks: how many, by group.
     :param copier: from the arena that holds the objects.
     :param over: told once nothing of the loads moves any more.
 
@@ -52,7 +53,8 @@ class PlannedLoads:
     def __init__(
         self,
         step: Step,
-        layers: Sequence[LayerLoad],
+        layers: Sequence[LayerShape],
+        blocks: Mapping[int, int],
         copier: Copier,
         link: EmulatedLink,
         over: Callable[[PlannedLoads], None],
@@ -61,6 +63,7 @@ class PlannedLoads:
         self.moved = 0
         self.lost: list[LostBlocks] = []
         self._layers = layers
+        self._blocks = blocks
         self._copier = copier
         self._link = link
         self._over = over
@@ -87,7 +90,7 @@ class PlannedLoads:
         layers, number = self._layers, self.step.number
         batches: list[Batch] = []
         while self._index < len(layers):
-            layer, blocks, block_bytes = layers[self._index]
+            layer, group, block_bytes = layers[self._index]
             lo, hi, byte_lo, byte_hi = self._extent(caps)
             nbytes = byte_hi - byte_lo if byte_hi else (hi - lo) * block_bytes
             if layer > upto or (batches and nbytes > room):
@@ -97,7 +100,7 @@ class PlannedLoads:
                 self._byte_at = byte_hi
             else:
                 self._byte_at, self._at = 0, hi
-            seals = self._at == blocks
+            seals = self._at == self._blocks[group]
             if seals:
                 self._at, self._index = 0, self._index + 1
             self._number += 1
@@ -143,8 +146,8 @@ class PlannedLoads:
         self.settle()
 
     def _extent(self, caps: CopyCaps) -> tuple[int, int, int, int]:
-        _, blocks, size = self._layers[self._index]
-        at = self._at
+        _, group, size = self._layers[self._index]
+        at, blocks = self._at, self._blocks[group]
         if self._byte_at or size > caps.nbytes:
             return at, at + 1, self._byte_at, min(size, self._byte_at + caps.nbytes)
         return at, at + min(blocks - at, caps.blocks, caps.nbytes // size), 0, 0
