@@ -20,7 +20,7 @@ cd "$root" || exit 1
 if [ "$kind" = device ]; then
     echo "npu tests (CANN emulated)"
     exec "${pytest[@]}" tests/device/test_accelerators.py tests/agent/test_agent_on_accelerator.py \
-        tests/npu/test_ascend_hooks.py tests/npu/test_demo.py "$@"
+        tests/npu/test_ascend_hooks.py tests/npu/test_npu_demo.py "$@"
 fi
 
 # memcache keeps a lock in /tmp, one for the machine, and its memory in /dev/shm under names that two pools would share:
