@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flow_world import LOAD, SAVE, World, of, submits
+from flow_world import LOAD, SAVE, World, coming, of, submits
 
-from layerflow.flow.commands import LoadFailed, ObjectsLost, Vacate
+from layerflow.flow.commands import LoadFailed, LoadsDone, ObjectsLost, Vacate
 from layerflow.flow.events import FollowMoved, LayersComputed, Limits, Need, Part, SessionLost
 
 P, D = 0, 1
@@ -71,4 +71,29 @@ def test_what_nobody_saved_is_taken_from_the_step_that_saves_it_then():
     world.send(FollowMoved(promise, (0,), world.follow(P, 1, 0, [0])))
     world.send(LayersComputed(P, 1, 3))
     assert [s.layer for save in saves for s in submits(world.done(save), LOAD)] == [0, 1, 2]
+    world.drain()
+
+
+def test_a_lost_session_whose_own_loads_waited_for_its_own_saves_hears_no_more_of_them():
+    """Its steps are over with it: a load that its own save gives up then fails for nobody."""
+    world = pair()
+    world.open(P, 1, (), [Part("p", 0, 2)])
+    follow = world.follow(P, 1, 0, [0])
+    world.open(P, 2, [following(follow)])
+    world.open(D, 3, [following(follow)])
+    out = world.send(SessionLost(P))
+    assert [(one.session, one.lo, one.hi) for one in of(out, LoadFailed)] == [(D, 0, 2)]
+    assert [one.session for one in of(out, LoadsDone)] == [P, D]
+    world.drain()
+
+
+def test_a_fetch_that_expires_as_the_session_is_lost_fails_nothing_of_it():
+    world = World(Limits(fetch_timeout_s=1.0))
+    world.open_session(P, [(0, 10)] * 3)
+    world.bring(1, 3)
+    world.open(P, 1, [coming("p", 0, 1, 1)])
+    world.now += 2
+    assert not of(world.send(SessionLost(P)), LoadFailed)
+    while world.fetches.calls:
+        world.end_call(next(iter(world.fetches.calls.values())))
     world.drain()
