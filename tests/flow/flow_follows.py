@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from flow_books import Side, covered
+from flow_books import Pass, Side, covered
 
 from layerflow.flow.commands import Arrived, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.events import Direction, FollowLost, FollowMoved, FollowOpened
@@ -56,6 +56,31 @@ class Follows:
         while need[0] < 0 and need[1] in self.all[need[0]].moved:
             need = self.all[need[0]].moved[need[1]]
         return need
+
+    def awaited(self, session: int, step: int) -> set[tuple[int, int]]:
+        """The steps whose loads this one waits for when nothing moves any more: they hold up the saves that it needs."""
+        live = self._world.live
+        mine = live[session, step]
+        if mine.loads_done or not mine.event.loads:
+            return self._held_up(mine)
+        found = set()
+        for number, index in self._world.needed(session, step):
+            follow = self.all.get(number)
+            if follow is not None and index in follow.coming:
+                found |= self._held_up(live[follow.event.session, follow.event.step])
+        return found
+
+    def _held_up(self, one: Pass) -> set[tuple[int, int]]:
+        """A step's saves are not published before its loads, and those of earlier steps for the same requests."""
+        saves, key = one.sides[Direction.SAVE], (one.event.session, one.event.step)
+        left = {part.request for index, part in enumerate(saves.parts) if index not in saves.dead | saves.committed}
+        found = set()
+        for other_key, other in self._world.live.items():
+            requests = {part.request for part in other.sides[Direction.LOAD].parts}
+            earlier = other_key[0] == key[0] and other_key < key and left & requests
+            if left and not other.loads_done and requests and (other_key == key or earlier):
+                found.add(other_key)
+        return found
 
     def there(self, place: tuple[int, int], layer: int) -> bool:
         """Is this layer stored, and, if it is the last one, published?"""

@@ -283,7 +283,7 @@ class World:
         assert all(hi <= start or end <= lo for start, end in ranges), f"{submit} moves bytes a second time"
         ranges.append((lo, hi))
 
-    def _needed(self, session: int, step: int) -> set[tuple[int, int]]:
+    def needed(self, session: int, step: int) -> set[tuple[int, int]]:
         parts = self.live[session, step].sides[LOAD].parts
         return {self.follows.place((need.fetch, need.item)) for part in parts for need in part.needs}
 
@@ -392,14 +392,14 @@ class World:
                 (self.fetches if command.fetch > 0 else self.follows).arrived(command)
                 for session, step, objects in command.readers:
                     assert not self.live[session, step].loads_done, "pins for loads that are over"
-                    assert {(command.fetch, index) for index in objects} <= self._needed(session, step)
+                    assert {(command.fetch, index) for index in objects} <= self.needed(session, step)
             case ObjectsLost(transfer=number) if number < 0:
                 self.follows.lose(command)
             case ObjectsLost(hop=hop):
                 (self.fetches if hop is Hop.FETCH else self.writes).lose(command)
             case Vacate():
                 keys = [key for key, one in self.live.items() if not one.loads_done]
-                held = {need for key in keys for need in self._needed(*key)}
+                held = {need for key in keys for need in self.needed(*key)}
                 (self.fetches if command.fetch > 0 else self.follows).vacate(command, held)
             case TransferDone(transfer=number) if number < 0:
                 self.follows.end(command)
@@ -570,6 +570,7 @@ class World:
             self.send(StepClosed(session, step, True))
         while self.flying:
             self.done(next(iter(self.flying.values())))
+        self._cut_circles()
         self.written()
         for number, write in self.writes.all.items():
             assert write.done, f"write {number} never ends"
@@ -592,6 +593,17 @@ class World:
         for number, fetch in self.fetches.all.items():
             assert fetch.done and fetch.vacated == fetch.lost, f"fetch {number} keeps room"
         assert not any(s.steps or s.aborting or any(s.pending) for s in state.sessions.values())
+
+    def _cut_circles(self) -> None:
+        """Steps are left only where they wait for each other, as promises allow; their deadlines end that."""
+        for key in self.live:
+            assert self.follows.awaited(*key), f"step {key} waits for nothing"
+        if self.live:
+            events = [one.event for one in self.live.values()]
+            self.now = max([self.now, *(max(event.deadline, event.save_deadline) for event in events)])
+            self.send(Tick())
+            while self.flying:
+                self.done(next(iter(self.flying.values())))
 
 
 def coming(request, group, blocks, fetch, item=0) -> Part:

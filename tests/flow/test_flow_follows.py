@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flow_world import LOAD, SAVE, World, of, submits
+from flow_world import LOAD, SAVE, World, coming, of, submits
 
-from layerflow.flow.commands import LoadFailed, ObjectsLost, Vacate
-from layerflow.flow.events import FollowMoved, LayersComputed, Limits, Need, Part, SessionLost
+from layerflow.flow.commands import Commit, LoadFailed, LoadsDone, ObjectsLost, Vacate
+from layerflow.flow.events import FollowMoved, LayersComputed, Limits, Need, Part, SessionLost, StepClosed, Tick
 
 P, D = 0, 1
 
@@ -71,4 +71,53 @@ def test_what_nobody_saved_is_taken_from_the_step_that_saves_it_then():
     world.send(FollowMoved(promise, (0,), world.follow(P, 1, 0, [0])))
     world.send(LayersComputed(P, 1, 3))
     assert [s.layer for save in saves for s in submits(world.done(save), LOAD)] == [0, 1, 2]
+    world.drain()
+
+
+def test_a_lost_session_whose_own_loads_waited_for_its_own_saves_hears_no_more_of_them():
+    """Its steps are over with it: a load that its own save gives up then fails for nobody."""
+    world = pair()
+    world.open(P, 1, (), [Part("p", 0, 2)])
+    follow = world.follow(P, 1, 0, [0])
+    world.open(P, 2, [following(follow)])
+    world.open(D, 3, [following(follow)])
+    out = world.send(SessionLost(P))
+    assert [(one.session, one.lo, one.hi) for one in of(out, LoadFailed)] == [(D, 0, 2)]
+    assert [one.session for one in of(out, LoadsDone)] == [P, D]
+    world.drain()
+
+
+def test_a_fetch_that_expires_as_the_session_is_lost_fails_nothing_of_it():
+    world = World(Limits(fetch_timeout_s=1.0))
+    world.open_session(P, [(0, 10)] * 3)
+    world.bring(1, 3)
+    world.open(P, 1, [coming("p", 0, 1, 1)])
+    world.now += 2
+    assert not of(world.send(SessionLost(P)), LoadFailed)
+    while world.fetches.calls:
+        world.end_call(next(iter(world.fetches.calls.values())))
+    world.drain()
+
+
+def test_steps_that_wait_for_each_other_end_at_the_deadline_of_their_loads():
+    """Each loads what the other saves, and saves what builds on its loads: neither could be published."""
+    world = pair()
+    promise = world.promise((0, 1, 2))
+    world.open(D, 1, [following(promise)], [Part("e", 0, 2)], deadline=world.now + 5)
+    back = world.follow(D, 1, 0, [0])
+    world.open(P, 2, [following(back)], [Part("p", 0, 2)], deadline=world.now + 50)
+    world.send(FollowMoved(promise, (0,), world.follow(P, 2, 0, [0])))
+    for session, step in ((D, 1), (P, 2)):
+        world.send(LayersComputed(session, step, 3))
+        world.send(StepClosed(session, step, True))
+    while world.flying:
+        world.done(next(iter(world.flying.values())))
+    assert world.follows.awaited(D, 1) == {(P, 2)} and world.follows.awaited(P, 2) == {(D, 1)}
+    world.now += 5
+    out = world.send(Tick())
+    assert [(one.session, one.lo, one.hi) for one in of(out, LoadFailed)] == [(D, 0, 2)]
+    while world.flying:
+        out += world.done(next(iter(world.flying.values())))
+    assert [(one.session, one.step) for one in of(out, Commit)] == [(D, 1), (P, 2)], "the other's loads came"
+    assert not world.live
     world.drain()

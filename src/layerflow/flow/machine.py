@@ -106,13 +106,18 @@ def _conclude(state: State, out: list[Command]) -> None:
         for save in state.committed:
             commit_follows(state, save, out)
         state.committed.clear()
-        loosened, state.loosened = state.loosened, []
-        for job in loosened:
-            for upstream in release_edges(job):
-                if isinstance(upstream, FetchTransfer):
-                    settle_fetch(state, upstream, out)
-                elif isinstance(upstream, FollowTransfer):
-                    settle_follow(state, upstream, out)
+        _loosen(state, out)
+
+
+def _loosen(state: State, out: list[Command]) -> None:
+    """Loads that are over hold nothing any more, and nothing that happens to what they held concerns them."""
+    loosened, state.loosened = state.loosened, []
+    held = dict.fromkeys(upstream for job in loosened for upstream in release_edges(job))
+    for upstream in held:
+        if isinstance(upstream, FetchTransfer):
+            settle_fetch(state, upstream, out)
+        elif isinstance(upstream, FollowTransfer):
+            settle_follow(state, upstream, out)
 
 
 class Flow:
@@ -242,6 +247,7 @@ class Flow:
         session = self._state.session(event.session)
         if session is not None:
             lose_session(self._state, session, out)
+            _loosen(self._state, out)  # before its own saves are given up, which its own loads may have waited for
 
     def _step_opened(self, event: StepOpened, out: list[Command]) -> None:
         session = self._state.session(event.session)

@@ -2,7 +2,8 @@
 
 A follow ends when all its objects are published or given up: its save is cancelled, its session is lost. Then exactly
 the blocks fail that need what is given up. Objects that have room and that no step saves yet (a hand-off's) wait: a
-step will save them, or they are given up.
+step will save them, or they are given up. Steps that come to wait for each other so (each loads what the other
+saves) end at the deadline of their loads.
 """
 
 from __future__ import annotations
