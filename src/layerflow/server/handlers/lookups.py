@@ -25,9 +25,9 @@ from layerflow.server.lookup import (
     prompt_keys,
 )
 from layerflow.server.peers.questions import PeerAnswer
+from layerflow.server.pieces import bring_pieces
 from layerflow.server.plans import lease_owner
 from layerflow.server.sessions import ClientSession
-from layerflow.server.tier.pieces import bring_pieces
 from layerflow.server.turns import Work
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec

@@ -12,7 +12,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -28,6 +27,7 @@ from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.exporting import Exporting
 from layerflow.server.peers.items import found_of, lent, lent_item
 from layerflow.server.peers.open_objects import OpenObjects
+from layerflow.server.peers.readers import Lease, Reader
 from layerflow.server.sessions import Address
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
@@ -35,35 +35,6 @@ from layerflow.wire.host_messages import Extend, Withdraw, split_keys
 from layerflow.wire.messages import Message
 
 log = structlog.get_logger("layerflow.server.peers")
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """:param nbytes: that it pins. :param timer: ends it."""
-
-    number: int
-    reader: Reader
-    lease_s: float
-    nbytes: int = 0
-    timer: asyncio.TimerHandle | None = None
-
-    @property
-    def owner(self) -> tuple[str, int]:
-        """Of its pins."""
-        return ("peer", self.number)
-
-
-@dataclass(slots=True, eq=False)
-class Reader:
-    """A server that reads here. :param heard: when it last said anything, monotonic seconds."""
-
-    address: Address
-    name: str
-    incarnation: bytes
-    pid: int
-    heard: float
-    leases: dict[int, Lease] = field(default_factory=dict)
-    lookups: int = 0
 
 
 class Lending:
