@@ -146,8 +146,8 @@ def test_the_reference_lists_sections_one_after_the_other():
         "pool.mooncake",
         "pool.redis",
         "transfer",
-        "pd",
         "proxy",
+        "pd",
         "peers",
         "log",
     ]
