@@ -152,7 +152,7 @@ def test_an_object_that_was_replaced_under_the_last_copy_is_not_ready(
     """Nothing is begun behind it that would see it."""
     with slow_worker(embed(**SLOW)) as worker:
         run = stored(worker)
-        copier: Any = worker.agent._dispatcher._copiers[0]  # type: ignore[index]
+        copier: Any = worker.agent._dispatcher.access.copiers[0]  # type: ignore[union-attr]
         load, copied = copier.load, []
 
         def loads(extents: Any, after: Any = None) -> None:

@@ -58,7 +58,7 @@ class Follows:
         return need
 
     def awaited(self, session: int, step: int) -> set[tuple[int, int]]:
-        """The steps whose loads this one waits for once nothing moves: they hold up the saves that it needs."""
+        """The steps whose loads this one waits for when nothing moves any more: they hold up saves that it needs."""
         live = self._world.live
         mine = live[session, step]
         if mine.loads_done or not mine.event.loads:

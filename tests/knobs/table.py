@@ -44,6 +44,7 @@ LINK = ("pool.link_gbps", "pool.link_latency_us")
 NOT_ABOUT_TRANSFERS = {
     "pool.backend": "which store, not how bytes move; each has the contract suite",
     "pool.size": "how much fits",
+    "pool.numa": "on which memory nodes the arena lies, not how bytes move",
     "pool.hugepages": "needs pages that are reserved on the machine",
 }
 
