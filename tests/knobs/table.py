@@ -38,8 +38,9 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "pool.host_timeout_ms": (1000, 5000, 86_400_000),
 }
 
-LINK = ("pool.link_gbps", "pool.link_latency_us")
-"""These stand for the machine: what a load costs by default is measured over the same link."""
+LINK = ("pool.link_gbps", "pool.link_latency_us", "pool.lease_share")
+"""What a load costs by default is measured under the same values of these. The link's stand for the machine, and only a
+hit within the share brings its plan: a load without one is granted in messages."""
 
 NOT_ABOUT_TRANSFERS = {
     "pool.backend": "which store, not how bytes move; each has the contract suite",

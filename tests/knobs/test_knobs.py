@@ -58,7 +58,7 @@ def past_the_arena(folder: Path) -> Iterator[None]:
         assert pool.copied[G2L] and pool.copied[L2G]
 
 
-def messages_by_default(way: str, shape: str, source: str, link: tuple[float, int], folder: Path) -> int:
+def messages_by_default(way: str, shape: str, source: str, link: tuple[float, ...], folder: Path) -> int:
     """What a load needs under default settings over the same link: the most of three."""
     defaults = {"way": way, "shape": shape, "source": source, **dict(zip(LINK, link, strict=True))}
     with passage(defaults, folder) as (run, _):

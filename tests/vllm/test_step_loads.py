@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from comparison import MAX_TOKENS, Comparison, prompt, settled
 from engines import Engine, connector
-from test_faults import SLOW, until
+from test_faults import SLOW, loading, until
 
 from layerflow.agent.connection.control import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
@@ -172,7 +172,7 @@ def test_the_server_goes_while_steps_load(model: str, how: str, serve: Serve, vl
     settled(server.endpoint)
     engine.reset()
     engine.begin(prompts, MAX_TOKENS)
-    until(server, lambda status: status["flow"]["load_inflight_bytes"] > 0)
+    until(server, loading)
     if how == "killed":
         server.kill()
     else:
