@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from e2e.rounds import record, rounds
+from layerflow.agent import Agent
 from layerflow.engine import Engine
 from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
 from layerflow.engine.glue import attach
@@ -41,10 +42,10 @@ def test_a_killed_server_changes_no_token(serve: Callable[..., ServerProcess], r
         assert [result.tokens for result in engine.generate(prompts, 8)] == alone
         engine.drain()
 
-        def kill(delay_s: float = random.uniform(0, 0.05)) -> None:
+        def kill(delay_s: float = random.uniform(0, 0.05), agent: Agent = connection.agent) -> None:
             nonlocal met
             never.wait(delay_s)  # the random moment
-            met += connection.agent.statistics().open_steps > 0
+            met += agent.statistics().open_steps > 0
             server.kill()
 
         killer = threading.Thread(target=kill)
