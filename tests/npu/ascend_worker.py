@@ -115,6 +115,7 @@ class AscendWorker:
         patch.setattr(layout, "arithmetic_of", lambda *_: "")
         patch.setattr(layout, "_packing", lambda *_: "packed")
         agent = sys.modules["layerflow.connectors.vllm.connector"].Agent
+        patch.setattr("layerflow.connectors.vllm.connector.waits_by_layer", lambda *_: False)  # needs vLLM itself
         patch.setattr("layerflow.connectors.vllm.connector.Agent", lambda *args: agent(*args, context=server.context))
         self.groups, self.blocks = groups, blocks
         transfer = SimpleNamespace(
@@ -123,6 +124,7 @@ class AscendWorker:
             is_kv_producer=True,
             is_kv_consumer=True,
             engine_id="ascend",
+            kv_role="kv_both",
             kv_load_failure_policy="recompute",
         )
         config = SimpleNamespace(
