@@ -24,7 +24,7 @@ from layerflow.server.lookup import (
     needed_keys,
     prompt_keys,
 )
-from layerflow.server.peers.questions import PeerAnswer
+from layerflow.server.peers.reading.questions import PeerAnswer
 from layerflow.server.pieces import bring_pieces
 from layerflow.server.plans import lease_owner
 from layerflow.server.sessions import ClientSession

@@ -14,7 +14,7 @@ from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.following import Asked
 from layerflow.server.handlers.forget import REPLACED
 from layerflow.server.lookup import prompt_keys
-from layerflow.server.peers.questions import PeerAnswer
+from layerflow.server.peers.reading.questions import PeerAnswer
 from layerflow.server.sessions import ClientSession
 from layerflow.server.turns import Work
 from layerflow.wire import messages as wire

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.reading.attachment import Attachment
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from layerflow.objects import HEADER_BYTES, payload_bytes
 from layerflow.pool.base import Located
-from layerflow.server.peers.open_objects import OpenObject
+from layerflow.server.peers.lending.open_objects import OpenObject
 from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Lend, pack_u32, pack_u64
 

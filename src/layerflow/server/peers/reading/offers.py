@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from layerflow.server.peers.attachment import Attachment
+from layerflow.server.peers.reading.attachment import Attachment
 from layerflow.wire import messages as wire
 from layerflow.wire.codec import unpack_u32, unpack_u64
 

@@ -24,10 +24,10 @@ from layerflow.server.handoffs.contents import first_difference
 from layerflow.server.handoffs.follows import Follows
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
-from layerflow.server.peers.exporting import Exporting
-from layerflow.server.peers.items import found_of, lent, lent_item
-from layerflow.server.peers.open_objects import OpenObjects
-from layerflow.server.peers.readers import Lease, Reader
+from layerflow.server.peers.lending.exporting import Exporting
+from layerflow.server.peers.lending.items import found_of, lent, lent_item
+from layerflow.server.peers.lending.open_objects import OpenObjects
+from layerflow.server.peers.lending.readers import Lease, Reader
 from layerflow.server.sessions import Address
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire

@@ -21,7 +21,7 @@ from layerflow.wire.host_messages import Extend, pack_u32, pack_u64
 from layerflow.wire.messages import Message
 
 if TYPE_CHECKING:
-    from layerflow.server.peers.readers import Lease
+    from layerflow.server.peers.lending.readers import Lease
 
 
 @dataclass(frozen=True, slots=True)

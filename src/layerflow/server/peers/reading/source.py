@@ -19,11 +19,11 @@ from layerflow.flow.events import Event, FetchAvailable, FetchFailed, Hop, HostL
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.pool.base import NewObject, Pool
-from layerflow.server.peers.attachment import Attachment, PeerTarget
-from layerflow.server.peers.comparison import Comparison
-from layerflow.server.peers.link_costs import LinkCosts
-from layerflow.server.peers.offers import MARGIN, Offer, Offers, RemoteLease
-from layerflow.server.peers.questions import PeerAnswer, PeerQuestions
+from layerflow.server.peers.reading.attachment import Attachment, PeerTarget
+from layerflow.server.peers.reading.comparison import Comparison
+from layerflow.server.peers.reading.link_costs import LinkCosts
+from layerflow.server.peers.reading.offers import MARGIN, Offer, Offers, RemoteLease
+from layerflow.server.peers.reading.questions import PeerAnswer, PeerQuestions
 from layerflow.server.tier.fetches import AtPeer, Fetches, PendingFetch
 from layerflow.server.tier.index import NegativeCache
 from layerflow.server.tier.process import HostProcess

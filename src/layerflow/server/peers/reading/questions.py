@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from layerflow.errors import ProtocolError
-from layerflow.server.peers.attachment import Attachment
-from layerflow.server.peers.offers import Offers, RemoteLease
+from layerflow.server.peers.reading.attachment import Attachment
+from layerflow.server.peers.reading.offers import Offers, RemoteLease
 from layerflow.wire import messages as wire
 
 log = structlog.get_logger("layerflow.server.peers")
