@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hosts.fake_backend import FakeBackend
-from layerflow.hosts.lane import BackendCalls, Lane
+from layerflow.hosts.lanes.lane import BackendCalls, Lane
 from layerflow.hosts.objects import places_of
 from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header

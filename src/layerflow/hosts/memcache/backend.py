@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerflow.hosts.backend import BackendInfo, Unreachable, pool_name
-from layerflow.hosts.memcache.client import MemcacheClient
-from layerflow.hosts.memcache.codes import explain
-from layerflow.hosts.memcache.headers import Scratch, reaches_all
+from layerflow.hosts.memcache.client.client import MemcacheClient
+from layerflow.hosts.memcache.client.codes import explain
+from layerflow.hosts.memcache.client.headers import Scratch, reaches_all
 from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.reading import MemcacheReader
 from layerflow.hosts.memcache.setup import MemcacheOptions, connect, shared

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerflow.hosts.backend import Backend, BackendError, Unreachable
-from layerflow.hosts.lane import BackendCalls, Lane, Tell, describe, log
+from layerflow.hosts.lanes.lane import BackendCalls, Lane, Tell, describe, log
 from layerflow.wire.host_messages import Ask, Clear, Cleared, Present, split_keys
 
 

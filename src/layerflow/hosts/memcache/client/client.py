@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.memcache.abandonable import AbandonableCaller
-from layerflow.hosts.memcache.codes import INVALID, NO_CLIENT, UNANSWERED, UNKNOWN, explain
+from layerflow.hosts.memcache.client.abandonable import AbandonableCaller
+from layerflow.hosts.memcache.client.codes import INVALID, NO_CLIENT, UNANSWERED, UNKNOWN, explain
 from layerflow.hosts.shared.client import CLOSE_PATIENCE_S, ClientHandle
 from layerflow.hosts.shared.service import Service
 

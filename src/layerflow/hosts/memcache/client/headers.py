@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from layerflow.hosts.backend import Unusable
-from layerflow.hosts.memcache.client import G2H, H2G, AddressRange, MemcacheClient
-from layerflow.hosts.memcache.codes import explain
+from layerflow.hosts.memcache.client.client import G2H, H2G, AddressRange, MemcacheClient
+from layerflow.hosts.memcache.client.codes import explain
 from layerflow.objects import HEADER_BYTES
 
 SLOTS = 1024

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from layerflow.hosts.backend import Backend, Unreachable, Unusable
-from layerflow.hosts.lane import describe, log
+from layerflow.hosts.lanes.lane import describe, log
 
 PERIOD_S = 0.5
 
