@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from layerflow.connectors.vllm.adapters import Adapters, folder_of
+from layerflow.connectors.vllm.identity.adapters import Adapters, folder_of
 from layerflow.content import model_content, renewed_content
 from layerflow.errors import ConfigError, LayerflowError, Unsupported
 from layerflow.keys import Chain, Media, root_digest

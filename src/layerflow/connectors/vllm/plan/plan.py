@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from layerflow.agent.descriptors import PartDescriptor
-from layerflow.connectors.vllm.planned import NO_SAVES, PlannedSaves
-from layerflow.connectors.vllm.verdicts import Verdict
+from layerflow.connectors.vllm.plan.planned import NO_SAVES, PlannedSaves
+from layerflow.connectors.vllm.plan.verdicts import Verdict
 from layerflow.flow.cost.estimators import ComputeCost, LinkCost
 from layerflow.spec import ModelSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from layerflow.connectors.vllm.identity import name_of
+from layerflow.connectors.vllm.identity.identity import name_of
 from layerflow.content import name_in
 from layerflow.errors import ConfigError
 
