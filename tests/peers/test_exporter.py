@@ -13,8 +13,8 @@ from e2e.known import eventually
 from layerflow.hosts.peer.grants import Grants
 from layerflow.hosts.peer.serving import Links
 from layerflow.hosts.peer.streams import LinkClosed, receive
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Extend, Lend, pack_u32, pack_u64
 from layerflow.wire.peer_link import (
     GONE,

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from layerflow.device import device_for
-from layerflow.memfd import SharedMemory
 from layerflow.objects import object_bytes
 from layerflow.ops.copier import copier_for, copy_native
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import GroupSpec, ModelSpec, Plane
+from layerflow.system.memfd import SharedMemory
 
 BLOCK_KIB = (16, 64, 256)
 TOKENS = 16  # of one block

@@ -24,8 +24,8 @@ import numpy as np
 from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import ObjectLocation, ObjectStatus
 from layerflow.hosts.peer.tcp import TcpLink
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Frames, Lend, Start, Stop, Up, decode_to_server, encode, pack_u32, pack_u64
 from layerflow.wire.peer_link import Origin
 

@@ -21,7 +21,7 @@ from layerflow.hosts.lanes.lookup import Hide, LookupLane, unknown
 from layerflow.hosts.lanes.write import WriteLane
 from layerflow.hosts.objects import IndexReporter
 from layerflow.hosts.registry import make
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     STOP_S,
     Ask,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from layerflow.errors import PoolError
 from layerflow.hosts.backend import OK, Backend, ObjectLocation, ObjectResult, ObjectStatus
 from layerflow.hosts.lanes.lane import BackendCalls, HostJob, Patience, Tell, TransferLane, refuse
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, check_header
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, ObjectFailure, Pull
 
 

@@ -17,7 +17,7 @@ import structlog
 from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import Backend, BackendError, ObjectLocation, ObjectResult, ObjectStatus, Unreachable
 from layerflow.hosts.objects import places_of
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import ObjectFailure, Objects, Pull, Push, ToServer
 
 log = structlog.get_logger(__name__)

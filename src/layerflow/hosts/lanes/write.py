@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from layerflow.hosts.backend import Backend, ObjectLocation
 from layerflow.hosts.lanes.lane import BackendCalls, HostJob, Patience, TransferLane, refuse
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Drop, EndWrite, ObjectFailure, Push, Write, Written, unpack_u32
 
 OPEN_PATIENCE_S = 0.5

@@ -20,7 +20,7 @@ from layerflow.hosts.memcache.reading import MemcacheReader
 from layerflow.hosts.memcache.setup import MemcacheOptions, connect, shared
 from layerflow.hosts.memcache.writing import MemcacheWriter
 from layerflow.hosts.shared.store import SharedStore
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 JOINS = 3
 _COUNTED = (
