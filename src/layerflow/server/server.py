@@ -20,7 +20,7 @@ from layerflow.config.settings import Settings, live_changes, make_private, make
 from layerflow.errors import DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, Limits, LimitsChanged
-from layerflow.observe.metrics import Metrics
+from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.covering import CoveringPool

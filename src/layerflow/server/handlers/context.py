@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from layerflow.config.pd import PdSettings
 from layerflow.config.settings import ServerSettings
 from layerflow.errors import ProtocolError
-from layerflow.observe.metrics import Metrics
+from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
 from layerflow.server.driver import Driver

@@ -14,7 +14,7 @@ from layerflow.config.peers import MAX_ATTACHED
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, LayerflowError, ProtocolError
 from layerflow.flow.events import Event
-from layerflow.observe.peer_metrics import PeerStatistics
+from layerflow.observe.metrics.peers import PeerStatistics
 from layerflow.pool.base import Pool
 from layerflow.server.handoffs.follows import Follows
 from layerflow.server.handoffs.registry import Handoffs

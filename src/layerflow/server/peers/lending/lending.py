@@ -149,7 +149,7 @@ class Lending:
             self._quiet(number)
 
     def counts(self) -> dict[str, int]:
-        """By the names of :class:`layerflow.observe.peer_metrics.PeerStatistics`."""
+        """By the names of :class:`layerflow.observe.metrics.peers.PeerStatistics`."""
         return {
             "readers": len(self.readers),
             "lent_leases": self.leases,

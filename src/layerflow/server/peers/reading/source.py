@@ -381,7 +381,7 @@ class PeerSource:
             self._resting[lease.peer] = time.monotonic() + LINK_REST_S
 
     def counts(self) -> dict[str, int]:
-        """By the names of :class:`layerflow.observe.peer_metrics.PeerStatistics`."""
+        """By the names of :class:`layerflow.observe.metrics.peers.PeerStatistics`."""
         return {
             "attached": sum(peer.up for peer in self.peers.values()),
             "read_leases": len(self.offers),

@@ -7,8 +7,8 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from layerflow.observe.timeline_plot import TOP, draw
-from layerflow.observe.timeline_table import ms, table
+from layerflow.observe.timeline.plot import TOP, draw
+from layerflow.observe.timeline.table import ms, table
 from layerflow.observe.trace import LANES, WHOLE_STEP, Lane, StepTrace, figures
 
 _MEANING: dict[Lane, str] = {
@@ -28,7 +28,7 @@ def render(traces: Sequence[StepTrace], title: str, notes: Sequence[str] = ()) -
     :param notes: one line each below the heading: machine, model, what was varied.
     """
     scale = max((trace.duration for trace in traces), default=0.0) * 1.015 or 1e-3
-    template = Template(resources.files(__package__).joinpath("timeline.html").read_text(encoding="utf-8"))
+    template = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(title),
         notes=f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else "",

@@ -12,10 +12,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from layerflow._version import __version__
-from layerflow.observe.by_engine import LABELS, ByEngine, EngineLabels
-from layerflow.observe.handoff_metrics import HandoffMetrics, HandoffsLike
-from layerflow.observe.peer_metrics import PeerMetrics, PeerStatistics
-from layerflow.observe.tier_metrics import TierLike, TierMetrics
+from layerflow.observe.metrics.by_engine import LABELS, ByEngine, EngineLabels
+from layerflow.observe.metrics.handoffs import HandoffMetrics, HandoffsLike
+from layerflow.observe.metrics.peers import PeerMetrics, PeerStatistics
+from layerflow.observe.metrics.tier import TierLike, TierMetrics
 
 if TYPE_CHECKING:
     from layerflow.flow.events import Limits

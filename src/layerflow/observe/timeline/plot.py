@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from layerflow.observe.timeline_table import gb_per_s, mib, ms
+from layerflow.observe.timeline.table import gb_per_s, mib, ms
 from layerflow.observe.trace import LANES, WHOLE_STEP, Span, StepTrace, rows
 
 TOP = 18
