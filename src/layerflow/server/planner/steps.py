@@ -18,10 +18,10 @@ from layerflow.hits import SLICE_KEYS
 from layerflow.keys import DIGEST_BYTES, covered_by, object_key
 from layerflow.objects import object_bytes
 from layerflow.pool.base import Located, NewObject, Owner, Pool, ReserveStatus
-from layerflow.server.lookup import stored_object
+from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.lookup.lookup import stored_object
+from layerflow.server.lookup.plans import plan_owner
 from layerflow.server.planner.missed import MissedTurns
-from layerflow.server.plans import plan_owner
-from layerflow.server.sessions import ClientSession
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, Covered, LoadPart, OpenStep, Plan, PlanPart, SavePart

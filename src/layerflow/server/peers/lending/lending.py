@@ -20,6 +20,7 @@ from layerflow.config.settings import Settings
 from layerflow.errors import ProtocolError
 from layerflow.objects import HEADER_BYTES, payload_bytes
 from layerflow.pool.base import Located, Pool
+from layerflow.server.clients.sessions import Address
 from layerflow.server.handoffs.contents import first_difference
 from layerflow.server.handoffs.follows import Follows
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
@@ -28,7 +29,6 @@ from layerflow.server.peers.lending.exporting import Exporting
 from layerflow.server.peers.lending.items import found_of, lent, lent_item
 from layerflow.server.peers.lending.open_objects import OpenObjects
 from layerflow.server.peers.lending.readers import Lease, Reader
-from layerflow.server.sessions import Address
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Extend, Withdraw, split_keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from layerflow.server.sessions import Address
+from layerflow.server.clients.sessions import Address
 
 
 @dataclass(slots=True, eq=False)

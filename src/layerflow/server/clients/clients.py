@@ -13,7 +13,7 @@ from layerflow._version import __version__
 from layerflow.config.settings import Settings
 from layerflow.errors import ProtocolError
 from layerflow.server import behind
-from layerflow.server.sessions import LOCAL, Address, ClientSession, Sessions
+from layerflow.server.clients.sessions import LOCAL, Address, ClientSession, Sessions
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
