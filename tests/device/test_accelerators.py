@@ -26,7 +26,7 @@ from layerflow.ops.paged import PagedMemory
 from layerflow.ops.streamed import StreamCopier
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.system.memfd import SharedMemory
-from layerflow_cli.bench.device import measure
+from layerflow_cli.bench.transfer.device import measure
 from layerflow_cli.device_check import examine_device
 
 EMULATED_NPU = bool(os.environ.get("LAYERFLOW_TEST_NPU"))
