@@ -19,8 +19,8 @@ from layerflow.flow.events import Direction
 from layerflow.flow.graph.cursor import Span, joined, touches, without
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import DrainBarrier, Step, Transfer, TransferJob
+from layerflow.flow.progress.writes import commit_write, lose_parts
 from layerflow.flow.state import State
-from layerflow.flow.writes import commit_write, lose_parts
 
 
 def settle(state: State, step: Step, out: list[Command]) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import Command
-from layerflow.flow.completion import fail_load_range
 from layerflow.flow.events import BatchDone, LoadsMoved, StepOpened
 from layerflow.flow.graph.step import InFlightBatch, TransferJob
-from layerflow.flow.reports import batch_done
+from layerflow.flow.progress.completion import fail_load_range
+from layerflow.flow.progress.reports import batch_done
 from layerflow.flow.state import State
 
 

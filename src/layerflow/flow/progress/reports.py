@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import Command, LoadsDone, Revoke
-from layerflow.flow.completion import cancel_save_parts, drained, fail_load_range, forget
 from layerflow.flow.events import BatchDone, BatchFailed, Direction
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import InFlightBatch, TransferJob
+from layerflow.flow.progress.completion import cancel_save_parts, drained, fail_load_range, forget
+from layerflow.flow.progress.writes import lose_parts
 from layerflow.flow.state import State
-from layerflow.flow.writes import lose_parts
 
 
 def batch_done(state: State, event: BatchDone, out: list[Command]) -> None:
