@@ -15,9 +15,10 @@ from e2e.known import KnownWorker, Run, eventually, small_spec
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
-from peers.conftest import Pair
+from peers.conftest import LINKS, Pair
 from peers.relay import Relay
 
+pytestmark = pytest.mark.parametrize("link", LINKS)
 TOKENS, CHUNK_LAYER = 160, 16 * 2 * 4096
 SPEC: ModelSpec = small_spec(8, row=4096)
 WHOLE = TOKENS // 16 * 8 * CHUNK_LAYER
