@@ -28,7 +28,7 @@ class LinkPlugin:
     :param maps_arena: its processes map the arena. False: they know its descriptor, and copy from or to it.
     :param trusts_network: whoever reaches its data plane may read and write what it has registered.
     :param package: that pip installs for it; "" = none. :param version: the first one that will do.
-    :param library: its module; "" = none.
+    :param library: its top-level module; "" = none. :param probe: what of it has to be importable.
     """
 
     reader: str
@@ -39,6 +39,7 @@ class LinkPlugin:
     package: str = ""
     version: str = ""
     library: str = ""
+    probe: str = ""
 
 
 @functools.cache

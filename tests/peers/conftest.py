@@ -24,10 +24,10 @@ LINKS = tuple(links())
 @functools.cache
 def missing(link: str) -> str:
     """Why a link's library cannot be loaded; "" = it can, or there is none."""
-    library = links()[link].library
-    if not library:
+    module = links()[link].probe
+    if not module:
         return ""
-    probe = [sys.executable, "-c", f"import {library}.{'engine' if library == 'mooncake' else '_api'}"]
+    probe = [sys.executable, "-c", f"import {module}"]
     tried = subprocess.run(probe, capture_output=True, text=True, check=False)
     return f"link {link}: {tried.stderr.strip().splitlines()[-1]}" if tried.returncode else ""
 

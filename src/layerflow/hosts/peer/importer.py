@@ -35,6 +35,9 @@ class Importer(Backend):
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
         self._arena = arena
+        plane = links()[self._link_name].plane
+        if plane:
+            named(plane).load()  # a first read shall not wait for that
         return BackendInfo({})
 
     def check(self) -> None:

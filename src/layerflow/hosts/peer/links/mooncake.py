@@ -26,6 +26,7 @@ LINK = LinkPlugin(
     package="mooncake-transfer-engine-non-cuda",
     version="0.3.13",
     library="mooncake",
+    probe="mooncake.engine",
 )
 TIMEOUT_S = 5
 """After which the library gives a transfer up; it takes no less."""
@@ -53,6 +54,10 @@ class MooncakePlane(DataPlane):
             raise Unusable(f"Mooncake does not register {window.nbytes} bytes: code {code}")
         self._port = int(self._engine.get_rpc_port())
         self._remote, self._session = 0, ""
+
+    @classmethod
+    def load(cls) -> None:
+        _imported()
 
     def describe(self) -> bytes:
         return struct.pack("<QH", self._window.address, self._port)
@@ -95,14 +100,17 @@ def _made(host: str) -> Any:
         raise Unusable("Mooncake has to know by which address it is reached: set peers.link_address or link_advertise")
     if _engine is None:
         os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(TIMEOUT_S))
-        try:
-            library = importlib.import_module("mooncake.engine")
-        except ImportError as error:
-            raise Unusable(
-                f"Mooncake cannot be imported ({error}): pip install {LINK.package} and libibverbs on both sides"
-            ) from error
-        engine = library.TransferEngine()
+        engine = _imported().TransferEngine()
         if code := engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
             raise Unusable(f"Mooncake's transfer engine does not start: code {code}")
         _engine = engine
     return _engine
+
+
+def _imported() -> Any:
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        raise Unusable(
+            f"Mooncake cannot be imported ({error}): pip install {LINK.package} and libibverbs on both sides"
+        ) from error

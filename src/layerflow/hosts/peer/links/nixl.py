@@ -31,6 +31,7 @@ LINK = LinkPlugin(
     package="nixl",
     version="1.5",
     library="nixl",
+    probe="nixl._api",
 )
 TRANSPORTS = "tcp,sm,self"
 POLL_S, MAX_POLL_S = 2e-5, 2e-4
@@ -55,10 +56,7 @@ class NixlPlane(DataPlane):
         device = device_of(host)
         if device:
             os.environ.setdefault("UCX_NET_DEVICES", device)
-        try:
-            api: Any = importlib.import_module("nixl._api")
-        except ImportError as error:
-            raise Unusable(f"NIXL cannot be imported ({error}): pip install nixl on both sides") from error
+        api = _imported()
         self._window, self._peer = window, ""
         try:
             options = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
@@ -66,6 +64,10 @@ class NixlPlane(DataPlane):
             self._registered = self._agent.register_memory([(window.address, window.nbytes, 0, "")], "DRAM")
         except Exception as error:
             raise Unusable(f"NIXL's UCX backend does not start: {describe(error)}") from error
+
+    @classmethod
+    def load(cls) -> None:
+        _imported()
 
     def describe(self) -> bytes:
         return self._window.address.to_bytes(8, "little") + bytes(self._agent.get_agent_metadata())
@@ -98,6 +100,13 @@ class NixlPlane(DataPlane):
         except Exception:  # noqa: BLE001 - the peer is gone: the agent goes with its last reference
             self._registered = None
         self._agent = None
+
+
+def _imported() -> Any:
+    try:
+        return importlib.import_module("nixl._api")
+    except ImportError as error:
+        raise Unusable(f"NIXL cannot be imported ({error}): pip install nixl on both sides") from error
 
 
 class _Read(PlaneRead):

@@ -47,6 +47,14 @@ class DataPlane(abc.ABC):
     :raises Unusable: the library is missing or does not work here.
     """
 
+    @classmethod
+    @abc.abstractmethod
+    def load(cls) -> None:
+        """Import the library, ahead of the first window.
+
+        :raises Unusable: it is missing.
+        """
+
     @abc.abstractmethod
     def __init__(self, window: Window, host: str) -> None: ...
 
