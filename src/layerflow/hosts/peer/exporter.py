@@ -19,7 +19,7 @@ from layerflow.hosts.backend import Unusable
 from layerflow.hosts.peer.grants import Grants
 from layerflow.hosts.peer.serving import Links
 from layerflow.links import links
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     Down,
     Extend,

@@ -14,8 +14,8 @@ from layerflow.errors import ProtocolError
 from layerflow.hosts.backend import OK, Backend, BackendInfo, ObjectLocation, ObjectResult, ObjectStatus, Unusable
 from layerflow.hosts.peer.link import LinkFailed, PeerLink
 from layerflow.links import links
-from layerflow.memfd import SharedMemory
 from layerflow.objects import pack_header
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import LINK_REST_S, Origin, decode_origin
 
 

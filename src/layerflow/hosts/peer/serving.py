@@ -12,7 +12,7 @@ from layerflow.errors import ProtocolError
 from layerflow.hosts.peer.grants import Grant, Grants
 from layerflow.hosts.peer.link import Lender, LentLink, LinkFailed
 from layerflow.hosts.peer.streams import LinkClosed, receive, send
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import (
     GONE,
     HEAD,

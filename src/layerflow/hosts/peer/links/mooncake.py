@@ -14,7 +14,7 @@ from layerflow.hosts.peer.windowed.lending import WindowLender
 from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Unusable, Window
 from layerflow.hosts.peer.windowed.reading import WindowedLink
 from layerflow.links import LinkPlugin
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import Origin
 
 LINK = LinkPlugin(

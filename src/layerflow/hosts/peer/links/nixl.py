@@ -12,14 +12,14 @@ import secrets
 import time
 from typing import Any
 
-from layerflow.hosts.lane import describe
+from layerflow.hosts.lanes.lane import describe
 from layerflow.hosts.peer.link import STALL_S, Lender, LinkFailed, PeerLink
 from layerflow.hosts.peer.windowed.devices import device_of
 from layerflow.hosts.peer.windowed.lending import WindowLender
 from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Unusable, Window
 from layerflow.hosts.peer.windowed.reading import WindowedLink
 from layerflow.links import LinkPlugin
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import Origin
 
 LINK = LinkPlugin(

@@ -13,7 +13,7 @@ from layerflow.hosts.peer.greeting import greeted
 from layerflow.hosts.peer.link import STALL_S, Items, Lender, LentLink, LinkFailed, PeerLink, result_of
 from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive, send
 from layerflow.links import LinkPlugin
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, TAIL, Origin
 
 LINK = LinkPlugin(reader=f"{__name__}:reader", lender=f"{__name__}:lender")

@@ -13,7 +13,7 @@ from layerflow.hosts.peer.grants import Grant
 from layerflow.hosts.peer.link import Items, Lender, LentLink, LinkFailed
 from layerflow.hosts.peer.streams import send
 from layerflow.hosts.peer.windowed.plane import DataPlane, Window
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import HEAD, READ, pack_window
 
 TURN_BYTES = 4 << 20

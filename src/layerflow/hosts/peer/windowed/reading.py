@@ -14,7 +14,7 @@ from layerflow.hosts.peer.greeting import greeted
 from layerflow.hosts.peer.link import STALL_S, LinkFailed, PeerLink, result_of
 from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive, send
 from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Window
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, WINDOW, Origin, unpack_window
 
 LEAST_BANDWIDTH = 1 << 20
