@@ -26,9 +26,14 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """A server that reads here. :param heard: when it last said anything, monotonic seconds."""
+    """A server that reads here.
+
+    :param number: below 0: those of sessions are above.
+    :param heard: when it last said anything, monotonic seconds.
+    """
 
     address: Address
+    number: int
     name: str
     incarnation: bytes
     pid: int
