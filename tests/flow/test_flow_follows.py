@@ -120,7 +120,7 @@ def test_steps_that_wait_for_each_other_end_at_once():
 
 
 def test_a_circle_over_three_steps_and_an_earlier_load_of_a_request_ends_at_once():
-    """D's second step saves for the request that its first one loads, and is not published before that load has ended."""
+    """D's second step saves for the request that its first one loads: that load ends before it is published."""
     world = World(Limits())
     for session in (0, 1, 2):
         world.open_session(session, [(0, 10)] * 3)

@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterator, Sequence
 from layerflow.errors import InvalidTransition
 from layerflow.flow.arrivals.edges import fail_waiting, move_edges, progress, publish, vacate
 from layerflow.flow.commands import Command, LayersStored, ObjectsLost, TransferDone
-from layerflow.flow.completion import fail_blocks
 from layerflow.flow.events import FollowLent, FollowLost, FollowMoved, FollowOpened, Hop
 from layerflow.flow.graph.cursor import joined
 from layerflow.flow.graph.edge import Upstream
 from layerflow.flow.graph.follow import FollowTransfer
 from layerflow.flow.graph.step import Transfer, TransferJob
+from layerflow.flow.progress.completion import fail_blocks
 from layerflow.flow.state import State
 
 CANCELLED = "its save was cancelled"
@@ -98,7 +98,7 @@ def _cut_circles(state: State, follow: FollowTransfer, out: list[Command]) -> No
 
 
 def _waits_for(saves: TransferJob, loads: TransferJob, seen: set[int]) -> bool:
-    """Can these saves not be published before those loads have ended? As :func:`.completion.settle` has it.
+    """Can these saves not be published before those loads have ended? :func:`.completion.settle` says when they are.
 
     :param seen: loads that were looked at, by identity.
     """

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.keys import DIGEST_BYTES
+from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.handoffs.contents import distinct, handoff_objects
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
-from layerflow.server.sessions import ClientSession
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 

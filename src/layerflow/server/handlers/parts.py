@@ -8,7 +8,7 @@ from layerflow.errors import ProtocolError
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.handoffs import ENDS, keep
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
-from layerflow.server.peers.readers import Reader
+from layerflow.server.peers.lending.readers import Reader
 from layerflow.wire import messages as wire
 
 

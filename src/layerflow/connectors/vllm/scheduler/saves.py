@@ -14,12 +14,12 @@ from layerflow.agent.descriptors import PartDescriptor, describe_saves
 from layerflow.agent.values import StepRequest
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff
-from layerflow.connectors.vllm.planned import PlannedSaves, Tables
+from layerflow.connectors.vllm.plan.planned import PlannedSaves, Tables
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from layerflow.connectors.vllm.plan import StepPlan
+    from layerflow.connectors.vllm.plan.plan import StepPlan
 
 Asked = tuple[StepRequest, Tables]
 """What a request saves, still without its block tables; and these."""

@@ -20,16 +20,16 @@ from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.values import MISS
-from layerflow.connectors.vllm.identity import RequestKeys
+from layerflow.connectors.vllm.identity.identity import RequestKeys
+from layerflow.connectors.vllm.identity.weights import Weights
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
-from layerflow.connectors.vllm.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.verdicts import Verdicts
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.scheduler.search import HitSearch
-from layerflow.connectors.vllm.verdicts import Verdicts
-from layerflow.connectors.vllm.weights import Weights
 from layerflow.content import renewed_content
 from layerflow.errors import LayerflowError
 from layerflow.flow.cost.policy import Mode

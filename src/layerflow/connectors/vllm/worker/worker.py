@@ -20,8 +20,8 @@ from layerflow.agent.agent import REPLACED
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.lanes.save import FAST_LAYER_S
 from layerflow.connectors.vllm.layout import Layout
-from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
-from layerflow.connectors.vllm.verdicts import Verdict
+from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.verdicts import Verdict
 from layerflow.connectors.vllm.worker.deferred import Deferred
 from layerflow.connectors.vllm.worker.failures import LoadFailures, all_failed
 from layerflow.connectors.vllm.worker.figures import StepTally
