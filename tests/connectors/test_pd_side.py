@@ -219,6 +219,17 @@ class TestDecode:
         assert told == {"layerflow": {"hit_tokens": HIT, "handoff": "loaded"}}
         assert len(d.lookups.released) == 1
 
+    def test_it_is_released_at_every_server_that_keeps_it(self) -> None:
+        d, servers = house(), ("tcp://a:1", "tcp://b:1")
+        own = {"v": 1, "servers": list(servers)}
+        made = d.arrive(kv_transfer_params={**TO_DECODE, "layerflow": own})
+        d.side.matched(made, 0)
+        [inquiry] = d.lookups.asked
+        assert inquiry.follow is not None and inquiry.follow.servers == servers
+        finish(made, "FINISHED_ABORTED")
+        d.side.finished(made)
+        assert d.lookups.released_at == [servers]
+
     def test_one_of_several_samples_leaves_it_to_the_others(self) -> None:
         d = self.loading("0_r")
         d.hear(None, arrived={"0_r"})

@@ -18,6 +18,7 @@ import httpx
 from engines import COMMON, ENVIRONMENT, MODELS, PER_MODEL, connector
 
 from layerflow.backends import free_ports
+from layerflow_testing.stub_engine import StubEngine
 
 START_S = 150.0
 ANSWER_S = 120.0
@@ -128,7 +129,9 @@ def vllm_server(
     return Program(name, command, port, folder, environment=ENVIRONMENT)
 
 
-def layerflow_proxy(prefill: Program, decode: Program, order: str, folder: Path, **settings: Any) -> Program:
+def layerflow_proxy(
+    prefill: Program | StubEngine, decode: Program, order: str, folder: Path, **settings: Any
+) -> Program:
     """``layerflow proxy`` in front of two engines."""
     port = free_ports(1)[0]
     command = [sys.executable, "-m", "layerflow_cli", "proxy", "--prefill", prefill.url, "--decode", decode.url]
