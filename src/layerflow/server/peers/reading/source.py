@@ -239,7 +239,8 @@ class PeerSource:
     def _expire(self) -> None:
         self._expiry = None
         for lease in self.offers.expired(time.monotonic()):
-            self._give_up(lease, f"the lease of peer {lease.peer.target.name} has run out")
+            if lease.fetches:
+                self._give_up(lease, f"the lease of peer {lease.peer.target.name} has run out")
             self.release(lease)
         self.watch_leases()
 
