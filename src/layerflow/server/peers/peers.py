@@ -69,7 +69,9 @@ class Peers:
         self.parts = HandoffParts(storing[0])
         self.keep_part: Callable[[Reader, PartMessage], None] | None = None  #: does what other servers want kept
         self._targets = [
-            PeerTarget(name=one.name, address=one.address, keys=self._keys(one.address, one.server_key))
+            PeerTarget(
+                name=one.name, address=one.address, link=peers.link, keys=self._keys(one.address, one.server_key)
+            )
             for one in peers.attach
         ]
         if self._targets or peers.learn:
@@ -148,7 +150,10 @@ class Peers:
             raise ConfigError(f"{address} is neither ipc:// nor tcp:// with a peers.server_key")
         if listed is None and len(self.source.peers) >= MAX_ATTACHED:
             raise ConfigError(f"{MAX_ATTACHED} servers are attached to already; {address} is one too many")
-        return self.source.add(listed or PeerTarget(name=address, address=address, keys=self._keys(address, key)))
+        if listed is None:
+            link = self._settings().peers.link
+            listed = PeerTarget(name=address, address=address, link=link, keys=self._keys(address, key))
+        return self.source.add(listed)
 
     def is_own(self, address: str) -> bool:
         """Is it one of this server's own control addresses?"""
