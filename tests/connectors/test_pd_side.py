@@ -95,6 +95,11 @@ class TestPrefill:
         p.arrive(tokens=TOKENS, kv_transfer_params=PREFILL_FIRST)
         assert [(each.tokens, each.handoff.endswith(":r")) for each in p.lookups.opened] == [(TOKENS, True)]
 
+    def test_the_servers_of_its_other_ranks_keep_their_parts(self) -> None:
+        p = house(options=PdOptions(other_servers=("tcp://b:1", "tcp://c:1")))
+        p.arrive(tokens=TOKENS, kv_transfer_params=PREFILL_FIRST)
+        assert [each.servers for each in p.lookups.opened] == [("tcp://b:1", "tcp://c:1")]
+
     def test_the_first_step_waits_for_the_servers_answer(self) -> None:
         p = house()
         made = p.arrive(hit=Hit(0), kv_transfer_params=PREFILL_FIRST)

@@ -73,6 +73,7 @@ def sizes(serve: Serve, vllm: Start, plain: Start) -> Iterator[Sizes]:
 @pytest.mark.parametrize("size", [TP2, PP2], ids=["tp2", "pp2"])
 def test_two_ranks_and_one_hand_over_to_each_other(size: dict[str, Any], sizes: Sizes) -> None:
     two = sizes.engine(sizes.here, **size)
+    two.one(prompt(1, 40), max_tokens=2)  # ranks compile at their first prompt, for as long as a save may take
     here, there = [sizes.here.endpoint], [sizes.there.endpoint]
     sizes.hand_over(two, sizes.near, [])
     sizes.hand_over(sizes.near, two, [])

@@ -30,9 +30,9 @@ NAMES = [f"tp{p[0]}pp{len(p[1])}-to-tp{d[0]}pp{len(d[1])}" for p, d in SIZES]
 class Sizes:
     """The workers of P at the owner and of D at the reader, with their schedulers."""
 
-    def __init__(self, two: Pair, p: Partition, d: Partition) -> None:
+    def __init__(self, two: Pair, p: Partition, d: Partition, content: str = "c") -> None:
         self.two = two
-        self.p, self.d = everyone(two.owner.endpoint, *p), everyone(two.reader.endpoint, *d)
+        self.p, self.d = everyone(two.owner.endpoint, *p), everyone(two.reader.endpoint, *d, content)
         self.p_control = Control(two.owner.endpoint, engine_of(p), self.p[0].spec, lookup_timeout_s=5.0)
         self.d_lookups = Lookups(two.reader.endpoint, engine_of(d), self.d[0].spec, timeout_s=5.0)
         assert self.d_lookups.wait_connected(5)
@@ -64,8 +64,8 @@ def engine_of(partition: Partition) -> str:
 def sizes(pair: Callable[..., Pair]) -> Iterator[Callable[[Partition, Partition], Sizes]]:
     made: list[Sizes] = []
 
-    def start(p: Partition, d: Partition) -> Sizes:
-        made.append(Sizes(pair(), p, d))
+    def start(p: Partition, d: Partition, content: str = "c") -> Sizes:
+        made.append(Sizes(pair(), p, d, content))
         return made[-1]
 
     yield start
@@ -123,6 +123,14 @@ def test_pieces_cross_the_link_while_the_prefiller_computes(sizes: Callable[...,
     hit = ends.d_lookups.wait(inquiry, 10.0)
     assert hit is not None and hit.tokens == TOKENS - 1
     ends.load("h", hit)
+
+
+def test_engines_that_cannot_share_are_told_the_first_fact_that_differs(sizes: Callable[..., Sizes]) -> None:
+    ends = sizes((2, (6,)), (1, (6,)), content="other weights")
+    ends.open("h")
+    follow = Follow(time.monotonic() + 20, "h", (ends.two.owner.endpoint,))
+    hit = ends.d_lookups.wait(ends.d_lookups.ask("D-h", ends.d[0].agent.chain(np.arange(TOKENS)), follow), 10.0)
+    assert hit is not None and hit.tokens == 0 and "weights: other weights here, c there" in hit.reason
 
 
 def test_a_rank_that_dies_ends_the_wait_at_once(sizes: Callable[..., Sizes]) -> None:

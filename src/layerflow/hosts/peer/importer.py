@@ -45,7 +45,7 @@ class EmulatedLink:
 class Importer(Backend):
     """Reads objects of peers. Called by one thread, the host's fetch thread, but for `check` and `statistics`.
 
-    :param options: ``link``: its name. ``link_gbps``: a link of so many gigabytes (10^9 bytes) per second is emulated;
+    :param options: ``link``: its name; ``link_gbps``: a link of so many gigabytes (10^9 bytes) per second is emulated,
         0 = none.
     """
 

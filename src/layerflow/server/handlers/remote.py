@@ -120,6 +120,8 @@ class RemoteLookups:
                 # Its keys are those of weights that were replaced meanwhile.
                 self._context.send(client, wire.Found(message.id, 0, [], False, REPLACED))
             elif client is not None:
+                if not (answer.found or answer.reason) and (why := reading.difference(servers, spec.name)):
+                    answer = PeerAnswer(frozenset(), reason=f"cannot be read by this engine: {why}")
                 self._go(number, message, self._answers.lent(client, asked, answer, until))
 
         first = wanted()

@@ -129,8 +129,8 @@ class Lending:
                 self._send(reader.address, wire.PeerBeat(message.sent, [lease.number for lease in renewed]))
             case wire.PeerCompare():
                 known = [spec for spec in self._models() if spec.name == message.spec.name]
-                same = any(spec.fingerprint == message.spec.fingerprint for spec in known)
-                why = "" if same or not known else first_difference(message.spec, known[0])
+                found = [first_difference(message.spec, spec) for spec in known]
+                why = found[0] if found and all(found) else ""
                 self._send(reader.address, wire.PeerCompared(message.id, why))
             case wire.Bye():
                 self.lose(reader, "bye")

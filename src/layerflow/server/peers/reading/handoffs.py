@@ -63,6 +63,11 @@ class HandoffReading:
             attempts = peer.attempts + (1 if down else 0)
             self._ask_one(peer, attempts, list(keys)[:MAX_PEER_KEYS], handoff, functools.partial(heard, peer), until)
 
+    def difference(self, servers: Sequence[Attachment], model: str) -> str:
+        """The first fact in which one of these differs from the model that is read here; empty = none is known."""
+        known = self._source.comparison.differences
+        return next((why for peer in servers if (why := known.get(peer.target.name, {}).get(model, ""))), "")
+
     def release(self, name: str, addresses: Sequence[str]) -> None:
         """Nobody needs it any more: what is read of it is read to the end, and the rest given back."""
         servers = [peer for peer in self._source.peers.values() if peer.target.address in addresses]

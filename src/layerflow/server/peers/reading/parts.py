@@ -7,11 +7,10 @@ a reader that has asked all of them hears of it from each at once.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import structlog
 
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
@@ -23,8 +22,6 @@ PART_ANSWER_S = 0.15
 """A server that has not opened its part after so long refuses: the prompt's first step waits for it."""
 FIRST_PART = 1 << 48
 """Numbers of these questions, so that a peer's refusal of one is told from that of a lookup."""
-
-log = structlog.get_logger("layerflow.server.peers")
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +67,7 @@ class HandoffParts:
         parts = _Parts(handoff, then)
         handoff.parts = len(servers)
         self._by_name[handoff.name] = parts
-        self._handoffs.watch(handoff, self._changed)
+        self._handoffs.watch(handoff, functools.partial(self._changed, parts))
         for peer in servers:
             number = next(self._numbers)
             parts.at[number] = peer
@@ -141,18 +138,16 @@ class HandoffParts:
         self._answer(parts, why)
         self._handoffs.give_up(parts.handoff, why)
 
-    def _changed(self, handoff: Handoff) -> None:
-        parts = self._by_name.get(handoff.name)
-        if parts is None or parts.handoff is not handoff:
-            return
+    def _changed(self, parts: _Parts, handoff: Handoff) -> None:
         if handoff.status.readable:
-            self._handoffs.watch(handoff, self._changed)
+            self._handoffs.watch(handoff, functools.partial(self._changed, parts))
             return
         if handoff.status is HandoffStatus.RELEASED:
             self._tell(parts, wire.PeerReleaseHandoff(handoff.name))
         else:
             self._tell(parts, wire.PeerEndHandoff(handoff.engine, handoff.name, 0, handoff.story()))
-        del self._by_name[handoff.name]
+        if self._by_name.get(handoff.name) is parts:
+            del self._by_name[handoff.name]
         for number in parts.at:
             del self._by_number[number]
 

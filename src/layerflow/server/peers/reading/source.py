@@ -68,12 +68,8 @@ class PeerSource:
         parts: HandoffParts,
     ) -> None:
         self._settings, self._pool, self._emit, self._attach = settings, pool, emit, attach
-        link = settings().peers.link
-        options = {
-            "timeout_ms": settings().pool.host_timeout_ms,
-            "link": link,
-            "link_gbps": settings().peers.link_gbps,
-        }
+        link, emulated = settings().peers.link, settings().peers.link_gbps
+        options = {"timeout_ms": settings().pool.host_timeout_ms, "link": link, "link_gbps": emulated}
         self.host = HostProcess(IMPORTER, options, *arena, self, mapped=links()[link].maps_arena)
         self.host_up = False
         self.peers: dict[str, Attachment] = {}
@@ -246,7 +242,8 @@ class PeerSource:
     def _expire(self) -> None:
         self._expiry = None
         for lease in self.offers.expired(time.monotonic()):
-            self._give_up(lease, f"the lease of peer {lease.peer.target.name} has run out")
+            if lease.fetches:
+                self._give_up(lease, f"the lease of peer {lease.peer.target.name} has run out")
             self.release(lease)
         self.watch_leases()
 
