@@ -15,7 +15,7 @@ from layerflow.hosts.peer.link import STALL_S, LinkFailed, PeerLink, result_of
 from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive, send
 from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Window
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.peer_link import HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, WINDOW, Origin, unpack_window
+from layerflow.wire.peer_link import HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, STAMP, WINDOW, Origin, unpack_window
 
 LEAST_BANDWIDTH = 1 << 20
 """Of a link that works, in bytes per second."""
@@ -44,6 +44,7 @@ class WindowedLink(PeerLink):
 
     def __init__(self, arena: SharedMemory, origin: Origin, until: float, plane: type[DataPlane]) -> None:
         self._arena = arena
+        self._filled = 0
         self._socket = greeted(origin, until)
         try:
             raw = bytearray(WINDOW.size)
@@ -65,7 +66,7 @@ class WindowedLink(PeerLink):
         self, origin: Origin, places: Sequence[ObjectLocation], lo: int, hi: int, until: float
     ) -> list[ObjectResult]:
         statuses = [READ] * len(places)
-        turns = list(_turns_of(places, lo, hi, self._turn_bytes))
+        turns = list(_turns_of(places, lo, hi, self._turn_bytes - STAMP.size))
         try:
             self._move(origin, places, turns, statuses, until)
         except Hanging:
@@ -99,12 +100,10 @@ class WindowedLink(PeerLink):
                 if reading is not None:
                     nbytes = sum(part.nbytes for part in came)
                     reading.wait(min(until, time.monotonic() + STALL_S + nbytes / LEAST_BANDWIDTH))
+                    self._check(number, origin.incarnation)
             if number + self._turns < len(turns):
                 self._ask(origin, places, number + self._turns, turns[number + self._turns])
             last = number, came
-        # Whose window was it? The exporter's that was greeted, if that is alive now.
-        send(self._socket, [REQUEST.pack(REQUEST_MAGIC, 0, origin.token, 0)])
-        receive(self._socket, [memoryview(bytearray(HEAD.size))], STALL_S, until)
         if last is not None:
             self._land(places, *last)
 
@@ -132,10 +131,20 @@ class WindowedLink(PeerLink):
     def _begin(self, number: int, came: list[_Part]) -> PlaneRead | None:
         local = number % self._turns * self._turn_bytes
         nbytes = sum(part.nbytes for part in came)
-        return self._plane.read(local, self._section + local, nbytes) if nbytes else None
+        return self._plane.read(local, self._section + local, STAMP.size + nbytes) if nbytes else None
+
+    def _check(self, number: int, incarnation: bytes) -> None:
+        """Whose window was it, and is it what was asked for?
+
+        :raises ProtocolError: it is not.
+        """
+        found, filled = STAMP.unpack_from(self._window.view, number % self._turns * self._turn_bytes)
+        if found != incarnation or filled != self._filled:
+            raise ProtocolError("the library has read another window than that of the exporter that was asked")
+        self._filled += 1
 
     def _land(self, places: Sequence[ObjectLocation], number: int, came: list[_Part]) -> None:
-        at = number % self._turns * self._turn_bytes
+        at = number % self._turns * self._turn_bytes + STAMP.size
         for part in came:
             self._arena.write(places[part.at].offset + part.start, self._window.view[at : at + part.nbytes])
             at += part.nbytes
