@@ -24,7 +24,7 @@ SECTIONS = 64
 """Readers at once."""
 SERVE_S = 3.0
 """For so long after it was last heard of a reader may be reading, in seconds."""
-POLL_S = 5e-5
+POLL_S = 2e-4
 """Between two looks at a library that has no thread of its own, while somebody may be reading."""
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from layerflow.errors import ProtocolError
@@ -32,6 +33,14 @@ class _Part(NamedTuple):
     at: int
     start: int
     nbytes: int
+
+
+class _Pending(NamedTuple):
+    """A turn that the library reads: its number, what is in it."""
+
+    number: int
+    came: list[_Part]
+    reading: PlaneRead | None
 
 
 class WindowedLink(PeerLink):
@@ -86,26 +95,51 @@ class WindowedLink(PeerLink):
         statuses: list[int],
         until: float,
     ) -> None:
-        """One turn is read while the exporter fills the next one and the one before is copied into the arena."""
+        """One turn is copied into the arena while the library reads the next one and the exporter fills those after."""
         for number, turn in enumerate(turns[: self._turns]):
             self._ask(origin, places, number, turn)
-        last: tuple[int, list[_Part]] | None = None
-        for number, turn in enumerate(turns):
-            came = self._heads(places, turn, statuses, until)
-            reading = self._begin(number, came)
-            try:
-                if last is not None:
-                    self._land(places, *last)
-            finally:
-                if reading is not None:
-                    nbytes = sum(part.nbytes for part in came)
-                    reading.wait(min(until, time.monotonic() + STALL_S + nbytes / LEAST_BANDWIDTH))
-                    self._check(number, origin.incarnation)
+        pending: deque[_Pending] = deque()
+
+        def finish() -> None:
+            number, came, reading = pending[0]
+            if reading is not None:
+                reading.wait(min(until, time.monotonic() + STALL_S + self._turn_bytes / LEAST_BANDWIDTH))
+                pending.popleft()
+                self._check(number, origin.incarnation)
+                self._land(places, number, came)
+            else:
+                pending.popleft()
             if number + self._turns < len(turns):
                 self._ask(origin, places, number + self._turns, turns[number + self._turns])
-            last = number, came
-        if last is not None:
-            self._land(places, *last)
+
+        try:
+            for number, turn in enumerate(turns):
+                came = self._heads(places, turn, statuses, until)
+                pending.append(_Pending(number, came, self._begin(number, came)))
+                if len(pending) > 1:
+                    finish()
+            while pending:
+                finish()
+        except Hanging:
+            raise
+        except BaseException:
+            self._end(pending)
+            raise
+
+    def _end(self, pending: Iterable[_Pending]) -> None:
+        """Of a link that has failed: nothing may be under way when its window goes.
+
+        :raises Hanging: something is.
+        """
+        until = time.monotonic() + STALL_S
+        for each in pending:
+            if each.reading is not None:
+                try:
+                    each.reading.wait(until)
+                except Hanging:
+                    raise
+                except LinkFailed:
+                    continue
 
     def _ask(self, origin: Origin, places: Sequence[ObjectLocation], number: int, turn: list[_Part]) -> None:
         head = REQUEST.pack(REQUEST_MAGIC, len(turn), origin.token, number % self._turns)
