@@ -15,7 +15,8 @@ import structlog
 
 from layerflow.config.settings import Settings
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
-from layerflow.flow.events import Event, FetchAvailable, FetchFailed, Hop, HostLost
+from layerflow.flow.events import Event
+from layerflow.flow.host_events import FetchAvailable, FetchFailed, Hop, HostLost
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.links import links
