@@ -36,6 +36,10 @@ class RemoteLease:
     layers: dict[int, int] = field(default_factory=dict)
     brought: set[bytes] = field(default_factory=set)
 
+    def stored_layers(self, keys: Iterable[bytes]) -> int:
+        """How many leading layers of all these are stored; -1 = all of them, from the beginning."""
+        return min((self.layers[at] for key in keys if (at := self.offers[key].position) in self.layers), default=-1)
+
     def progressed(self, positions: Sequence[int], layers: int) -> None:
         """More of these open objects is stored."""
         for position in positions:

@@ -182,8 +182,7 @@ class PeerSource:
             if endpoint is None:
                 continue
             origin = Origin(lease.peer.target.name, endpoint.link, endpoint.address, endpoint.incarnation, lease.token)
-            open_layers = [lease.layers[at] for new in mine if (at := lease.offers[new.key].position) in lease.layers]
-            available = min(open_layers, default=-1)
+            available = lease.stored_layers(new.key for new in mine)
             positions = {new.key: lease.offers[new.key].position for new in mine}
             number = self.fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions, available))
             if number:
@@ -320,14 +319,9 @@ class PeerSource:
             unpack_u32(message.positions, len(message.positions) // 4, "positions").tolist(), message.layers
         )
         for number in list(lease.fetches):
-            layers = self._layers_stored(lease, number)
+            layers = lease.stored_layers(new.key for new in self.fetches.objects_of(number))
             if layers >= 0:
                 self._emit([FetchAvailable(number, layers)])
-
-    def _layers_stored(self, lease: RemoteLease, fetch: int) -> int:
-        """Of all objects of a fetch; -1 = all of them, from the beginning."""
-        keys = [new.key for new in self.fetches.objects_of(fetch)]
-        return min((lease.layers[at] for key in keys if (at := lease.offers[key].position) in lease.layers), default=-1)
 
     def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
         """These last longer."""
