@@ -24,7 +24,7 @@ from layerflow.connectors.vllm.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
 from layerflow.connectors.vllm.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
-from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
+from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.scheduler.search import HitSearch
@@ -213,6 +213,7 @@ class SchedulerSide:
             return plan
         plan.verdicts = self._verdicts.take()
         plan.fresh = self._saves.fresh(output, self._loading)
+        plan.rewritten = self.spec is not None and are_rewritten(self.spec, output, self._loading)
         for tracked in self._loading:
             self._load(tracked, plan, output.num_scheduled_tokens.get(tracked.id, 0))
         self._loading.clear()
