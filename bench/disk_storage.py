@@ -25,7 +25,7 @@ import structlog
 
 from layerflow.hosts.backend import OK, ObjectLocation
 from layerflow.hosts.disk.backend import Disk
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES
 
 SHAPES = {"100 KB": (8, 12_800), "1 MB": (24, 43_690), "10 MB": (60, 174_762)}  # layers, bytes of one

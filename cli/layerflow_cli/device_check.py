@@ -13,12 +13,12 @@ import torch
 from layerflow.device import Device, device_for, is_emulated
 from layerflow.errors import LayerflowError
 from layerflow.findings import Finding, ok, problem, warning
-from layerflow.memfd import SharedMemory
 from layerflow.objects import object_bytes
 from layerflow.ops.copier import copier_for
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import GroupSpec, ModelSpec, Plane
+from layerflow.system.memfd import SharedMemory
 
 BLOCKS, TOKENS, ROW = 256, 16, 1024
 PATIENCE_S = 10.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 
 from layerflow.errors import ExtentError
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 BUCKET_BYTES = 64
 MIN_BYTES = 32 << 10

@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 
 from layerflow.hosts.backend import Backend, ObjectLocation, ObjectStatus
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header, set_checksum
+from layerflow.system.memfd import SharedMemory
 
 ARENA = 16 << 20  # bytes that a bench's arena has at least
 BLOCK = 4096

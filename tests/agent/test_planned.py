@@ -378,7 +378,7 @@ def test_a_forked_pid_is_no_proof() -> None:
     """What is proven is the end of the process that listens, not of one with its number."""
     import socket
 
-    from layerflow.peer import has_died, is_here, peer_pidfd
+    from layerflow.system.peer import has_died, is_here, peer_pidfd
 
     ours, theirs = socket.socketpair()
     assert is_here(ours)

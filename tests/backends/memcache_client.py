@@ -20,7 +20,7 @@ from e2e.stopping import stop
 from layerflow.hosts.backend import Backend, BackendInfo, ObjectLocation, ObjectResult, pool_name
 from layerflow.hosts.environment import environment
 from layerflow.hosts.memcache.backend import Memcache
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 CLOSE_S = 5.0
 

@@ -11,7 +11,7 @@ from memcache_client import RemoteMemcache
 from meta_service import MB, MetaService
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow_testing import ARENA, Client
 
 MEMORY = 64 * MB

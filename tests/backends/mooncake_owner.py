@@ -12,7 +12,7 @@ from typing import Any
 from e2e.stopping import stop
 
 from layerflow.hosts.mooncake.backend import Mooncake
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 
 class Owner:

@@ -15,7 +15,7 @@ from layerflow.backends import free_ports
 from layerflow.hosts.backend import Unreachable, Unusable
 from layerflow.hosts.mooncake.backend import Mooncake
 from layerflow.hosts.mooncake.setup import load as load_library
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow_testing import (
     ARENA,
     EXISTS,

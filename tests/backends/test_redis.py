@@ -15,7 +15,7 @@ from redis_server import RedisServer, program
 from layerflow.hosts.backend import ObjectLocation, Unreachable, Unusable, pool_name
 from layerflow.hosts.redis import PLUGIN, Redis
 from layerflow.hosts.registry import make
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow_testing import (
     ARENA,
     BROKEN,

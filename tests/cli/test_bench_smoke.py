@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from layerflow_cli.bench import auto, copy, device, flow, lookup, miss, overlap, pd, pool, proxy, stagger
+from layerflow_cli.bench import auto, flow, lookup, miss, overlap, pd, pool, proxy, stagger
+from layerflow_cli.bench.transfer import copy, device
 
 
 def test_miss():

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import layerflow
 from layerflow.config.settings import Settings, reference
-from layerflow_cli.commands.bench import MEASUREMENTS
+from layerflow_cli.commands.bench import MEASUREMENTS, module_of
 from layerflow_cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,8 +264,7 @@ def measured(monkeypatch):
         return module
 
     for name in MEASUREMENTS:
-        full = f"layerflow_cli.bench.{name.replace('-', '_')}"
-        monkeypatch.setitem(sys.modules, full, fake(name))
+        monkeypatch.setitem(sys.modules, module_of(name), fake(name))
     return calls
 
 
@@ -295,7 +294,7 @@ def test_bench_all_goes_on_after_a_failure(measured, monkeypatch, tmp_path):
     def fail() -> dict:
         raise layerflow.errors.Unsupported("no device")
 
-    monkeypatch.setattr(sys.modules["layerflow_cli.bench.copy"], "measure", fail)
+    monkeypatch.setattr(sys.modules["layerflow_cli.bench.transfer.copy"], "measure", fail)
     target = tmp_path / "bench.json"
     result = invoke("bench", "all", "--json", str(target))
     assert result.exit_code == 2

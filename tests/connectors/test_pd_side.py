@@ -15,7 +15,7 @@ from layerflow.connectors.vllm.pd import decoding, refusal
 from layerflow.connectors.vllm.pd.conventions import concurrent
 from layerflow.connectors.vllm.pd.options import PdOptions
 from layerflow.connectors.vllm.pd.side import TRUNCATED, HandoffSide
-from layerflow.connectors.vllm.plan import WorkerReport
+from layerflow.connectors.vllm.plan.plan import WorkerReport
 from layerflow.spec import GroupSpec, Plane
 
 __all__ = ["fakes"]

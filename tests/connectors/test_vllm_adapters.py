@@ -13,8 +13,8 @@ from test_vllm_scheduler import House, fakes  # noqa: F401  the stand-ins are an
 from vllm_fakes import pieces
 
 from layerflow.agent.values import Hit
-from layerflow.connectors.vllm.adapters import Adapters
-from layerflow.connectors.vllm.identity import RequestKeys
+from layerflow.connectors.vllm.identity.adapters import Adapters
+from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.errors import ConfigError
 
 

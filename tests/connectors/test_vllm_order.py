@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.known import eventually
-from vllm_fakes import spec_of, tracked
-from vllm_fakes import request as vllm_request
-
 from device.simulated import Machine, Work
 from device.streaming import HERE, LAYERS, PATIENCE_S, SPEC, THERE, TOKENS, Engine
+from e2e.known import eventually
+from vllm_fakes import request as vllm_request
+from vllm_fakes import spec_of, tracked
+
 from layerflow import EmbeddedServer, Settings, StepRequest
 from layerflow.agent import Step
 from layerflow.agent.descriptors import describe_loads, describe_saves
-from layerflow.connectors.vllm.plan import StepPlan
-from layerflow.connectors.vllm.planned import PlannedSaves
+from layerflow.connectors.vllm.plan.plan import StepPlan
+from layerflow.connectors.vllm.plan.planned import PlannedSaves
 from layerflow.connectors.vllm.scheduler.loads import are_rewritten
 from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.worker import WorkerSide
@@ -71,7 +71,7 @@ class Replay:
             assert self.side._background["two"].wait_loaded(PATIENCE_S)
         else:
             assert isinstance(self.side._step, Step)
-            assert eventually(lambda: self.side._step.is_ready(LAYERS - 1), PATIENCE_S)  # type: ignore[union-attr]
+            assert self.side._step.await_layer(LAYERS - 1)
 
     def attend(self) -> None:
         """The forward pass: each layer waits for its own blocks."""
@@ -212,7 +212,7 @@ def test_a_late_save_waits_for_the_stream_that_has_computed(
         engine.assert_saw_all()
 
 
-RECURRENT = GroupSpec("state", 32, (2,), (Plane("conv", "uint8", (8,)),), kind="mamba")
+RECURRENT = GroupSpec("state", 32, (2,), (Plane("conv", "uint8", (8,)),))
 STEP: dict[str, Any] = {"new_block_ids_to_zero": None, "kv_cache_block_copies": None}
 
 

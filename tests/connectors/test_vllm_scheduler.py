@@ -14,7 +14,7 @@ from vllm_fakes import BLOCK, FULL, FakeLookups, output, pieces, request, spec_o
 from layerflow.agent.values import MISS, Hit
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide
-from layerflow.connectors.vllm.plan import WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.plan import WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler import scheduler, search
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.scheduler.search import STALE_S

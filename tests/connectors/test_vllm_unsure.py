@@ -16,7 +16,7 @@ from vllm_fakes import BlockState, FakeLookups, output
 
 from layerflow.agent import Step
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout
+from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout
 from layerflow.connectors.vllm.scheduler import scheduler
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.worker.worker import WorkerSide

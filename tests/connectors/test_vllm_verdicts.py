@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerflow.connectors.vllm.verdicts import Verdicts
+from layerflow.connectors.vllm.plan.verdicts import Verdicts
 
 DEPTH = 3  # steps that are planned before the output of the first has come
 

@@ -19,14 +19,14 @@ import torch
 from layerflow.device import DeviceEvent, device_for
 from layerflow.device.poller import Poller
 from layerflow.errors import Unsupported
-from layerflow.memfd import SharedMemory
 from layerflow.objects import object_bytes
 from layerflow.ops.copier import copier_for
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.ops.streamed import StreamCopier
 from layerflow.spec import GroupSpec, ModelSpec, Plane
-from layerflow_cli.bench.device import measure
+from layerflow.system.memfd import SharedMemory
+from layerflow_cli.bench.transfer.device import measure
 from layerflow_cli.device_check import examine_device
 
 EMULATED_NPU = bool(os.environ.get("LAYERFLOW_TEST_NPU"))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from device.simulated import Event, Machine
 from device.test_streamed import Bench
 from layerflow.device.base import CopyCounts
-from layerflow.memfd import SharedMemory
 from layerflow.ops.bounced import BounceBuffer, cut, within_pieces
 from layerflow.ops.copier import copy_fallback
 from layerflow.ops.extents import Extents
+from layerflow.system.memfd import SharedMemory
 
 Ranges = list[tuple[int, int]]
 

@@ -16,13 +16,13 @@ from layerflow.device.base import CopyCounts
 from layerflow.device.native import BatchCopied, CannNative, CudaNative
 from layerflow.device.poller import Poller
 from layerflow.errors import Unsupported
-from layerflow.memfd import SharedMemory
 from layerflow.ops.base import PinnedPart
 from layerflow.ops.copier import copier_for
 from layerflow.ops.extents import BlockList, Extents
 from layerflow.ops.paged import PagedMemory
 from layerflow.ops.streamed import StreamCopier
 from layerflow.spec import GroupSpec, ModelSpec, Plane
+from layerflow.system.memfd import SharedMemory
 
 BLOCKS, SIZE, WIDTH = 64, 4, 32
 PLANES = (Plane("k", "uint8", (WIDTH,)), Plane("v", "uint8", (WIDTH,)))

@@ -7,7 +7,7 @@ from pages import ROOT, code, page, rows, sections
 
 from layerflow.config.proxy import ProxySettings
 from layerflow.connectors.vllm.worker.figures import FIGURES
-from layerflow.observe.metrics import Metrics
+from layerflow.observe.metrics.metrics import Metrics
 from layerflow.proxy.instances.registry import Registry
 from layerflow.proxy.metrics import ProxyMetrics
 

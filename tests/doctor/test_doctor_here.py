@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from layerflow import machine, numa
 from layerflow.config.settings import Settings
 from layerflow.doctor import Finding, Severity, examine, examine_backend, listening, memory, sharing
 from layerflow.findings import probes
 from layerflow.server import EmbeddedServer
+from layerflow.system import machine, numa
 
 
 def examined(**sections) -> dict[str, Finding]:

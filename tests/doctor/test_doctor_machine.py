@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from layerflow import machine
 from layerflow.findings import probes
+from layerflow.system import machine
 
 
 def write(path: Path, text: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult
 from layerflow.hosts.disk.backend import Disk
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, check_header
+from layerflow.system.memfd import SharedMemory
 
 CAPACITY = 1 << 40
 PATIENCE_S = 60.0

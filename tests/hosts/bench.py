@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from hosts.fake_backend import FakeBackend
-from layerflow.hosts.lane import BackendCalls, Lane
+from layerflow.hosts.lanes.lane import BackendCalls, Lane
 from layerflow.hosts.objects import places_of
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import EndWrite, Objects, Push, ToServer, Write, pack_u32, pack_u64
 
 PATIENCE_S = 20.0

@@ -12,7 +12,7 @@ import pytest
 
 from hosts.answers import Answers
 from hosts.bench import PATIENCE_S, Bench, MakeBench, Seen
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 TESTS = Path(__file__).resolve().parents[1]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from layerflow.hosts.backend import OK, BackendInfo, IndexEntry, ObjectLocation, ObjectResult
 from layerflow.hosts.disk.backend import Disk
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow_testing import ARENA, Bench, Client
 
 

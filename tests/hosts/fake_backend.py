@@ -25,8 +25,8 @@ from layerflow.hosts.backend import (
     Unreachable,
     Unusable,
 )
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES
+from layerflow.system.memfd import SharedMemory
 
 NAME = "hosts.fake_backend:FakeBackend"
 

@@ -9,8 +9,8 @@ import pytest
 
 from hosts.bench import Bench, MakeBench, Thing
 from layerflow.hosts.backend import ObjectStatus
-from layerflow.hosts.fetch import FetchLane
-from layerflow.hosts.lane import OVERRUN_CALLS, SLOWEST_BYTES_PER_S, Patience
+from layerflow.hosts.lanes.fetch import FetchLane
+from layerflow.hosts.lanes.lane import OVERRUN_CALLS, SLOWEST_BYTES_PER_S, Patience
 from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Pull, pack_u64
 
 

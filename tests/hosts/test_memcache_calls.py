@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from layerflow.hosts.backend import Unreachable
-from layerflow.hosts.memcache.abandonable import MAX_GIVEN_UP, MAX_THREADS
-from layerflow.hosts.memcache.client import MemcacheClient
+from layerflow.hosts.memcache.client.abandonable import MAX_GIVEN_UP, MAX_THREADS
+from layerflow.hosts.memcache.client.client import MemcacheClient
 
 PATIENCE_S = 30.0
 

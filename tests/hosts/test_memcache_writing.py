@@ -9,10 +9,10 @@ import pytest
 import xxhash
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectStatus
-from layerflow.hosts.memcache.client import ObjectInfo
+from layerflow.hosts.memcache.client.client import ObjectInfo
 from layerflow.hosts.memcache.writing import MemcacheWriter
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header, set_checksum
+from layerflow.system.memfd import SharedMemory
 
 GVA, INVALID = 1 << 40, -3102
 KEY = bytes(range(24))

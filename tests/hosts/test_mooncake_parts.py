@@ -19,7 +19,7 @@ from layerflow.hosts.mooncake.reading import MooncakeReader
 from layerflow.hosts.mooncake.setup import MooncakeOptions, _limit_waits, load
 from layerflow.hosts.mooncake.warm import added
 from layerflow.hosts.mooncake.writing import MooncakeWriter
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 FOREVER = float("inf")
 NOWHERE = Master("127.0.0.1:1", "")

@@ -8,7 +8,7 @@ import socket
 import time
 
 from layerflow.hosts.process import HostMain
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Ping, encode
 
 PAST_SELECT = 1024

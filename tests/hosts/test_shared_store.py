@@ -12,8 +12,8 @@ from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStat
 from layerflow.hosts.shared.client import ClientHandle
 from layerflow.hosts.shared.open_read import OpenRead, StoreReader
 from layerflow.hosts.shared.open_write import FULL, OpenWrite, StoreWriter
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, get_checksum, pack_header
+from layerflow.system.memfd import SharedMemory
 
 LAYERS, LAYER_BYTES = 4, 256
 HALF = 4096

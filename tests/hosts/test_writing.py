@@ -6,7 +6,7 @@ import pytest
 
 from hosts.bench import Bench, MakeBench, Thing
 from layerflow.hosts.backend import ObjectStatus
-from layerflow.hosts.write import WriteLane
+from layerflow.hosts.lanes.write import WriteLane
 from layerflow.wire.host_messages import Drop, EndWrite, Push, Write, Written, pack_u32
 
 

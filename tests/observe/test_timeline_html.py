@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from layerflow.observe import timeline_html
-from layerflow.observe.timeline_table import mib, ms
+from layerflow.observe.timeline.page import render
+from layerflow.observe.timeline.table import mib, ms
 from layerflow.observe.trace import WHOLE_STEP, StepTrace
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -58,7 +58,7 @@ def step(label: str = "GQA: layer-wise load", layers: int = 6, emulated: bool = 
 
 
 def test_well_formed_and_self_contained() -> None:
-    page = timeline_html.render([step(), step("bulk", emulated=True)], "title", ["a note"])
+    page = render([step(), step("bulk", emulated=True)], "title", ["a note"])
     parsed = Page(page)
     assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", page, re.IGNORECASE)
     assert not [found for found in parsed.attributes if found[1] in ("src", "href", "srcset", "action", "data")]
@@ -71,7 +71,7 @@ def test_every_span_appears_once() -> None:
     traces[1].spans.reverse()
     traces[2].add("link", 2, 0.0, 0.5, nbytes=10)
     traces[2].add("load", WHOLE_STEP, 0.3, 0.3)
-    parsed = Page(timeline_html.render(traces, "t"))
+    parsed = Page(render(traces, "t"))
     drawn = sorted((bar["data-name"] or "") for bar in parsed.bars)
     expected = sorted(
         f"{span.lane}, " + ("all layers" if span.layer == WHOLE_STEP else f"layer {span.layer}")
@@ -86,14 +86,14 @@ def test_traces_share_one_time_scale_and_start_at_zero() -> None:
     short, long = StepTrace(1, 1, "short"), StepTrace(2, 1, "long")
     short.add("compute", 0, 500.0, 500.1)
     long.add("compute", 0, 7.0, 7.4)
-    first, second = Page(timeline_html.render([short, long], "t")).bars
+    first, second = Page(render([short, long], "t")).bars
     assert (first["x"], second["x"]) == ("0.0000%", "0.0000%")
     ratio = float((second["width"] or "").rstrip("%")) / float((first["width"] or "").rstrip("%"))
     assert ratio == pytest.approx(4, rel=1e-3)
 
 
 def test_bars_stay_inside_the_plot() -> None:
-    for bar in Page(timeline_html.render([step()], "t")).bars:
+    for bar in Page(render([step()], "t")).bars:
         left, width = (float((bar[name] or "").rstrip("%")) for name in ("x", "width"))
         assert left >= 0
         assert left + width <= 100
@@ -103,7 +103,7 @@ def test_tooltip_fields_have_units() -> None:
     trace = StepTrace(1, 1, "t")
     trace.add("load", 3, 10.0, 10.004, nbytes=8 << 20, blocks=1280, emulated=True)
     trace.add("compute", 3, 10.001, 10.002)
-    load = next(bar for bar in Page(timeline_html.render([trace], "t")).bars if "load" in (bar["class"] or ""))
+    load = next(bar for bar in Page(render([trace], "t")).bars if "load" in (bar["class"] or ""))
     assert load["data-start"] == "0 ms"
     assert load["data-duration"] == "4.00 ms"
     assert load["data-bytes"] == "8.0 MiB in 1,280 blocks"
@@ -112,22 +112,22 @@ def test_tooltip_fields_have_units() -> None:
 
 
 def test_emulated_link_is_said_only_where_it_is() -> None:
-    assert "emulated link" in Page(timeline_html.render([step(emulated=True)], "t")).text
-    assert "emulated link" not in Page(timeline_html.render([step()], "t")).text
+    assert "emulated link" in Page(render([step(emulated=True)], "t")).text
+    assert "emulated link" not in Page(render([step()], "t")).text
 
 
 def test_numbers_hide_where_they_do_not_fit() -> None:
     trace = StepTrace(1, 1, "t")
     trace.add("compute", 11, 0.0, 1.0)
     trace.add("compute", 12, 1.0, 1.0001)
-    wide, narrow = Page(timeline_html.render([trace], "t")).numbers
+    wide, narrow = Page(render([trace], "t")).numbers
     assert wide["class"] == "num"
     assert narrow["class"] == "num off"
 
 
 def test_labels_title_and_notes_are_escaped() -> None:
     evil = "<script>alert('x')</script> & \"q\" $title ${x}"
-    parsed = Page(timeline_html.render([step(evil)], evil, [evil]))
+    parsed = Page(render([step(evil)], evil, [evil]))
     assert parsed.text.count(evil) >= 4, "title, heading, note, table and section show the text itself"
     assert ("svg", "aria-label", evil) in parsed.attributes
 
@@ -137,14 +137,14 @@ def test_figures_are_in_the_table() -> None:
     trace.add("load", 0, 0.0, 0.010, nbytes=1 << 20)
     trace.add("wait", 0, 0.0, 0.002)
     trace.add("compute", 0, 0.002, 0.030)
-    text = Page(timeline_html.render([trace], "t")).text
+    text = Page(render([trace], "t")).text
     for said in ("80.0%", "10.0", "2.00", "8.00", "transfer ms", "rate GB/s"):
         assert said in text
 
 
 def test_without_traces_or_spans() -> None:
-    Page(timeline_html.render([], "empty"))
-    parsed = Page(timeline_html.render([StepTrace(1, 1, "idle")], "t"))
+    Page(render([], "empty"))
+    parsed = Page(render([StepTrace(1, 1, "idle")], "t"))
     assert "nothing moved" in parsed.text
     assert parsed.bars == []
 
@@ -153,7 +153,7 @@ def test_many_parallel_spans_become_thin_rows() -> None:
     trace = StepTrace(1, 1, "threads")
     for lane in range(5):
         trace.add("load", lane, 0.0, 1.0)
-    bars = Page(timeline_html.render([trace], "t")).bars
+    bars = Page(render([trace], "t")).bars
     assert len({bar["y"] for bar in bars}) == 5
 
 

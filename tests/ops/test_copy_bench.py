@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from layerflow_cli.bench import copy, stagger
+from layerflow_cli.bench import stagger
+from layerflow_cli.bench.transfer import copy
 
 
 def test_copy_answers_for_each_block_size_and_for_two_lanes() -> None:

@@ -12,10 +12,10 @@ import threading
 import numpy as np
 import pytest
 
-from layerflow import memfd
 from layerflow.errors import ExtentError, ProtocolError, Unsupported
-from layerflow.memfd import SharedMemory
 from layerflow.pool.arena import Arena, Warmer
+from layerflow.system import memfd
+from layerflow.system.memfd import SharedMemory
 
 PAGE = mmap.PAGESIZE
 
@@ -38,7 +38,7 @@ def test_two_mappings_see_the_same_bytes():
 def test_another_process_maps_it_by_descriptor():
     with SharedMemory.create(PAGE) as memory:
         code = (
-            "import sys; from layerflow.memfd import SharedMemory\n"
+            "import sys; from layerflow.system.memfd import SharedMemory\n"
             "with SharedMemory.attach(int(sys.argv[1]), int(sys.argv[2])) as memory: memory.view[:5] = b'hello'\n"
             "assert 'torch' not in sys.modules"
         )

@@ -13,9 +13,9 @@ from e2e.known import eventually, small_spec
 
 from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena, fetch_presence
 from layerflow.errors import RemoteError, ServerLost, Unsupported
-from layerflow.memfd import SharedMemory
 from layerflow.pool.memory import MemoryPool
 from layerflow.server import EmbeddedServer
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.messages import Attach, Missed, Welcome
 from server.support import Embed
 

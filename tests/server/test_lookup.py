@@ -17,7 +17,7 @@ from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
 from layerflow.presence import PresenceWriter
-from layerflow.server.lookup import hit_keys
+from layerflow.server.lookup.lookup import hit_keys
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from server.support import Memory
 

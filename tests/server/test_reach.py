@@ -21,7 +21,7 @@ from layerflow.pool.arena import Arena as PoolArena
 from layerflow.pool.base import Child, Tail
 from layerflow.pool.memory import MemoryPool
 from layerflow.pool.sharing import SharedBlocks
-from layerflow.server.lookup import FEW_CHUNKS, TieredLookup, ask_tier
+from layerflow.server.lookup.lookup import FEW_CHUNKS, TieredLookup, ask_tier
 from layerflow.server.tier import tier as real
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from layerflow.wire.host_messages import Ask, Present

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from layerflow.server import turns
-from layerflow.server.turns import MAX_WAITING, Turns, Work
+from layerflow.server.handlers import turns
+from layerflow.server.handlers.turns import MAX_WAITING, Turns, Work
 
 
 def work(log: list[str], name: str, slices: int) -> Work:

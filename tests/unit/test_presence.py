@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from layerflow.errors import ExtentError, LayerflowError, Unsupported
 from layerflow.keys import object_key
-from layerflow.memfd import SharedMemory
 from layerflow.presence import (
     BUCKET_BYTES,
     MAX_BYTES,
@@ -26,6 +25,7 @@ from layerflow.presence import (
     tail_marks,
 )
 from layerflow.spec import Shard
+from layerflow.system.memfd import SharedMemory
 
 BUCKETS = MIN_BYTES // BUCKET_BYTES
 
@@ -237,7 +237,7 @@ def test_closing_unmaps() -> None:
 
 
 def test_a_kernel_without_the_seal_still_makes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerflow.memfd._SEAL_FUTURE_WRITE", 0x4000)
+    monkeypatch.setattr("layerflow.system.memfd._SEAL_FUTURE_WRITE", 0x4000)
     try:
         table = PresenceWriter(0)
     except Unsupported as error:

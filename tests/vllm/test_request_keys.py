@@ -18,8 +18,8 @@ import pytest
 from lora import adapter
 from scenario import feature
 
-from layerflow.connectors.vllm.adapters import Adapters
-from layerflow.connectors.vllm.identity import RequestKeys, arithmetic_of, media_salt_of
+from layerflow.connectors.vllm.identity.adapters import Adapters
+from layerflow.connectors.vllm.identity.identity import RequestKeys, arithmetic_of, media_salt_of
 from layerflow.errors import Unsupported
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 

@@ -29,6 +29,7 @@ MEASUREMENTS = {
     "proxy": "What `layerflow proxy` adds to the first token.",
     "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",
 }
+TRANSFERS = {name: f"transfer.{name}" for name in ("copy", "device", "link")}
 WITH_OPTIONS = ("device", "link", "overlap", "pd", "pool", "stagger")
 Options = Annotated[
     list[str] | None,
@@ -223,8 +224,13 @@ def _measure(name: str, given: Mapping[str, Any], sets: Sequence[str] = ()) -> M
     return result
 
 
+def module_of(name: str) -> str:
+    """The module that measures it."""
+    return f"layerflow_cli.bench.{TRANSFERS.get(name, name.replace('-', '_'))}"
+
+
 def _module(name: str) -> Any:
-    return importlib.import_module(f"layerflow_cli.bench.{name.replace('-', '_')}")
+    return importlib.import_module(module_of(name))
 
 
 def _run(name: str, given: Mapping[str, Any], sets: Sequence[str], json_file: Any) -> None:

@@ -27,7 +27,7 @@ from layerflow.engine.handoff import DecodeConnection, PrefillConnection
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.logs import configure as configure_logs
 from layerflow.observe.perfetto import render as render_perfetto
-from layerflow.observe.timeline_html import render as render_timeline
+from layerflow.observe.timeline.page import render as render_timeline
 from layerflow.observe.trace import StepTrace
 from layerflow_cli.bench.harness import serving
 from layerflow_cli.demo.checks import wrong_bytes

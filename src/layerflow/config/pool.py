@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from layerflow import machine, numa
 from layerflow.backends import broken, canonical, installed
 from layerflow.config.fields import BackendOptions, Real, Section, Size, Whole, setting
+from layerflow.system import machine, numa
 
 MEMORY = "memory"
 """The backend that is none: the arena is all there is, unless a section chooses its backend by itself."""

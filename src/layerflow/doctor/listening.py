@@ -13,7 +13,7 @@ from layerflow.agent.connection.control import fetch_status
 from layerflow.config.settings import ServerSettings, check_private, socket_directory
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.findings import Finding, ok, problem, warning
-from layerflow.machine import existing
+from layerflow.system.machine import existing
 
 STATUS_TIMEOUT_S = 1.5
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layerflow import machine, numa
 from layerflow.config.settings import PoolSettings
 from layerflow.errors import ConfigError
 from layerflow.findings import Finding, ok, problem, warning
 from layerflow.findings.memory import fits, gib
-from layerflow.memfd import HUGE_PAGE_BYTES
+from layerflow.system import machine, numa
+from layerflow.system.memfd import HUGE_PAGE_BYTES
 
 
 def examine_memory(pool: PoolSettings, running: bool) -> Iterator[Finding]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerflow import machine
 from layerflow.findings import Finding, ok, problem, warning
+from layerflow.system import machine
 
 _TIGHT = 0.9
 

@@ -33,14 +33,6 @@ from layerflow.flow.arrivals.follows import (
     settle_follow,
 )
 from layerflow.flow.commands import Command, WakeAt
-from layerflow.flow.completion import (
-    abort,
-    cancel_saves,
-    cancel_uncomputed,
-    drained,
-    fence_loads,
-    settle,
-)
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
@@ -81,12 +73,20 @@ from layerflow.flow.graph.step import Step
 from layerflow.flow.graph.write import WriteTransfer
 from layerflow.flow.hosts.lane import HostLane, grant_calls
 from layerflow.flow.opening import open_step
-from layerflow.flow.planned import loads_moved
-from layerflow.flow.reports import batch_done, batch_failed, lose_session
+from layerflow.flow.progress.completion import (
+    abort,
+    cancel_saves,
+    cancel_uncomputed,
+    drained,
+    fence_loads,
+    settle,
+)
+from layerflow.flow.progress.planned import loads_moved
+from layerflow.flow.progress.reports import batch_done, batch_failed, lose_session
+from layerflow.flow.progress.writes import follow_save, lose_writes, open_write, revoke_writes, write_done
 from layerflow.flow.scheduler import grant
 from layerflow.flow.state import FlowStatistics, State
 from layerflow.flow.validate.steps import validate
-from layerflow.flow.writes import follow_save, lose_writes, open_write, revoke_writes, write_done
 
 
 def _conclude(state: State, out: list[Command]) -> None:

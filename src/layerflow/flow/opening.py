@@ -8,13 +8,13 @@ from itertools import accumulate
 from layerflow.errors import InvalidTransition
 from layerflow.flow.arrivals.fetches import check_needs, lay_out
 from layerflow.flow.commands import Command, Revoke
-from layerflow.flow.completion import cancel_save_parts
 from layerflow.flow.events import Direction, Part, StepOpened
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Step, Transfer, TransferJob
-from layerflow.flow.planned import check_planned, let_move
+from layerflow.flow.progress.completion import cancel_save_parts
+from layerflow.flow.progress.planned import check_planned, let_move
+from layerflow.flow.progress.writes import SHED
 from layerflow.flow.state import State
-from layerflow.flow.writes import SHED
 
 
 def open_step(state: State, session: Session, event: StepOpened, out: list[Command]) -> None:

@@ -10,8 +10,8 @@ import signal
 import socket
 import sys
 
-from layerflow.memfd import SharedMemory
 from layerflow.observe import logs
+from layerflow.system.memfd import SharedMemory
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from layerflow.objects import HEADER_BYTES, LAYOUT_VERSION
 
 if TYPE_CHECKING:
-    from layerflow.memfd import SharedMemory  # numpy: the configuration reads this module too
+    from layerflow.system.memfd import SharedMemory  # numpy: the configuration reads this module too
 
 
 class BackendError(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 from layerflow.errors import ExtentError, ProtocolError
 from layerflow.hosts.backend import BackendInfo, IndexEntry, ObjectLocation
 from layerflow.keys import KEY_BYTES
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     Evicted,
     Indexed,

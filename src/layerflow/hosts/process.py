@@ -14,14 +14,14 @@ import structlog
 
 from layerflow.errors import ProtocolError
 from layerflow.hosts.backend import Backend, BackendInfo, Unreachable, Unusable
-from layerflow.hosts.fetch import FetchLane
-from layerflow.hosts.health import HealthCheck
-from layerflow.hosts.lane import BackendCalls, Lane, Patience, describe, refuse
-from layerflow.hosts.lookup import Hide, LookupLane, unknown
+from layerflow.hosts.lanes.fetch import FetchLane
+from layerflow.hosts.lanes.health import HealthCheck
+from layerflow.hosts.lanes.lane import BackendCalls, Lane, Patience, describe, refuse
+from layerflow.hosts.lanes.lookup import Hide, LookupLane, unknown
+from layerflow.hosts.lanes.write import WriteLane
 from layerflow.hosts.objects import IndexReporter
 from layerflow.hosts.registry import make
-from layerflow.hosts.write import WriteLane
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     STOP_S,
     Ask,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from xxhash import xxh3_64
 
     from layerflow.config.pool import PoolSettings
-    from layerflow.memfd import SharedMemory  # numpy: the configuration reads this module too
+    from layerflow.system.memfd import SharedMemory  # numpy: the configuration reads this module too
 
 MAX_STRING_BYTES = 512 << 20
 """The largest string that Redis keeps (`proto-max-bulk-len`, by default)."""

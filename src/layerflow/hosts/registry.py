@@ -7,7 +7,7 @@ from typing import Any
 
 from layerflow.backends import installed, named
 from layerflow.hosts.backend import Backend, Unusable
-from layerflow.hosts.lane import describe
+from layerflow.hosts.lanes.lane import describe
 
 
 def make(name: str, options: Mapping[str, Any]) -> Backend:

@@ -49,7 +49,7 @@ class CopyProgress:
 
 
 class MappedArena(Protocol):
-    """The arena as this process maps it, e.g. :class:`layerflow.memfd.SharedMemory`."""
+    """The arena as this process maps it, e.g. :class:`layerflow.system.memfd.SharedMemory`."""
 
     @property
     def address(self) -> int:

@@ -1,7 +1,8 @@
-"""Headers of objects in the arena, which only the pool writes: are they what it has written?"""
+"""Headers of objects in the arena, which only the pool writes: written, erased, and are they what it has written?"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,12 +10,14 @@ import structlog
 
 from layerflow.errors import PoolError
 from layerflow.keys import describe_key
-from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, check_header, header_start
+from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, check_header, header_start, pack_header
 from layerflow.pool.base import PLACE
 from layerflow.pool.directory import DirectoryEntry
 
 log = structlog.get_logger(__name__)
 
+_NO_HEADER = bytes(HEADER_BYTES)
+_LAST_GENERATION = (1 << 64) - 1
 _WORDS = np.arange(CHECKSUM_AT // 8)
 MANY = 48
 """So many headers are compared at once: of fewer, one by one is quicker."""
@@ -29,6 +32,29 @@ class Headers:
     def __init__(self, view: memoryview) -> None:
         self._view = view
         self._words = np.frombuffer(view[: len(view) // 8 * 8], np.uint64)
+        # Old payload must not look like a generation by chance: they begin anywhere.
+        self._generation = secrets.randbits(63)
+        self._dirty = 0  # bytes from the start that an object may ever have covered
+
+    def write(self, entry: DirectoryEntry) -> None:
+        """The header of an object that is complete."""
+        offset, blocks, tokens, _ = entry.located
+        generation = self._generation = self._generation % _LAST_GENERATION + 1
+        header = pack_header(
+            entry.key, blocks=blocks, tokens=tokens, payload=entry.nbytes - HEADER_BYTES, generation=generation
+        )
+        self._view[offset : offset + HEADER_BYTES] = header
+        entry.header, entry.place = header[:CHECKSUM_AT], PLACE.pack(offset, generation)
+
+    def erase(self, offset: int) -> None:
+        """No stale header verifies."""
+        self._view[offset : offset + HEADER_BYTES] = _NO_HEADER
+
+    def erase_before(self, offset: int, room: int) -> None:
+        """Where an object of `room` bytes will be written, none verifies before that."""
+        if offset < self._dirty:
+            self._view[offset : offset + HEADER_BYTES] = _NO_HEADER
+        self._dirty = max(self._dirty, offset + room)
 
     def overwritten(self, entries: Sequence[DirectoryEntry]) -> list[bytes]:
         """Of these complete objects, the keys of those whose header is not theirs any more."""

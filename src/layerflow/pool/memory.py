@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Protocol
 
 from layerflow.errors import BadKey, PoolError
 from layerflow.keys import KEY_BYTES
-from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, pack_header
+from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import (
     NO_PLACE,
-    PLACE,
     Child,
     LeasedPlaces,
     Located,
@@ -25,15 +22,11 @@ from layerflow.pool.base import (
     Tail,
 )
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
-from layerflow.pool.eviction import S3Fifo
 from layerflow.pool.headers import Headers
-from layerflow.pool.slots import Slots
+from layerflow.pool.room import Room
 from layerflow.presence import Presence, PresenceWriter
 
-_NO_HEADER = bytes(HEADER_BYTES)
 _UINT32 = 1 << 32
-_LAST_GENERATION = (1 << 64) - 1
-_PATIENCE = 2  # rounds of victims in order that may free no room for a new size
 
 _EXISTS = Reservation(ReserveStatus.EXISTS, -1)
 _BUSY = Reservation(ReserveStatus.BUSY, -1)
@@ -68,14 +61,11 @@ class MemoryPool:
         self._arena = arena
         self._view = arena.view
         self._headers = Headers(arena.view)
-        self._slots = Slots(arena.nbytes)
         self._directory = Directory(presence)
-        self._policy: S3Fifo[DirectoryEntry] = S3Fifo()
-        # Old payload must not look like a generation by chance: they begin anywhere.
-        self._generation = secrets.randbits(63)
-        self._dirty = 0  # bytes from the start that an object may ever have covered
+        self._room = Room(arena.nbytes, self._directory, self._headers)
+        self._slots = self._room.slots
+        self._policy = self._room.policy
         self._hits = self._misses = self._commits = self._full = self._revoked = self._hidden = 0
-        self._evictions = self._evicted_bytes = 0
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -210,11 +200,9 @@ class MemoryPool:
                 if key not in claimed:
                     claimed.add(key)
                     wanted.setdefault(slots.stride(new.nbytes), []).append(index)
-        for index, offset, room in self._place(wanted):
+        for index, offset, room in self._room.place(wanted):
             self._directory.reserve(DirectoryEntry(objects[index], offset, room, owner))
-            if offset < self._dirty:
-                self._wipe(offset)
-            self._dirty = max(self._dirty, offset + room)
+            self._headers.erase_before(offset, room)
             results[index] = Reservation(ReserveStatus.RESERVED, offset)
         final = [
             result or (_BUSY if new.key in writing else _FULL) for result, new in zip(results, objects, strict=True)
@@ -229,13 +217,7 @@ class MemoryPool:
             entry = self._directory.owned(key, owner)
             if entry is None:
                 continue
-            offset, blocks, tokens, _ = entry.located
-            generation = self._generation = self._generation % _LAST_GENERATION + 1
-            header = pack_header(
-                key, blocks=blocks, tokens=tokens, payload=entry.nbytes - HEADER_BYTES, generation=generation
-            )
-            self._view[offset : offset + HEADER_BYTES] = header
-            entry.header, entry.place = header[:CHECKSUM_AT], PLACE.pack(offset, generation)
+            self._headers.write(entry)
             self._directory.publish(entry)
             published.append(entry)
         for entry in reversed(published):  # a prompt's last chunks go first: without the first ones they are no use
@@ -289,7 +271,7 @@ class MemoryPool:
             hidden += 1
             if not entry.readers:
                 self._policy.park((entry,))
-                self._free(entry)
+                self._room.free(entry)
             self._directory.hide(entry)
         self._hidden += hidden
         return hidden
@@ -322,8 +304,8 @@ class MemoryPool:
             hits=self._hits,
             misses=self._misses,
             commits=self._commits,
-            evictions=self._evictions,
-            evicted_bytes=self._evicted_bytes,
+            evictions=self._room.evictions,
+            evicted_bytes=self._room.evicted_bytes,
             full=self._full,
             revoked=self._revoked,
             hidden=self._hidden,
@@ -347,92 +329,25 @@ class MemoryPool:
         if len(self._policy) != sum(not entry.readers for entry in self._directory.ready.values()):
             raise PoolError("eviction considers other objects than the complete unpinned ones")
 
-    # Room ----------------------------------------------------------------------------------------
-
-    def _place(self, wanted: dict[int, list[int]]) -> list[tuple[int, int, int]]:
-        """(index, offset, room) for what fits: runs per size if all fits, else one by one in the caller's order."""
-        placed: list[tuple[int, int, int]] = []
-        pending: list[int] = []
-        for room, indices in wanted.items():
-            offsets = self._make_room(room, len(indices), pending)
-            placed += ((index, offset, room) for index, offset in zip(indices, offsets, strict=False))
-            if len(offsets) < len(indices) and len(wanted) > 1:
-                break
-        else:
-            return placed
-        for offset in pending:
-            self._slots.free(offset)
-        pending.clear()
-        in_order = sorted((index, room) for room, indices in wanted.items() for index in indices)
-        return [(index, offset, room) for index, room in in_order for offset in self._make_room(room, 1, pending)]
-
-    def _make_room(self, room: int, count: int, pending: list[int]) -> list[int]:
-        """Up to `count` offsets, ascending. Evicts only where that leads to at least one more.
-
-        :param pending: offsets of this call that are on no books yet; the new ones are added.
-        """
-        slots, policy = self._slots, self._policy
-        offsets = slots.alloc(room, count)
-        pending += offsets
-        patience = _PATIENCE
-        while (missing := count - len(offsets)) and len(policy):
-            window: list[int] | None = None
-            if not policy.of_size(room) or not patience:
-                window = slots.window(room, chain(self._directory.held(), pending))
-                if window is None and not policy.of_size(room):
-                    break
-            if window is not None and not patience:
-                for offset in window:
-                    entry = self._directory.at[offset]
-                    policy.park((entry,))
-                    self._evicted(entry)
-            else:
-                self._evict_in_order(missing * room)
-            more = slots.alloc(room, missing)
-            offsets += more
-            pending += more
-            patience = _PATIENCE if more else max(patience - 1, 0)
-        return sorted(offsets)
-
-    def _evict_in_order(self, nbytes: int) -> None:
-        victim = self._policy.victim
-        while nbytes > 0 and (entry := victim()) is not None:
-            nbytes -= entry.room
-            self._evicted(entry)
-
-    def _evicted(self, entry: DirectoryEntry) -> None:
-        self._directory.hide(entry)
-        self._free(entry)
-        self._evictions += 1
-        self._evicted_bytes += entry.room
-
     def _withdraw(self, entries: list[DirectoryEntry]) -> int:
         for entry in entries:
             self._directory.withdraw(entry)
-            self._free(entry)
+            self._room.free(entry)
         self._revoked += len(entries)
         return len(entries)
 
     def _settle(self, idle: list[DirectoryEntry]) -> None:
-        """These lost their last pin."""
+        """These lost their last pin: they may be evicted, and what is hidden goes."""
         stored = [entry for entry in idle if entry.state is not ObjectState.HIDDEN]
         self._policy.unpark(stored)
         if len(stored) < len(idle):
             for entry in idle:
                 if entry.state is ObjectState.HIDDEN:
                     self._directory.forget(entry)
-                    self._free(entry)
-
-    def _free(self, entry: DirectoryEntry) -> None:
-        self._wipe(entry.located.offset)
-        self._slots.free(entry.located.offset)
+                    self._room.free(entry)
 
     def _most(self, lease: bool) -> float:
         return self._lease_share * self._slots.capacity_bytes if lease else math.inf
-
-    def _wipe(self, offset: int) -> None:
-        """No stale header verifies."""
-        self._view[offset : offset + HEADER_BYTES] = _NO_HEADER
 
 
 def _impossible(new: NewObject) -> BadKey | PoolError:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from layerflow.observe.metrics import WithoutCreated
+from layerflow.observe.metrics.metrics import WithoutCreated
 from layerflow.proxy.instances.breaker import BreakerState
 from layerflow.proxy.instances.registry import Registry
 

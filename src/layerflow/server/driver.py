@@ -35,11 +35,11 @@ from layerflow.flow.commands import (
     Written,
 )
 from layerflow.flow.events import Event, Limits, Tick
-from layerflow.observe.metrics import Metrics
+from layerflow.observe.metrics.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.handoffs.follows import Follows
+from layerflow.server.planner.book import StepBook
 from layerflow.server.planner.missed import MissedTurns
-from layerflow.server.planner.steps import StepBook
 from layerflow.wire.messages import (
     BROKEN,
     Batch,

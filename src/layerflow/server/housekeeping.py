@@ -10,8 +10,8 @@ import anyio
 import structlog
 
 if TYPE_CHECKING:
+    from layerflow.server.clients.sessions import ClientSession
     from layerflow.server.handlers.context import ServerContext
-    from layerflow.server.sessions import ClientSession
 
 PERIOD_S = 0.25
 

@@ -20,20 +20,20 @@ from layerflow.config.settings import Settings, live_changes, make_private, make
 from layerflow.errors import DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, Limits, LimitsChanged
-from layerflow.observe.metrics import Metrics
+from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
 from layerflow.server import behind
-from layerflow.server.clients import Clients
+from layerflow.server.clients.clients import Clients
+from layerflow.server.clients.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.housekeeping import housekeep
-from layerflow.server.plans import Plans
-from layerflow.server.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
+from layerflow.server.lookup.plans import Plans
 from layerflow.server.status import status_of
 from layerflow.server.transport.fd_server import NO_ROOM, FdServer, SharedRegion
 from layerflow.server.transport.router import Router

@@ -19,7 +19,7 @@ from layerflow.server.tier.tier import Tier, TierCommand
 from layerflow.wire.host_messages import Cleared
 
 if TYPE_CHECKING:
-    from layerflow.server.peers.source import PeerSource
+    from layerflow.server.peers.reading.source import PeerSource
 
 
 class Sources:

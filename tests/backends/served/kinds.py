@@ -14,7 +14,7 @@ from mooncake_master import MooncakeMaster
 from mooncake_owner import Owner
 from redis_server import RedisServer
 
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 MIB = 1 << 20
 

@@ -13,8 +13,8 @@ import structlog
 
 from layerflow.agent.connection.mapping import ArenaAccess
 from layerflow.device.base import Device
-from layerflow.memfd import SharedMemory
 from layerflow.ops.base import Copier
+from layerflow.system.memfd import SharedMemory
 
 log = structlog.get_logger("layerflow.agent")
 

@@ -26,9 +26,9 @@ from layerflow.agent.values import Follow, Hit
 from layerflow.errors import LayerflowError, ServerLost
 from layerflow.hits import HitLength, Tail, find_hit
 from layerflow.keys import DIGEST_BYTES, Chain, object_key, several_key
-from layerflow.memfd import SharedMemory
 from layerflow.presence import Presence
 from layerflow.spec import ModelSpec, Shard
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.messages import Attach, Bye, Found, Lookup, Missed, TailHit, Welcome
 
 BYE_LINGER_MS = 100

@@ -26,9 +26,9 @@ import zmq
 
 from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
 from layerflow.errors import ConfigError, LayerflowError, ServerLost
-from layerflow.memfd import SharedMemory
-from layerflow.peer import has_died, is_here, peer_pidfd
 from layerflow.spec import ModelSpec
+from layerflow.system.memfd import SharedMemory
+from layerflow.system.peer import has_died, is_here, peer_pidfd
 from layerflow.wire import codec
 from layerflow.wire.messages import (
     QUIET,

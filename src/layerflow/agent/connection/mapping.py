@@ -10,11 +10,11 @@ import structlog
 from layerflow.device.base import Device
 from layerflow.device.captures import CaptureGate
 from layerflow.errors import SessionError, Unsupported
-from layerflow.machine import free_bytes
-from layerflow.memfd import POPULATE_PIECE_BYTES, SharedMemory
 from layerflow.ops.base import Copier
 from layerflow.ops.copier import copier_for
 from layerflow.ops.paged import PagedMemory
+from layerflow.system.machine import free_bytes
+from layerflow.system.memfd import POPULATE_PIECE_BYTES, SharedMemory
 
 log = structlog.get_logger("layerflow.agent")
 

@@ -14,15 +14,15 @@ from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.device.base import DeviceEvent
 from layerflow.errors import DeadlineExceeded, PoolError
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, Unreachable, Unusable, pool_name
-from layerflow.hosts.memcache.client import MemcacheClient
-from layerflow.hosts.memcache.codes import explain
-from layerflow.hosts.memcache.headers import SLOTS, Scratch
+from layerflow.hosts.memcache.client.client import MemcacheClient
+from layerflow.hosts.memcache.client.codes import explain
+from layerflow.hosts.memcache.client.headers import SLOTS, Scratch
 from layerflow.hosts.memcache.reading import MemcacheReader, is_header
 from layerflow.hosts.memcache.writing import MemcacheWriter
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.ops.extents import Extents
 from layerflow.ops.paged import PagedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.messages import Batch
 
 L2G, G2L = 0, 1

@@ -19,15 +19,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from layerflow.agent import Agent
-from layerflow.connectors.vllm.adapters import Adapters
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
 from layerflow.connectors.vllm.heads import wanted_layout
-from layerflow.connectors.vllm.identity import RequestKeys, media_salt_of
+from layerflow.connectors.vllm.identity.adapters import Adapters
+from layerflow.connectors.vllm.identity.identity import RequestKeys, media_salt_of
 from layerflow.connectors.vllm.layout import layout_of, waits_by_layer
 from layerflow.connectors.vllm.options import parse_options
 from layerflow.connectors.vllm.pd.options import check_policy
 from layerflow.connectors.vllm.pd.side import HandoffSide
-from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout
+from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout
 from layerflow.connectors.vllm.scheduler import recovery
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide

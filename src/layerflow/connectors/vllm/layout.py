@@ -19,7 +19,7 @@ import torch
 
 from layerflow.boxes import HeadAxis
 from layerflow.connectors.vllm.heads import group_axis
-from layerflow.connectors.vllm.identity import arithmetic_of, content_of
+from layerflow.connectors.vllm.identity.identity import arithmetic_of, content_of
 from layerflow.connectors.vllm.options import Options
 from layerflow.errors import Unsupported
 from layerflow.kinds import KINDS

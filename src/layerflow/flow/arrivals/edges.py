@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layerflow.flow.commands import Arrived, Command, Vacate
-from layerflow.flow.completion import fail_blocks
 from layerflow.flow.graph.cursor import Span, common, joined
 from layerflow.flow.graph.edge import Edge, Upstream
 from layerflow.flow.graph.step import Transfer, TransferJob
+from layerflow.flow.progress.completion import fail_blocks
 from layerflow.flow.state import State
 
 

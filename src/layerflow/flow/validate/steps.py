@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.completion import builds_on_loads
 from layerflow.flow.events import Direction
 from layerflow.flow.graph.cursor import Cursor, joined, touches, without
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Charge, InFlightBatch, Step, Transfer, TransferJob
+from layerflow.flow.progress.completion import builds_on_loads
 from layerflow.flow.scheduler import next_cursor
 from layerflow.flow.state import State
 from layerflow.flow.validate.follows import validate_follows

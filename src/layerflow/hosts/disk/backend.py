@@ -30,7 +30,7 @@ from layerflow.hosts.disk.index import DiskIndex
 from layerflow.hosts.disk.reads import DiskReads
 from layerflow.hosts.disk.scan import Scan
 from layerflow.hosts.disk.writes import DiskWrites
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 log = structlog.get_logger(__name__)
 

@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from layerflow import machine
 from layerflow.config.settings import PoolSettings
 from layerflow.findings import Finding, ok, problem, warning
 from layerflow.findings.memory import gib
 from layerflow.hosts.disk.plugin import DiskSettings
+from layerflow.system import machine
 
 _OTHER_PATH = "set pool.disk.path to a directory that this user may write to"
 _LOST = {

@@ -15,8 +15,8 @@ from layerflow.hosts.disk.folder import Folder
 from layerflow.hosts.disk.format import StoredFile, checksum, unpack_sums
 from layerflow.hosts.disk.index import DiskIndex
 from layerflow.keys import describe_key
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES
+from layerflow.system.memfd import SharedMemory
 
 log = structlog.get_logger(__name__)
 

@@ -14,8 +14,8 @@ from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStat
 from layerflow.hosts.disk.folder import Folder
 from layerflow.hosts.disk.format import StoredFile, checksum, pack_sums
 from layerflow.hosts.disk.index import DiskIndex
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES
+from layerflow.system.memfd import SharedMemory
 
 log = structlog.get_logger(__name__)
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerflow.hosts.backend import BackendInfo, Unreachable, pool_name
-from layerflow.hosts.memcache.client import MemcacheClient
-from layerflow.hosts.memcache.codes import explain
-from layerflow.hosts.memcache.headers import Scratch, reaches_all
+from layerflow.hosts.memcache.client.client import MemcacheClient
+from layerflow.hosts.memcache.client.codes import explain
+from layerflow.hosts.memcache.client.headers import Scratch, reaches_all
 from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.reading import MemcacheReader
 from layerflow.hosts.memcache.setup import MemcacheOptions, connect, shared
 from layerflow.hosts.memcache.writing import MemcacheWriter
 from layerflow.hosts.shared.store import SharedStore
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 JOINS = 3
 _COUNTED = (

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerflow import machine
 from layerflow.config.fields import is_loopback
 from layerflow.config.settings import PoolSettings, parse_size
 from layerflow.errors import ConfigError, Unsupported
@@ -16,6 +15,7 @@ from layerflow.findings.memory import fits
 from layerflow.hosts.memcache.environment import emulator, missing_cann
 from layerflow.hosts.memcache.metaservice import ready
 from layerflow.hosts.memcache.plugin import EMULATED, META_KEY, MemcacheSettings
+from layerflow.system import machine
 
 _INSTALL = 'pip install "layerflow[ascend]"'
 _OLDEST, _BEFORE = (1, 3), (1, 4)

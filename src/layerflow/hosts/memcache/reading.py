@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus, Unreachable, pool_name
-from layerflow.hosts.memcache.client import G2H, AddressRange, MemcacheClient
-from layerflow.hosts.memcache.codes import WRONG_STATE, leasing, reading
-from layerflow.hosts.memcache.headers import Scratch
+from layerflow.hosts.memcache.client.client import G2H, AddressRange, MemcacheClient
+from layerflow.hosts.memcache.client.codes import WRONG_STATE, leasing, reading
+from layerflow.hosts.memcache.client.headers import Scratch
 from layerflow.hosts.shared.open_read import OTHER_SIZE, OpenRead, StoreReader
 from layerflow.hosts.shared.service import Service
 from layerflow.objects import pack_header

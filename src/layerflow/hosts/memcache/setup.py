@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from layerflow.hosts.backend import Unreachable, Unusable
-from layerflow.hosts.memcache.codes import explain
+from layerflow.hosts.memcache.client.codes import explain
 from layerflow.hosts.memcache.environment import missing_cann
 from layerflow.hosts.memcache.metaservice import tcp_address
 from layerflow.hosts.memcache.plugin import EMULATED, META_KEY, MemcacheSettings

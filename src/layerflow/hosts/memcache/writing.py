@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus, Unreachable, pool_name
-from layerflow.hosts.memcache.client import H2G, AddressRange, MemcacheClient, ObjectInfo
-from layerflow.hosts.memcache.codes import writing
-from layerflow.hosts.memcache.headers import Scratch
+from layerflow.hosts.memcache.client.client import H2G, AddressRange, MemcacheClient, ObjectInfo
+from layerflow.hosts.memcache.client.codes import writing
+from layerflow.hosts.memcache.client.headers import Scratch
 from layerflow.hosts.memcache.reading import MARGIN_S
 from layerflow.hosts.shared.open_write import FULL, OpenWrite, StoreWriter
 from layerflow.hosts.shared.service import Service

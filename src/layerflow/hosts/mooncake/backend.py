@@ -25,7 +25,7 @@ from layerflow.hosts.mooncake.setup import MooncakeOptions, connect
 from layerflow.hosts.mooncake.warm import Warming, added, mapped
 from layerflow.hosts.mooncake.writing import MooncakeWriter
 from layerflow.hosts.shared.store import SharedStore
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 _COUNTED = ("full_retries", "expired_leases", "failed_calls", "failed_revokes", "sessions_taken_over")
 

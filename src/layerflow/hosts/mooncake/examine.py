@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layerflow import machine
 from layerflow.config.settings import PoolSettings
 from layerflow.findings import Finding, ok, probes, problem, warning
 from layerflow.findings.memory import fits
 from layerflow.hosts.mooncake.plugin import MooncakeSettings
+from layerflow.system import machine
 
 _OLDEST = (0, 3, 13)
 _INSTALL = 'pip install "layerflow[mooncake]"'

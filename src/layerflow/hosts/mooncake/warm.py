@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from layerflow.memfd import MADV_POPULATE_WRITE
+from layerflow.system.memfd import MADV_POPULATE_WRITE
 
 PIECE_BYTES = 4 << 20  # 5 to 20 ms a call: it may have to stop
 _SEGMENT_BYTES = 16 << 20  # of a segment that the library cuts into several mappings; stacks are smaller

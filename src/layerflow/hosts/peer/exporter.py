@@ -16,7 +16,7 @@ from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.hosts.arguments import connect
 from layerflow.hosts.peer.grants import Grants
 from layerflow.hosts.peer.serving import Links
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     Down,
     Extend,

@@ -12,8 +12,8 @@ from typing import Any
 from layerflow.errors import ProtocolError
 from layerflow.hosts.backend import OK, Backend, BackendInfo, ObjectLocation, ObjectResult, ObjectStatus, Unusable
 from layerflow.hosts.peer.tcp import LinkFailed, TcpLink
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import LINK_REST_S, Origin, decode_origin
 
 

@@ -19,8 +19,8 @@ from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStat
 from layerflow.hosts.shared.client import ClientHandle
 from layerflow.hosts.shared.open_write import LATE
 from layerflow.hosts.shared.service import Service
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, get_checksum
+from layerflow.system.memfd import SharedMemory
 
 OTHER_SIZE = ObjectResult(ObjectStatus.MISSING, "it is there with another size")
 _NOT_OPEN = ObjectResult(ObjectStatus.FAILED, "it is read without having been opened")

@@ -16,8 +16,8 @@ import xxhash
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus, Unreachable
 from layerflow.hosts.shared.client import ClientHandle
 from layerflow.hosts.shared.service import Service
-from layerflow.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES, set_checksum
+from layerflow.system.memfd import SharedMemory
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
 """A full store evicts by itself, in the background, once an allocation has found it full."""

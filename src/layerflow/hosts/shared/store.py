@@ -14,7 +14,7 @@ from layerflow.hosts.shared.client import ClientHandle
 from layerflow.hosts.shared.open_read import StoreReader
 from layerflow.hosts.shared.open_write import StoreWriter
 from layerflow.hosts.shared.service import Service
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 Client = TypeVar("Client", bound=ClientHandle)
 Reader = TypeVar("Reader", bound=StoreReader)

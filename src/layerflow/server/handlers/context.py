@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from layerflow.config.pd import PdSettings
 from layerflow.config.settings import ServerSettings
 from layerflow.errors import ProtocolError
-from layerflow.observe.metrics import Metrics
+from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
+from layerflow.server.clients.sessions import ClientSession, Sessions
 from layerflow.server.driver import Driver
+from layerflow.server.handlers.log_limit import LogLimit
+from layerflow.server.handlers.turns import Turns
 from layerflow.server.handoffs.registry import Handoffs
-from layerflow.server.log_limit import LogLimit
-from layerflow.server.plans import Plans
-from layerflow.server.sessions import ClientSession, Sessions
-from layerflow.server.turns import Turns
+from layerflow.server.lookup.plans import Plans
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
 

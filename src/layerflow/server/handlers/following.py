@@ -17,12 +17,12 @@ from layerflow.hits import BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES, covered_by
 from layerflow.pool import base
 from layerflow.pool.base import Pool
+from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import REPLACED
+from layerflow.server.handlers.turns import Work
 from layerflow.server.handoffs.contents import first_difference
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
-from layerflow.server.sessions import ClientSession
-from layerflow.server.turns import Work
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 

@@ -9,8 +9,8 @@ import structlog
 from layerflow.flow.events import StepsRevoked
 
 if TYPE_CHECKING:
+    from layerflow.server.clients.sessions import ClientSession
     from layerflow.server.handlers.context import ServerContext
-    from layerflow.server.sessions import ClientSession
 
 REPLACED = "the engine's weights were replaced"
 PURGED = "the pool was purged"

@@ -7,10 +7,10 @@ import time
 
 from layerflow.errors import ProtocolError
 from layerflow.keys import DIGEST_BYTES
+from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.handoffs.contents import distinct, handoff_objects
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
-from layerflow.server.sessions import ClientSession
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 

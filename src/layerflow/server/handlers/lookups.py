@@ -12,10 +12,12 @@ import msgspec
 from layerflow.errors import ProtocolError
 from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
+from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.handlers.following import Asked, FollowLookups
 from layerflow.server.handlers.remote import RemoteLookups
-from layerflow.server.lookup import (
+from layerflow.server.handlers.turns import Work
+from layerflow.server.lookup.lookup import (
     TieredLookup,
     TierLookup,
     ask_tier,
@@ -24,11 +26,9 @@ from layerflow.server.lookup import (
     needed_keys,
     prompt_keys,
 )
-from layerflow.server.peers.questions import PeerAnswer
-from layerflow.server.pieces import bring_pieces
-from layerflow.server.plans import lease_owner
-from layerflow.server.sessions import ClientSession
-from layerflow.server.turns import Work
+from layerflow.server.lookup.pieces import bring_pieces
+from layerflow.server.lookup.plans import lease_owner
+from layerflow.server.peers.reading.questions import PeerAnswer
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire

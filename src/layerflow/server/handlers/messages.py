@@ -17,14 +17,14 @@ from layerflow.flow.events import (
     SessionLost,
     SessionOpened,
 )
+from layerflow.server.clients.sessions import LOCAL, ClientSession
 from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, open_handoff, watch_handoff
 from layerflow.server.handlers.lookups import Lookups
 from layerflow.server.handlers.steps import open_step, report, tell
-from layerflow.server.plans import lease_owner
-from layerflow.server.sessions import LOCAL, ClientSession
-from layerflow.server.turns import Work
+from layerflow.server.handlers.turns import Work
+from layerflow.server.lookup.plans import lease_owner
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
 

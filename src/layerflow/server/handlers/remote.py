@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from layerflow.errors import LayerflowError, ProtocolError
+from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.following import Asked
 from layerflow.server.handlers.forget import REPLACED
-from layerflow.server.lookup import prompt_keys
-from layerflow.server.peers.questions import PeerAnswer
-from layerflow.server.sessions import ClientSession
-from layerflow.server.turns import Work
+from layerflow.server.handlers.turns import Work
+from layerflow.server.lookup.lookup import prompt_keys
+from layerflow.server.peers.reading.questions import PeerAnswer
 from layerflow.wire import messages as wire
 
 

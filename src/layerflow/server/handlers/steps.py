@@ -21,12 +21,13 @@ from layerflow.flow.events import (
     LoadsMoved,
     StepClosed,
 )
+from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.handlers.context import Refused, ServerContext
+from layerflow.server.handlers.turns import Work
+from layerflow.server.lookup.plans import lease_owner
+from layerflow.server.planner.check import CheckedStep, check_deadlines, check_step, count_objects
 from layerflow.server.planner.direct import plan_direct
-from layerflow.server.planner.steps import CheckedStep, check_deadlines, check_step, count_objects, plan_step
-from layerflow.server.plans import lease_owner
-from layerflow.server.sessions import ClientSession
-from layerflow.server.turns import Work
+from layerflow.server.planner.steps import plan_step
 from layerflow.wire import messages as wire
 
 EVENTS_PER_SLICE = 64

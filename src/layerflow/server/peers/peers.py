@@ -14,16 +14,16 @@ from layerflow.config.peers import MAX_ATTACHED
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, LayerflowError, ProtocolError
 from layerflow.flow.events import Event
-from layerflow.observe.peer_metrics import PeerStatistics
+from layerflow.observe.metrics.peers import PeerStatistics
 from layerflow.pool.base import Pool
+from layerflow.server.clients.sessions import Address
 from layerflow.server.handoffs.follows import Follows
 from layerflow.server.handoffs.registry import Handoffs
-from layerflow.server.peers.attachment import Attachment, PeerTarget
-from layerflow.server.peers.lending import Lending
-from layerflow.server.peers.readers import Reader
-from layerflow.server.peers.source import PeerSource
+from layerflow.server.peers.lending.lending import Lending
+from layerflow.server.peers.lending.readers import Reader
+from layerflow.server.peers.reading.attachment import Attachment, PeerTarget
+from layerflow.server.peers.reading.source import PeerSource
 from layerflow.server.peers.status import source_status
-from layerflow.server.sessions import Address
 from layerflow.server.transport.security import read_keys
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from layerflow.server.peers.attachment import Attachment
-from layerflow.server.peers.source import PeerSource
+from layerflow.server.peers.reading.attachment import Attachment
+from layerflow.server.peers.reading.source import PeerSource
 
 
 def source_status(source: PeerSource) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from layerflow.errors import ProtocolError
 from layerflow.flow.events import Part, StepOpened
-from layerflow.server.planner.steps import CheckedStep, Opening, StepBook, Wanted
-from layerflow.server.sessions import ClientSession
+from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.planner.book import Opening, StepBook
+from layerflow.server.planner.check import CheckedStep, Wanted
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import OpenStep, Plan, PlanPart

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import structlog
 
 from layerflow.errors import ConfigError
-from layerflow.peer import peer_pidfd, peer_user
+from layerflow.system.peer import peer_pidfd, peer_user
 from layerflow.wire.messages import QUIET, WANT_ARENA
 
 TOKEN_BYTES = 16

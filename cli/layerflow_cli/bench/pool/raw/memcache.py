@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from layerflow.hosts.memcache.codes import explain
+from layerflow.hosts.memcache.client.codes import explain
 from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.setup import MemcacheOptions, connect, shared
 from layerflow_cli.bench.pool.raw.plain import Raw, Shape

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from layerflow.memfd import SharedMemory
+from layerflow.system.memfd import SharedMemory
 
 
 class Shape(NamedTuple):

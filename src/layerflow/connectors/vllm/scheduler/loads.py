@@ -11,7 +11,7 @@ import numpy as np
 
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, describe_loads, with_more
 from layerflow.agent.values import Hit, StepRequest
-from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.errors import SpecError
 from layerflow.spec import ModelSpec
@@ -106,7 +106,7 @@ class StepLoads:
 
 
 def are_rewritten(spec: ModelSpec, output: Any, loading: Sequence[Tracked]) -> bool:
-    """Does vLLM write to blocks of these loads while it prepares the step: zero them, copy other blocks or states there?
+    """Does vLLM write to blocks of these loads while it prepares the step: zero them, copy into them?
 
     :param output: vLLM's SchedulerOutput.
     """

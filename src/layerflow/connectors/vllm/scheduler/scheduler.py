@@ -20,16 +20,16 @@ from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.values import MISS
-from layerflow.connectors.vllm.identity import RequestKeys
+from layerflow.connectors.vllm.identity.identity import RequestKeys
+from layerflow.connectors.vllm.identity.weights import Weights
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
-from layerflow.connectors.vllm.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.verdicts import Verdicts
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.scheduler.search import HitSearch
-from layerflow.connectors.vllm.verdicts import Verdicts
-from layerflow.connectors.vllm.weights import Weights
 from layerflow.content import renewed_content
 from layerflow.errors import LayerflowError
 from layerflow.flow.cost.policy import Mode
@@ -213,7 +213,7 @@ class SchedulerSide:
             return plan
         plan.verdicts = self._verdicts.take()
         plan.fresh = self._saves.fresh(output, self._loading)
-        plan.rewritten = self.spec is not None and are_rewritten(self.spec, output, self._loading)
+        plan.rewritten = are_rewritten(self._saves.spec, output, self._loading)
         for tracked in self._loading:
             self._load(tracked, plan, output.num_scheduled_tokens.get(tracked.id, 0))
         self._loading.clear()
@@ -226,8 +226,7 @@ class SchedulerSide:
         if self.events is not None and plan.saves:
             self.events.planned(plan.saves.parts, self._tracked)
         plan.leaving, plan.aborted = tuple(self._leaving), tuple(self._aborted)
-        self._leaving.clear()
-        self._aborted.clear()
+        self._leaving, self._aborted = [], []
         return plan
 
     def heard(self, output: Any) -> None:
@@ -337,8 +336,7 @@ class SchedulerSide:
 
     def _is_current(self, tracked: Tracked, num_computed: int) -> bool:
         """May the request, which starts now, load and save? What it takes from vLLM's own cache must be current too."""
-        assert self.spec is not None
-        assert self._saves is not None
+        assert self.spec is not None and self._saves is not None
         if self._weights.unnamed and (name := self._weights.name()):
             self.spec = msgspec.structs.replace(self.spec, content=renewed_content(self.spec.content, name))
             for other in self._tracked.values():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from layerflow.agent import NoStep, Step
 from layerflow.agent.descriptors import ObjectDescriptor
-from layerflow.connectors.vllm.plan import ChunkKey
+from layerflow.connectors.vllm.plan.plan import ChunkKey
 
 
 class StoredChunks:

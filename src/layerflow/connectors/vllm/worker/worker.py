@@ -19,8 +19,8 @@ from layerflow.agent import Agent, LoadResult, NoStep, Step
 from layerflow.agent.agent import REPLACED
 from layerflow.agent.lanes.save import FAST_LAYER_S
 from layerflow.connectors.vllm.layout import Layout
-from layerflow.connectors.vllm.plan import StepPlan, WorkerLayout, WorkerReport, requests_of
-from layerflow.connectors.vllm.verdicts import Verdict
+from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport, requests_of
+from layerflow.connectors.vllm.plan.verdicts import Verdict
 from layerflow.connectors.vllm.worker.deferred import Deferred
 from layerflow.connectors.vllm.worker.failures import LoadFailures, all_failed
 from layerflow.connectors.vllm.worker.figures import StepTally
@@ -122,8 +122,7 @@ class WorkerSide:
             cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
             self._tally.add("revoked_saves", cut)
         self._late = bool(plan.saves) and not (plan.unsure or plan.promised) and self._is_short(plan)
-        at_once = self._early or not (plan.loads or plan.tails) or self._order.is_known(plan)
-        if at_once and not self._late:
+        if not self._late and (self._early or not (plan.loads or plan.tails) or self._order.is_known(plan)):
             self._open(plan)
 
     def begin(self, plan: StepPlan) -> bool:
@@ -336,11 +335,8 @@ class WorkerSide:
 
     def _saving_for(self, request: str) -> bool:
         """May a save still read the request's blocks? With events: or is it still to be told what it has stored?"""
-        return (
-            self._owes(request)
-            or self._agent.saving(request)
-            or (self._stored is not None and self._agent.busy(request))
-        )
+        busy = self._stored is not None and self._agent.busy(request)
+        return busy or self._owes(request) or self._agent.saving(request)
 
     def _is_busy(self, request: str) -> bool:
         return self._owes(request) or self._agent.busy(request)

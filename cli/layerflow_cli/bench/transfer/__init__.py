@@ -1,0 +1,1 @@
+"""How fast bytes move: in the arena, to a device, over a link to another server."""

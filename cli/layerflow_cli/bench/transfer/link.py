@@ -1,0 +1,169 @@
+"""How fast a link between two servers' arenas is, beside two blocking sockets that send and receive the same bytes.
+
+A real exporter process lends an arena; this process reads it into another one with the importer's end of the link. In
+turns with it, a process sends as many bytes from memory of its own and this one receives them into the same arena.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from layerflow.errors import LayerflowError
+from layerflow.hosts.backend import ObjectLocation, ObjectStatus
+from layerflow.hosts.peer.tcp import TcpLink
+from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.system.memfd import SharedMemory
+from layerflow.wire.host_messages import Frames, Lend, Start, Stop, Up, decode_to_server, encode, pack_u32, pack_u64
+from layerflow.wire.peer_link import Origin
+
+LAYERS = 32
+PATIENCE_S = 60.0
+
+
+def measure(link: str = "tcp", moved_mib: int = 192, rounds: int = 9, call_mib: int = 8) -> dict[str, Any]:
+    """Read all of it `rounds` times each way.
+
+    :param link: which.
+    :param moved_mib: of each round, in objects of `call_mib`.
+    :param call_mib: that one call of the importer reads, all objects and some layers each, as the core hands them out.
+    :returns: gigabytes (10^9) per second, medians: ``gbps`` of the link, ``raw_gbps`` of the sockets, ``of_raw``.
+    """
+    if link != "tcp":
+        raise LayerflowError(f"there is no link {link!r}; there is tcp")
+    count, layer_bytes = moved_mib // call_mib, (call_mib << 20) // LAYERS
+    with ExitStack() as stack:
+        source, target = (stack.enter_context(SharedMemory.create((moved_mib + 1) << 20)) for _ in range(2))
+        places = _objects(source, target, count, layer_bytes)
+        reading = stack.enter_context(_exported(source, target, places))
+        sending = stack.enter_context(_sender(moved_mib << 20))
+        ours, raw = [], []
+        for turn in range(rounds + 1):
+            target.array[:] = 0
+            took = reading(call_mib << 20)
+            if not np.array_equal(source.array[: source.nbytes], target.array[: target.nbytes]):
+                raise LayerflowError("what came over the link is not what was lent")
+            took_raw = sending(target)
+            if turn:  # the first one touches pages
+                ours.append((moved_mib << 20) / took)
+                raw.append((moved_mib << 20) / took_raw)
+    return {
+        "link": link,
+        "moved_mib": moved_mib,
+        "rounds": rounds,
+        "gbps": round(statistics.median(ours) / 1e9, 3),
+        "raw_gbps": round(statistics.median(raw) / 1e9, 3),
+        "of_raw": round(statistics.median(one / other for one, other in zip(ours, raw, strict=True)), 3),
+    }
+
+
+def _objects(source: SharedMemory, target: SharedMemory, count: int, layer_bytes: int) -> list[ObjectLocation]:
+    """Objects that lie one behind the other in both arenas; headers and random layers in the first."""
+    source.array[:] = np.random.default_rng(3).integers(0, 256, source.nbytes, dtype=np.uint8)
+    places, at = [], 0
+    for position in range(count):
+        key = secrets.token_bytes(24)
+        place = ObjectLocation(key, at, target.address + at, layer_bytes, LAYERS, 1, 16, position=position)
+        header = pack_header(key, blocks=1, tokens=16, payload=LAYERS * layer_bytes)
+        source.view[at : at + HEADER_BYTES] = target.view[at : at + HEADER_BYTES] = header
+        places.append(place)
+        at += place.nbytes
+    source.array[at:] = 0
+    return places
+
+
+@contextmanager
+def _exported(source: SharedMemory, target: SharedMemory, places: list[ObjectLocation]) -> Iterator[Any]:
+    """A real exporter of `source`, and what reads all of it once; seconds."""
+    incarnation, token = secrets.token_bytes(16), secrets.token_bytes(16)
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-m", "layerflow.hosts.peer.exporter", "--socket", str(theirs.fileno())]
+    command += ["--arena", str(source.fd), "--arena-bytes", str(source.nbytes), "--parent", str(os.getpid())]
+    process = subprocess.Popen(command, pass_fds=(theirs.fileno(), source.fd))
+    theirs.close()
+    try:
+        ours.sendall(encode(Start("exporter", {"host": "127.0.0.1", "port": 0, "incarnation": incarnation.hex()})))
+        up = decode_to_server(_frame(ours))
+        if not isinstance(up, Up):
+            raise LayerflowError(f"the exporter did not start: {up}")
+        sizes, keys = pack_u64([place.nbytes for place in places]), b"".join(place.key for place in places)
+        offsets, blocks = pack_u64([place.offset for place in places]), pack_u32([1] * len(places))
+        ours.sendall(encode(Lend(1, token, keys, offsets, sizes, blocks, sizes)))
+        origin = Origin("bench", "tcp", f"127.0.0.1:{up.details['port']}", incarnation, token)
+        link = TcpLink(target.view, origin, time.monotonic() + PATIENCE_S)
+
+        def read(call_bytes: int) -> float:
+            few = max(1, call_bytes // (len(places) * places[0].layer_bytes))
+            for place in places:
+                header = pack_header(place.key, blocks=1, tokens=16, payload=LAYERS * place.layer_bytes)
+                target.view[place.offset : place.offset + HEADER_BYTES] = header
+            began = time.perf_counter()
+            for lo in range(0, LAYERS, few):
+                results = link.read(origin, places, lo, min(lo + few, LAYERS), time.monotonic() + PATIENCE_S)
+                if any(result.outcome is not ObjectStatus.OK for result in results):
+                    raise LayerflowError(f"an object was not read: {results}")
+            return time.perf_counter() - began
+
+        yield read
+        link.close()
+        ours.sendall(encode(Stop()))
+    finally:
+        ours.close()
+        process.wait(PATIENCE_S)
+
+
+def _frame(connection: socket.socket) -> bytes:
+    frames = Frames()
+    while data := connection.recv(1 << 16):
+        if found := frames.feed(data):
+            return found[0]
+    raise LayerflowError("the exporter has ended before it was up")
+
+
+@contextmanager
+def _sender(nbytes: int) -> Iterator[Any]:
+    """Another process that sends so many bytes of its memory each time, and what receives them; seconds."""
+    spawn = multiprocessing.get_context("spawn")
+    pipe, other = spawn.Pipe()
+    process = spawn.Process(target=_send, args=(other, nbytes), daemon=True)
+    process.start()
+    connection = socket.create_connection(("127.0.0.1", pipe.recv()))
+
+    def receive(target: SharedMemory) -> float:
+        began = time.perf_counter()
+        connection.sendall(b"g")
+        done = 0
+        while done < nbytes:
+            got = connection.recv_into(target.view[done:nbytes], 0, socket.MSG_WAITALL)
+            if not got:
+                raise LayerflowError("the sender has hung up")
+            done += got
+        return time.perf_counter() - began
+
+    try:
+        yield receive
+    finally:
+        connection.close()
+        process.join(PATIENCE_S)
+
+
+def _send(pipe: Connection, nbytes: int) -> None:
+    memory = np.ones(nbytes, dtype=np.uint8).data
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+    with connection:
+        while connection.recv(1):
+            connection.sendall(memory)

@@ -1,0 +1,169 @@
+"""What the scheduler's side tells every worker about one step, and what the workers tell it back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from layerflow.agent.descriptors import PartDescriptor
+from layerflow.connectors.vllm.plan.planned import NO_SAVES, PlannedSaves
+from layerflow.connectors.vllm.plan.verdicts import Verdict
+from layerflow.flow.cost.estimators import ComputeCost, LinkCost
+from layerflow.spec import ModelSpec
+
+ChunkKey = tuple[int, bytes]
+"""A chunk's layerflow group and digest."""
+
+
+@dataclass(slots=True)
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's transfers; the same for all ranks: outlines name chunks, not shards.
+
+    :param number: of this plan among those that save something or are unsure; else 0.
+    :param loads: hits of requests that run in this step, waited for layer by layer.
+    :param tails: blocks of these hits that the step also writes to: vLLM writes a layer's new keys and values
+        before it asks for the layer's loaded ones, so these must be there before the forward pass.
+    :param background: hits whose requests wait until everything is loaded, by request.
+    :param timeouts: how long such a load may take, seconds, where that is not the server's setting.
+    :param restarts: a load in the background that fails starts its request over, as with several cache groups.
+    :param rewritten: vLLM writes to blocks of these loads while it prepares the step; they come after that.
+    :param aborted: finished requests whose load in the background is cut off.
+    :param promised: another engine waits for what this step saves.
+    :param saves: what the step computes.
+    :param fresh: newly allocated block ids, per layerflow group: about to be overwritten.
+    :param leaving: finished requests whose blocks stay until their saves have ended.
+    :param replaced: the weights were replaced since the plan before: what older plans have under way is cut off.
+    :param work: new tokens and their context, see :func:`layerflow.agent.costs.work_of`.
+    :param unsure: the forward pass may compute on a load that has failed: the saves wait for a verdict.
+    :param verdicts: on earlier plans that were unsure; see :mod:`.verdicts`.
+    """
+
+    number: int = 0
+    loads: list[PartDescriptor] = field(default_factory=list)
+    tails: list[PartDescriptor] = field(default_factory=list)
+    background: dict[str, list[PartDescriptor]] = field(default_factory=dict)
+    timeouts: dict[str, float] = field(default_factory=dict)
+    restarts: bool = False
+    rewritten: bool = False
+    aborted: tuple[str, ...] = ()
+    promised: bool = False
+    saves: PlannedSaves = NO_SAVES
+    fresh: tuple[tuple[int, ...], ...] = ()
+    leaving: tuple[str, ...] = ()
+    replaced: bool = False
+    work: tuple[int, int] | None = None
+    unsure: bool = False
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """The step does not concern the workers at all: most steps that only decode."""
+        moves = self.saves or self.loads or self.tails or self.background
+        told = self.unsure or self.verdicts or self.replaced
+        return not (self.fresh or moves or self.leaving or self.aborted or told)
+
+    @property
+    def loads_something(self) -> bool:
+        """In this step or behind it."""
+        return bool(self.loads or self.tails or self.background)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing moves in this step; vLLM then skips its per-layer hooks."""
+        return not (self.loads or self.tails or self.saves)
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What a worker has learnt since its last step.
+
+    :param overlaps: of requests whose loads have ended: hidden and whole transfer time, seconds.
+    :param drained: (request, number of the last plan that saved for it) of saves that have ended, with how many
+        ranks say so.
+    :param costs: the worker's link and compute, as far as measured.
+    :param failed: requests of which a load has failed, with the largest share of their blocks that has, over all ranks.
+    :param stored: chunks that are published since, with how many ranks have stored them; only for KV cache events.
+    :param lost: requests of which a load of the running step has failed; of models with several cache groups.
+    :param ran: numbers of the unsure plans that were run.
+    :param layouts: of the workers, by rank, with what they tell first.
+    """
+
+    overlaps: dict[str, tuple[float, float]] = field(default_factory=dict)
+    drained: dict[tuple[str, int], int] = field(default_factory=dict)
+    costs: tuple[LinkCost | None, ComputeCost | None] | None = None
+    failed: dict[str, float] = field(default_factory=dict)
+    stored: dict[ChunkKey, int] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
+    ran: frozenset[int] = frozenset()
+    layouts: tuple[WorkerLayout, ...] = ()
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Of all ranks of one step: times add up, the slowest rank's costs count."""
+        assert isinstance(other, WorkerReport)
+        overlaps = dict(self.overlaps)
+        for request, (hidden, whole) in other.overlaps.items():
+            mine = overlaps.get(request, (0.0, 0.0))
+            overlaps[request] = (mine[0] + hidden, mine[1] + whole)
+        drained = dict(Counter(self.drained) + Counter(other.drained))
+        stored = dict(Counter(self.stored) + Counter(other.stored))
+        failed = {
+            request: max(self.failed.get(request, 0.0), other.failed.get(request, 0.0))
+            for request in self.failed | other.failed
+        }
+        return WorkerReport(
+            overlaps=overlaps,
+            drained=drained,
+            costs=_slower(self.costs, other.costs),
+            failed=failed,
+            stored=stored,
+            lost=self.lost | other.lost,
+            ran=self.ran | other.ran,
+            layouts=self.layouts + other.layouts,
+        )
+
+
+@dataclass(slots=True)
+class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """A worker's spec, for the scheduler to look up with.
+
+    :param spec: msgpack of :class:`layerflow.spec.ModelSpec`.
+    :param vllm_groups: see :class:`.layout.Layout`.
+    :param endpoint: where the server listens (the embedded one's is chosen by the worker).
+    :param waits: every layer but those of recurrent state waits for its own blocks before its attention.
+    """
+
+    spec: bytes
+    vllm_groups: tuple[int, ...]
+    endpoint: str
+    waits: bool = True
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """What this worker caches."""
+        return msgspec.msgpack.decode(self.spec, type=ModelSpec)
+
+
+NO_NEWS = WorkerReport()
+
+
+def requests_of(parts: Iterable[PartDescriptor]) -> tuple[str, ...]:
+    """Whose parts these are, each once."""
+    return tuple({part.request: None for part in parts})
+
+
+Costs = tuple[LinkCost | None, ComputeCost | None]
+
+
+def _slower(one: Costs | None, other: Costs | None) -> Costs | None:
+    if one is None or other is None:
+        return one or other
+    links = [link for link in (one[0], other[0]) if link is not None]
+    return min(links, key=lambda link: link.bandwidth, default=None), one[1] or other[1]

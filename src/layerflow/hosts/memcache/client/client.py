@@ -1,0 +1,278 @@
+"""Calls into the memcache client, guarded: counted, checked for shape, never after it was closed.
+
+What the library keeps by itself matters here. A copy goes through a table of the client, by address, and an
+address gets into it by an allocation or a lease of this client only. What is not leased any more leaves the table
+up to a second later. Until then a key that was evicted and allocated again is confused with what it was: writes to
+it are skipped, without an error. So keys that the table may still have are told by :meth:`MemcacheClient.remembers`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from layerflow.hosts.backend import Unreachable
+from layerflow.hosts.memcache.client.abandonable import AbandonableCaller
+from layerflow.hosts.memcache.client.codes import INVALID, NO_CLIENT, UNANSWERED, UNKNOWN, explain
+from layerflow.hosts.shared.client import CLOSE_PATIENCE_S, ClientHandle
+from layerflow.hosts.shared.service import Service
+
+G2H, H2G = 2, 3
+"""Pool to host, host to pool."""
+_SWEEP_S = 2.5
+"""The library's own period is one second."""
+CALL_S = 5.0
+"""What a call to the MetaService may take where the options do not say it (`timeout_ms`)."""
+
+
+class ObjectInfo(NamedTuple):
+    """What the MetaService has under a key: bytes (0 = nothing), and its address in the pool."""
+
+    nbytes: int
+    gva: int
+
+
+class AddressRange(NamedTuple):
+    """Bytes to copy between the pool and this process."""
+
+    gva: int
+    address: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Known:
+    """A key in the library's table. :param until: it is gone then, once there are no leases."""
+
+    leases: int = 0
+    until: float = 0.0
+
+
+class MemcacheClient(ClientHandle):
+    """A client while it is connected. Any thread; none of these calls holds the GIL.
+
+    :param meta: nothing is asked of it while it is ill.
+    :param call_s: what a call to it may take.
+    """
+
+    def __init__(self, meta: Service, call_s: float = CALL_S) -> None:
+        super().__init__("the memcache client is not connected")
+        self._meta, self._call_s = meta, call_s
+        self._asker = AbandonableCaller(lambda: meta.generation)
+        self._lock = threading.Lock()
+        self._known: dict[str, _Known] = {}
+        self._lost: dict[str, float] = {}
+        self._unleased: list[str] = []
+        self.unlinked = False  #: the MetaService did not answer the last call
+
+    def open(self, store: Any) -> None:
+        """Calls go to `store` from now on."""
+        with self._lock:
+            self._known.clear()
+            self._lost.clear()
+            self._unleased.clear()
+        self.unlinked = False
+        super().open(store)
+
+    def close(self, patience_s: float = CLOSE_PATIENCE_S) -> bool:
+        """See :meth:`ClientHandle.close`. Takes two to three seconds, and holds the GIL; else the process aborts."""
+        closed = super().close(patience_s)
+        if closed:
+            self._asker.close()
+        return closed
+
+    # Metadata: one message to the MetaService each ----------------------------------------------
+
+    def exists(self, names: Sequence[str], until: float = math.inf) -> list[int]:
+        """1 = complete."""
+        return self._codes("batch_is_exist", names, until=until)
+
+    def probe(self) -> None:
+        """Where the last call was not answered: is the next one? The library connects again by itself.
+
+        :raises Unreachable: no.
+        """
+        if self.unlinked:
+            answers = self._call("batch_is_exist", ["layerflow-probe"], probing=True)
+            self._backend_calls(answers or [NO_CLIENT])
+
+    def info(self, names: Sequence[str], *, complete: bool) -> list[ObjectInfo]:
+        """:param complete: nothing of what is still being written."""
+        if not names:
+            return []
+        answers = self._call("batch_get_key_info", list(names), int(complete))
+        if len(answers) != len(names):
+            self._backend_calls([NO_CLIENT])
+        found = [(each.size(), each.gva_list()) for each in answers]
+        return [ObjectInfo(size, gvas[0]) if size and gvas else ObjectInfo(0, 0) for size, gvas in found]
+
+    def lease(self, names: Sequence[str], ttl_ms: int) -> list[int]:
+        """0 = leased, and its address may be read by this client."""
+        codes = self._codes("batch_add_lease", names, ttl_ms)
+        with self._lock:
+            for name, code in zip(names, codes, strict=True):
+                if code == 0:
+                    self._known.setdefault(name, _Known()).leases += 1
+        return codes
+
+    def unlease(self, names: Sequence[str]) -> None:
+        """Give leases back, without waiting for the MetaService; what cannot be given back runs out. Never raises.
+
+        The library must be told in any case, later if the MetaService is ill now: it counts leases by itself, and takes
+        the place of an object that it believes leased for that object's until the process ends.
+        """
+        with self._lock:
+            for name in names:
+                known = self._known.setdefault(name, _Known())
+                known.leases = max(0, known.leases - 1)
+                known.until = time.monotonic() + _SWEEP_S
+            self._unleased += names
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Leases that could not be given back while the MetaService was ill. Never raises."""
+        if self._meta.ill:
+            return
+        with self._lock:
+            names, self._unleased = self._unleased, []
+        try:
+            # The library gives back none after the first that it does not know.
+            if names and self._call("batch_remove_lease", names) != 0 and len(names) > 1:
+                for name in names:
+                    self._call("batch_remove_lease", [name])
+        except Unreachable:
+            self.count("leases_left", len(names))
+
+    def allocate(self, names: Sequence[str], sizes: Sequence[int], ttl_ms: int) -> list[int]:
+        """Addresses; 0 = no room. Of a key that is there already: its address, whatever its size."""
+        return self._shaped("batch_alloc", names, list(sizes), 1, ttl_ms)
+
+    def finish(self, names: Sequence[str]) -> list[int]:
+        """Publish; 0 = done."""
+        codes = self._codes("batch_write_finish", names, [0] * len(names))
+        with self._lock:
+            until = time.monotonic() + _SWEEP_S
+            for name in names:
+                self._known.setdefault(name, _Known()).until = until
+        return codes
+
+    def remove(self, names: Sequence[str]) -> list[int]:
+        """0 = gone, from the library's table too; its memory is kept until leases on it have run out."""
+        codes = self._codes("remove_batch", names)
+        with self._lock:
+            for name, code in zip(names, codes, strict=True):
+                if code == 0:
+                    self._known.pop(name, None)
+        return codes
+
+    # Data: no message to the MetaService --------------------------------------------------------
+
+    def copy(self, spans: Sequence[AddressRange], direction: int, until: float) -> list[int]:
+        """A code for each. The library has one for all, so where that is an error each is tried by itself."""
+        if not all(span.nbytes for span in spans):  # which the library refuses
+            copied = iter(self.copy([span for span in spans if span.nbytes], direction, until))
+            return [next(copied) if span.nbytes else 0 for span in spans]
+        if not spans:
+            return []
+        code = self._copy(spans, direction)
+        if code == 0 or len(spans) == 1:
+            return [code] * len(spans)
+        codes = []
+        for span in spans:
+            if time.monotonic() < until:
+                code = self._copy([span], direction)
+            codes.append(code)
+        return codes
+
+    def move(self, gvas: list[int], addresses: list[int], sizes: list[int], direction: int) -> int:
+        """As :meth:`copy`, of columns and with the library's one code for all."""
+        code = int(self._call("batch_copy", gvas, addresses, sizes, direction, data=True))
+        if code not in (0, INVALID, UNKNOWN):
+            self.count("failed_calls")
+        return code
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Make memory of this process known to the transport; 0 = done."""
+        return int(self._call("register_buffer", address, nbytes, data=True))
+
+    # ---------------------------------------------------------------------------------------------
+
+    def remembers(self, name: str) -> bool:
+        """Whether the library's table may still have this key, from a read or a write that is over or going on."""
+        now = time.monotonic()
+        with self._lock:
+            if len(self._known) > 1024:
+                self._known = {name: known for name, known in self._known.items() if known.leases or known.until > now}
+            known = self._known.get(name)
+            return known is not None and (known.leases > 0 or known.until > now)
+
+    def lose(self, name: str, until: float) -> None:
+        """It was allocated here, and is another writer's: the client takes it for unfinished until then."""
+        now = time.monotonic()
+        with self._lock:
+            self._lost = {name: until for name, until in self._lost.items() if until > now} | {name: until}
+
+    def lost(self) -> list[str]:
+        """See :meth:`lose`."""
+        now = time.monotonic()
+        with self._lock:
+            return [name for name, until in self._lost.items() if until > now]
+
+    def settle(self, names: Sequence[str]) -> None:
+        """They count as lost no more."""
+        with self._lock:
+            for name in names:
+                self._lost.pop(name, None)
+
+    def _codes(self, method: str, names: Sequence[str], *arguments: Any, until: float = math.inf) -> list[int]:
+        """:raises Unreachable: the MetaService answered for none of them."""
+        codes = self._shaped(method, names, *arguments, until=until)
+        self._backend_calls(codes)
+        return codes
+
+    def _shaped(self, method: str, names: Sequence[str], *arguments: Any, until: float = math.inf) -> list[int]:
+        if not names:
+            return []
+        answers: list[int] = self._call(method, list(names), *arguments, until=until)
+        return answers if len(answers) == len(names) else [NO_CLIENT] * len(names)
+
+    def _backend_calls(self, codes: Sequence[int]) -> None:
+        self.unlinked = bool(codes) and all(code in UNANSWERED for code in codes)
+        if self.unlinked:
+            self.count("failed_calls")
+            raise Unreachable(f"{explain(codes[0])}; is the MetaService running?")
+
+    def _copy(self, spans: Sequence[AddressRange], direction: int) -> int:
+        gvas, addresses, sizes = (list(column) for column in zip(*spans, strict=True))
+        return self.move(gvas, addresses, sizes, direction)
+
+    def _call(
+        self, method: str, *arguments: Any, data: bool = False, probing: bool = False, until: float = math.inf
+    ) -> Any:
+        """One call of the library.
+
+        :param data: it asks the MetaService nothing.
+        :param probing: it is made although the MetaService is ill.
+        :param until: how long an answer is waited for, at most as long as any call may take.
+        :raises Unreachable: there is no client, it was closed, or the MetaService is ill, ends or does not answer.
+        """
+
+        def call() -> Any:
+            with self.client() as store:
+                self.count("copy_calls" if data else "metadata_calls")
+                return getattr(store, method)(*arguments)
+
+        if data:
+            return call()
+        if self._meta.ill and not probing:
+            raise Unreachable(self._meta.ill)
+        try:
+            return self._asker.ask(call, min(until, time.monotonic() + self._call_s), probing=probing)
+        except Unreachable:
+            self.unlinked = True
+            self.count("failed_calls")
+            raise

@@ -1,0 +1,1 @@
+"""Step traces as a page of HTML."""

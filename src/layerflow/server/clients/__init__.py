@@ -1,0 +1,1 @@
+"""Who is attached: sessions, and the clients that have them."""

@@ -1,0 +1,1 @@
+"""What this server finds at others: connections to them, what they offer, and the source of objects that this makes."""

@@ -1,0 +1,148 @@
+"""What peers were asked: each question answered once, by its deadline, with what all of them lend."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from layerflow.errors import ProtocolError
+from layerflow.server.peers.reading.attachment import Attachment
+from layerflow.server.peers.reading.offers import Offers, RemoteLease
+from layerflow.wire import messages as wire
+
+log = structlog.get_logger("layerflow.server.peers")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAnswer:
+    """What peers lend of what they were asked for.
+
+    :param open: some of it is still being stored. :param reason: why a hand-off is not followed; empty = it is.
+    """
+
+    found: frozenset[bytes]
+    open: bool = False
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Question:
+    """:param waiting: numbers that have no answer. :param timer: None = it has been answered."""
+
+    then: Callable[[PeerAnswer], None]
+    timer: asyncio.TimerHandle | None = None
+    waiting: set[int] = field(default_factory=set)
+    found: set[bytes] = field(default_factory=set)
+    open: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    question: _Question
+    peer: Attachment
+    keys: Sequence[bytes]
+    at: float
+
+
+class PeerQuestions:
+    """Those under way.
+
+    :param offers: takes what is lent. :param release: gives a lease back that nobody waits for any more.
+    :param worth: may what a lease offers be used at all?
+    """
+
+    def __init__(self, offers: Offers, release: Callable[[RemoteLease], None]) -> None:
+        self._offers, self._release = offers, release
+        self._asked: dict[int, _Asked] = {}
+        self._numbers = 0
+        self.lookups = self.keys = self.unanswered = 0
+
+    def ask(
+        self,
+        peers: Sequence[Attachment],
+        keys: Sequence[bytes],
+        then: Callable[[PeerAnswer], None],
+        *,
+        timeout_s: float,
+        lease_ms: int,
+        handoff: str = "",
+    ) -> None:
+        """Ask these; `then` is told once, perhaps at once.
+
+        :param handoff: also for what is still to be stored of it.
+        """
+        question, now, packed = _Question(then), time.monotonic(), b"".join(keys)
+        wait_ms = max(1, round(timeout_s * 1e3)) if handoff else 0
+        for peer in peers:
+            assert peer.welcome is not None
+            self._numbers += 1
+            incarnation = peer.welcome.incarnation
+            if peer.send(wire.PeerLookup(self._numbers, incarnation, packed, lease_ms, handoff, wait_ms)):
+                question.waiting.add(self._numbers)
+                self._asked[self._numbers] = _Asked(question, peer, keys, now if not handoff else now + timeout_s)
+        self.lookups += 1
+        self.keys += len(keys)
+        if question.waiting:
+            question.timer = asyncio.get_running_loop().call_later(timeout_s, self._too_late, question)
+        else:
+            then(PeerAnswer(frozenset()))
+
+    def answered(self, peer: Attachment, message: wire.PeerFound) -> None:
+        """A peer has answered.
+
+        :raises ProtocolError: its lists do not fit the question.
+        """
+        asked = self._asked.get(message.id)
+        if asked is None or asked.peer is not peer:
+            return
+        question = asked.question
+        if len(message.states) != len(asked.keys):
+            raise ProtocolError(f"{len(message.states)} states for {len(asked.keys)} keys")
+        if message.lease:
+            # The time of a question that waits for its hand-off says nothing of when its lease began; its owner answers
+            # when it has, and the way here is what may be lost of it.
+            lease = self._offers.add(peer, asked.keys, message, min(asked.at, time.monotonic()))
+            if question.timer is not None:
+                question.found |= lease.offers.keys()
+                question.open = question.open or any(offer.open for offer in lease.offers.values())
+            else:
+                self._release(lease)  # too late
+        question.reason = question.reason or message.reason
+        self._settle(message.id)
+
+    def refused(self, number: int, why: str) -> None:
+        """A peer does not answer."""
+        asked = self._asked.get(number)
+        if asked is not None:
+            log.warning("peer_refused", peer=asked.peer.target.name, reason=why)
+            asked.question.reason = asked.question.reason or why
+            self._settle(number)
+
+    def lost(self, peer: Attachment, why: str) -> None:
+        """Nothing that this peer was asked is answered."""
+        for number, asked in list(self._asked.items()):
+            if asked.peer is peer:
+                asked.question.reason = asked.question.reason or why
+                self._settle(number)
+
+    def _too_late(self, question: _Question) -> None:
+        self.unanswered += 1
+        question.reason = question.reason or "no answer in time"
+        self._end(question)
+
+    def _settle(self, number: int) -> None:
+        question = self._asked.pop(number).question
+        question.waiting.discard(number)
+        if not question.waiting and question.timer is not None:
+            self._end(question)
+
+    def _end(self, question: _Question) -> None:
+        assert question.timer is not None
+        question.timer.cancel()
+        question.timer = None
+        question.then(PeerAnswer(frozenset(question.found), question.open, question.reason))

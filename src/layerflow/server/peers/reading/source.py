@@ -1,0 +1,401 @@
+"""Peers as a source of objects, like the tier: asked by lookups, fetched from ahead of the steps that load.
+
+What moves when is the core's, on the hop of peers; the importer moves it. Here is which peer lends what, until when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import structlog
+
+from layerflow.config.settings import Settings
+from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.events import Event, FetchAvailable, FetchFailed, Hop, HostLost
+from layerflow.hosts.backend import ObjectStatus
+from layerflow.keys import describe_key
+from layerflow.pool.base import NewObject, Pool
+from layerflow.server.peers.reading.attachment import Attachment, PeerTarget
+from layerflow.server.peers.reading.comparison import Comparison
+from layerflow.server.peers.reading.link_costs import LinkCosts
+from layerflow.server.peers.reading.offers import MARGIN, Offer, Offers, RemoteLease
+from layerflow.server.peers.reading.questions import PeerAnswer, PeerQuestions
+from layerflow.server.tier.fetches import AtPeer, Fetches, PendingFetch
+from layerflow.server.tier.index import NegativeCache
+from layerflow.server.tier.process import HostProcess
+from layerflow.spec import ModelSpec
+from layerflow.wire import messages as wire
+from layerflow.wire.codec import unpack_u32
+from layerflow.wire.host_messages import Fetched, ToServer
+from layerflow.wire.messages import MAX_PEER_KEYS
+from layerflow.wire.peer_link import LINK_REST_S, Origin, encode_origin
+
+IMPORTER = "layerflow.hosts.peer.importer:Importer"
+HIDE_S = 30.0
+"""How long an object whose read failed is not asked for."""
+ATTACH_POLL_S = 0.02
+"""How often a lookup with a hand-off looks whether its server is attached by now."""
+RENEW_S = 0.5
+"""A lease that is read and has no more of its time than this share is prolonged."""
+
+log = structlog.get_logger("layerflow.server.peers")
+
+
+class PeerSource:
+    """All servers that this one reads from, and their importer.
+
+    :param arena: descriptor and size.
+    :param emit: gives events to the core.
+    :param numbers: of fetches, shared with the tier's.
+    :param models: the specs that workers here are attached with.
+    :param attach: makes the connection to a peer.
+    """
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        pool: Pool,
+        arena: tuple[int, int],
+        emit: Callable[[Sequence[Event]], None],
+        numbers: Iterator[int],
+        attach: Callable[[PeerTarget, PeerSource], Attachment],
+        models: Callable[[], Sequence[ModelSpec]],
+    ) -> None:
+        self._settings, self._pool, self._emit, self._attach = settings, pool, emit, attach
+        self.host = HostProcess(IMPORTER, {"timeout_ms": settings().pool.host_timeout_ms}, *arena, self)
+        self.host_up = False
+        self.peers: dict[str, Attachment] = {}
+        self.fetches = Fetches(
+            pool, self.host.send, emit, self._read_failed, numbers, hop=Hop.PEER, ended=self._fetch_ended
+        )
+        self.offers = Offers()
+        self._reading: dict[int, RemoteLease] = {}
+        self._failed_reads = NegativeCache()
+        self._resting: dict[Attachment, float] = {}
+        self._questions = PeerQuestions(self.offers, self._release)
+        self.comparison = Comparison(models)
+        self._expiry: asyncio.TimerHandle | None = None
+        self.failures: Counter[str] = Counter()
+        self.costs = LinkCosts()
+        self.dear_objects = 0
+
+    def start(self) -> None:
+        """Start the importer and attach to the servers that the settings name."""
+        self.host.start()
+
+    async def close(self) -> bool:
+        """Give all leases back and stop the importer. True: nothing of it can touch the arena any more."""
+        for lease in self.offers.leases():
+            self._release(lease)
+        for peer in self.peers.values():
+            peer.close()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        return await self.host.close()
+
+    def add(self, target: PeerTarget) -> Attachment:
+        """Attach to a server, unless that is done."""
+        known = self.peers.get(target.name)
+        if known is None:
+            known = self.peers[target.name] = self._attach(target, self)
+            known.renew = lambda peer=known: self._to_renew(peer)  # type: ignore[misc]
+            known.start()
+        return known
+
+    # Lookups -------------------------------------------------------------------------------------
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of `keys` are on their way, or lent to this server already."""
+        now = time.monotonic()
+        return [key in self.fetches or self.offers.get(key, now) is not None for key in keys]
+
+    def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], until: float) -> None:
+        """Which of `keys` do peers lend? Answered once, perhaps at once, by `until` (monotonic seconds)."""
+        now = time.monotonic()
+        timeout_s = min(self._settings().peers.lookup_timeout_ms / 1e3, until - now)
+        able = self._able(now)
+        wanted = self._failed_reads.visible(keys, now)[:MAX_PEER_KEYS]
+        if not wanted or not able or timeout_s <= 0:
+            then(frozenset())
+            return
+        lease_ms = self._settings().peers.lease_ms
+
+        def answered(answer: PeerAnswer) -> None:
+            self._watch_leases()
+            then(answer.found)
+
+        self._questions.ask(able, wanted, answered, timeout_s=timeout_s, lease_ms=lease_ms)
+
+    def _able(self, now: float) -> list[Attachment]:
+        """Peers that can be read from now."""
+        if not self.host_up:
+            return []
+        return [
+            peer for peer in self.peers.values() if peer.endpoint() is not None and self._resting.get(peer, 0.0) <= now
+        ]
+
+    def ask_handoff(
+        self,
+        servers: Sequence[Attachment],
+        keys: Sequence[bytes],
+        handoff: str,
+        then: Callable[[PeerAnswer], None],
+        until: float,
+    ) -> None:
+        """What do these servers lend of a hand-off, stored or still to be? Answered once, by `until`.
+
+        A server that is not attached yet is waited for.
+        """
+        able = [peer for peer in self._able(time.monotonic()) if peer in servers]
+        left = until - time.monotonic()
+        if left <= 0:
+            then(PeerAnswer(frozenset(), reason="its server cannot be read from in time"))
+        elif len(able) < len(servers):
+            again = functools.partial(self.ask_handoff, servers, keys, handoff, then, until)
+            asyncio.get_running_loop().call_later(min(ATTACH_POLL_S, left), again)
+        else:
+
+            def answered(answer: PeerAnswer) -> None:
+                self._watch_leases()
+                then(answer)
+
+            lease_ms = self._settings().peers.lease_ms
+            self._questions.ask(
+                able, list(keys)[:MAX_PEER_KEYS], answered, timeout_s=left, lease_ms=lease_ms, handoff=handoff
+            )
+
+    def dear(self, keys: Iterable[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
+        """Of these, what would take longer to read than to compute, peer by peer; where nothing is known, nothing.
+
+        :param compute_s: what computing all `objects` of the prompt takes, in seconds.
+        """
+        lent = {key: offer for key in keys if (offer := self.offered(key)) is not None}
+        found = self.costs.dear(
+            {key: (offer.lease.peer.target.name, offer.nbytes) for key, offer in lent.items()},
+            compute_s / max(1, objects),
+        )
+        self.dear_objects += len(found)
+        return found
+
+    def forgo(self, keys: Sequence[bytes]) -> None:
+        """These are had from elsewhere."""
+        self.offers.withdraw(keys)
+
+    # Loads ---------------------------------------------------------------------------------------
+
+    def offered(self, key: bytes) -> Offer | None:
+        """Who lends it."""
+        return self.offers.get(key, time.monotonic()) if self.host_up else None
+
+    def bring(self, objects: Sequence[NewObject], layers: Sequence[int], source: str) -> None:
+        """Fetch objects of one group, as far as peers lend them; see :meth:`coming`. Parameters as of the tier's."""
+        by_lease: dict[tuple[RemoteLease, int], list[NewObject]] = {}
+        for new in objects:
+            offer = self.offered(new.key)
+            if offer is None or new.key in self.fetches:
+                continue
+            if offer.nbytes != new.nbytes or offer.blocks != new.blocks:
+                self._read_failed(
+                    new.key, ObjectStatus.BROKEN, f"{offer.nbytes} bytes at {offer.lease.peer.target.name}, "
+                    f"{new.nbytes} here"
+                )  # fmt: skip
+                continue
+            by_lease.setdefault((offer.lease, offer.save), []).append(new)
+        for (lease, _), mine in by_lease.items():
+            endpoint = lease.peer.endpoint()
+            if endpoint is None:
+                continue
+            origin = Origin(lease.peer.target.name, endpoint.link, endpoint.address, endpoint.incarnation, lease.token)
+            open_layers = [lease.layers[at] for new in mine if (at := lease.offers[new.key].position) in lease.layers]
+            available = min(open_layers, default=-1)
+            positions = {new.key: lease.offers[new.key].position for new in mine}
+            number = self.fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions, available))
+            if number:
+                lease.fetches.add(number)
+                lease.brought.update(positions)
+                self._reading[number] = lease
+                self._watch_leases()
+
+    def coming(self, key: bytes) -> PendingFetch | None:
+        """An object's room in the arena while it is on its way."""
+        return self.fetches.coming(key)
+
+    def knows(self, fetch: int) -> bool:
+        """Is this fetch from a peer?"""
+        return self.fetches.knows(fetch)
+
+    def obey(self, command: Call | Arrived | ObjectsLost | Vacate | TransferDone) -> None:
+        """What the core wants done on the way from peers."""
+        if isinstance(command, Call):
+            lease = self._reading.get(command.transfer)
+            name = lease.peer.target.name if lease is not None else ""
+            self.costs.begun(command.call, command.nbytes, name)
+        self.fetches.obey(command)
+
+    def _fetch_ended(self, number: int) -> None:
+        lease = self._reading.pop(number, None)
+        if lease is not None:
+            lease.fetches.discard(number)
+            # What was offered and is not fetched yet may be what a step brings: a tail, say.
+            if not lease.fetches and lease.brought.issuperset(lease.offers):
+                self._release(lease)
+
+    def _release(self, lease: RemoteLease) -> None:
+        self.offers.forget(lease)
+        if lease.peer.up:
+            lease.peer.send(wire.PeerRelease(lease.number))
+
+    # Leases --------------------------------------------------------------------------------------
+
+    def _to_renew(self, peer: Attachment) -> list[int]:
+        now = time.monotonic()
+        leases = (lease for lease in self.offers.leases(peer) if lease.fetches)
+        return [lease.number for lease in leases if lease.until - now < RENEW_S * lease.lease_s]
+
+    def _watch_leases(self) -> None:
+        """Wake when the first lease runs out."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        first = min((lease.until for lease in self.offers.leases()), default=None)
+        if first is not None:
+            delay = max(0.0, first - time.monotonic())
+            self._expiry = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        for lease in self.offers.expired(time.monotonic()):
+            self._give_up(lease, f"the lease of peer {lease.peer.target.name} has run out")
+            self._release(lease)
+        self._watch_leases()
+
+    def _give_up(self, lease: RemoteLease, why: str) -> None:
+        """Nothing more of it may be read."""
+        for number in list(lease.fetches):
+            objects = self.fetches.objects_of(number)
+            coming = [at for at, new in enumerate(objects) if self._is_coming(new.key, number)]
+            self.failures["fetch_failed"] += len(coming)
+            self._emit([FetchFailed(number, tuple((at, why) for at in coming))])
+
+    def _is_coming(self, key: bytes, number: int) -> bool:
+        coming = self.fetches.coming(key)
+        return coming is not None and coming.job.number == number
+
+    # Peers ---------------------------------------------------------------------------------------
+
+    def peer_up(self, peer: Attachment) -> None:
+        """It can be read from: are its models those of this server?"""
+        self.comparison.peer_up(peer)
+
+    def compare(self, spec: ModelSpec) -> None:
+        """A worker has attached."""
+        for peer in self.peers.values():
+            if peer.up:
+                self.comparison.compare(peer, spec)
+
+    def peer_lost(self, peer: Attachment, why: str) -> None:
+        """What it has lent counts no more; what it was asked is not answered."""
+        for lease in self.offers.leases(peer):
+            self._give_up(lease, f"peer {peer.target.name} is lost: {why}")
+            self.offers.forget(lease)
+        self._questions.lost(peer, why)
+        self.comparison.lost(peer)
+        self._watch_leases()
+
+    def peer_said(self, peer: Attachment, message: wire.PeerFound | wire.PeerProgress | wire.PeerCompared) -> None:
+        """An answer, or news."""
+        match message:
+            case wire.PeerFound():
+                self._questions.answered(peer, message)
+            case wire.PeerCompared():
+                self.comparison.answered(peer, message)
+            case wire.PeerProgress():
+                self._progress(peer, message)
+
+    def peer_refused(self, peer: Attachment, number: int, why: str) -> None:
+        """A question was not answered."""
+        self._questions.refused(number, why)
+
+    def _progress(self, peer: Attachment, message: wire.PeerProgress) -> None:
+        """Open objects of a lease: more of them is stored, or they will not be."""
+        lease = self.offers.lease(peer, message.lease)
+        if lease is None:
+            return
+        if message.reason:
+            self._give_up(lease, f"peer {peer.target.name}: {message.reason}")
+            self.offers.forget(lease)
+            return
+        lease.progressed(
+            unpack_u32(message.positions, len(message.positions) // 4, "positions").tolist(), message.layers
+        )
+        for number in list(lease.fetches):
+            layers = self._layers_stored(lease, number)
+            if layers >= 0:
+                self._emit([FetchAvailable(number, layers)])
+
+    def _layers_stored(self, lease: RemoteLease, fetch: int) -> int:
+        """Of all objects of a fetch; -1 = all of them, from the beginning."""
+        keys = [new.key for new in self.fetches.objects_of(fetch)]
+        return min((lease.layers[at] for key in keys if (at := lease.offers[key].position) in lease.layers), default=-1)
+
+    def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
+        """These last longer."""
+        for number in leases:
+            lease = self.offers.lease(peer, number)
+            if lease is not None:
+                lease.until = max(lease.until, sent + MARGIN * lease.lease_s)
+        if leases:
+            self._watch_leases()
+
+    # The importer --------------------------------------------------------------------------------
+
+    def host_said(self, message: ToServer) -> None:
+        """News from the importer."""
+        match message:
+            case Fetched():
+                self.costs.ended(message.call, whole=not message.failed)
+                self._rest(message)
+                self.fetches.heard(message)
+            case _:
+                self.host_up = self.host.state.state == "up"
+
+    def host_stuck(self, why: str) -> None:
+        """It was killed and does not die."""
+        self.host_up = False
+
+    def host_lost(self, why: str) -> None:
+        """It is dead and will be started anew."""
+        self.host_up = False
+        self.costs.lost()
+        self.failures["fetch_failed"] += self.fetches.coming_objects
+        self._emit([HostLost(f"the importer is gone: {why}", (Hop.PEER,))])
+
+    def _rest(self, message: Fetched) -> None:
+        """The link to a peer has failed: the importer reads nothing over it for a while, and lookups hit nothing."""
+        lease = self._reading.get(message.id)
+        if lease is not None and any(failure.outcome == ObjectStatus.FAILED for failure in message.failed):
+            self._resting[lease.peer] = time.monotonic() + LINK_REST_S
+
+    def counts(self) -> dict[str, int]:
+        """By the names of :class:`layerflow.observe.metrics.peers.PeerStatistics`."""
+        return {
+            "attached": sum(peer.up for peer in self.peers.values()),
+            "read_leases": len(self.offers),
+            "lookups": self._questions.lookups,
+            "lookup_keys": self._questions.keys,
+            "unanswered_lookups": self._questions.unanswered,
+            "fetched_objects": self.fetches.fetched_objects,
+            "fetched_bytes": self.fetches.fetched_bytes,
+            "dear_objects": self.dear_objects,
+        }
+
+    def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
+        name = ObjectStatus(outcome).name.lower()
+        self.failures[f"fetch_{name}"] += 1
+        self._failed_reads.add(key, time.monotonic() + HIDE_S)
+        self.offers.withdraw([key])
+        log.warning("peer_read_failed", key=describe_key(key), outcome=name, reason=reason)
