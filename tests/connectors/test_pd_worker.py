@@ -58,11 +58,16 @@ class FakeAgent:
         self.touches = True
         self.opened_saves = 0
 
-    def open_descriptors(self, loads: Any, saves: Any, work: Any = None, timeout_s: Any = None) -> LoadingStep:
+    def open_descriptors(
+        self, loads: Any, saves: Any, work: Any = None, timeout_s: Any = None, after: Any = None
+    ) -> LoadingStep:
         self.timeouts.append(timeout_s)
         self.opened_saves += len(saves)
         self.steps.append(LoadingStep(list(loads)))
         return self.steps[-1]
+
+    def record(self) -> None:
+        """It is on the cpu."""
 
     def abort(self, name: str) -> None:
         self.aborted.append(name)

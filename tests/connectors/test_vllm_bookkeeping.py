@@ -66,9 +66,14 @@ class FakeAgent:
         self.measured: deque[Any] = deque()
         self.steps: list[FakeStep] = []
 
-    def open_descriptors(self, loads: Any, saves: Any, work: Any = None, timeout_s: Any = None) -> FakeStep:
+    def open_descriptors(
+        self, loads: Any, saves: Any, work: Any = None, timeout_s: Any = None, after: Any = None
+    ) -> FakeStep:
         self.steps.append(FakeStep(list(loads), list(saves)))
         return self.steps[-1]
+
+    def record(self) -> None:
+        """It is on the cpu."""
 
     def abort(self, name: str) -> None:
         """Its step ends when the test says so."""

@@ -35,7 +35,9 @@ class FakeAgent:
         self.computed = object()
         self.recorded_on = 0
 
-    def open_descriptors(self, loads: Any, saves: Any, work: Any = None, timeout_s: Any = None) -> NoStep:
+    def open_descriptors(
+        self, loads: Any, saves: Any, work: Any = None, timeout_s: Any = None, after: Any = None
+    ) -> NoStep:
         self.opened.append((len(loads), len(saves)))
         if saves:
             self.saved.set()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from layerflow.device import device_for, is_emulated
 from layerflow.errors import LayerflowError
 from layerflow.spec import Shard
 from layerflow_cli.bench.harness import Worker, serving
@@ -24,25 +25,31 @@ Begun = tuple[int, int, float]
 """Rank, layer, and when its copy was submitted, monotonic seconds."""
 
 
-def measure(ranks: int = 4, layers: int = 32, spacing_us: int = 1000, rounds: int = 5) -> dict[str, Any]:
+def measure(
+    ranks: int = 4, layers: int = 32, spacing_us: int = 1000, rounds: int = 5, device: str = "cpu"
+) -> dict[str, Any]:
     """Every rank loads the same prompt at once, so many times.
 
     :param ranks: sessions of one model, each a process.
     :param spacing_us: distance of two slots, microseconds.
-    :returns: ``slot_error_us``: how far behind its slot a layer was submitted, ``p50`` and ``p95``, microseconds;
-        ``early``: layers that were submitted before their slot.
+    :param device: of the ranks' memory: they share its link.
+    :returns: ``slot_error_us``: how far behind its slot a layer was submitted, on a device how far behind it its copies
+        began to move, ``p50`` and ``p95``, microseconds; ``early``: layers that were submitted before their slot.
+    :raises Unsupported: no such device here.
     """
+    device_for(device)  # says so here, not in every rank
     settings = {
         "pool__size": f"{(ranks * layers * LAYER_BYTES >> 20) + 64}MiB",
         "transfer__h2d_stagger_us": spacing_us,
         "transfer__step_timeout_ms": 60_000,
     }
     with serving(**settings) as server:
-        begun = _all_ranks(server.endpoint, ranks, layers, rounds)
+        begun = _all_ranks(server.endpoint, ranks, layers, rounds, device)
     errors = np.array([slot_error(rank, layer, when, ranks, spacing_us * 1e-6) for rank, layer, when in begun])
     p50, p95 = (np.percentile(errors[errors >= 0], (50, 95)) * 1e6).tolist()
     early = int((errors < 0).sum())
-    return {"slot_error_us": {"p50": p50, "p95": p95}, "early": early, "submitted": len(begun)}
+    about = {"device": device, "emulated": is_emulated(device)}
+    return {"slot_error_us": {"p50": p50, "p95": p95}, "early": early, "submitted": len(begun), **about}
 
 
 def slot_error(rank: int, layer: int, when: float, ranks: int, spacing_s: float) -> float:
@@ -53,13 +60,13 @@ def slot_error(rank: int, layer: int, when: float, ranks: int, spacing_s: float)
     return error - turn if error > turn - spacing_s / 2 else error
 
 
-def _all_ranks(endpoint: str, ranks: int, layers: int, rounds: int) -> Sequence[Begun]:
+def _all_ranks(endpoint: str, ranks: int, layers: int, rounds: int, device: str) -> Sequence[Begun]:
     spawn = multiprocessing.get_context("spawn")
     together = spawn.Barrier(ranks)
     pipes = [spawn.Pipe(duplex=False) for _ in range(ranks)]
     children = [
-        spawn.Process(target=_rank, args=(endpoint, rank, ranks, layers, rounds, together, pipes[rank][1]), daemon=True)
-        for rank in range(ranks)
+        spawn.Process(target=_rank, args=(endpoint, (rank, ranks), layers, rounds, device, together, out), daemon=True)
+        for rank, (_, out) in enumerate(pipes)
     ]
     for child, (_, sending) in zip(children, pipes, strict=True):
         child.start()
@@ -79,9 +86,19 @@ def _all_ranks(endpoint: str, ranks: int, layers: int, rounds: int) -> Sequence[
     return begun
 
 
-def _rank(endpoint: str, rank: int, ranks: int, layers: int, rounds: int, together: Barrier, out: Connection) -> None:
+def _rank(
+    endpoint: str,
+    shard: tuple[int, int],
+    layers: int,
+    rounds: int,
+    device: str,
+    together: Barrier,
+    out: Connection,
+) -> None:
+    rank, _ = shard
+    device_for(device)  # from here on torch knows the name
     torch.set_num_threads(1)
-    worker = Worker(endpoint, layers, TOKENS, LAYER_BYTES, shard=Shard(rank, ranks), content="stagger")
+    worker = Worker(endpoint, layers, TOKENS, LAYER_BYTES, shard=Shard(*shard), content="stagger", device=device)
     chain = worker.prompt()
     try:
         worker.store(chain)

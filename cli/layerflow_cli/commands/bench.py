@@ -137,10 +137,14 @@ def stagger(
     ranks: Annotated[int, typer.Option(min=2, metavar="N", help="Tensor-parallel ranks, each a process.")] = 4,
     layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the model.")] = 32,
     spacing_us: Annotated[int, typer.Option(min=1, metavar="US", help="Distance of two slots.")] = 1000,
+    on: Annotated[
+        str, typer.Option("--device", metavar="KIND", help="Of the ranks' memory: cpu, cuda or npu, or e.g. cuda:1.")
+    ] = "cpu",
     options: Options = None,
     json_file: JsonFile = None,
 ) -> None:
-    _run("stagger", {"ranks": ranks, "layers": layers, "spacing_us": spacing_us}, options or [], json_file)
+    given = {"ranks": ranks, "layers": layers, "spacing_us": spacing_us, "device": on}
+    _run("stagger", given, options or [], json_file)
 
 
 @bench.command(

@@ -33,6 +33,7 @@ from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.versions import check_version, release
 from layerflow.connectors.vllm.worker.hook_times import ENVIRONMENT, HookTimes
+from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
 from layerflow.connectors.vllm.worker.worker import WorkerSide
 
@@ -213,6 +214,12 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             endpoint,
             several_groups=self._groups > 1,
             early=not (zeroes or _steps_overlap(self._vllm_config)),
+            in_flight=steps_in_flight(
+                self._vllm_config,
+                vllm.__version__,
+                overlap=_steps_overlap(self._vllm_config),
+                consumer=self._kv_transfer_config.is_kv_consumer and not self._is_child,
+            ),
             waits=waits_by_layer(self._vllm_config, layout),
             events=self._events,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -33,6 +34,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param background: hits whose requests wait until everything is loaded, by request.
     :param timeouts: how long such a load may take, seconds, where that is not the server's setting.
     :param restarts: a load in the background that fails starts its request over, as with several cache groups.
+    :param rewritten: vLLM writes to blocks of these loads while it prepares the step; they come after that.
     :param aborted: finished requests whose load in the background is cut off.
     :param promised: another engine waits for what this step saves.
     :param saves: what the step computes.
@@ -50,6 +52,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     background: dict[str, list[PartDescriptor]] = field(default_factory=dict)
     timeouts: dict[str, float] = field(default_factory=dict)
     restarts: bool = False
+    rewritten: bool = False
     aborted: tuple[str, ...] = ()
     promised: bool = False
     saves: PlannedSaves = NO_SAVES
@@ -66,6 +69,11 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
         moves = self.saves or self.loads or self.tails or self.background
         told = self.unsure or self.verdicts or self.replaced
         return not (self.fresh or moves or self.leaving or self.aborted or told)
+
+    @property
+    def loads_something(self) -> bool:
+        """In this step or behind it."""
+        return bool(self.loads or self.tails or self.background)
 
     @property
     def idle(self) -> bool:
@@ -144,6 +152,12 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 NO_NEWS = WorkerReport()
+
+
+def requests_of(parts: Iterable[PartDescriptor]) -> tuple[str, ...]:
+    """Whose parts these are, each once."""
+    return tuple({part.request: None for part in parts})
+
 
 Costs = tuple[LinkCost | None, ComputeCost | None]
 

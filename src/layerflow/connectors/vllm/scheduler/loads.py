@@ -105,6 +105,20 @@ class StepLoads:
         return free
 
 
+def are_rewritten(spec: ModelSpec, output: Any, loading: Sequence[Tracked]) -> bool:
+    """Does vLLM write to blocks of these loads while it prepares the step: zero them, copy into them?
+
+    :param output: vLLM's SchedulerOutput.
+    """
+    if not loading:
+        return False
+    if any(group.rules.exact for group in spec.groups) and not all(tracked.background for tracked in loading):
+        return True  # it copies the state of every request of the step
+    written = set(getattr(output, "new_block_ids_to_zero", None) or ())
+    written.update(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
+    return any(not written.isdisjoint(table) for tracked in loading for table in tracked.tables)
+
+
 def plan_load(spec: ModelSpec, tracked: Tracked, tables: Sequence[np.ndarray], tokens: int, plan: StepPlan) -> int:
     """Put a hit's load into the plan.
 

@@ -35,7 +35,7 @@ class SavePlanner:
     """
 
     def __init__(self, spec: ModelSpec, vllm_groups: Sequence[int], options: Options) -> None:
-        self._spec = spec
+        self.spec = spec
         self._vllm_groups = tuple(vllm_groups)
         self._options = options
         self._states = [number for number, group in enumerate(spec.groups) if group.rules.exact]
@@ -79,7 +79,7 @@ class SavePlanner:
 
     def know(self, tracked: Tracked) -> None:
         """A lookup's hit is stored already."""
-        hit, chunk = tracked.hit, self._spec.chunk_tokens
+        hit, chunk = tracked.hit, self.spec.chunk_tokens
         held = hit.stored(chunk)
         tracked.saved = max(tracked.saved, held if held >= len(tracked.chain) else held // chunk * chunk)
 
@@ -147,10 +147,10 @@ class SavePlanner:
 
     def _outline(self, asked: Sequence[Asked]) -> list[PartDescriptor]:
         requests = [dataclasses.replace(request, blocks=_signed(held)) for request, held in asked]
-        return describe_saves(self._spec, requests, self._options.save_partial)
+        return describe_saves(self.spec, requests, self._options.save_partial)
 
     def _ask(self, tracked: Tracked, upto: int) -> list[Asked]:
-        chunk = self._spec.chunk_tokens
+        chunk = self.spec.chunk_tokens
         whole = upto == tracked.request.num_prompt_tokens and self._options.save_partial
         if upto // chunk == tracked.saved // chunk and not (whole and upto % chunk):
             return []
@@ -173,7 +173,7 @@ class SavePlanner:
         for boundary, blocks in sorted(offers.items()):
             tables = self._of_groups(tracked.tables)
             for number in self._states:
-                size = self._spec.groups[number].block_size
+                size = self.spec.groups[number].block_size
                 block = blocks.get(self._vllm_groups[number])
                 if block is None or (boundary % size and boundary != tracked.request.num_prompt_tokens):
                     break
@@ -182,14 +182,14 @@ class SavePlanner:
                 if boundary > len(tracked.chain):
                     tracked.know_tokens()
                 asked.append(self._request(tracked, tables, boundary, tail=True))
-                tracked.saved = boundary // self._spec.chunk_tokens * self._spec.chunk_tokens
+                tracked.saved = boundary // self.spec.chunk_tokens * self.spec.chunk_tokens
         return asked
 
     def _last_states(self, tracked: Tracked, upto: int) -> dict[int, int]:
         """Where this step leaves the states behind the prompt's last token, by vLLM group; no step continues them."""
         found = {}
         for number in self._states:
-            vllm_group, position = self._vllm_groups[number], (upto - 1) // self._spec.groups[number].block_size
+            vllm_group, position = self._vllm_groups[number], (upto - 1) // self.spec.groups[number].block_size
             table = tracked.tables[vllm_group]
             if position < len(table) and table[position] != NULL_BLOCK:
                 found[vllm_group] = table[position]
@@ -203,7 +203,7 @@ class SavePlanner:
 
     def _beyond(self, taken: set[int], block_ids: Sequence[Sequence[int]], computed: int) -> None:
         for number, vllm_group in enumerate(self._vllm_groups):
-            first = computed // self._spec.groups[number].block_size
+            first = computed // self.spec.groups[number].block_size
             taken.update(block_ids[vllm_group][first:])
 
 

@@ -25,7 +25,7 @@ from layerflow.connectors.vllm.pd.side import HandoffSide, merged
 from layerflow.connectors.vllm.plan.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.plan.verdicts import Verdicts
 from layerflow.connectors.vllm.scheduler.keys import PromptKeys
-from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
+from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.scheduler.search import HitSearch
@@ -214,6 +214,7 @@ class SchedulerSide:
             return plan
         plan.verdicts = self._verdicts.take()
         plan.fresh = self._saves.fresh(output, self._loading)
+        plan.rewritten = are_rewritten(self._saves.spec, output, self._loading)
         for tracked in self._loading:
             self._load(tracked, plan, output.num_scheduled_tokens.get(tracked.id, 0))
         self._loading.clear()
@@ -226,8 +227,7 @@ class SchedulerSide:
         if self.events is not None and plan.saves:
             self.events.planned(plan.saves.parts, self._tracked)
         plan.leaving, plan.aborted = tuple(self._leaving), tuple(self._aborted)
-        self._leaving.clear()
-        self._aborted.clear()
+        self._leaving, self._aborted = [], []
         return plan
 
     def heard(self, output: Any) -> None:

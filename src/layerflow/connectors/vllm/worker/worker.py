@@ -17,14 +17,14 @@ import structlog
 
 from layerflow.agent import Agent, LoadResult, NoStep, Step
 from layerflow.agent.agent import REPLACED
-from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.lanes.save import FAST_LAYER_S
 from layerflow.connectors.vllm.layout import Layout
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport, requests_of
 from layerflow.connectors.vllm.plan.verdicts import Verdict
 from layerflow.connectors.vllm.worker.deferred import Deferred
 from layerflow.connectors.vllm.worker.failures import LoadFailures, all_failed
 from layerflow.connectors.vllm.worker.figures import StepTally
+from layerflow.connectors.vllm.worker.order import LoadOrder
 from layerflow.connectors.vllm.worker.stats import TransferStats
 from layerflow.connectors.vllm.worker.stored import StoredChunks
 from layerflow.device.base import DeviceEvent
@@ -48,6 +48,7 @@ class WorkerSide:
     """One per worker.
 
     :param early: loads may begin before vLLM has prepared the step: nothing that it does then touches the blocks.
+    :param in_flight: on a device; see :class:`.order.LoadOrder`.
     :param waits: see :class:`.plan.WorkerLayout`.
     :param events: tell which chunks are stored, for KV cache events.
     """
@@ -61,6 +62,7 @@ class WorkerSide:
         several_groups: bool,
         early: bool,
         events: bool,
+        in_flight: int | None = None,
         waits: bool = True,
     ) -> None:
         self._agent = agent
@@ -69,6 +71,7 @@ class WorkerSide:
         self._endpoint = endpoint
         self._early = early
         self._waits = waits
+        self._order = LoadOrder(agent.record, in_flight)
         self._plan: StepPlan | None = None
         self._hooked = False
         self._late = False
@@ -109,6 +112,7 @@ class WorkerSide:
         if self._put_off is not None:
             self._hand_over(self._put_off)
         self._plan, self._hooked, self._late, self._layer = plan, False, False, ""
+        self._order.begin(plan)
         if plan.empty:
             return
         self._judge(plan.verdicts)
@@ -118,7 +122,7 @@ class WorkerSide:
             cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
             self._tally.add("revoked_saves", cut)
         self._late = bool(plan.saves) and not (plan.unsure or plan.promised) and self._is_short(plan)
-        if not self._late and (self._early or not (plan.loads or plan.tails)):
+        if not self._late and (self._early or not (plan.loads or plan.tails) or self._order.is_known(plan)):
             self._open(plan)
 
     def begin(self, plan: StepPlan) -> bool:
@@ -138,7 +142,8 @@ class WorkerSide:
             self._cut.add(request)
         self._failures.restarts = plan.restarts
         for request, parts in plan.background.items():
-            step = self._agent.open_descriptors(parts, [], timeout_s=plan.timeouts.get(request))
+            timeout_s, after = plan.timeouts.get(request), self._order.after(plan)
+            step = self._agent.open_descriptors(parts, [], timeout_s=timeout_s, after=after)
             step.want_all()
             self._background[request] = self._remember(step, (request,))
             self._tally.add("background_loads", 1)
@@ -314,11 +319,13 @@ class WorkerSide:
 
     def _open(self, plan: StepPlan) -> None:
         self._tally.add("step_loads", len({part.request for part in (*plan.loads, *plan.tails)}))
+        after = self._order.after(plan)
         if plan.tails:
-            self._tails = self._remember(self._agent.open_descriptors(plan.tails, []), _requests(plan.tails))
+            tails = self._agent.open_descriptors(plan.tails, [], after=after)
+            self._tails = self._remember(tails, requests_of(plan.tails))
         if plan.loads or plan.saves:
-            opened = self._agent.open_descriptors(plan.loads, plan.saves.parts, work=plan.work)
-            self._step = self._remember(opened, _requests(plan.loads))
+            opened = self._agent.open_descriptors(plan.loads, plan.saves.parts, work=plan.work, after=after)
+            self._step = self._remember(opened, requests_of(plan.loads))
             self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
             if plan.unsure and plan.saves and isinstance(opened, Step):
                 opened.hold_saves()
@@ -328,11 +335,8 @@ class WorkerSide:
 
     def _saving_for(self, request: str) -> bool:
         """May a save still read the request's blocks? With events: or is it still to be told what it has stored?"""
-        return (
-            self._owes(request)
-            or self._agent.saving(request)
-            or (self._stored is not None and self._agent.busy(request))
-        )
+        busy = self._stored is not None and self._agent.busy(request)
+        return busy or self._owes(request) or self._agent.saving(request)
 
     def _is_busy(self, request: str) -> bool:
         return self._owes(request) or self._agent.busy(request)
@@ -392,7 +396,3 @@ class WorkerSide:
             for request in self._loads_of.pop(step, ()):
                 hidden, whole = self._overlaps.get(request, (0.0, 0.0))
                 self._overlaps[request] = (hidden + load.hidden_ms / 1e3, whole + load.transfer_ms / 1e3)
-
-
-def _requests(parts: list[PartDescriptor]) -> tuple[str, ...]:
-    return tuple({part.request: None for part in parts})
