@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from layerflow.agent.dispatcher import Dispatcher
+from layerflow.agent.lanes.lanes import Lanes
 from layerflow.agent.step.step import Step
 from layerflow.wire.messages import Batch
 
@@ -87,7 +88,7 @@ def recorded() -> Iterator[Calls]:
     """Records all agents of this process while it lasts; begin it before their steps are opened."""
     calls = Calls()
     began, set_out = Step.begin, Step.set_out
-    start, ended = Dispatcher._start, Dispatcher._ended_batch
+    start, ended = Dispatcher._start, Lanes._ended_batch
 
     def begin_one(step: Step, batch: Batch) -> bool:
         may = began(step, batch)
@@ -107,13 +108,13 @@ def recorded() -> Iterator[Calls]:
             calls.granted(id(step), batch)
         start(dispatcher, batch)
 
-    def end(dispatcher: Dispatcher, job: Any, failure: str) -> None:
+    def end(lanes: Lanes, job: Any, failure: str) -> None:
         calls.ended(id(job.step), job.batch)
-        ended(dispatcher, job, failure)
+        ended(lanes, job, failure)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "begin", begin_one)
         patch.setattr(Step, "set_out", begin_many)
         patch.setattr(Dispatcher, "_start", grant)
-        patch.setattr(Dispatcher, "_ended_batch", end)
+        patch.setattr(Lanes, "_ended_batch", end)
         yield calls

@@ -128,7 +128,7 @@ def assert_within(calls: Calls, limits: dict[str, int]) -> None:
 
 
 def keeps_to(worker: KnownWorker, blocks: int) -> bool:
-    return worker.agent._dispatcher._load_lane.caps.blocks == blocks
+    return worker.agent._dispatcher.lanes.load.caps.blocks == blocks
 
 
 def test_what_one_call_may_copy_follows_the_settings() -> None:
@@ -198,10 +198,11 @@ def test_a_small_window_costs_no_more_messages(monkeypatch: pytest.MonkeyPatch) 
         heard: list[ToClient] = []
         told: list[None] = []
         dispatcher = worker.agent._dispatcher
+        lanes = dispatcher.lanes
         monkeypatch.setattr(
             dispatcher, "heard", lambda message: (heard.append(message), Dispatcher.heard(dispatcher, message))
         )
-        monkeypatch.setattr(dispatcher._load_lane, "_told", lambda: (told.append(None), dispatcher._loaded_some()))
+        monkeypatch.setattr(lanes.load, "_told", lambda: (told.append(None), lanes._loaded_some()))
         with recorded() as calls:
             loaded(worker, run, WAITS["layer by layer"])
         assert len(calls.of(LOAD)) >= LAYERS // 2, "each layer, or two, is a call of its own"

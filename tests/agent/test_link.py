@@ -15,9 +15,7 @@ from layerflow.wire.messages import Abort, StatusRequest
 
 
 def link_of(worker: KnownWorker) -> Link:
-    link = worker.agent._dispatcher.link
-    assert link is not None
-    return link
+    return worker.agent._dispatcher.link
 
 
 def heard_on(link: Link, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -54,8 +52,8 @@ def test_a_report_leaves_on_the_thread_that_tells_or_is_left_to_the_link(
     with worker_on(embed()) as worker:
         link = link_of(worker)
         reported: list[int] = []
-        report = link._report
-        monkeypatch.setattr(link, "_report", lambda: (reported.append(threading.get_ident()), report())[1])
+        flush = link._flush
+        monkeypatch.setattr(link, "_flush", lambda dealer: (reported.append(threading.get_ident()), flush(dealer)))
 
         def told_here() -> bool:
             link.tell()

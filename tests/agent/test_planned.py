@@ -238,7 +238,7 @@ def test_an_abort_ends_no_pin_while_the_load_moves(embed: Embed) -> None:
     with slow_worker(server) as worker:
         run = stored(worker)
         step = step_of(worker.agent.open_step([run.request(save=False)], PATIENCE_S))
-        lane = worker.agent._dispatcher._load_lane
+        lane = worker.agent._dispatcher.lanes.load
         assert step.wait_layer(0)
         with lane.planned._lock:  # nothing more is cut
             worker.agent.abort(run.name)

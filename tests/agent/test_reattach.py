@@ -18,19 +18,19 @@ def test_a_batch_is_reported_to_the_server_that_granted_it(embed: Callable[..., 
     with KnownWorker(server.endpoint, small_spec(4), context=server.context) as worker:
         dispatcher = worker.agent._dispatcher
         jobs: list[CopyTask] = []
-        put = dispatcher._save_lane.put
-        dispatcher._save_lane.put = lambda job: (jobs.append(job), put(job))[1]  # type: ignore[method-assign]
+        put = dispatcher.lanes.save.put
+        dispatcher.lanes.save.put = lambda job: (jobs.append(job), put(job))[1]  # type: ignore[method-assign]
         run = worker.admit(worker.prompt(256))
         step = step_of(worker.agent.open_step([run.request()]))
         worker.forward(step, [run])
         step.close()
-        assert eventually(lambda: len(jobs) >= 8 and len(dispatcher._save_lane._passing) > 4)
+        assert eventually(lambda: len(jobs) >= 8 and len(dispatcher.lanes.save._passing) > 4)
         attachments = worker.agent.statistics().attachments
         server.call(_spy, server, told)
         server.call(_hang_up, server)
         assert worker.agent.wait_idle(run.name, 10)
         assert eventually(lambda: worker.agent.statistics().attachments > attachments)
-        assert dispatcher._save_lane._passing, "every save had passed before the new session: nothing was shown"
+        assert dispatcher.lanes.save._passing, "every save had passed before the new session: nothing was shown"
         worker.retire(run)
         again = worker.serve(worker.prompt(20))
         worker.serve(again.chain)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
-from layerflow.flow.events import FetchOpened, Limits, Need
+from layerflow.flow.events import Need
+from layerflow.flow.host_events import FetchOpened
+from layerflow.flow.limits import Limits
 
 
 @dataclass

@@ -36,22 +36,14 @@ from layerflow.flow.commands import (
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
-    CallDone,
     Direction,
     Event,
-    FetchAvailable,
-    FetchLeased,
-    FetchOpened,
     FollowLost,
     FollowMoved,
     FollowOpened,
     FrontierReached,
-    Hop,
-    HostLost,
-    Item,
     LayersComputed,
     LayerShape,
-    Limits,
     LimitsChanged,
     LoadsFenced,
     Need,
@@ -62,8 +54,18 @@ from layerflow.flow.events import (
     StepClosed,
     StepOpened,
     Tick,
+)
+from layerflow.flow.host_events import (
+    CallDone,
+    FetchAvailable,
+    FetchLeased,
+    FetchOpened,
+    Hop,
+    HostLost,
+    Item,
     WriteOpened,
 )
+from layerflow.flow.limits import Limits
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 

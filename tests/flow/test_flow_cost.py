@@ -8,7 +8,8 @@ import pytest
 from flow_world import World
 
 from layerflow.flow.commands import Submit
-from layerflow.flow.events import Direction, LayersComputed, Limits, Part, StepClosed
+from layerflow.flow.events import Direction, LayersComputed, Part, StepClosed
+from layerflow.flow.limits import Limits
 from layerflow_cli.bench.flow import measure
 
 

@@ -17,13 +17,8 @@ from layerflow.flow.commands import (
     Vacate,
 )
 from layerflow.flow.events import (
-    FetchLeased,
-    FetchOpened,
     FrontierReached,
-    HostLost,
-    Item,
     LayersComputed,
-    Limits,
     LoadsFenced,
     Need,
     Part,
@@ -32,8 +27,10 @@ from layerflow.flow.events import (
     StepClosed,
     Tick,
 )
+from layerflow.flow.host_events import FetchLeased, FetchOpened, HostLost, Item
 from layerflow.flow.hosts.lane import CALLS_AHEAD, HostLane
 from layerflow.flow.hosts.pace import FIRST_BYTES, MOST_BYTES, QUICK_S, Pace
+from layerflow.flow.limits import Limits
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 from flow_world import LOAD, SAVE, World, coming, of, submits
 
 from layerflow.flow.commands import Commit, LoadFailed, LoadsDone, ObjectsLost, Vacate
-from layerflow.flow.events import FollowMoved, LayersComputed, Limits, Need, Part, SessionLost, StepClosed, Tick
+from layerflow.flow.events import FollowMoved, LayersComputed, Need, Part, SessionLost, StepClosed, Tick
+from layerflow.flow.limits import Limits
 
 P, D = 0, 1
 

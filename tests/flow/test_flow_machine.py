@@ -15,21 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import (
     BatchDone,
-    CallDone,
     Direction,
-    FetchAvailable,
-    FetchesRevoked,
-    FetchLeased,
-    FetchOpened,
     FollowLost,
     FollowMoved,
     FollowOpened,
     FrontierReached,
-    Hop,
-    HostLost,
-    Item,
     LayersComputed,
-    Limits,
     LimitsChanged,
     LoadsFenced,
     Need,
@@ -40,9 +31,20 @@ from layerflow.flow.events import (
     StepOpened,
     StepsRevoked,
     Tick,
+)
+from layerflow.flow.host_events import (
+    CallDone,
+    FetchAvailable,
+    FetchesRevoked,
+    FetchLeased,
+    FetchOpened,
+    Hop,
+    HostLost,
+    Item,
     WriteOpened,
     WritesRevoked,
 )
+from layerflow.flow.limits import Limits
 
 SHAPES = (
     ((0, 4),) * 4,

@@ -14,7 +14,6 @@ from layerflow.flow.events import (
     FailedRange,
     LayersComputed,
     LayerShape,
-    Limits,
     LoadsFenced,
     LoadsMoved,
     Part,
@@ -25,6 +24,7 @@ from layerflow.flow.events import (
     StepOpened,
     Tick,
 )
+from layerflow.flow.limits import Limits
 
 PARTS = (Part("a", 0, 3), Part("b", 0, 4))
 NBYTES = 7 * 10 * 2

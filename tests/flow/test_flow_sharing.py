@@ -6,7 +6,8 @@ import pytest
 from flow_world import LOAD, SAVE, World, coming, of, submits
 
 from layerflow.flow.commands import Commit, LoadsDone, Revoke
-from layerflow.flow.events import LayersComputed, Limits, LoadsFenced, Part, RequestAborted, StepClosed, Tick
+from layerflow.flow.events import LayersComputed, LoadsFenced, Part, RequestAborted, StepClosed, Tick
+from layerflow.flow.limits import Limits
 
 SMALL = Limits(max_transfer_bytes=100, max_inflight_bytes=200)
 LARGER = Limits(max_transfer_bytes=100, max_inflight_bytes=400)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,9 +16,11 @@ from legs import metaserver, prefill_first
 from scenario import Answer, Terms
 
 from layerflow.agent.connection.control import fetch_status
+from layerflow.links import links
 from layerflow_cli.bench.harness import ServerProcess
 
 MAX_TOKENS = 6
+ATTACH_S, POLL_S = 30.0, 0.1
 EXTRA = {"chunk_tokens": 64}
 Start = Callable[..., Engine]
 
@@ -31,6 +36,22 @@ class Pair:
         to_decode = connector(self.reader.endpoint, "kv_consumer", pd={"prefill_servers": theirs}, **EXTRA)
         self.prefill = vllm(model, kv_transfer_config=to_prefill)
         self.decode = vllm(model, kv_transfer_config=to_decode)
+
+    def switch(self, link: str) -> None:
+        """Both servers anew, over another link; the engines stay, and attach again."""
+        for server in (self.lender, self.reader):
+            server.kill()
+            server.restart(peers__link=link, peers__trusted_network="true")
+        until = time.monotonic() + ATTACH_S
+        while not self.attached():
+            assert time.monotonic() < until, [fetch_status(one.endpoint) for one in (self.lender, self.reader)]
+            time.sleep(POLL_S)
+
+    def attached(self) -> bool:
+        """Scheduler and worker of either engine, and an exporter to be read."""
+        found = [fetch_status(one.endpoint) for one in (self.lender, self.reader)]
+        workers = all(any(session["memory"] for session in each["sessions"]) for each in found)
+        return workers and bool(found[0]["peers"]["lends"]["endpoints"])
 
     def concurrently(self, asked: list[int]) -> Answer:
         """Both legs at once; D is told P's servers, as `layerflow proxy` does."""
@@ -78,6 +99,24 @@ def test_llama(order: str, llama: Pair, plain: Start) -> None:
         assert answer.tokens == wanted
         assert_loaded(answer, asked)
     assert fetch_status(llama.reader.endpoint)["flow"]["loaded_bytes"] > 0
+    for engine in (llama.prefill, llama.decode):
+        engine.assert_no_block_lost()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("link", [name for name in links() if name != "tcp"])
+def test_llama_over_another_link(link: str, llama: Pair, plain: Start) -> None:
+    module = links()[link].probe
+    probe = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"link {link}: {probe.stderr.strip().splitlines()[-1]}")
+    llama.switch(link)
+    asked = prompt(70 + len(link), 333)
+    answer = llama.concurrently(asked)
+    assert answer.tokens == plain("llama").one(asked, max_tokens=MAX_TOKENS).tokens
+    assert_loaded(answer, asked)
+    (peer,) = fetch_status(llama.reader.endpoint)["peers"]["reads"]["peers"]
+    assert (peer["link"], peer["state"]) == (link, "up")
     for engine in (llama.prefill, llama.decode):
         engine.assert_no_block_lost()
 

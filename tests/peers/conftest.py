@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +14,30 @@ import pytest
 from e2e.known import KnownWorker, eventually
 
 from layerflow.agent import Control
+from layerflow.links import links
 from layerflow.spec import ModelSpec
 from layerflow_cli.bench.harness import ServerProcess
+
+LINKS = tuple(links())
+
+
+@functools.cache
+def missing(link: str) -> str:
+    """Why a link's library cannot be loaded; "" = it can, or there is none."""
+    module = links()[link].probe
+    if not module:
+        return ""
+    probe = [sys.executable, "-c", f"import {module}"]
+    tried = subprocess.run(probe, capture_output=True, text=True, check=False)
+    return f"link {link}: {tried.stderr.strip().splitlines()[-1]}" if tried.returncode else ""
 
 
 class Pair:
     """An owner, and a reader that is attached to it (through `address`, if that is not the owner's own)."""
 
-    def __init__(self, owner: dict[str, object], reader: dict[str, object]) -> None:
+    def __init__(self, owner: dict[str, object], reader: dict[str, object], link: str = "tcp") -> None:
+        chosen: dict[str, object] = {"peers.link": link, "peers.trusted_network": "true"} if link != "tcp" else {}
+        owner, reader = chosen | owner, chosen | reader
         self.owner = ServerProcess({"pool.size": "16MiB", "pool.warm": "false", "peers.serve": "true"} | owner)
         attach = json.dumps([{"name": "owner", "address": self.owner.endpoint}])
         self.reader = ServerProcess(
@@ -75,12 +94,20 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Callable[..., Pair]]:
+def link() -> str:
+    """What bytes come over; a test is parametrised with ``LINKS`` where that matters."""
+    return "tcp"
+
+
+@pytest.fixture
+def pair(link: str) -> Iterator[Callable[..., Pair]]:
     """``pair(owner={...}, reader={...})``: extra settings of the two servers."""
+    if missing(link):
+        pytest.skip(missing(link))
     pairs: list[Pair] = []
 
     def start(owner: dict[str, object] | None = None, reader: dict[str, object] | None = None) -> Pair:
-        pairs.append(Pair(owner or {}, reader or {}))
+        pairs.append(Pair(owner or {}, reader or {}, link))
         assert eventually(pairs[-1].ready, 20), (pairs[-1].lends, pairs[-1].reads)
         return pairs[-1]
 

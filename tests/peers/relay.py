@@ -13,13 +13,14 @@ class Relay:
 
     :param target: ``host:port``.
     :param rate: bytes per second from the target; 0 = as they come.
+    :param pause_s: before each of its answers is passed on; where the bytes themselves do not come this way.
     :param cut_after: bytes from the target after which everything is hung up on, once; 0 = never.
     """
 
-    def __init__(self, target: str, rate: float = 0, cut_after: int = 0) -> None:
+    def __init__(self, target: str, rate: float = 0, cut_after: int = 0, pause_s: float = 0) -> None:
         host, _, port = target.rpartition(":")
         self._target = host, int(port)
-        self.rate, self.cut_after = rate, cut_after
+        self.rate, self.cut_after, self.pause_s = rate, cut_after, pause_s
         self.passed = 0
         self.cuts = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -70,8 +71,8 @@ class Relay:
         sink.sendall(data)
 
     def _pass_slowly(self, data: bytes, sink: socket.socket) -> None:
-        if self.rate:
-            time.sleep(len(data) / self.rate)  # what a slow link is
+        if self.rate or self.pause_s:
+            time.sleep(self.pause_s + (len(data) / self.rate if self.rate else 0))  # what a slow link is
         if self.cut_after and not self.cuts and self.passed + len(data) > self.cut_after:
             sink.sendall(data[: self.cut_after - self.passed])
             self.passed = self.cut_after

@@ -11,6 +11,7 @@ import pytest
 from e2e.known import eventually
 
 from layerflow.hosts.peer.grants import Grants
+from layerflow.hosts.peer.links.tcp import StreamLender
 from layerflow.hosts.peer.serving import Links
 from layerflow.hosts.peer.streams import LinkClosed, receive
 from layerflow.objects import HEADER_BYTES, pack_header
@@ -44,7 +45,7 @@ class Exporting:
         self.arena = SharedMemory.create(1 << 20)
         self.withdrawn: list[int] = []
         self.grants = Grants(self.withdrawn.append, self.arena.nbytes)
-        self.links = Links(self.arena.view, self.grants, ("127.0.0.1", 0), INCARNATION)
+        self.links = Links(self.arena, StreamLender(self.arena), self.grants, ("127.0.0.1", 0), INCARNATION)
         self.links.start()
         self.payload = os.urandom(PAYLOAD)
         header = pack_header(KEY, blocks=4, tokens=16, payload=PAYLOAD)

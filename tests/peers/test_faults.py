@@ -14,15 +14,20 @@ from e2e.known import KnownWorker, Run, eventually, small_spec
 
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.keys import Chain
+from layerflow.links import links
 from layerflow.spec import ModelSpec
-from peers.conftest import Pair
+from layerflow.wire.peer_link import HEAD
+from peers.conftest import LINKS, Pair
 from peers.relay import Relay
 
+pytestmark = pytest.mark.parametrize("link", LINKS)
 TOKENS, CHUNK_LAYER = 160, 16 * 2 * 4096
 SPEC: ModelSpec = small_spec(8, row=4096)
 WHOLE = TOKENS // 16 * 8 * CHUNK_LAYER
 """Bytes of the prompt's full chunks."""
 STEP_S = 20.0
+PAUSE_S = 0.4
+"""Before each answer of an exporter whose bytes do not go through the relay."""
 
 
 @dataclass
@@ -31,6 +36,7 @@ class Line:
 
     two: Pair
     relay: Relay
+    through: bool  #: the bytes go through the relay, not only what is said of them
     p: KnownWorker
     d: KnownWorker
 
@@ -43,6 +49,7 @@ class Line:
     def load(self, chain: Chain, fault: Callable[[], None], at: int) -> Run:
         """Load the prompt at the reader; `fault` strikes once so many bytes have passed. No wrong byte is ready."""
         before, wrong = self.relay.passed, []
+        at = at if self.through else min(at, 1)
         run = self.d.admit(chain)
         assert run.hit.tokens == TOKENS - 1
 
@@ -63,7 +70,7 @@ class Line:
 
 
 @pytest.fixture
-def line(pair: Callable[..., Pair]) -> Iterator[Callable[..., Line]]:
+def line(pair: Callable[..., Pair], link: str) -> Iterator[Callable[..., Line]]:
     """``line(rate, **more)``: extra settings of the reader."""
     lines: list[Line] = []
 
@@ -71,12 +78,13 @@ def line(pair: Callable[..., Pair]) -> Iterator[Callable[..., Line]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        relay = Relay(f"127.0.0.1:{port}", rate)
+        through = links()[link].maps_arena
+        relay = Relay(f"127.0.0.1:{port}", rate if through else 0, pause_s=0 if through or not rate else PAUSE_S)
         sizes = {"pool.size": "64MiB"}
-        links = {"peers.link_address": f"127.0.0.1:{port}", "peers.link_advertise": f"127.0.0.1:{relay.port}"}
-        two = pair(sizes | links | {"peers.lease_share": 1} | (owner or {}), sizes | reader)
+        places = {"peers.link_address": f"127.0.0.1:{port}", "peers.link_advertise": f"127.0.0.1:{relay.port}"}
+        two = pair(sizes | places | {"peers.lease_share": 1} | (owner or {}), sizes | reader)
         workers = [KnownWorker(end.endpoint, SPEC, engine=name) for end, name in ((two.owner, "p"), (two.reader, "d"))]
-        lines.append(Line(two, relay, *workers))
+        lines.append(Line(two, relay, through, *workers))
         return lines[-1]
 
     yield start
@@ -89,7 +97,7 @@ def line(pair: Callable[..., Pair]) -> Iterator[Callable[..., Line]]:
 def recovered(it: Line) -> None:
     """Both sides are whole again, nothing is held, and a new prompt comes over the link."""
     assert eventually(it.two.ready, 20), (it.two.lends, it.two.reads)
-    it.relay.rate = 0
+    it.relay.rate = it.relay.pause_s = 0
     chain = it.stored()
     before = it.two.reads["fetched_objects"]
     # A link that has failed rests for a second: until then nothing of it hits.
@@ -154,7 +162,8 @@ def test_a_reader_that_is_killed_leaves_nothing_lent(line: Callable[..., Line]) 
 
 def test_a_link_that_is_cut_in_mid_layer_fails_what_has_not_come(line: Callable[..., Line]) -> None:
     it = line(0)
-    it.relay.cut_after = WHOLE // 2 + CHUNK_LAYER // 3
+    recovered(it)  # connected, greeted
+    it.relay.cut_after = it.relay.passed + (WHOLE // 2 + CHUNK_LAYER // 3 if it.through else HEAD.size * 3 // 2)
     run = it.load(it.stored(), lambda: None, 0)
     assert run.failed and it.relay.cuts == 1
     assert it.two.pid("importer") and it.two.reads["importer"]["restarts"] == 0

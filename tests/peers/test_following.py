@@ -11,8 +11,9 @@ from e2e.known import KnownWorker, Run, eventually, small_spec, step_of
 from layerflow.agent import Control, Follow
 from layerflow.agent.connection.lookups import Inquiry, Lookups
 from layerflow.keys import Chain
-from peers.conftest import Pair
+from peers.conftest import LINKS, Pair
 
+pytestmark = pytest.mark.parametrize("link", LINKS)
 TOKENS = 100  # six chunks of 16 and a tail of 4
 SPEC = small_spec(4)
 

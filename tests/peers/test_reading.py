@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 from e2e.known import KnownWorker, eventually, small_spec
 
-from peers.conftest import Pair
+from peers.conftest import LINKS, Pair
 
+pytestmark = pytest.mark.parametrize("link", LINKS)
 TOKENS = 150
 
 

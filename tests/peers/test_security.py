@@ -13,6 +13,7 @@ from e2e.known import eventually
 
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
+from layerflow.links import links
 from layerflow_cli.bench.harness import ServerProcess
 from peers.conftest import Pair
 
@@ -77,3 +78,21 @@ def test_a_tcp_peer_needs_a_key_of_ones_own() -> None:
     attach = json.dumps([{"name": "a", "address": "tcp://127.0.0.1:1", "server_key": public}])
     with pytest.raises(Exception, match="ended with code"):
         ServerProcess({"peers.attach": attach})
+
+
+@pytest.mark.parametrize("link", [name for name, plugin in links().items() if plugin.trusts_network])
+@pytest.mark.parametrize("side", [{"serve": True}, {"learn": True}, {"attach": [{"name": "a", "address": "ipc:///a"}]}])
+def test_a_link_that_knows_no_keys_is_off_until_its_network_is_trusted(link: str, side: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="trusted_network"):
+        Settings(peers={"link": link} | side)
+    assert Settings(peers={"link": link, "trusted_network": True} | side).peers.link == link
+
+
+def test_a_link_that_copies_through_the_descriptor_is_refused_with_huge_pages() -> None:
+    with pytest.raises(ConfigError, match="hugepages"):
+        Settings(peers={"link": "nixl", "trusted_network": True, "serve": True}, pool={"hugepages": True})
+
+
+def test_a_link_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="there are mooncake, nixl, tcp"):
+        Settings(peers={"link": "pigeon"})

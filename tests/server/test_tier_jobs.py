@@ -27,11 +27,8 @@ from layerflow.flow.commands import Written as WrittenCommand
 from layerflow.flow.events import (
     BatchDone,
     Event,
-    Hop,
-    HostLost,
     LayersComputed,
     LayerShape,
-    Limits,
     LoadsFenced,
     Need,
     Part,
@@ -41,6 +38,8 @@ from layerflow.flow.events import (
     StepClosed,
     StepOpened,
 )
+from layerflow.flow.host_events import Hop, HostLost
+from layerflow.flow.limits import Limits
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import KEY_BYTES
 from layerflow.objects import HEADER_BYTES

@@ -17,12 +17,12 @@ from layerflow.flow.events import (
     FrontierReached,
     LayersComputed,
     LayerShape,
-    Limits,
     Part,
     SessionOpened,
     StepClosed,
     StepOpened,
 )
+from layerflow.flow.limits import Limits
 
 BLOCK_BYTES = 64 << 10
 BLOCKS_PER_PART = 2

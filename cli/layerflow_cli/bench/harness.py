@@ -53,8 +53,9 @@ class ServerProcess:
             self.kill()
             raise
 
-    def restart(self) -> None:
-        """Start it again at the same endpoint, after :meth:`kill`."""
+    def restart(self, **changed: object) -> None:
+        """Start it again at the same endpoint, after :meth:`kill`. ``peers__link="nixl"`` changes ``peers.link``."""
+        self._settings |= {key.replace("__", "."): value for key, value in changed.items()}
         self._start()
 
     def kill(self) -> None:

@@ -22,7 +22,7 @@ MEASUREMENTS = {
     "flow": "Events per second of the core, and commands per layer.",
     "miss": "What a lookup that finds nothing costs.",
     "lookup": "What a lookup that hits costs the server's loop.",
-    "link": "How fast bytes pass between two arenas, against two blocking sockets.",
+    "link": "How fast bytes pass between two arenas, against two blocking sockets or the library's own read.",
     "stagger": "How well ranks keep their slots on a shared link.",
     "pd": "How much of a hand-off from prefill to decode hides behind the prefill.",
     "auto": "Whether mode = auto picks the cheaper way.",
@@ -120,7 +120,7 @@ def pool(
 
 @bench.command(help=f"{MEASUREMENTS['link']}\n\n\b\nExample:\n  layerflow bench link --link tcp --json link.json")
 def link(
-    which: Annotated[Literal["tcp"], typer.Option("--link", help="Which link.")] = "tcp",
+    which: Annotated[str, typer.Option("--link", metavar="NAME", help="Which: tcp, nixl or mooncake.")] = "tcp",
     moved_mib: Annotated[int, typer.Option(min=8, metavar="MIB", help="Moved in each round.")] = 192,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Of each; medians are shown.")] = 9,
     options: Options = None,

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import TracebackType
 
 import msgspec
@@ -16,13 +15,14 @@ import structlog
 import torch
 import zmq
 
+from layerflow.agent.blocks import EngineBlocks
 from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.connection.link import Link
-from layerflow.agent.costs import LoadPolicy, work_of
-from layerflow.agent.descriptors import PartDescriptor, describe_loads, describe_saves
+from layerflow.agent.costs import LoadPolicy
+from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.dispatcher import Dispatcher
 from layerflow.agent.open_steps import OpenSteps
-from layerflow.agent.opening import StepOpener, check_timeout
+from layerflow.agent.opening import StepOpener, check_timeout, outdated
 from layerflow.agent.step.no_step import NoStep
 from layerflow.agent.step.step import Step
 from layerflow.agent.values import MISS, AgentCounters, AgentStatistics, Ended, Follow, Hit, Measured, StepRequest
@@ -84,18 +84,22 @@ class Agent:
         self._open_steps = OpenSteps()
         context = context or zmq.Context.instance()
         self._control = Control(endpoint, engine_id, spec, context=context, lookup_timeout_s=lookup_timeout_s)
+        self._link = Link(context, endpoint, engine_id, spec)
         self._dispatcher = Dispatcher(
             memory=self.memory,
             device=self.device,
             control=self._control,
+            link=self._link,
             open_steps=self._open_steps,
             tally=self._tally,
             advisor=LoadPolicy(spec),
             gate=self._gate,
         )
-        self._link = self._dispatcher.link = Link(context, endpoint, engine_id, spec, self._dispatcher)
-        self._opener = StepOpener(self.memory, self.device, self._dispatcher, self._open_steps, self._link)
-        self._link.start()
+        self._opener = StepOpener(
+            self.memory, self.device, self._dispatcher, self._open_steps, self._link, self._control.plans
+        )
+        self._blocks = EngineBlocks(self._open_steps, self._dispatcher.ends)
+        self._link.start(self._dispatcher)
         if wait_s > 0 and not self._link.ready.wait(wait_s):
             log.warning("agent_not_attached", endpoint=endpoint, waited_s=wait_s)
 
@@ -159,7 +163,7 @@ class Agent:
         """
         self._same_process()
         self._tally.lookups += 1
-        if not self.attached or self._dispatcher.silent or self._outdated(chain):
+        if not self.attached or self._dispatcher.silent or outdated(chain, self.spec):
             return MISS
         hit = self._control.lookup(request, chain, follow or self._unasked(chain))
         self._tally.hit_tokens += hit.tokens
@@ -201,20 +205,7 @@ class Agent:
         :raises SpecError: a request's load or block table does not fit the spec, or the timeout is none.
         """
         self._same_process()
-        terms = self.terms
-        for request in requests:
-            if request.load[0] < request.load[1] and self._outdated(request.chain):
-                raise SpecError(
-                    f"request {request.request!r} loads tokens {request.load} with a chain of the weights before the "
-                    "last reset; make a new chain, look it up, and compute what that does not hit"
-                )
-        requests = [self._planned(request) for request in requests if not self._outdated(request.chain)]
-        loads = describe_loads(self.spec, requests)
-        if timeout_s is None:
-            timeout_s = _patience(requests)
-        saving = terms is not None and not self._dispatcher.silent
-        saves = describe_saves(self.spec, requests, terms.save_partial) if saving and terms is not None else []
-        return self.open_descriptors(loads, saves, work=work_of(requests), timeout_s=timeout_s, after=after)
+        return self._opener.open_requests(self.spec, requests, timeout_s, after)
 
     def open_descriptors(
         self,
@@ -266,10 +257,7 @@ class Agent:
 
         :param sound: everything that the step's forward pass has read was valid.
         """
-        if not sound:
-            step.cancel_saves("the step may have computed on a load that failed")
-        step.release_saves()
-        self._dispatcher.reclaimed()
+        self._blocks.release_saves(step, sound=sound)
 
     def drop_lease(self, request: str) -> None:
         """The request's hit will not be loaded."""
@@ -281,7 +269,7 @@ class Agent:
 
     def saving(self, request: str) -> bool:
         """May a save still read this request's blocks? Loads do not count."""
-        return self.busy(request) and any(step.reads.of(request) for step in self._open_steps.steps())
+        return self._blocks.saving(request)
 
     def reclaim(self, group_blocks: Sequence[Sequence[int] | np.ndarray], timeout_s: float) -> int:
         """These engine blocks are about to be overwritten: nothing reads them any more when this returns.
@@ -301,21 +289,7 @@ class Agent:
             raise SpecError(f"{len(group_blocks)} lists of blocks to reclaim; there are {len(self.spec.groups)} groups")
         if not len(self._open_steps):
             return 0
-        blocks = [np.asarray(ids, dtype=np.int64) for ids in group_blocks]
-        until, cut = time.monotonic() + timeout_s, 0
-        for step in self._open_steps.steps():
-            if not step.reads.any_of(blocks):
-                continue
-            # The caller itself ends a step that computes, or whose saves are held: waiting for it here is in vain.
-            drains = step.closed and not (step.saves_cancelled or step.saves_held)
-            if drains:
-                self._dispatcher.hurry(step)
-            if not (drains and step.reads.wait(blocks, until)):
-                cut += step.cut_saves("its blocks were reclaimed")
-                self._dispatcher.reclaimed()
-        if cut:
-            log.info("saves_cut", steps=cut, reason="the engine took their blocks back")
-        return cut
+        return self._blocks.reclaim([np.asarray(ids, dtype=np.int64) for ids in group_blocks], timeout_s)
 
     def revoke(self, reason: str) -> int:
         """Cut all open steps off: what they load has failed, what they have not stored is never published.
@@ -323,13 +297,7 @@ class Agent:
         When this returns, none of them touches engine memory any more. How many there were.
         """
         self._same_process()
-        steps = self._open_steps.steps()
-        for step in steps:
-            step.cut_saves(reason)
-            step.fence(reason)
-        if steps:
-            self._dispatcher.reclaimed()
-        return len(steps)
+        return self._blocks.revoke(reason)
 
     def reset(self, model_content: str = "") -> ModelSpec:
         """The weights are being replaced: nothing computed with the old ones is ever loaded again by this engine.
@@ -354,10 +322,7 @@ class Agent:
 
     def wait_idle(self, request: str, timeout_s: float) -> bool:
         """Wait until no transfer touches this request's blocks; False after `timeout_s`. Its saves leave at once."""
-        for step in self._open_steps.steps():
-            if step.saves and request in step.requests:
-                self._dispatcher.hurry(step)
-        return self._open_steps.wait_idle(request, timeout_s)
+        return self._blocks.wait_idle(request, timeout_s)
 
     def poll(self) -> Ended:
         """What ended since the last call. Never blocks."""
@@ -406,26 +371,7 @@ class Agent:
         seconds = self._dispatcher.advisor.compute_seconds(len(chain))
         return Follow(time.monotonic() + min(seconds, MOST_UNASKED_S)) if seconds else None
 
-    def _planned(self, request: StepRequest) -> StepRequest:
-        """The request; without its hit's plan where that was given up, or used here before."""
-        plan = request.hit.plan
-        if plan is None or request.load[0] >= request.load[1]:
-            return request
-        if self._control.plans.use(plan, request.request, id(self)):
-            return request
-        return replace(request, hit=replace(request.hit, plan=None))
-
-    def _outdated(self, chain: Chain) -> bool:
-        """Was it made here, before the weights were replaced?"""
-        return bool(chain.model) and chain.model != self.spec.fingerprint
-
     def _same_process(self) -> None:
         """:raises SessionError: this is a forked copy: its threads and its server are its parent's."""
         if os.getpid() != self._pid:
             raise SessionError("this agent belongs to the process that forked this one; make one here")
-
-
-def _patience(requests: Sequence[StepRequest]) -> float | None:
-    """How long a step may wait for what others are still storing; None = it loads nothing such."""
-    until = [request.hit.until for request in requests if request.load[0] < request.load[1] and request.hit.following]
-    return max(0.0, min(until) - time.monotonic()) if until else None

@@ -8,36 +8,30 @@ import structlog
 
 from layerflow.agent.connection.arenas import KnownArena
 from layerflow.agent.connection.control import Control
-from layerflow.agent.connection.link import Attachment, Link
+from layerflow.agent.connection.link import Link
+from layerflow.agent.connection.listener import Attachment
 from layerflow.agent.connection.mapping import ArenaAccess
 from layerflow.agent.costs import LoadPolicy, Measures
 from layerflow.agent.descriptors import Numbered
 from layerflow.agent.direct import DirectLaneSwitch
-from layerflow.agent.lanes.ends import CopyEnds
-from layerflow.agent.lanes.load import LoadLane
-from layerflow.agent.lanes.planned import PlannedCaps
-from layerflow.agent.lanes.save import SaveLane
-from layerflow.agent.lanes.stagger import Stagger
-from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
+from layerflow.agent.ending import StepEnds
+from layerflow.agent.lanes.lanes import Lanes
+from layerflow.agent.lanes.task import CopyTask
 from layerflow.agent.open_steps import OpenSteps
-from layerflow.agent.planned import PlannedSteps
-from layerflow.agent.step.step import Step
+from layerflow.agent.planned.steps import PlannedSteps
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
 from layerflow.boxes import Box
 from layerflow.device.base import Device
 from layerflow.device.captures import CaptureGate
-from layerflow.device.poller import Poller
 from layerflow.errors import LayerflowError
 from layerflow.ops.covered import ChunkPlaces, CoveredBlocks
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import (
     Batch,
-    Closed,
     DropLease,
     Failure,
-    Fence,
     Grant,
     Notice,
     Plan,
@@ -60,6 +54,7 @@ class Dispatcher:
         memory: PagedMemory,
         device: Device,
         control: Control,
+        link: Link,
         open_steps: OpenSteps,
         tally: AgentCounters,
         advisor: LoadPolicy,
@@ -70,7 +65,7 @@ class Dispatcher:
         self.measures = Measures(advisor, device)
         self.attachment: Attachment | None = None
         self.silent = False
-        self.link: Link | None = None
+        self.link = link
         self.access: ArenaAccess | None = None
         self._memory = memory
         self._device = device
@@ -79,18 +74,14 @@ class Dispatcher:
         self._tally = tally
         self.terms: Terms | None = None
         self.bypass = DirectLaneSwitch(memory, device, open_steps)
-        self._links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
-        self._poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
-        ends = CopyEnds(self._poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
-        self._load_lane = LoadLane(ends.copied, self._loaded_some)
-        self._save_lane = SaveLane(ends.copied, self._saved_some)
-        self.planned = PlannedSteps(memory, device, open_steps, self._load_lane, self)
+        self.lanes = Lanes(device, link, tally, self.bypass.ended_load)
+        self.ends = StepEnds(open_steps, link, self.lanes, self.bypass, self.measures, tally)
+        self.planned = PlannedSteps(memory, device, open_steps, self.lanes.load, self.ends)
 
     def close(self) -> None:
-        """Stop the lanes and the poller."""
-        for part in (self._load_lane, self._save_lane, self._poller, self.bypass):
-            if part is not None:
-                part.close()
+        """Stop the lanes, and the way past the arena."""
+        self.lanes.close()
+        self.bypass.close()
 
     # -- told by the link -------------------------------------------------------------------------
 
@@ -120,7 +111,7 @@ class Dispatcher:
         self._tally.attachments += 1
         self.silent = False
         with self._open_steps.lock:
-            self.attachment = attachment
+            self.attachment, self.ends.session = attachment, attachment.session
         log.info(
             "agent_attached",
             session=attachment.session,
@@ -134,7 +125,7 @@ class Dispatcher:
         Loads whose places are known go on until it is known whether its process has ended.
         """
         with self._open_steps.lock:
-            lost, self.attachment = self.attachment, None
+            lost, self.attachment, self.ends.session = self.attachment, None, 0
             going_on = self.planned.abandoned(lost.incarnation) if lost is not None else set()
         access, self.access = self.access, None  # steps with plans may go on to load from the lost server's arena
         steps = self._open_steps.steps()
@@ -145,7 +136,7 @@ class Dispatcher:
                 if step.number in going_on:
                     self.planned.orphan(step, reason)
                 elif not step.orphaned:
-                    self.cut(step, reason)
+                    self.ends.cut(step, reason)
             except Exception:
                 log.exception("cut_failed", step=step.number)
         if access is not None:
@@ -162,7 +153,7 @@ class Dispatcher:
         self.measure(now)
         for step in self._open_steps.steps():
             if now > step.deadline:
-                self.cut(step, "not finished at its deadline")
+                self.ends.cut(step, "not finished at its deadline")
 
     def heard(self, message: ToClient) -> None:
         """A message."""
@@ -181,7 +172,7 @@ class Dispatcher:
                 log.error("server_refused", code=message.code, error=message.message, step=message.id)
                 step = self._open_steps.get(message.id)
                 if step is not None:
-                    self.cut(step, f"refused: {message.message}")
+                    self.ends.cut(step, f"refused: {message.message}")
             case _:
                 pass  # a heartbeat's answer: that it came is all it says
 
@@ -198,12 +189,11 @@ class Dispatcher:
                 log.info("server_heard_again")
         self.measure(now)
         self.planned.sweep(now)
-        assert self.link is not None
         for request, plan in self._control.plans.overdue(now):
             self.link.send(DropLease(request, plan))
         for step in self._open_steps.steps():
             if now > (step.deadline if silent or not step.announced else step.save_deadline):
-                self.cut(step, "not finished at its deadline")
+                self.ends.cut(step, "not finished at its deadline")
 
     def progress(self) -> list[Progress]:
         """Frontiers that moved, and computed layers."""
@@ -230,66 +220,7 @@ class Dispatcher:
 
     def measure(self, until: float | None = None) -> None:
         """Work the figures of ended steps out, and tell the server with what is told next."""
-        assert self.link is not None
         self.link.news.figures.extend(self.measures.work_out(until))
-
-    # -- told by steps ----------------------------------------------------------------------------
-
-    def cut(self, step: Step, reason: str) -> None:
-        """Nothing more comes for this step: fail its loads, give its saves up, let go of its blocks."""
-        step.cancel_saves(reason)
-        step.fence(reason)
-        step.quiet()
-        for request in {part.request for part in step.saves}:
-            self._open_steps.save_failed(request, reason)
-        self.finish(step)
-        self._save_lane.wake()
-
-    def attend(self) -> None:
-        """Take what the server has said, on this thread."""
-        assert self.link is not None
-        self.link.attend()
-
-    def wake_loads(self) -> None:
-        """The engine waits for a layer."""
-        self._load_lane.wake()
-
-    def hurry(self, step: Step) -> None:
-        """Somebody waits for the step's saves."""
-        step.hurry()
-        self._save_lane.wake()
-
-    def reclaimed(self) -> None:
-        """Saves were cut off: those that wait for their layer are reported now."""
-        self._save_lane.wake()
-
-    def fenced(self, step: Step, reason: str) -> None:
-        """The step's loads were cut off here."""
-        self._tally.fenced_steps += 1
-        self._load_lane.wake()
-        self.bypass.in_order([step], lambda: self._tell_fenced(step, reason))
-
-    def closed(self, step: Step, ok: bool) -> None:
-        """The forward pass ended."""
-        if step.residents is not None:
-            if not ok:
-                step.fence("the forward pass did not finish")
-            self.planned.settle(step)
-        self.bypass.in_order([step], lambda: self._tell_closed(step, ok))
-        if step.saves:
-            self._save_lane.wake()
-
-    def _tell_fenced(self, step: Step, reason: str) -> None:
-        assert self.link is not None
-        if step.announced:
-            self.link.news.fenced.append(Fence(step.number, reason))
-            self.link.ring()
-
-    def _tell_closed(self, step: Step, ok: bool) -> None:
-        assert self.link is not None
-        if step.announced:
-            self.link.news.closed.append(Closed(step.number, ok))
-            self.link.ring()
 
     # -- one message each -------------------------------------------------------------------------
 
@@ -314,10 +245,10 @@ class Dispatcher:
         try:
             step.planned(plan if leases is None else leases.fill(plan), bind)
             if plan.urgent:
-                self.hurry(step)
+                self.ends.hurry(step)
         except LayerflowError as error:
             log.error("plan_unusable", step=plan.step, error=str(error))
-            self.cut(step, f"plan unusable: {error}")
+            self.ends.cut(step, f"plan unusable: {error}")
 
     def _granted(self, grant: Grant) -> None:
         for failure in grant.failed:
@@ -336,10 +267,9 @@ class Dispatcher:
                 step.fence(cancel.reason)
             elif step is not None:
                 step.cancel_saves(cancel.reason)
-                self._save_lane.wake()
+                self.lanes.save.wake()
 
     def _start(self, batch: Batch) -> None:
-        assert self.link is not None
         step = self._open_steps.get(batch.step)
         copier = self.bypass.copier(step, batch) if step is not None else None
         if copier is None and self.access is not None:
@@ -347,12 +277,12 @@ class Dispatcher:
         if step is None or copier is None:
             self.link.news.failed.append(Failure(batch.batch, "cancelled: the step is over"))
             return
-        job = CopyTask(batch, step, copier, self._links[batch.direction], self.link.news)
+        job = CopyTask(batch, step, copier, self.lanes.links[batch.direction], self.link.news)
         if batch.direction == LOAD:
             step.granted(batch)
-            self._load_lane.put(job)
+            self.lanes.load.put(job)
         else:
-            self._save_lane.put(job)
+            self.lanes.save.put(job)
 
     def _noticed(self, notice: Notice) -> None:
         for stored in notice.stored:
@@ -374,70 +304,9 @@ class Dispatcher:
         for number in notice.finished:
             step = self._open_steps.get(number)
             if step is not None:
-                self.bypass.in_turn(step, functools.partial(self.finish, step))
+                self.bypass.in_turn(step, functools.partial(self.ends.finish, step))
 
     def _set_terms(self, terms: Terms) -> None:
-        caps = CopyCaps(terms.max_transfer_blocks, terms.max_transfer_bytes)
-        self._load_lane.caps = self._save_lane.caps = caps
-        self._load_lane.planned.caps = PlannedCaps(terms.window_bytes, terms.prefetch_layers)
         self.terms = terms
-        shard = self._memory.spec.shard
-        self._load_lane.stagger = Stagger(shard.tp_rank, shard.tp_size, terms.stagger_us)
-        emulated = terms.link_gbps, terms.link_latency_us
-        self._links = EmulatedLink(*emulated), EmulatedLink(*emulated)
-        self.planned.link = self._links[LOAD]
-
-    # -- ends -------------------------------------------------------------------------------------
-
-    def finish(self, step: Step) -> None:
-        """The step is over."""
-        assert self.link is not None
-        if self._open_steps.get(step.number) is not step:
-            return
-        attachment = self.attachment
-        step.over(attachment.session if attachment is not None else 0)
-        self.bypass.over(step)
-        self._open_steps.finish(step, self.measures.ended)
-        self.link.ring()  # to measure it
-
-    def _ended_batch(self, job: CopyTask, failure: str) -> None:
-        assert self.link is not None
-        batch = job.batch
-        if batch.direction == SAVE:
-            job.step.reads.ended(batch)
-        else:
-            self.bypass.ended_load(job.step)
-        if job.news is None:
-            assert job.ended is not None
-            self._tally.failed_batches += bool(failure)
-            self._tally.loaded_bytes += 0 if failure else batch.nbytes
-            job.ended(job, failure)
-            self._load_lane.landed(batch.nbytes)
-            return
-        if failure:
-            self._tally.failed_batches += 1
-            job.news.failed.append(Failure(batch.batch, failure))
-        else:
-            if batch.direction == LOAD:
-                self._tally.loaded_bytes += batch.nbytes
-            else:
-                self._tally.saved_bytes += batch.nbytes
-            job.news.done.append(batch.batch)
-        # Lanes that end their batches themselves ring when they have told some.
-        if failure or (self._poller is not None and (batch.direction == SAVE or self._load_lane.has_few)):
-            self._ring()
-
-    def _loaded_some(self) -> None:
-        if self._poller is None:
-            self._ring()
-
-    def _saved_some(self, idle: bool) -> None:
-        assert self.link is not None
-        if idle:
-            self.link.tell()
-        else:
-            self.link.ring()
-
-    def _ring(self) -> None:
-        assert self.link is not None
-        self.link.ring()
+        self.lanes.set_terms(terms, self._memory.spec.shard)
+        self.planned.link = self.lanes.links[LOAD]

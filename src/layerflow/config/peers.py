@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, field_validator, model_validator
 
 from layerflow.config.fields import Real, Section, Whole, address, setting
+from layerflow.links import links
 
 Z85_KEY = 40
 """Characters of a CURVE key in Z85 (rfc.zeromq.org/spec/32)."""
@@ -78,6 +79,14 @@ class PeersSettings(Section):
     link_advertise: str = setting(
         "", 'What readers are told instead, "host:port", where they reach it by another address; "" = as it listens.'
     )
+    link: str = setting(
+        "tcp", "What bytes of peers come over, the same at both ends: tcp, nixl or mooncake (docs/peers.md)."
+    )
+    trusted_network: bool = setting(
+        False,
+        "Whoever can reach this machine's ports may read and write what nixl or mooncake has registered. "
+        "These links are refused unless this is true.",
+    )
     lookup_timeout_ms: Whole = setting(
         50, "How long a lookup waits for peers; what it did not hear of is a miss.", unit="ms", ge=1, le=60_000
     )
@@ -89,6 +98,11 @@ class PeersSettings(Section):
     )
     max_readers: Whole = setting(64, "Servers that read this arena at once.", unit="servers", ge=1, le=1024)
     max_leases: Whole = setting(1024, "Leases that one of them may have.", unit="leases", ge=1, le=65_536)
+
+    @property
+    def used(self) -> bool:
+        """This server lends, or reads."""
+        return bool(self.serve or self.learn or self.attach)
 
     @field_validator("server_key")
     @classmethod
@@ -107,6 +121,23 @@ class PeersSettings(Section):
         if value and not (host and port.isdecimal() and int(port) <= 65535):
             raise ValueError('should be "host:port", or "" for the host of server.tcp_endpoint')
         return value
+
+    @field_validator("link")
+    @classmethod
+    def _there(cls, value: str) -> str:
+        if value not in links():
+            raise ValueError(f"there is no such link; there are {', '.join(links())}")
+        return value
+
+    @model_validator(mode="after")
+    def _trusted(self) -> PeersSettings:
+        if self.used and self.link != "tcp" and links()[self.link].trusts_network and not self.trusted_network:
+            raise ValueError(
+                f"link = {self.link!r}: its data plane knows no keys, and lets whoever reaches it read and write the "
+                "window that it moves bytes through; set trusted_network = true if nobody else is on that network, or "
+                'link = "tcp"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> PeersSettings:

@@ -34,6 +34,7 @@ from layerflow.config.sources import (
     read_toml,
 )
 from layerflow.errors import ConfigError
+from layerflow.links import links
 
 __all__ = [
     "ALIASES",
@@ -308,6 +309,15 @@ class Settings(BaseSettings):
         ):
             if value_ms > most * 1e3:
                 raise ValueError(f"{key} = {value_ms} should be at most server.max_deadline_s = {most:g} s")
+        return self
+
+    @model_validator(mode="after")
+    def _link(self) -> Settings:
+        if self.pool.hugepages and self.peers.used and not links()[self.peers.link].maps_arena:
+            raise ValueError(
+                f"peers.link = {self.peers.link!r} copies through the arena's descriptor, which memory of "
+                'pool.hugepages does not take; use link = "tcp", or ordinary pages'
+            )
         return self
 
     def __init__(self, **values: Any) -> None:

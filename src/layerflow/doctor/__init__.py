@@ -9,6 +9,7 @@ from layerflow.config.pool import MEMORY
 from layerflow.config.settings import PoolSettings, Settings
 from layerflow.doctor.listening import examine_listening, running_server
 from layerflow.doctor.memory import examine_memory
+from layerflow.doctor.peers import examine_peers
 from layerflow.doctor.program import examine_program
 from layerflow.doctor.sharing import examine_sharing
 from layerflow.findings import Finding, Severity, ok, problem
@@ -27,6 +28,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield from examine_listening(settings.server, running)
     yield from examine_memory(settings.pool, running is not None)
     yield from examine_sharing(running)
+    yield from examine_peers(settings, running)
     if settings.pool.behind != MEMORY:
         yield from examine_backend(settings.pool, running is not None)
 

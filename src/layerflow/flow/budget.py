@@ -19,9 +19,10 @@ from bisect import bisect_right, insort
 from operator import attrgetter
 
 from layerflow.errors import ConfigError
-from layerflow.flow.events import Direction, Limits
+from layerflow.flow.events import Direction
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Charge, InFlightBatch, TransferJob
+from layerflow.flow.limits import Limits
 
 
 class Budget:

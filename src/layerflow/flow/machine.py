@@ -36,23 +36,14 @@ from layerflow.flow.commands import Command, WakeAt
 from layerflow.flow.events import (
     BatchDone,
     BatchFailed,
-    CallDone,
     Direction,
     Event,
-    FetchAvailable,
-    FetchesRevoked,
-    FetchFailed,
-    FetchLeased,
-    FetchOpened,
     FollowLent,
     FollowLost,
     FollowMoved,
     FollowOpened,
     FrontierReached,
-    Hop,
-    HostLost,
     LayersComputed,
-    Limits,
     LimitsChanged,
     LoadsFenced,
     LoadsMoved,
@@ -63,24 +54,28 @@ from layerflow.flow.events import (
     StepOpened,
     StepsRevoked,
     Tick,
-    WriteOpened,
-    WritesRevoked,
 )
 from layerflow.flow.graph.fetch import FetchTransfer
 from layerflow.flow.graph.follow import FollowTransfer
 from layerflow.flow.graph.session import open_session
 from layerflow.flow.graph.step import Step
 from layerflow.flow.graph.write import WriteTransfer
-from layerflow.flow.hosts.lane import HostLane, grant_calls
-from layerflow.flow.opening import open_step
-from layerflow.flow.progress.completion import (
-    abort,
-    cancel_saves,
-    cancel_uncomputed,
-    drained,
-    fence_loads,
-    settle,
+from layerflow.flow.host_events import (
+    CallDone,
+    FetchAvailable,
+    FetchesRevoked,
+    FetchFailed,
+    FetchLeased,
+    FetchOpened,
+    Hop,
+    HostLost,
+    WriteOpened,
+    WritesRevoked,
 )
+from layerflow.flow.hosts.lane import HostLane, grant_calls
+from layerflow.flow.limits import Limits
+from layerflow.flow.opening import open_step
+from layerflow.flow.progress.completion import abort, cancel_saves, cancel_uncomputed, drained, fence_loads, settle
 from layerflow.flow.progress.planned import loads_moved
 from layerflow.flow.progress.reports import batch_done, batch_failed, lose_session
 from layerflow.flow.progress.writes import follow_save, lose_writes, open_write, revoke_writes, write_done

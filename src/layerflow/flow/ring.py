@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-from layerflow.flow.events import Direction, Hop
+from layerflow.flow.events import Direction
 from layerflow.flow.graph.session import Session
+from layerflow.flow.host_events import Hop
 
 
 class Queued(Protocol):

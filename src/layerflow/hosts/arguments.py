@@ -25,13 +25,14 @@ def connect(program: str, description: str, *, writable: bool = True) -> tuple[s
     arguments.add_argument("--socket", type=int, required=True, help="descriptor of the connection to the server")
     arguments.add_argument("--arena", type=int, required=True, help="descriptor of the arena")
     arguments.add_argument("--arena-bytes", type=int, required=True)
+    arguments.add_argument("--unmapped", action="store_true", help="do not map the arena")
     arguments.add_argument("--parent", type=int, required=True, help="process id of the server")
     given = arguments.parse_args()
     _default_signals()
     _die_with(given.parent)
     faulthandler.enable()
     logs.configure("info", "json", sys.stderr)
-    arena = SharedMemory.attach(given.arena, given.arena_bytes, writable=writable)
+    arena = SharedMemory.attach(given.arena, given.arena_bytes, writable=writable, mapped=not given.unmapped)
     os.close(given.arena)
     return socket.socket(fileno=given.socket), arena
 

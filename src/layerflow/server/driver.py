@@ -34,7 +34,8 @@ from layerflow.flow.commands import (
     WriteBegun,
     Written,
 )
-from layerflow.flow.events import Event, Limits, Tick
+from layerflow.flow.events import Event, Tick
+from layerflow.flow.limits import Limits
 from layerflow.observe.metrics.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.handoffs.follows import Follows

@@ -19,7 +19,8 @@ import zmq
 from layerflow.config.settings import Settings, live_changes, make_private, make_private_directory
 from layerflow.errors import DeadlineExceeded, ProtocolError, VersionMismatch
 from layerflow.flow.commands import StepDone
-from layerflow.flow.events import Event, Limits, LimitsChanged
+from layerflow.flow.events import Event, LimitsChanged
+from layerflow.flow.limits import Limits
 from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.arena import Arena, Warmer
@@ -35,6 +36,7 @@ from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.housekeeping import housekeep
 from layerflow.server.lookup.plans import Plans
 from layerflow.server.status import status_of
+from layerflow.server.terms import limits_of, terms_of
 from layerflow.server.transport.fd_server import NO_ROOM, FdServer, SharedRegion
 from layerflow.server.transport.router import Router
 from layerflow.server.transport.security import Curve, open_curve
@@ -380,43 +382,4 @@ class Server:
             del session.leases[request]
 
     def _terms(self) -> wire.Terms:
-        transfer, pool = self.settings.transfer, self.settings.pool
-        return wire.Terms(
-            transfer.step_timeout_ms,
-            transfer.save_timeout_ms,
-            transfer.prefetch_layers,
-            transfer.mode,
-            not transfer.discard_partial_chunks,
-            transfer.save_decode_cache,
-            pool.link_gbps,
-            pool.link_latency_us,
-            transfer.max_transfer_blocks,
-            transfer.max_transfer_bytes,
-            transfer.h2d_stagger_us,
-            self.settings.pd.follow,
-            planned_bytes(self.settings) // max(1, self.sessions.workers()),
-        )
-
-
-PLANNED_SHARE = 4
-"""One in so many bytes in flight is for loads that workers move by the plans of their hits."""
-
-
-def planned_bytes(settings: Settings) -> int:
-    """What all workers together may have in flight by plans; the core grants the rest."""
-    return settings.transfer.max_inflight_bytes // PLANNED_SHARE
-
-
-def limits_of(settings: Settings, arena_bytes: int) -> Limits:
-    """The core's limits out of the settings. What waits to be written is pinned: at most half of the arena."""
-    transfer = settings.transfer
-    return Limits(
-        prefetch_layers=transfer.prefetch_layers,
-        max_transfer_blocks=transfer.max_transfer_blocks,
-        max_transfer_bytes=transfer.max_transfer_bytes,
-        max_inflight_bytes=max(2, transfer.max_inflight_bytes - planned_bytes(settings)),
-        save_backlog_bytes=transfer.save_backlog_bytes,
-        write_backlog_bytes=min(settings.pool.write_backlog, arena_bytes // 2),
-        stagger_us=transfer.h2d_stagger_us,
-        fetch_timeout_s=settings.pool.fetch_timeout_ms / 1e3,
-    )
+        return terms_of(self.settings, self.sessions.workers())

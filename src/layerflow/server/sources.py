@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from layerflow.config.settings import PoolSettings
 from layerflow.flow.commands import Arrived, Vacate
-from layerflow.flow.events import Hop, WriteOpened
+from layerflow.flow.host_events import Hop, WriteOpened
 from layerflow.pool.base import Child, NewObject, Owner, Tail
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.questions import once

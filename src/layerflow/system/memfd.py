@@ -40,16 +40,23 @@ class SharedMemory:
     Made by :meth:`create` or :meth:`attach`.
     """
 
-    def __init__(self, fd: int, nbytes: int, page_bytes: int, *, writable: bool = True) -> None:
+    def __init__(self, fd: int, nbytes: int, page_bytes: int, *, writable: bool = True, mapped: bool = True) -> None:
         self.nbytes = nbytes
         self.page_bytes = page_bytes
         self.writable = writable
+        self._mapping: mmap.mmap | None = None
+        self._array: npt.NDArray[np.uint8] | None = None
+        if mapped:
+            self._map(fd)
+        self._fd = fd  # last: until here the caller owns it
+
+    def _map(self, fd: int) -> None:
+        nbytes, page_bytes, writable = self.nbytes, self.page_bytes, self.writable
         mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         if page_bytes == mmap.PAGESIZE:
             _advise_huge(mapping)
-        self._mapping: mmap.mmap | None = mapping
-        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
-        self._fd = fd  # last: until here the caller owns it
+        self._mapping = mapping
+        self._array = np.frombuffer(mapping, dtype=np.uint8)
 
     @classmethod
     def create(
@@ -93,12 +100,13 @@ class SharedMemory:
             raise Unsupported(f"cannot create {nbytes} bytes of shared memory: {error.strerror}; {hint}") from error
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int, *, writable: bool = True) -> Self:
+    def attach(cls, fd: int, nbytes: int, *, writable: bool = True, mapped: bool = True) -> Self:
         """Map memory that another process created.
 
         :param fd: its descriptor. It is duplicated: the caller still owns, and closes, the one passed in.
         :param nbytes: the creator's :attr:`nbytes`.
         :param writable: map it for writing too; refused where the creator gave it to readers only.
+        :param mapped: False = do not map it: only :meth:`read`, :meth:`write` and :attr:`fd` reach it.
         :raises ExtentError: the memory is smaller than `nbytes`.
         :raises ProtocolError: the descriptor is no memory with a sealed size, so mapping it would be unsafe.
         :raises Unsupported: this process may not map that much.
@@ -114,7 +122,7 @@ class SharedMemory:
             raise ExtentError(f"shared memory of {nbytes} bytes was announced, descriptor {fd} has {status.st_size}")
         own = os.dup(fd)
         try:
-            return cls(own, nbytes, max(mmap.PAGESIZE, status.st_blksize), writable=writable)
+            return cls(own, nbytes, max(mmap.PAGESIZE, status.st_blksize), writable=writable, mapped=mapped)
         except OSError as error:
             os.close(own)
             raise Unsupported(f"cannot map {nbytes} bytes of shared memory: {error.strerror}") from error
@@ -126,16 +134,30 @@ class SharedMemory:
 
     @property
     def closed(self) -> bool:
-        return self._array is None
+        return self._fd < 0
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """A copy of some bytes, mapped or not."""
+        return bytes(self.view[at : at + nbytes]) if self._array is not None else os.pread(self._fd, nbytes, at)
+
+    def write(self, at: int, data: bytes | memoryview) -> None:
+        """Some bytes, mapped or not.
+
+        :raises ExtentError: they do not fit in.
+        """
+        if self._array is not None:
+            self.view[at : at + len(data)] = data
+        elif os.pwrite(self._fd, data, at) != len(data):
+            raise ExtentError(f"{len(data)} bytes at {at} leave shared memory of {self.nbytes}")
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
         """The mapped bytes: uint8, shape ``(nbytes,)``.
 
-        :raises ExtentError: after :meth:`close`.
+        :raises ExtentError: after :meth:`close`, or it is not mapped here.
         """
         if self._array is None:
-            raise ExtentError("shared memory is used after it was closed")
+            raise ExtentError("shared memory is used after it was closed, or where it is not mapped")
         return self._array
 
     @property
@@ -145,8 +167,9 @@ class SharedMemory:
 
     @property
     def address(self) -> int:
-        """Where the mapping starts in this process. Valid while this object is open or a view of it lives."""
-        return int(self.array.ctypes.data)
+        """Where the mapping starts in this process, 0 = it is not mapped. Valid while this object is open or a view
+        of it lives."""
+        return int(self.array.ctypes.data) if self._array is not None or self.closed else 0
 
     def populate(self, start: int = 0, stop: int | None = None) -> None:
         """Take the pages of bytes ``start:stop`` from the machine and map them here, before first use.

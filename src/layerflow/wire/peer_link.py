@@ -5,6 +5,10 @@ that it has reached. Then it sends requests, each a REQUEST and `count` ITEMs, a
 then the bytes of all whose status is :data:`READ`, one behind the other, then a TAIL for each of these. Only a TAIL
 says that bytes are those of the object: the exporter still had the right to read them when it had. Integers are
 little-endian.
+
+A windowed link (mooncake, nixl) is told of its window with a WINDOW after the greeting. Its requests name a turn of it,
+which the exporter fills before it answers with the HEADs; their statuses are final, no bytes follow and no TAIL. A
+request of nothing is answered with one HEAD: the exporter is alive.
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ HEAD = struct.Struct("<IIQ")
 """Position, status, bytes that follow."""
 TAIL = struct.Struct("<II")
 """Position, status."""
+WINDOW = struct.Struct("<4sIQQII")
+"""Of a windowed link, from the exporter, after the greeting: magic, turns, where the reader's section of the window
+begins, bytes of a turn, bytes of the library's description that follow, 0."""
+WINDOW_MAGIC = b"LFPW"
+MAX_DESCRIBED_BYTES = 1 << 16
+MAX_WINDOW_BYTES = 1 << 30
 MAX_LINK_ITEMS = 65_536
 """Items of one request."""
 
@@ -94,3 +104,21 @@ def check_hello(raw: bytes) -> bytes:
             "run the same layerflow version on both"
         )
     return bytes(incarnation)
+
+
+def pack_window(start: int, turn_bytes: int, turns: int, described: int) -> bytes:
+    """A reader's section of a window."""
+    return WINDOW.pack(WINDOW_MAGIC, turns, start, turn_bytes, described, 0)
+
+
+def unpack_window(raw: bytes) -> tuple[int, int, int, int]:
+    """Where it begins, bytes of a turn, turns, bytes of the description that follows.
+
+    :raises ProtocolError: it is none.
+    """
+    magic, turns, start, turn_bytes, described, _ = WINDOW.unpack(raw)
+    if magic != WINDOW_MAGIC:
+        raise ProtocolError(f"the exporter speaks of no window ({magic!r}): it serves another link")
+    if not 0 < turns * turn_bytes <= MAX_WINDOW_BYTES or described > MAX_DESCRIBED_BYTES:
+        raise ProtocolError(f"a window with {turns} turns of {turn_bytes} bytes, described in {described}")
+    return start, turn_bytes, turns, described

@@ -1,7 +1,8 @@
-"""How fast a link between two servers' arenas is, beside two blocking sockets that send and receive the same bytes.
+"""How fast a link between two servers' arenas is, beside what moves its bytes, by itself.
 
 A real exporter process lends an arena; this process reads it into another one with the importer's end of the link. In
-turns with it, a process sends as many bytes from memory of its own and this one receives them into the same arena.
+turns with it as many bytes come from a process's own memory: for tcp between two blocking sockets into the same arena,
+for another link by one read of its library, from one window to another.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from layerflow.backends import named
 from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import ObjectLocation, ObjectStatus
-from layerflow.hosts.peer.tcp import TcpLink
+from layerflow.hosts.peer.windowed.plane import Window
+from layerflow.links import links
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Frames, Lend, Start, Stop, Up, decode_to_server, encode, pack_u32, pack_u64
@@ -31,24 +34,28 @@ from layerflow.wire.peer_link import Origin
 
 LAYERS = 32
 PATIENCE_S = 60.0
+SERVE_POLL_S = 5e-5
 
 
 def measure(link: str = "tcp", moved_mib: int = 192, rounds: int = 9, call_mib: int = 8) -> dict[str, Any]:
     """Read all of it `rounds` times each way.
 
-    :param link: which.
+    :param link: which, by its name.
     :param moved_mib: of each round, in objects of `call_mib`.
     :param call_mib: that one call of the importer reads, all objects and some layers each, as the core hands them out.
-    :returns: gigabytes (10^9) per second, medians: ``gbps`` of the link, ``raw_gbps`` of the sockets, ``of_raw``.
+    :returns: gigabytes (10^9) per second, medians: ``gbps`` of the link, ``raw_gbps`` of the sockets or the
+        library, ``of_raw``.
     """
-    if link != "tcp":
-        raise LayerflowError(f"there is no link {link!r}; there is tcp")
+    if link not in links():
+        raise LayerflowError(f"there is no link {link!r}; there are {', '.join(links())}")
+    plugin = links()[link]
     count, layer_bytes = moved_mib // call_mib, (call_mib << 20) // LAYERS
     with ExitStack() as stack:
         source, target = (stack.enter_context(SharedMemory.create((moved_mib + 1) << 20)) for _ in range(2))
         places = _objects(source, target, count, layer_bytes)
-        reading = stack.enter_context(_exported(source, target, places))
-        sending = stack.enter_context(_sender(moved_mib << 20))
+        reading = stack.enter_context(_exported(link, source, target, places))
+        raw_reading = _library(plugin.plane, moved_mib << 20) if plugin.plane else _sender(moved_mib << 20)
+        sending = stack.enter_context(raw_reading)
         ours, raw = [], []
         for turn in range(rounds + 1):
             target.array[:] = 0
@@ -85,24 +92,26 @@ def _objects(source: SharedMemory, target: SharedMemory, count: int, layer_bytes
 
 
 @contextmanager
-def _exported(source: SharedMemory, target: SharedMemory, places: list[ObjectLocation]) -> Iterator[Any]:
+def _exported(which: str, source: SharedMemory, target: SharedMemory, places: list[ObjectLocation]) -> Iterator[Any]:
     """A real exporter of `source`, and what reads all of it once; seconds."""
     incarnation, token = secrets.token_bytes(16), secrets.token_bytes(16)
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-P", "-m", "layerflow.hosts.peer.exporter", "--socket", str(theirs.fileno())]
     command += ["--arena", str(source.fd), "--arena-bytes", str(source.nbytes), "--parent", str(os.getpid())]
+    command += [] if links()[which].maps_arena else ["--unmapped"]
     process = subprocess.Popen(command, pass_fds=(theirs.fileno(), source.fd))
     theirs.close()
     try:
-        ours.sendall(encode(Start("exporter", {"host": "127.0.0.1", "port": 0, "incarnation": incarnation.hex()})))
+        options = {"host": "127.0.0.1", "port": 0, "link": which, "shown": "127.0.0.1"}
+        ours.sendall(encode(Start("exporter", options | {"incarnation": incarnation.hex()})))
         up = decode_to_server(_frame(ours))
         if not isinstance(up, Up):
             raise LayerflowError(f"the exporter did not start: {up}")
         sizes, keys = pack_u64([place.nbytes for place in places]), b"".join(place.key for place in places)
         offsets, blocks = pack_u64([place.offset for place in places]), pack_u32([1] * len(places))
         ours.sendall(encode(Lend(1, token, keys, offsets, sizes, blocks, sizes)))
-        origin = Origin("bench", "tcp", f"127.0.0.1:{up.details['port']}", incarnation, token)
-        link = TcpLink(target.view, origin, time.monotonic() + PATIENCE_S)
+        origin = Origin("bench", which, f"127.0.0.1:{up.details['port']}", incarnation, token)
+        link = named(links()[which].reader)(target, origin, time.monotonic() + PATIENCE_S)
 
         def read(call_bytes: int) -> float:
             few = max(1, call_bytes // (len(places) * places[0].layer_bytes))
@@ -167,3 +176,40 @@ def _send(pipe: Connection, nbytes: int) -> None:
     with connection:
         while connection.recv(1):
             connection.sendall(memory)
+
+
+@contextmanager
+def _library(plane: str, nbytes: int) -> Iterator[Any]:
+    """Another process with so many bytes of a library's window, and what reads them in one call; seconds."""
+    spawn = multiprocessing.get_context("spawn")
+    pipe, other = spawn.Pipe()
+    process = spawn.Process(target=_offer, args=(other, plane, nbytes), daemon=True)
+    process.start()
+    window = Window(nbytes)
+    window.view[:] = bytes(nbytes)
+    mine = named(plane)(window, "127.0.0.1")
+    mine.connect(pipe.recv(), "127.0.0.1")
+
+    def read(_target: SharedMemory) -> float:
+        began = time.perf_counter()
+        mine.read(0, 0, nbytes).wait(time.monotonic() + PATIENCE_S)
+        return time.perf_counter() - began
+
+    try:
+        yield read
+        if bytes(window.view[-8:]) != b"\1" * 8:
+            raise LayerflowError("what the library read is not what was offered")
+    finally:
+        pipe.send(None)
+        process.join(PATIENCE_S)
+        mine.close()
+
+
+def _offer(pipe: Connection, plane: str, nbytes: int) -> None:
+    window = Window(nbytes)
+    window.view[:] = b"\1" * nbytes
+    mine = named(plane)(window, "127.0.0.1")
+    pipe.send(mine.describe())
+    while not pipe.poll(SERVE_POLL_S):
+        mine.serve()
+    os._exit(0)  # the library's own threads and destructors

@@ -17,37 +17,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import structlog
 import zmq
 
 from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
+from layerflow.agent.connection.listener import Attachment, LinkListener
+from layerflow.agent.connection.reports import ReportBuffer
 from layerflow.errors import ConfigError, LayerflowError, ServerLost
 from layerflow.spec import ModelSpec
 from layerflow.system.memfd import SharedMemory
 from layerflow.system.peer import has_died, is_here, peer_pidfd
 from layerflow.wire import codec
-from layerflow.wire.messages import (
-    QUIET,
-    STRANGER,
-    Attach,
-    Beat,
-    Closed,
-    Failure,
-    Fence,
-    Figures,
-    Message,
-    Moved,
-    Problem,
-    Progress,
-    Report,
-    Terms,
-    ToClient,
-    Welcome,
-)
+from layerflow.wire.messages import QUIET, STRANGER, Attach, Beat, Message, Problem, Welcome
 
 CONNECT_TIMEOUT_S = 1.0
 DYING_S = 0.5
@@ -55,104 +38,19 @@ DYING_S = 0.5
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 FRONTIER_SAMPLE_MS = 1
 LAST_WORDS_MS = 2
-REPORT_ITEMS = 4096
-"""Of one kind in one report; the server takes no report of any length."""
-
-T = TypeVar("T")
 
 log = structlog.get_logger("layerflow.agent")
 
 
-@dataclass(slots=True)
-class Attachment:
-    """One life of the link: a server, its arena and that one's name, its terms."""
-
-    session: int
-    arena: SharedMemory
-    terms: Terms
-    welcome: Welcome
-    direct: bool
-    incarnation: int = 0
-
-
-class LinkListener(Protocol):
-    """What the link tells; all on the link's thread.
-
-    :ivar pinned_bytes: how far the arena is pinned; -1 = it is not pinned at all.
-    """
-
-    @property
-    def pinned_bytes(self) -> int: ...
-
-    def may_attach(self) -> bool:
-        """Is it a good moment? If not, the link asks again soon."""
-        ...
-
-    def may_bypass(self, welcome: Welcome) -> bool:
-        """Will this worker move bytes past the server's arena? May take seconds, the first time."""
-        ...
-
-    def connection_made(self, attachment: Attachment) -> None:
-        """A server has taken this agent; steps may be opened."""
-        ...
-
-    def lost(self, reason: str) -> None:
-        """The server is gone; nothing of it answers any more."""
-        ...
-
-    def judged(self, dead: bool) -> None:
-        """Has its process ended, for certain? Told a moment after :meth:`lost`."""
-        ...
-
-    def waiting(self, now: float) -> None:
-        """Time passed without a server."""
-        ...
-
-    def heard(self, message: ToClient) -> None:
-        """A message."""
-        ...
-
-    def progress(self) -> list[Progress]:
-        """Open steps that moved on since the last report."""
-        ...
-
-    def tick(self, now: float, silent: bool) -> None:
-        """Time passed. `silent`: the server is there but has not answered heartbeats for its ``liveness_ms``."""
-        ...
-
-    def sampling(self) -> bool:
-        """Is :meth:`progress` or :meth:`tick` to be called within a millisecond?"""
-        ...
-
-
-@dataclass(slots=True)
-class ReportBuffer:
-    """What the next report will carry. Each attachment has its own: another server's batches bear the same numbers."""
-
-    done: deque[int] = field(default_factory=deque)
-    failed: deque[Failure] = field(default_factory=deque)
-    fenced: deque[Fence] = field(default_factory=deque)
-    closed: deque[Closed] = field(default_factory=deque)
-    figures: deque[Figures] = field(default_factory=deque)
-    moved: deque[Moved] = field(default_factory=deque)
-
-
 class Link:
-    """Runs from construction to :meth:`close`."""
+    """Runs from :meth:`start` to :meth:`close`."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        engine: str,
-        spec: ModelSpec,
-        listener: LinkListener,
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, engine: str, spec: ModelSpec) -> None:
         self._context = context
         self._endpoint = endpoint
         self._engine = engine
         self._spec = spec
-        self._listener = listener
+        self._listener: LinkListener
         self.news = ReportBuffer()
         self._outbox: deque[bytes] = deque()
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -167,8 +65,9 @@ class Link:
         self.ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="layerflow-link", daemon=True)
 
-    def start(self) -> None:
-        """Begin connecting."""
+    def start(self, listener: LinkListener) -> None:
+        """Begin connecting, and tell `listener`."""
+        self._listener = listener
         self._thread.start()
 
     def send(self, message: Message) -> None:
@@ -361,7 +260,7 @@ class Link:
             self._listener.heard(message)
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
-        while (report := self._report()) is not None:
+        while (report := self.news.take(self._listener.progress)) is not None:
             self._outbox.append(codec.encode(report))
         self._post(dealer)
 
@@ -372,15 +271,6 @@ class Link:
             except zmq.Again:
                 raise ServerLost("the server has not read for too long") from None
             self._outbox.popleft()
-
-    def _report(self) -> Report | None:
-        news = self.news
-        done, failed, fenced = _drain(news.done), _drain(news.failed), _drain(news.fenced)
-        progress = self._listener.progress()
-        closed, measured, moved = _drain(news.closed), _drain(news.figures), _drain(news.moved)
-        if not (done or failed or fenced or progress or closed or measured or moved):
-            return None
-        return Report(done, failed, fenced, progress, closed, measured, moved)
 
 
 def _pidfd(connection: socket.socket) -> int:
@@ -397,10 +287,3 @@ def _pidfd(connection: socket.socket) -> int:
 def _pending(dealer: zmq.Socket[bytes]) -> bool:
     """Has a message come?"""
     return bool(int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-
-def _drain(column: deque[T]) -> list[T]:
-    out: list[T] = []
-    while column and len(out) < REPORT_ITEMS:
-        out.append(column.popleft())
-    return out

@@ -13,12 +13,13 @@ from collections.abc import Collection, Sequence
 from layerflow.errors import InvalidTransition
 from layerflow.flow.arrivals.edges import add_edge, fail_waiting, progress, publish, vacate
 from layerflow.flow.commands import Call, Command, ObjectsLost, TransferDone
-from layerflow.flow.events import FetchAvailable, FetchesRevoked, FetchFailed, FetchLeased, FetchOpened, Hop, Part
+from layerflow.flow.events import Part
 from layerflow.flow.graph.cursor import Span, joined
 from layerflow.flow.graph.edge import Upstream
 from layerflow.flow.graph.fetch import FetchTransfer, fetch_of
 from layerflow.flow.graph.follow import FollowTransfer
 from layerflow.flow.graph.step import Transfer
+from layerflow.flow.host_events import FetchAvailable, FetchesRevoked, FetchFailed, FetchLeased, FetchOpened, Hop
 from layerflow.flow.hosts.lane import HostLane
 from layerflow.flow.state import State
 

@@ -13,10 +13,11 @@ from collections.abc import Collection, Sequence
 from layerflow.errors import InvalidTransition
 from layerflow.flow.arrivals.edges import fail_waiting, move_edges, progress, publish, vacate
 from layerflow.flow.commands import Command, LayersStored, ObjectsLost, TransferDone
-from layerflow.flow.events import FollowLent, FollowLost, FollowMoved, FollowOpened, Hop
+from layerflow.flow.events import FollowLent, FollowLost, FollowMoved, FollowOpened
 from layerflow.flow.graph.edge import Upstream
 from layerflow.flow.graph.follow import FollowTransfer
 from layerflow.flow.graph.step import Transfer
+from layerflow.flow.host_events import Hop
 from layerflow.flow.state import State
 
 CANCELLED = "its save was cancelled"

@@ -7,9 +7,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from layerflow.flow.events import FetchOpened
 from layerflow.flow.graph.edge import Edge
 from layerflow.flow.graph.host_transfer import HostTransfer, Source
+from layerflow.flow.host_events import FetchOpened
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from layerflow.flow.commands import Call
-from layerflow.flow.events import Hop, Item
+from layerflow.flow.host_events import Hop, Item
 
 
 @dataclass(slots=True, eq=False)

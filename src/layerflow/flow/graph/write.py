@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from layerflow.flow.events import Hop
 from layerflow.flow.graph.host_transfer import CallExtent, HostTransfer
+from layerflow.flow.host_events import Hop
 
 if TYPE_CHECKING:
     from layerflow.flow.graph.step import Transfer

@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import Call, Command, ObjectsLost, TransferDone, WriteBegun, Written
-from layerflow.flow.events import Hop, WriteOpened, WritesRevoked
 from layerflow.flow.graph.step import Transfer
 from layerflow.flow.graph.write import WriteTransfer
+from layerflow.flow.host_events import Hop, WriteOpened, WritesRevoked
 from layerflow.flow.state import State
 
 SHED = "shed"

@@ -80,7 +80,7 @@ class FetchLane(TransferLane[Fetch | Pull | EndFetch]):
         if result[0] is not ObjectStatus.OK:
             return result
         try:
-            header = self._arena.view[place.offset : place.offset + HEADER_BYTES]
+            header = self._arena.read(place.offset, HEADER_BYTES)
             check_header(header, place.key, place.blocks)
         except PoolError as error:
             return ObjectResult(ObjectStatus.BROKEN, str(error))

@@ -1,6 +1,6 @@
 """``python -m layerflow.hosts.peer.exporter``: lets other servers read what its own server lends them of the arena.
 
-Started by a server, never by hand. It writes nothing: its mapping of the arena is for reading.
+Started by a server, never by hand. It writes nothing: its mapping of the arena, where it has one, is for reading.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from typing import Any
 
 import structlog
 
+from layerflow.backends import named
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.hosts.arguments import connect
+from layerflow.hosts.backend import Unusable
 from layerflow.hosts.peer.grants import Grants
 from layerflow.hosts.peer.serving import Links
+from layerflow.links import links
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     Down,
@@ -90,7 +93,11 @@ class Exporter:
     def _start(self, options: dict[str, Any]) -> bool:
         try:
             where, incarnation = (options["host"], options["port"]), bytes.fromhex(options["incarnation"])
-            self._links = Links(self._arena.view, self._grants, where, incarnation)
+            lender = named(links()[options["link"]].lender)(self._arena, options["shown"])
+            self._links = Links(self._arena, lender, self._grants, where, incarnation)
+        except Unusable as error:
+            self._tell(Down(f"peers.link = {options['link']!r}: {error}", fatal=True))
+            return False
         except OSError as error:
             told = f"{options['host']}:{options['port']}: {error.strerror}"
             self._tell(Down(f"cannot listen on {told}; see peers.link_address", fatal=True))

@@ -34,8 +34,11 @@ class Grant:
     withdrawn: bool = False
     reading: list[socket.socket] = field(default_factory=list)
 
-    def check(self, view: memoryview, position: int, start: int, length: int) -> int:
-        """Whether these bytes of an object may be read, and are its own: a status of :mod:`.peer_link`."""
+    def check(self, read: Callable[[int, int], bytes], position: int, start: int, length: int) -> int:
+        """Whether these bytes of an object may be read, and are its own: a status of :mod:`layerflow.wire.peer_link`.
+
+        :param read: so many bytes of the arena.
+        """
         if self.withdrawn:
             return GONE
         if not 0 <= position < len(self.keys) or not length or start + length > self.nbytes[position]:
@@ -44,9 +47,9 @@ class Grant:
             return NOT_YET
         if self.blocks[position]:
             # The pool wipes the header of a place that it gives to another object, before that is written there.
-            at = self.offsets[position]
+            header = read(self.offsets[position], HEADER_BYTES)
             try:
-                check_header(view[at : at + HEADER_BYTES], self.keys[position], self.blocks[position])
+                check_header(header, self.keys[position], self.blocks[position])
             except PoolError:
                 return GONE
         return READ

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from layerflow.backends import named
 from layerflow.errors import ProtocolError
 from layerflow.hosts.backend import OK, Backend, BackendInfo, ObjectLocation, ObjectResult, ObjectStatus, Unusable
-from layerflow.hosts.peer.tcp import LinkFailed, TcpLink
-from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.hosts.peer.link import LinkFailed, PeerLink
+from layerflow.links import links
+from layerflow.objects import pack_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import LINK_REST_S, Origin, decode_origin
 
@@ -20,17 +22,22 @@ from layerflow.wire.peer_link import LINK_REST_S, Origin, decode_origin
 class Importer(Backend):
     """Reads objects of peers. Called by one thread, the host's fetch thread, but for `check` and `statistics`.
 
-    :param options: none.
+    :param options: ``link``: its name.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._arena: SharedMemory | None = None
-        self._links: dict[tuple[str, str, bytes], TcpLink] = {}
+        self._link_name: str = options["link"]
+        self._reader: Callable[[SharedMemory, Origin, float], PeerLink] = named(links()[self._link_name].reader)
+        self._links: dict[tuple[str, str, bytes], PeerLink] = {}
         self._resting: dict[tuple[str, str, bytes], tuple[float, str]] = {}
         self._bytes = self._failures = 0
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
         self._arena = arena
+        plane = links()[self._link_name].plane
+        if plane:
+            named(plane).load()  # a first read shall not wait for that
         return BackendInfo({})
 
     def check(self) -> None:
@@ -55,6 +62,9 @@ class Importer(Backend):
             origin = decode_origin(places[0].origin)
         except ProtocolError as error:
             return [ObjectResult(ObjectStatus.FAILED, str(error))] * len(places)
+        if origin.link != self._link_name:
+            why = f"peer {origin.peer} is read over {origin.link}; this importer knows {self._link_name}"
+            return [ObjectResult(ObjectStatus.FAILED, why)] * len(places)
         name = (origin.link, origin.address, origin.incarnation)
         rests_until, why = self._resting.get(name, (0.0, ""))
         if time.monotonic() < rests_until:
@@ -75,13 +85,13 @@ class Importer(Backend):
     def close_fetch(self, places: Sequence[ObjectLocation]) -> None:
         """The server releases the lease."""
 
-    def _link(self, name: tuple[str, str, bytes], origin: Origin, until: float) -> TcpLink:
+    def _link(self, name: tuple[str, str, bytes], origin: Origin, until: float) -> PeerLink:
         link = self._links.get(name)
         if link is None:
             for old in [old for old in self._links if old[:2] == name[:2]]:
                 self._drop(old)  # an exporter that was there before
             assert self._arena is not None
-            link = self._links[name] = TcpLink(self._arena.view, origin, until)
+            link = self._links[name] = self._reader(self._arena, origin, until)
             self._resting = {rest: kept for rest, kept in self._resting.items() if kept[0] > time.monotonic()}
         return link
 
@@ -97,7 +107,7 @@ class Importer(Backend):
             header = pack_header(
                 place.key, blocks=place.blocks, tokens=place.tokens, payload=place.layers * place.layer_bytes
             )
-            self._arena.view[place.offset : place.offset + HEADER_BYTES] = header
+            self._arena.write(place.offset, header)
 
     # Writing: never ------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The exporter's end of links: connections of readers, one thread each, served out of the arena."""
+"""The exporter's end of links: connections of readers, one thread each; what the bytes go over is the lender's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import structlog
 
 from layerflow.errors import ProtocolError
 from layerflow.hosts.peer.grants import Grant, Grants
+from layerflow.hosts.peer.link import Lender, LentLink, LinkFailed
 from layerflow.hosts.peer.streams import LinkClosed, receive, send
+from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import (
     GONE,
     HEAD,
@@ -21,7 +23,6 @@ from layerflow.wire.peer_link import (
     READ,
     REQUEST,
     REQUEST_MAGIC,
-    TAIL,
     check_hello,
     hello,
 )
@@ -29,10 +30,6 @@ from layerflow.wire.peer_link import (
 MAX_LINKS = 256
 """Connections at once; one more is hung up on."""
 HELLO_S = 5.0
-PIECE_BYTES = 1 << 20
-"""Sent in one call: between two of them a withdrawn lease is seen."""
-MAX_PIECES = 256
-"""Of one such call, where they are small."""
 BACKLOG = 64
 
 log = structlog.get_logger("layerflow.hosts.peer.serving")
@@ -41,14 +38,16 @@ log = structlog.get_logger("layerflow.hosts.peer.serving")
 class Links:
     """Listens, and serves.
 
-    :param view: the arena.
+    :param arena: what grants say of it is read here. :param lender: moves bytes out of it.
     :param address: host and port, 0 = any.
     :param incarnation: of this exporter.
     :raises OSError: nobody can listen there.
     """
 
-    def __init__(self, view: memoryview, grants: Grants, address: tuple[str, int], incarnation: bytes) -> None:
-        self._view, self._grants, self._incarnation = view, grants, incarnation
+    def __init__(
+        self, arena: SharedMemory, lender: Lender, grants: Grants, address: tuple[str, int], incarnation: bytes
+    ) -> None:
+        self._arena, self._lender, self._grants, self._incarnation = arena, lender, grants, incarnation
         self._listener = socket.create_server(address, backlog=BACKLOG)
         self.port = int(self._listener.getsockname()[1])
         self._open: set[socket.socket] = set()
@@ -90,11 +89,13 @@ class Links:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._greet(connection)
-            while True:
-                self._answer(connection)
+            with contextlib.closing(self._lender.open()) as lent:
+                lent.introduce(connection)
+                while True:
+                    self._answer(connection, lent)
         except LinkClosed:
             pass
-        except (ProtocolError, OSError) as error:
+        except (ProtocolError, LinkFailed, OSError) as error:
             self._refuse(reader, str(error))
         finally:
             with self._lock:
@@ -115,13 +116,16 @@ class Links:
         if wanted != self._incarnation:
             raise LinkClosed("it looks for an exporter that is gone")
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, connection: socket.socket, lent: LentLink) -> None:
         """One request."""
         raw = bytearray(REQUEST.size)
         receive(connection, [memoryview(raw)], None)
-        magic, count, token, _ = REQUEST.unpack(raw)
-        if magic != REQUEST_MAGIC or not 0 < count <= MAX_LINK_ITEMS:
+        magic, count, token, turn = REQUEST.unpack(raw)
+        if magic != REQUEST_MAGIC or not 0 <= count <= MAX_LINK_ITEMS:
             raise ProtocolError(f"no request: {magic!r} with {count} items")
+        if not count:  # is this exporter still alive?
+            send(connection, [HEAD.pack(0, READ, 0)])
+            return
         table = bytearray(count * ITEM.size)
         receive(connection, [memoryview(table)], HELLO_S)
         items = [(position, start, length) for position, _, start, length in ITEM.iter_unpack(table)]
@@ -132,38 +136,20 @@ class Links:
                 for (position, _, length), status in zip(items, states, strict=True)
             ]
             mine = [item for item, status in zip(items, states, strict=True) if status == READ]
-            if grant is not None and mine:
-                self._send_bytes(connection, grant, b"".join(heads), mine)
-            else:
+            if grant is None or not mine:
                 send(connection, [b"".join(heads)])
+                return
+            given = lent.send(connection, grant, heads, mine, turn)
+        with self._lock:
+            self._read_bytes += given
+            self._read_objects += len(mine)
 
     def _state(self, grant: Grant | None, position: int, start: int, length: int) -> int:
         """Whether it may be read; a status."""
         if grant is None:
             return GONE
-        status = grant.check(self._view, position, start, length)
+        status = grant.check(self._arena.read, position, start, length)
         if status == NOT_YET:
             self._grants.wait(grant, position, start + length)
-            status = grant.check(self._view, position, start, length)
+            status = grant.check(self._arena.read, position, start, length)
         return status
-
-    def _send_bytes(
-        self, connection: socket.socket, grant: Grant, heads: bytes, items: list[tuple[int, int, int]]
-    ) -> None:
-        pieces, nbytes = [memoryview(heads)], 0
-        for position, start, length in items:
-            at = grant.offsets[position] + start
-            for piece in range(at, at + length, PIECE_BYTES):
-                pieces.append(self._view[piece : min(piece + PIECE_BYTES, at + length)])
-                nbytes += pieces[-1].nbytes
-                if nbytes >= PIECE_BYTES or len(pieces) == MAX_PIECES:
-                    send(connection, pieces)
-                    pieces, nbytes = [], 0
-                    if grant.withdrawn:
-                        raise LinkClosed("its lease was withdrawn")
-        send(connection, pieces)
-        # The kernel has copied the bytes: if they may be read now, they were the object's all the while.
-        send(connection, [b"".join(TAIL.pack(item[0], grant.check(self._view, *item)) for item in items)])
-        with self._lock:
-            self._read_bytes += sum(length for _, _, length in items)
-            self._read_objects += len(items)

@@ -18,7 +18,7 @@ from layerflow.observe.metrics.peers import PeerMetrics, PeerStatistics
 from layerflow.observe.metrics.tier import TierLike, TierMetrics
 
 if TYPE_CHECKING:
-    from layerflow.flow.events import Limits
+    from layerflow.flow.limits import Limits
     from layerflow.flow.state import FlowStatistics
     from layerflow.pool.base import PoolStatistics
     from layerflow.wire.messages import Figures

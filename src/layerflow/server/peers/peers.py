@@ -62,7 +62,9 @@ class Peers:
         self.lending = Lending(settings, pool, arena, view, models, send, *storing) if peers.serve else None
         self.source: PeerSource | None = None
         self._targets = [
-            PeerTarget(name=one.name, address=one.address, keys=self._keys(one.address, one.server_key))
+            PeerTarget(
+                name=one.name, address=one.address, link=peers.link, keys=self._keys(one.address, one.server_key)
+            )
             for one in peers.attach
         ]
         if self._targets or peers.learn:
@@ -129,7 +131,10 @@ class Peers:
             raise ConfigError(f"{address} is neither ipc:// nor tcp:// with a peers.server_key")
         if listed is None and len(self.source.peers) >= MAX_ATTACHED:
             raise ConfigError(f"{MAX_ATTACHED} servers are attached to already; {address} is one too many")
-        return self.source.add(listed or PeerTarget(name=address, address=address, keys=self._keys(address, key)))
+        if listed is None:
+            link = self._settings().peers.link
+            listed = PeerTarget(name=address, address=address, link=link, keys=self._keys(address, key))
+        return self.source.add(listed)
 
     def status(self) -> dict[str, object]:
         """For ``layerflow status``: readers and peers, one by one. Sizes in bytes."""

@@ -31,7 +31,7 @@ def _peer(source: PeerSource, peer: Attachment) -> dict[str, Any]:
         "address": peer.target.address,
         "link": peer.target.link,
         "state": peer.state.value,
-        "reason": peer.reason,
+        "reason": peer.reason or peer.unreadable,
         "attempts": peer.attempts,
         "differs": dict(source.comparison.differences.get(peer.target.name, {})),
         "leases": sum(1 for _ in source.offers.leases(peer)),

@@ -30,7 +30,7 @@ class Child:
     """A running host. Made on the loop's thread: the kernel kills the process when that thread ends.
 
     :param backend: for its logs.
-    :param arena: descriptor and size of what it maps.
+    :param arena: descriptor and size of what it maps. :param mapped: False = it is given it, and does not map it.
     :param module: what runs in it.
     :param environment: all of it.
     :param heard: told every message, in order; also those that a dead process has left.
@@ -47,6 +47,8 @@ class Child:
         throttle: Throttle,
         heard: Callable[[ToServer], None],
         dead: Callable[[str], None],
+        *,
+        mapped: bool = True,
     ) -> None:
         self._heard, self._dead = heard, dead
         self._loop = asyncio.get_running_loop()
@@ -58,7 +60,7 @@ class Child:
         try:
             # 0.4 ms, whatever this process has mapped: vfork. start_new_session: a terminal's Ctrl-C is not for it.
             self._process = subprocess.Popen(
-                _command(module, theirs.fileno(), arena),
+                _command(module, theirs.fileno(), arena, mapped),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -180,11 +182,12 @@ class Child:
         self._dead(self._why or _story(code))
 
 
-def _command(module: str, fd: int, arena: tuple[int, int]) -> Sequence[str]:
+def _command(module: str, fd: int, arena: tuple[int, int], mapped: bool) -> Sequence[str]:
     # -P: no module of the working directory takes another's place. -u: what was printed before a crash is not lost.
     return (
         *(sys.executable, "-P", "-u", "-m", module),
         *("--socket", str(fd), "--arena", str(arena[0]), "--arena-bytes", str(arena[1]), "--parent", str(os.getpid())),
+        *(() if mapped else ("--unmapped",)),
     )
 
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
-from layerflow.flow.events import CallDone, Event, FetchesRevoked, FetchLeased, FetchOpened, Hop, Item
+from layerflow.flow.events import Event
+from layerflow.flow.host_events import CallDone, FetchesRevoked, FetchLeased, FetchOpened, Hop, Item
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
 from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Objects, Pull, ToHost, pack_u32, pack_u64

@@ -79,6 +79,7 @@ class HostProcess:
     :param arena_fd: the arena's memfd; still the caller's.
     :param liveness_s: a process that answers no ping for so long is killed.
     :param module: what runs in the process.
+    :param mapped: whether it maps the arena.
     :param attach_timeout_s: the same until it is up for the first time: registering memory may hold its main thread.
     """
 
@@ -93,11 +94,12 @@ class HostProcess:
         liveness_s: float = 3.0,
         attach_timeout_s: float = 120.0,
         module: str = "layerflow.hosts",
+        mapped: bool = True,
     ) -> None:
         self.statistics: dict[str, float] = {}  #: the backend's latest
         self.state = HostState()
         self._backend, self._options, self._arena = backend, options, (arena_fd, arena_bytes)
-        self._listener, self._module = listener, module
+        self._listener, self._module, self._mapped = listener, module, mapped
         self._liveness_s, self._attach_timeout_s = liveness_s, attach_timeout_s
         self._throttle = Throttle(backend)
         self._child: Child | None = None
@@ -195,7 +197,14 @@ class HostProcess:
         try:
             variables = {**os.environ, **additions()}
             self._child = Child(
-                self._backend, self._arena, self._module, variables, self._throttle, self._heard, self._died
+                self._backend,
+                self._arena,
+                self._module,
+                variables,
+                self._throttle,
+                self._heard,
+                self._died,
+                mapped=self._mapped,
             )
         except (OSError, LayerflowError) as error:
             self._again(f"it cannot be started: {error}")

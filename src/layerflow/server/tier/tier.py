@@ -18,7 +18,8 @@ import structlog
 
 from layerflow.config.settings import PoolSettings
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate, WriteBegun, Written
-from layerflow.flow.events import Event, Hop, HostLost, WriteOpened
+from layerflow.flow.events import Event
+from layerflow.flow.host_events import Hop, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.pool.base import Child, NewObject, Pool, Tail

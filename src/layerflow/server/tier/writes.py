@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import anyio
 
 from layerflow.flow.commands import Call, ObjectsLost, TransferDone, WriteBegun, Written
-from layerflow.flow.events import CallDone, Event, Hop, Item, WriteOpened, WritesRevoked
+from layerflow.flow.events import Event
+from layerflow.flow.host_events import CallDone, Hop, Item, WriteOpened, WritesRevoked
 from layerflow.flow.progress.writes import SHED
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Owner, Pool

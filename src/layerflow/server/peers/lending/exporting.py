@@ -10,11 +10,13 @@ import structlog
 
 from layerflow.config.fields import is_loopback
 from layerflow.config.settings import Settings
+from layerflow.links import links
 from layerflow.server.tier.process import HostProcess
 from layerflow.wire.host_messages import Extend, Lend, ToServer, Up, Withdraw, Withdrawn
 from layerflow.wire.messages import INCARNATION_BYTES, PeerEndpoint
 
 EXPORTER = "layerflow.hosts.peer.exporter"
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - recognised, not listened on
 
 log = structlog.get_logger("layerflow.server.peers")
 
@@ -49,10 +51,12 @@ class Exporting:
     ) -> None:
         self._changed, self._quiet, self._lost = changed, quiet, lost
         host, port = listen_address(settings)
-        self._options: dict[str, Any] = {"host": host, "port": port}
-        self._advertise = settings.peers.link_advertise
+        self._link, self._advertise = settings.peers.link, settings.peers.link_advertise
+        shown = self._advertise.rpartition(":")[0].strip("[]") or ("" if host in WILDCARDS else host)
+        self._options: dict[str, Any] = {"host": host, "port": port, "link": self._link, "shown": shown}
         self._renew()
-        self.host = HostProcess("exporter", self._options, *arena, self, module=EXPORTER)
+        mapped = links()[self._link].maps_arena
+        self.host = HostProcess("exporter", self._options, *arena, self, module=EXPORTER, mapped=mapped)
         self.endpoints: list[PeerEndpoint] = []
 
     def start(self) -> None:
@@ -81,11 +85,11 @@ class Exporting:
         match message:
             case Up():
                 host = str(self._options["host"])
-                shown = "" if host in ("0.0.0.0", "::") else host  # noqa: S104
+                shown = "" if host in WILDCARDS else host
                 where = f"[{shown}]:{message.details['port']}" if ":" in shown else f"{shown}:{message.details['port']}"
                 where = self._advertise or where
-                self.endpoints = [PeerEndpoint("tcp", where, bytes.fromhex(self._options["incarnation"]))]
-                log.info("exporter_up", address=where, loopback=is_loopback(where))
+                self.endpoints = [PeerEndpoint(self._link, where, bytes.fromhex(self._options["incarnation"]))]
+                log.info("exporter_up", link=self._link, address=where, loopback=is_loopback(where))
                 self._changed()
             case Withdrawn():
                 self._quiet(message.lease)

@@ -62,7 +62,7 @@ class PeerTarget:
 
     name: str
     address: str
-    link: str = "tcp"
+    link: str
     keys: tuple[bytes, bytes, bytes] | None = None
 
 
@@ -114,6 +114,16 @@ class Attachment:
     def up(self) -> bool:
         """It can be asked."""
         return self.state is AttachmentState.UP
+
+    @property
+    def unreadable(self) -> str:
+        """Why nothing is read from it though it is up; "" = it is read, or down."""
+        if self.welcome is None or not self.up or self.endpoint() is not None:
+            return ""
+        offered = ", ".join(one.link for one in self.welcome.endpoints)
+        if not offered:
+            return "its exporter is not up"
+        return f"it lends over {offered}, and peers.link here is {self.target.link}: they have to be the same"
 
     def endpoint(self) -> wire.PeerEndpoint | None:
         """Where its bytes are read, over the link that is configured; None = nowhere now."""

@@ -15,9 +15,11 @@ import structlog
 
 from layerflow.config.settings import Settings
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
-from layerflow.flow.events import Event, FetchAvailable, FetchFailed, Hop, HostLost
+from layerflow.flow.events import Event
+from layerflow.flow.host_events import FetchAvailable, FetchFailed, Hop, HostLost
 from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import describe_key
+from layerflow.links import links
 from layerflow.pool.base import NewObject, Pool
 from layerflow.server.peers.reading.attachment import Attachment, PeerTarget
 from layerflow.server.peers.reading.comparison import Comparison
@@ -66,7 +68,9 @@ class PeerSource:
         models: Callable[[], Sequence[ModelSpec]],
     ) -> None:
         self._settings, self._pool, self._emit, self._attach = settings, pool, emit, attach
-        self.host = HostProcess(IMPORTER, {"timeout_ms": settings().pool.host_timeout_ms}, *arena, self)
+        link = settings().peers.link
+        options = {"timeout_ms": settings().pool.host_timeout_ms, "link": link}
+        self.host = HostProcess(IMPORTER, options, *arena, self, mapped=links()[link].maps_arena)
         self.host_up = False
         self.peers: dict[str, Attachment] = {}
         self.fetches = Fetches(

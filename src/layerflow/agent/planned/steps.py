@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import structlog
 
 from layerflow.agent.connection.arenas import Arenas, KnownArena
-from layerflow.agent.connection.link import Link, ReportBuffer
+from layerflow.agent.connection.reports import ReportBuffer
 from layerflow.agent.descriptors import Numbered, PartDescriptor
+from layerflow.agent.ending import StepEnds
 from layerflow.agent.lanes.load import LoadLane
 from layerflow.agent.lanes.planned import LayerShape, PlannedLoads
 from layerflow.agent.lanes.task import EmulatedLink
 from layerflow.agent.open_steps import OpenSteps
-from layerflow.agent.placing import Placed, Placing
+from layerflow.agent.planned.placing import Placed, Placing
 from layerflow.agent.step.step import Step
 from layerflow.device.base import Device
 from layerflow.ops.extents import BlockList
@@ -23,24 +23,6 @@ from layerflow.ops.paged import PagedMemory
 from layerflow.wire.messages import Moved
 
 log = structlog.get_logger("layerflow.agent")
-
-
-class Ends(Protocol):
-    """How steps end."""
-
-    link: Link | None
-
-    def cut(self, step: Step, reason: str) -> None:
-        """Nothing more comes for this step."""
-        ...
-
-    def finish(self, step: Step) -> None:
-        """The step is over."""
-        ...
-
-    def reclaimed(self) -> None:
-        """Saves were cut off."""
-        ...
 
 
 class PlannedSteps:
@@ -53,7 +35,9 @@ class PlannedSteps:
     :ivar link: emulated or not, that loads pass.
     """
 
-    def __init__(self, memory: PagedMemory, device: Device, open_steps: OpenSteps, lane: LoadLane, ends: Ends) -> None:
+    def __init__(
+        self, memory: PagedMemory, device: Device, open_steps: OpenSteps, lane: LoadLane, ends: StepEnds
+    ) -> None:
         self.arenas = Arenas(device)
         self.link = EmulatedLink(0, 0)
         self._memory = memory
@@ -92,8 +76,7 @@ class PlannedSteps:
         loads = step.place(placed.residents, placed.parts, lists)
         counts = {group: len(column.numbers) for group, column in loads.items()}
         layers = self._layers if len(counts) == self._groups else [one for one in self._layers if one[1] in counts]
-        link = self._ends.link
-        news = link.news if link is not None else ReportBuffer()
+        news = self._ends.link.news
         return PlannedLoads(step, layers, counts, arena.copier, self.link, lambda over: self._moved(over, arena, news))
 
     def begin(self, loads: PlannedLoads, placed: Placed) -> bool:
@@ -118,7 +101,7 @@ class PlannedSteps:
         for request in {part.request for part in step.saves}:
             self._open_steps.save_failed(request, reason)
         self._ends.reclaimed()
-        self.settle(step)
+        self._ends.settle(step)
 
     def judged(self, dead: bool) -> None:
         """Has its process ended? If not, its plans are worth nothing: a server that is silent may wake up."""
@@ -143,19 +126,11 @@ class PlannedSteps:
         for arena in late:
             self.arenas.let_go(arena)
 
-    # -- ends ---------------------------------------------------------------------------------------
-
-    def settle(self, step: Step) -> None:
-        """Nobody else says when a step without a server has ended."""
-        if step.orphaned and step.closed and not step.loading:
-            self._ends.finish(step)
-
     def _moved(self, loads: PlannedLoads, arena: KnownArena, news: ReportBuffer) -> None:
-        step, link = loads.step, self._ends.link
+        step = loads.step
         assert step.residents is not None
         with self._open_steps.lock:
             arena.loading.discard(step.number)
         news.moved.append(Moved(step.number, loads.moved, loads.lost + step.residents.lost()))
-        if link is not None:
-            link.ring()
-        self.settle(step)
+        self._ends.link.ring()
+        self._ends.settle(step)

@@ -1,41 +1,39 @@
-"""The link of our own: one TCP connection to an exporter; bytes are received where they belong in the arena."""
+"""The link of our own: bytes come over the connection itself, sent out of one arena and received into the other."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import time
 from collections.abc import Sequence
 
 from layerflow.errors import ProtocolError
-from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus
+from layerflow.hosts.backend import ObjectLocation, ObjectResult
+from layerflow.hosts.peer.grants import Grant
+from layerflow.hosts.peer.greeting import greeted
+from layerflow.hosts.peer.link import STALL_S, Items, Lender, LentLink, LinkFailed, PeerLink, result_of
 from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive, send
-from layerflow.wire.peer_link import (
-    GONE,
-    HEAD,
-    HELLO,
-    ITEM,
-    READ,
-    REQUEST,
-    REQUEST_MAGIC,
-    STATUS_WORDS,
-    TAIL,
-    Origin,
-    check_hello,
-    hello,
-)
+from layerflow.links import LinkPlugin
+from layerflow.system.memfd import SharedMemory
+from layerflow.wire.peer_link import HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, TAIL, Origin
 
-CONNECT_S = 2.0
-STALL_S = 2.0
-"""Of a link on which nothing comes for so long nothing more is expected, in seconds."""
-_OUTCOMES = {GONE: ObjectStatus.EXPIRED}
+LINK = LinkPlugin(reader=f"{__name__}:reader", lender=f"{__name__}:lender")
+PIECE_BYTES = 1 << 20
+"""Sent in one call: between two of them a withdrawn lease is seen."""
+MAX_PIECES = 256
+"""Of one such call, where they are small."""
 
 
-class LinkFailed(Exception):
-    """Nothing more comes over this link."""
+def reader(arena: SharedMemory, origin: Origin, until: float) -> PeerLink:
+    """:raises LinkFailed: nobody answers there, or another exporter does."""
+    return TcpLink(arena.view, origin, until)
 
 
-class TcpLink:
+def lender(arena: SharedMemory, _host: str) -> Lender:
+    """Serves out of the arena."""
+    return StreamLender(arena)
+
+
+class TcpLink(PeerLink):
     """Connected, greeted.
 
     :param view: the reader's arena.
@@ -45,28 +43,7 @@ class TcpLink:
 
     def __init__(self, view: memoryview, origin: Origin, until: float) -> None:
         self._view = view
-        host, _, port = origin.address.rpartition(":")
-        left = min(CONNECT_S, until - time.monotonic())
-        if left <= 0:
-            raise LinkFailed("no time is left to connect")
-        try:
-            self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=left)
-        except OSError as error:
-            raise LinkFailed(f"cannot connect: {error.strerror or error}") from None
-        try:
-            self._socket.settimeout(None)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            send(self._socket, [hello(origin.incarnation)])
-            raw = bytearray(HELLO.size)
-            receive(self._socket, [memoryview(raw)], STALL_S, until)
-            if check_hello(bytes(raw)) != origin.incarnation:
-                raise LinkFailed("another exporter answers: the peer has restarted")
-        except (LinkClosed, LinkStalled, ProtocolError, OSError) as error:
-            self.close()
-            raise LinkFailed(str(error)) from None
-        except LinkFailed:
-            self.close()
-            raise
+        self._socket = greeted(origin, until)
 
     def read(
         self, origin: Origin, places: Sequence[ObjectLocation], lo: int, hi: int, until: float
@@ -106,7 +83,7 @@ class TcpLink:
             end = next(ends) if status == READ else (place.position, status)
             if end[0] != place.position:
                 raise ProtocolError(f"the tail of object {end[0]} came, not that of {place.position}")
-            results.append(_result(place, end[1]))
+            results.append(result_of(place, end[1]))
         return results
 
     def close(self) -> None:
@@ -115,8 +92,35 @@ class TcpLink:
             self._socket.close()
 
 
-def _result(place: ObjectLocation, status: int) -> ObjectResult:
-    if status == READ:
-        return OK
-    why = STATUS_WORDS.get(status, f"status {status}")
-    return ObjectResult(_OUTCOMES.get(status, ObjectStatus.FAILED), f"object {place.key.hex()[:8]}: {why}")
+class StreamLender(Lender):
+    """Sends out of the arena, which is mapped here for reading."""
+
+    def __init__(self, arena: SharedMemory) -> None:
+        self._stream = _Stream(arena)
+
+    def open(self) -> LentLink:
+        return self._stream
+
+
+class _Stream(LentLink):
+    """Has no state of a connection: one serves all."""
+
+    def __init__(self, arena: SharedMemory) -> None:
+        self._arena = arena
+
+    def send(self, connection: socket.socket, grant: Grant, heads: Sequence[bytes], items: Items, turn: int) -> int:
+        view, pieces, nbytes = self._arena.view, [memoryview(b"".join(heads))], 0
+        for position, start, length in items:
+            at = grant.offsets[position] + start
+            for piece in range(at, at + length, PIECE_BYTES):
+                pieces.append(view[piece : min(piece + PIECE_BYTES, at + length)])
+                nbytes += pieces[-1].nbytes
+                if nbytes >= PIECE_BYTES or len(pieces) == MAX_PIECES:
+                    send(connection, pieces)
+                    pieces, nbytes = [], 0
+                    if grant.withdrawn:
+                        raise LinkClosed("its lease was withdrawn")
+        send(connection, pieces)
+        # The kernel has copied the bytes: if they may be read now, they were the object's all the while.
+        send(connection, [b"".join(TAIL.pack(item[0], grant.check(self._arena.read, *item)) for item in items)])
+        return sum(length for _, _, length in items)

@@ -1,0 +1,90 @@
+"""Both copy threads of a worker: what they keep to, and what becomes of the batches that they have copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from layerflow.agent.connection.link import Link
+from layerflow.agent.lanes.ends import CopyEnds
+from layerflow.agent.lanes.load import LoadLane
+from layerflow.agent.lanes.planned import PlannedCaps
+from layerflow.agent.lanes.save import SaveLane
+from layerflow.agent.lanes.stagger import Stagger
+from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
+from layerflow.agent.step.step import Step
+from layerflow.agent.step.transfers import LOAD, SAVE
+from layerflow.agent.values import AgentCounters
+from layerflow.device.base import Device
+from layerflow.device.poller import Poller
+from layerflow.spec import Shard
+from layerflow.wire.messages import Failure, Terms
+
+
+class Lanes:
+    """The load lane, the save lane and, on a device, the thread that asks its events.
+
+    :param loaded: told of a step when one of its load batches has ended.
+
+    :ivar links: by direction: emulated or not, that copies pass.
+    """
+
+    def __init__(self, device: Device, link: Link, tally: AgentCounters, loaded: Callable[[Step], None]) -> None:
+        self._link = link
+        self._tally = tally
+        self._loaded = loaded
+        self.links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
+        self.poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
+        ends = CopyEnds(self.poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
+        self.load = LoadLane(ends.copied, self._loaded_some)
+        self.save = SaveLane(ends.copied, self._saved_some)
+
+    def close(self) -> None:
+        """Stop the lanes and the poller."""
+        for part in (self.load, self.save, self.poller):
+            if part is not None:
+                part.close()
+
+    def set_terms(self, terms: Terms, shard: Shard) -> None:
+        """What the server wants kept to from now on."""
+        caps = CopyCaps(terms.max_transfer_blocks, terms.max_transfer_bytes)
+        self.load.caps = self.save.caps = caps
+        self.load.planned.caps = PlannedCaps(terms.window_bytes, terms.prefetch_layers)
+        self.load.stagger = Stagger(shard.tp_rank, shard.tp_size, terms.stagger_us)
+        emulated = terms.link_gbps, terms.link_latency_us
+        self.links = EmulatedLink(*emulated), EmulatedLink(*emulated)
+
+    def _ended_batch(self, job: CopyTask, failure: str) -> None:
+        batch = job.batch
+        if batch.direction == SAVE:
+            job.step.reads.ended(batch)
+        else:
+            self._loaded(job.step)
+        if job.news is None:
+            assert job.ended is not None
+            self._tally.failed_batches += bool(failure)
+            self._tally.loaded_bytes += 0 if failure else batch.nbytes
+            job.ended(job, failure)
+            self.load.landed(batch.nbytes)
+            return
+        if failure:
+            self._tally.failed_batches += 1
+            job.news.failed.append(Failure(batch.batch, failure))
+        else:
+            if batch.direction == LOAD:
+                self._tally.loaded_bytes += batch.nbytes
+            else:
+                self._tally.saved_bytes += batch.nbytes
+            job.news.done.append(batch.batch)
+        # Lanes that end their batches themselves ring when they have told some.
+        if failure or (self.poller is not None and (batch.direction == SAVE or self.load.has_few)):
+            self._link.ring()
+
+    def _loaded_some(self) -> None:
+        if self.poller is None:
+            self._link.ring()
+
+    def _saved_some(self, idle: bool) -> None:
+        if idle:
+            self._link.tell()
+        else:
+            self._link.ring()

@@ -1,0 +1,202 @@
+"""Peers: is the link there and allowed, is the exporter's port free, does each peer answer to this server's key?
+
+A peer is asked as a server that reads would ask it, up to the greeting of its exporter; nothing is leased.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from layerflow.config.peers import PeerAddress
+from layerflow.config.settings import Settings
+from layerflow.errors import ConfigError, LayerflowError, VersionMismatch
+from layerflow.findings import Finding, ok, probes, problem, warning
+from layerflow.links import links
+from layerflow.server.transport.security import read_keys
+from layerflow.wire import codec
+from layerflow.wire import messages as wire
+from layerflow.wire.peer_link import HELLO, check_hello, hello
+
+ANSWER_MS = 2000
+
+
+def examine_peers(settings: Settings, running: dict[str, Any] | None) -> Iterator[Finding]:
+    """Nothing where the configuration neither lends nor reads.
+
+    :param running: status of the server that runs with it; None = none does.
+    """
+    if not settings.peers.used:
+        return
+    yield from _link(settings)
+    if settings.peers.serve:
+        yield _exporter(settings, running)
+    seen = ((running or {}).get("peers") or {}).get("reads") or {}
+    states = {row["address"]: row for row in seen.get("peers", [])}
+    for peer in settings.peers.attach:
+        yield from _peer(settings, peer, states.get(peer.address))
+
+
+def _link(settings: Settings) -> Iterator[Finding]:
+    name = settings.peers.link
+    plugin, check = links()[name], f"link {name}"
+    if plugin.library:
+        found = probes.installed(plugin.package) or ""
+        if not probes.has_module(plugin.library):
+            yield problem(check, f"{plugin.library} is not installed", f"pip install '{plugin.package}' on both sides")
+        elif why := probes.child(f"import {plugin.probe}"):
+            yield problem(check, f"{plugin.probe} cannot be imported: {why}", "install what it lacks")
+        elif found and probes.release(found) < probes.release(plugin.version):
+            yield problem(
+                check, f"{plugin.package} {found} is too old", f"pip install '{plugin.package}>={plugin.version}'"
+            )
+        else:
+            yield ok(check, f"{plugin.package} {found}".rstrip())
+    else:
+        yield ok(check, "needs no library")
+    if plugin.trusts_network:
+        yield warning(
+            check,
+            "peers.trusted_network: whoever reaches its ports may read and write the window that bytes pass through",
+            "keep those ports to a network that nobody else is on",
+        )
+
+
+def _exporter(settings: Settings, running: dict[str, Any] | None) -> Finding:
+    check, given = "peers may read", settings.peers.link_address
+    lends = ((running or {}).get("peers") or {}).get("lends")
+    if lends:
+        told = ", ".join(lends["endpoints"])
+        if told:
+            return ok(check, f"over {told}; {lends['readers']} servers do, {lends['leases']} leases")
+        return problem(check, f"the exporter is {lends['exporter']['state']}: {lends['exporter']['reason']}",
+                       "see the server's log")  # fmt: skip
+    if not given or given.endswith(":0"):
+        return ok(check, "the exporter takes any free port; open it to the readers, or set peers.link_address")
+    host, _, port = given.rpartition(":")
+    try:
+        with socket.create_server((host.strip("[]"), int(port))):
+            return ok(check, f"{given} is free")
+    except OSError as error:
+        return problem(check, f"{given}: {error.strerror or error}", "set peers.link_address to another one")
+
+
+def _peer(settings: Settings, peer: PeerAddress, state: dict[str, Any] | None) -> Iterator[Finding]:
+    check = f"peer {peer.name}"
+    try:
+        welcome = _greet(settings, peer)
+    except (LayerflowError, OSError) as error:
+        advice = "is it running with peers.serve = true, and is this its address?"
+        if isinstance(error, VersionMismatch):
+            advice = "upgrade one of them"
+        yield problem(check, f"{peer.address}: {error}", advice)
+        return
+    offered = {one.link: one for one in welcome.endpoints}
+    mine = settings.peers.link
+    told = f"layerflow {welcome.version}, incarnation {welcome.incarnation.hex()[:8]}"
+    yield ok(check, f"{told}, arena of {welcome.arena_bytes / (1 << 30):.1f} GiB at {peer.address}")
+    if mine not in offered:
+        lends = f"it lends over {', '.join(offered)}" if offered else "its exporter is not up"
+        yield problem(check, f"{lends}; peers.link here is {mine}", "set the same peers.link at both ends")
+        return
+    where = offered[mine].address
+    if where.startswith(":"):
+        host = (
+            peer.address.removeprefix("tcp://").rpartition(":")[0] if peer.address.startswith("tcp://") else "127.0.0.1"
+        )
+        where = host + where
+    yield _link_greeted(check, where, offered[mine].incarnation)
+    if state is not None:
+        seen = f"the running server has it {state['state']}, at {state['gbps'] or '?'} GB/s"
+        differs = "; ".join(f"model {name}: {what}" for name, what in state["differs"].items())
+        if state["state"] != "up" or differs:
+            yield warning(check, f"{seen} {state['reason']} {differs}".rstrip(), "see docs/peers.md")
+        else:
+            yield ok(check, seen)
+
+
+def _greet(settings: Settings, peer: PeerAddress) -> wire.PeerWelcome:
+    """What the server answers to one that wants to read.
+
+    :raises LayerflowError: why there is no answer.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        public = ""
+        if peer.address.startswith("tcp://"):
+            path = settings.server.curve_secret_key_file
+            if path is None:
+                raise ConfigError("tcp needs server.curve_secret_key_file, this server's own key")
+            secret = read_keys(path)[0]
+            public = zmq.curve_public(secret).decode()
+            dealer.curve_serverkey, dealer.curve_secretkey = peer.server_key.encode(), secret
+            dealer.curve_publickey = public.encode()
+            _reach(peer.address)
+        with dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+            dealer.connect(peer.address)
+            dealer.send(codec.greeting())
+            try:
+                codec.check_greeting(_answer(dealer, monitor, public))
+                dealer.send(codec.encode(wire.PeerHello("layerflow doctor", secrets.token_bytes(16), os.getpid())))
+                said = codec.decode_reply(_answer(dealer, monitor, public))
+                dealer.send(codec.encode(wire.Bye()))
+            finally:
+                dealer.disable_monitor()
+    if isinstance(said, wire.Problem):
+        raise ConfigError(f"it refuses: {said.message}")
+    if not isinstance(said, wire.PeerWelcome):
+        raise ConfigError(f"it answers with {type(said).__name__}")
+    return said
+
+
+def _reach(address: str) -> None:
+    """:raises ConfigError: nobody listens there."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_MS / 1e3).close()
+    except OSError as error:
+        raise ConfigError(f"cannot connect: {error.strerror or error}") from None
+
+
+def _answer(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], public: str) -> bytes:
+    """:param public: this server's key.
+
+    :raises ConfigError: there is none; says whose key is wrong where that can be known.
+    """
+    poller = zmq.Poller()
+    poller.register(dealer, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    shaken = False
+    while ready := dict(poller.poll(ANSWER_MS)):
+        if dealer in ready:
+            return dealer.recv()
+        event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            raise ConfigError(f"this server's public key {public} is not on its allow-list")
+        shaken = True
+    why = "it says nothing" if shaken else "no handshake: is server_key its public key?"
+    raise ConfigError(f"no answer for {ANSWER_MS / 1e3:g} s; {why}")
+
+
+def _link_greeted(check: str, where: str, incarnation: bytes) -> Finding:
+    """Does the exporter answer as the one that its server speaks of?"""
+    host, _, port = where.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_MS / 1e3) as connection:
+            connection.sendall(hello(incarnation))
+            raw = b""
+            while len(raw) < HELLO.size and (more := connection.recv(HELLO.size - len(raw))):
+                raw += more
+        met = check_hello(raw) if len(raw) == HELLO.size else b""
+    except (OSError, LayerflowError) as error:
+        return problem(
+            check, f"its exporter at {where}: {error}", "open that port to this machine; see peers.link_address"
+        )
+    if met != incarnation:
+        return problem(check, f"another exporter answers at {where}", "see peers.link_advertise there")
+    return ok(check, f"its exporter answers at {where}")

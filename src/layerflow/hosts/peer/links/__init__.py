@@ -1,0 +1,1 @@
+"""The links, one module each, found by :func:`layerflow.links.links`."""

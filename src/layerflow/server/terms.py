@@ -1,0 +1,50 @@
+"""What the settings mean for the core and for clients: its limits, and the terms that they keep to."""
+
+from __future__ import annotations
+
+from layerflow.config.settings import Settings
+from layerflow.flow.limits import Limits
+from layerflow.wire.messages import Terms
+
+PLANNED_SHARE = 4
+"""One in so many bytes in flight is for loads that workers move by the plans of their hits."""
+
+
+def planned_bytes(settings: Settings) -> int:
+    """What all workers together may have in flight by plans; the core grants the rest."""
+    return settings.transfer.max_inflight_bytes // PLANNED_SHARE
+
+
+def limits_of(settings: Settings, arena_bytes: int) -> Limits:
+    """The core's limits out of the settings. What waits to be written is pinned: at most half of the arena."""
+    transfer = settings.transfer
+    return Limits(
+        prefetch_layers=transfer.prefetch_layers,
+        max_transfer_blocks=transfer.max_transfer_blocks,
+        max_transfer_bytes=transfer.max_transfer_bytes,
+        max_inflight_bytes=max(2, transfer.max_inflight_bytes - planned_bytes(settings)),
+        save_backlog_bytes=transfer.save_backlog_bytes,
+        write_backlog_bytes=min(settings.pool.write_backlog, arena_bytes // 2),
+        stagger_us=transfer.h2d_stagger_us,
+        fetch_timeout_s=settings.pool.fetch_timeout_ms / 1e3,
+    )
+
+
+def terms_of(settings: Settings, workers: int) -> Terms:
+    """What clients keep to. Loads by plans share their bytes in flight evenly between `workers`."""
+    transfer, pool = settings.transfer, settings.pool
+    return Terms(
+        transfer.step_timeout_ms,
+        transfer.save_timeout_ms,
+        transfer.prefetch_layers,
+        transfer.mode,
+        not transfer.discard_partial_chunks,
+        transfer.save_decode_cache,
+        pool.link_gbps,
+        pool.link_latency_us,
+        transfer.max_transfer_blocks,
+        transfer.max_transfer_bytes,
+        transfer.h2d_stagger_us,
+        settings.pd.follow,
+        planned_bytes(settings) // max(1, workers),
+    )

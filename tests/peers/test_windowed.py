@@ -1,0 +1,217 @@
+"""Links by way of windows, over a library of this file: turns, objects larger than one, reads that hang or lie."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from layerflow.hosts.backend import ObjectLocation, ObjectStatus
+from layerflow.hosts.peer.grants import Grants
+from layerflow.hosts.peer.serving import Links
+from layerflow.hosts.peer.windowed import reading
+from layerflow.hosts.peer.windowed.lending import SECTIONS, TURN_BYTES, WindowLender
+from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, LinkFailed, PlaneRead, Window
+from layerflow.hosts.peer.windowed.reading import WindowedLink
+from layerflow.objects import HEADER_BYTES, pack_header
+from layerflow.system.memfd import SharedMemory
+from layerflow.wire.host_messages import Lend, pack_u32, pack_u64
+from layerflow.wire.peer_link import Origin
+
+INCARNATION, TOKEN = b"i" * 16, b"t" * 16
+LAYERS, LAYER_BYTES, COUNT = 3, TURN_BYTES // 2 + 4096 + 64, 4
+PAYLOAD = LAYERS * LAYER_BYTES
+STRIDE = HEADER_BYTES + PAYLOAD + 64
+
+
+class Local(DataPlane):
+    """A library within one process: a window is known by its address."""
+
+    windows: dict[int, Window] = {}  # noqa: RUF012 - of this test's process
+    mode = ""
+
+    @classmethod
+    def load(cls) -> None:
+        """Nothing."""
+
+    def __init__(self, window: Window, host: str) -> None:
+        self.window, self.remote, self.late = window, 0, []
+        self.windows[window.address] = window
+
+    def describe(self) -> bytes:
+        return self.window.address.to_bytes(8, "little")
+
+    def connect(self, described: bytes, host: str) -> None:
+        self.remote = int.from_bytes(described, "little")
+
+    def read(self, local: int, remote: int, nbytes: int) -> PlaneRead:
+        def copy() -> None:
+            self.window.view[local : local + nbytes] = self.windows[self.remote].view[remote : remote + nbytes]
+
+        return _Copy(self, copy)
+
+    def close(self) -> None:
+        self.windows.pop(self.window.address, None)
+
+
+class _Copy(PlaneRead):
+    def __init__(self, plane: Local, copy) -> None:
+        self._plane, self._copy = plane, copy
+
+    def wait(self, until: float) -> None:
+        if self._plane.mode == "hangs":
+            self._plane.late.append(self._copy)
+            raise Hanging("it hangs")
+        if self._plane.mode == "fails":
+            raise LinkFailed("it fails")
+        self._copy()
+
+
+class Both:
+    """An exporter's links over one arena, a reader's end over another: neither is mapped by its link."""
+
+    def __init__(self) -> None:
+        nbytes = -(-COUNT * STRIDE // 4096) * 4096
+        self.source, self.target = SharedMemory.create(nbytes), SharedMemory.create(nbytes)
+        unmapped = SharedMemory.attach(self.source.fd, nbytes, mapped=False)
+        self.into = SharedMemory.attach(self.target.fd, nbytes, mapped=False)
+        self.withdrawn: list[int] = []
+        self.grants = Grants(self.withdrawn.append, nbytes)
+        self.lender = WindowLender(unmapped, "127.0.0.1", Local)
+        self.links = Links(unmapped, self.lender, self.grants, ("127.0.0.1", 0), INCARNATION)
+        self.links.start()
+        self.source.array[:] = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
+        keys, self.places = [], []
+        for at in range(COUNT):
+            keys.append(bytes([at + 1]) * 24)
+            header = pack_header(keys[-1], blocks=2, tokens=16, payload=PAYLOAD)
+            self.source.view[at * STRIDE : at * STRIDE + HEADER_BYTES] = header
+            self.places.append(ObjectLocation(keys[-1], at * STRIDE, 0, LAYER_BYTES, LAYERS, 2, 16, position=at))
+        sizes = pack_u64([HEADER_BYTES + PAYLOAD] * COUNT)
+        offsets = pack_u64([at * STRIDE for at in range(COUNT)])
+        self.grants.lend(Lend(7, TOKEN, b"".join(keys), offsets, sizes, pack_u32([2] * COUNT), sizes))
+        self.origin = Origin("owner", "local", f"127.0.0.1:{self.links.port}", INCARNATION, TOKEN)
+
+    def connect(self) -> WindowedLink:
+        return WindowedLink(self.into, self.origin, time.monotonic() + 10, Local)
+
+    def read(self, link: WindowedLink, lo: int, hi: int) -> list[ObjectStatus]:
+        return [result.outcome for result in link.read(self.origin, self.places, lo, hi, time.monotonic() + 10)]
+
+    def assert_came(self, lo: int, hi: int) -> None:
+        for place in self.places:
+            span = slice(place.offset + place.start(lo), place.offset + place.start(hi))
+            assert np.array_equal(self.source.array[span], self.target.array[span])
+
+    def assert_nothing_else_came(self, lo: int, hi: int) -> None:
+        mask = np.ones(self.target.nbytes, dtype=bool)
+        for place in self.places:
+            mask[place.offset + place.start(lo) : place.offset + place.start(hi)] = False
+        assert not self.target.array[mask].any()
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
+    monkeypatch.setattr(reading, "_hanging", [])
+    Local.mode = ""
+    yield Both()
+
+
+def test_layers_larger_than_a_turn_come_whole_and_nothing_else_does(both: Both) -> None:
+    link = both.connect()
+    assert both.read(link, 1, 3) == [ObjectStatus.OK] * COUNT
+    both.assert_came(1, 3)
+    both.assert_nothing_else_came(1, 3)
+    link.close()
+
+
+def test_what_is_withdrawn_does_not_count(both: Both) -> None:
+    link = both.connect()
+    both.grants.withdraw(7)
+    assert both.withdrawn == [7]
+    assert set(both.read(link, 0, 1)) == {ObjectStatus.EXPIRED}
+    both.assert_nothing_else_came(0, 0)
+    link.close()
+
+
+def test_a_place_that_another_object_took_does_not_count(both: Both) -> None:
+    link = both.connect()
+    both.source.view[:HEADER_BYTES] = bytes(HEADER_BYTES)
+    assert both.read(link, 0, 1) == [ObjectStatus.EXPIRED] + [ObjectStatus.OK] * (COUNT - 1)
+    link.close()
+
+
+def test_a_read_that_hangs_lands_nowhere_in_use(both: Both) -> None:
+    link = both.connect()
+    Local.mode = "hangs"
+    with pytest.raises(Hanging):
+        both.read(link, 0, 1)
+    late = link._plane.late
+    link.close()
+    Local.mode = ""
+    again = both.connect()
+    assert both.read(again, 0, 1) == [ObjectStatus.OK] * COUNT
+    before = both.target.array.copy()
+    for copy in late:
+        copy()
+    assert np.array_equal(both.target.array, before)
+    assert again._window.address != link._window.address
+    again.close()
+
+
+def test_too_many_reads_that_hang_end_the_process(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    Local.mode = "hangs"
+    for _ in range(reading.MAX_HANGING + 1):
+        link = both.connect()
+        with pytest.raises(Hanging):
+            both.read(link, 0, 1)
+        link.close()
+    assert ended == [reading.HUNG]
+
+
+def test_a_library_that_fails_fails_the_link(both: Both) -> None:
+    link = both.connect()
+    Local.mode = "fails"
+    with pytest.raises(LinkFailed):
+        both.read(link, 0, 1)
+    link.close()
+
+
+def test_an_exporter_that_is_gone_after_the_read_vouches_for_nothing(both: Both) -> None:
+    link = both.connect()
+    alive = both.links._answer
+    asked: list[int] = []
+
+    def dies(connection, lent) -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise OSError("gone")
+        alive(connection, lent)
+
+    both.links._answer = dies  # type: ignore[method-assign]
+    small = [both.places[0]]
+    with pytest.raises(LinkFailed):
+        for _ in range(3):
+            link.read(both.origin, small, 0, 1, time.monotonic() + 10)
+    link.close()
+
+
+def test_sections_come_back_and_one_more_reader_than_there_are_is_refused(both: Both) -> None:
+    held = [both.connect() for _ in range(SECTIONS)]
+    with pytest.raises(LinkFailed):
+        both.connect()
+    held.pop().close()
+    until = time.monotonic() + 10
+    while True:
+        try:
+            held.append(both.connect())
+            break
+        except LinkFailed:
+            assert time.monotonic() < until
+    for link in held:
+        link.close()
