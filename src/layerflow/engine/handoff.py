@@ -8,6 +8,7 @@ layer as the other one stores it. What fails is looked up once more, as any prom
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import structlog
@@ -62,11 +63,14 @@ class DecodeConnection(LayerflowConnection):
     """Of an engine that goes on where another one's prompt ends.
 
     :param patience_s: so long it waits for a hand-off to be opened, and for its layers; then it computes the prompt.
+    :param servers: control addresses of the servers at which the prefill engine stores; none = the engine's own.
     """
 
-    def __init__(self, agent: Agent, mode: ModeSetting = "layerwise", *, patience_s: float = 30.0) -> None:
+    def __init__(
+        self, agent: Agent, mode: ModeSetting = "layerwise", *, patience_s: float = 30.0, servers: Sequence[str] = ()
+    ) -> None:
         super().__init__(agent, mode)
-        self._patience_s = patience_s
+        self._patience_s, self._servers = patience_s, tuple(servers)
         self._handed_off: set[str] = set()
 
     def find(self, request: Request, chain: Chain) -> Hit:
@@ -74,7 +78,7 @@ class DecodeConnection(LayerflowConnection):
         if request.attempt:
             return super().find(request, chain)
         self._handed_off.add(request.id)
-        follow = Follow(time.monotonic() + self._patience_s, request.id)
+        follow = Follow(time.monotonic() + self._patience_s, request.id, self._servers)
         hit = self.agent.lookup(request.transfer_id, chain, follow)
         if hit.reason:
             log.info("handoff_not_followed", request=request.id, reason=hit.reason)
