@@ -68,7 +68,7 @@ def descriptors(pid: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "messages", [20_000, pytest.param(1_000_000, marks=[pytest.mark.campaign, pytest.mark.timeout(1200)])]
+    "messages", [8_000, pytest.param(1_000_000, marks=[pytest.mark.campaign, pytest.mark.timeout(1200)])]
 )
 def test_generated_messages(
     serve: Callable[..., ServerProcess], context: zmq.Context[zmq.Socket[bytes]], messages: int
