@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerflow.agent.lanes.planned import LayerShape, PlannedCaps, PlannedLoads, PlannedQueue
@@ -41,6 +41,7 @@ def end(queue: PlannedQueue, tasks: list[CopyTask], failure: str = "") -> None:
         queue.landed(task.batch.nbytes)
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 5), st.integers(1, 20), st.integers(1, 40), st.integers(1, 8), st.integers(1, 100),
     st.integers(1, 200), st.integers(0, 3), st.randoms(),

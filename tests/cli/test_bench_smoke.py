@@ -88,10 +88,11 @@ def test_lookup():
         assert 0 < result[name]["p50"] <= result[name]["p99"], name
 
 
-def test_pd():
-    result = pd.measure(layers=3, compute_ms=6.0, transfer_ms=3.0, runs=1)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_pd(servers):
+    result = pd.measure(layers=6, compute_ms=12.0, transfer_ms=6.0, servers=servers, runs=1)
     for way in ("follow", "whole"):
         assert result[way]["exposed_ms"] > 0 and math.isfinite(result[way]["of_bound"])
-    # Two hops of 1 ms a layer, and compute that is slower than the link: only the last layer is exposed.
-    assert result["follow"]["bound"] == pytest.approx(1 - 2 / 3)
+    # Hops of 1 ms a layer, and compute that is slower than the link: only the last layer is exposed, on each of them.
+    assert result["follow"]["bound"] == pytest.approx(1 - (servers + 1) / 6)
     assert pd.exposed_bound(3.0, 3, 0.5, 2) == pytest.approx(2 + 0.5 * 2)

@@ -294,7 +294,8 @@ class TestOptions:
 
     def test_all_of_it(self) -> None:
         told = {"answer": False, "max_recompute_tokens": 100, "deadline_s": 5, "lease_s": 2.5,
-                "servers": ["tcp://a:1"], "prefill_servers": ["tcp://b:1"], "bootstrap_port": 8998}  # fmt: skip
+                "servers": ["tcp://a:1"], "other_servers": ["tcp://c:1"],
+                "prefill_servers": ["tcp://b:1"], "bootstrap_port": 8998}  # fmt: skip
         options = parse_pd({"pd": told})
         assert (options.answer, options.max_recompute_tokens, options.servers) == (False, 100, ("tcp://a:1",))
 

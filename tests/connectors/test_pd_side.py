@@ -95,6 +95,11 @@ class TestPrefill:
         p.arrive(tokens=TOKENS, kv_transfer_params=PREFILL_FIRST)
         assert [(each.tokens, each.handoff.endswith(":r")) for each in p.lookups.opened] == [(TOKENS, True)]
 
+    def test_the_servers_of_its_other_ranks_keep_their_parts(self) -> None:
+        p = house(options=PdOptions(other_servers=("tcp://b:1", "tcp://c:1")))
+        p.arrive(tokens=TOKENS, kv_transfer_params=PREFILL_FIRST)
+        assert [each.servers for each in p.lookups.opened] == [("tcp://b:1", "tcp://c:1")]
+
     def test_the_first_step_waits_for_the_servers_answer(self) -> None:
         p = house()
         made = p.arrive(hit=Hit(0), kv_transfer_params=PREFILL_FIRST)
@@ -218,6 +223,17 @@ class TestDecode:
         _, told = d.side.finished(d.requests["r"])
         assert told == {"layerflow": {"hit_tokens": HIT, "handoff": "loaded"}}
         assert len(d.lookups.released) == 1
+
+    def test_it_is_released_at_every_server_that_keeps_it(self) -> None:
+        d, servers = house(), ("tcp://a:1", "tcp://b:1")
+        own = {"v": 1, "servers": list(servers)}
+        made = d.arrive(kv_transfer_params={**TO_DECODE, "layerflow": own})
+        d.side.matched(made, 0)
+        [inquiry] = d.lookups.asked
+        assert inquiry.follow is not None and inquiry.follow.servers == servers
+        finish(made, "FINISHED_ABORTED")
+        d.side.finished(made)
+        assert d.lookups.released_at == [servers]
 
     def test_one_of_several_samples_leaves_it_to_the_others(self) -> None:
         d = self.loading("0_r")

@@ -132,6 +132,7 @@ class FakeOpening:
 
     handoff: str
     tokens: int
+    servers: tuple[str, ...] = ()
     state: Handoff | None = None
 
 
@@ -146,6 +147,7 @@ class FakeLookups:
         self.opened: list[FakeOpening] = []
         self.ended: list[tuple[str, int, str]] = []
         self.released: list[str] = []
+        self.released_at: list[tuple[str, ...]] = []
         self.closed = False
 
     def ask(
@@ -154,8 +156,17 @@ class FakeLookups:
         self.asked.append(FakeInquiry(name, chain, time.monotonic(), self.answers.get(name), follow))
         return self.asked[-1]
 
-    def open_handoff(self, handoff: str, chain: Chain, tokens: int, *, lease_s: float, timeout_s: float) -> FakeOpening:
-        self.opened.append(FakeOpening(handoff, tokens))
+    def open_handoff(
+        self,
+        handoff: str,
+        chain: Chain,
+        tokens: int,
+        *,
+        lease_s: float,
+        timeout_s: float,
+        servers: Sequence[str] = (),
+    ) -> FakeOpening:
+        self.opened.append(FakeOpening(handoff, tokens, tuple(servers)))
         return self.opened[-1]
 
     def handoff(self, inquiry: FakeOpening, timeout_s: float) -> Handoff | None:
@@ -164,8 +175,9 @@ class FakeLookups:
     def end_handoff(self, handoff: str, *, tokens: int, reason: str = "") -> None:
         self.ended.append((handoff, tokens, reason))
 
-    def release_handoff(self, handoff: str) -> None:
+    def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
         self.released.append(handoff)
+        self.released_at.append(tuple(servers))
 
     def wait(self, inquiry: FakeInquiry, timeout_s: float) -> Hit | None:
         self.waits.append(timeout_s)

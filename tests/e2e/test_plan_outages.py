@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from e2e.fault import SLOW_LINK, Fault
 from e2e.known import KnownWorker, eventually, small_spec, step_of
 from e2e.rounds import record, rounds
 from e2e.stopping import stop
@@ -21,30 +22,6 @@ STEP_TIMEOUT_S = 30.0
 PROMPT = 512
 LAYERS = 8
 LOAD_S = 0.07
-"""8 layers of 32 KiB over a link of 4 MB/s: every moment of a load can be hit."""
-
-
-class Fault:
-    """Happens some time after it was let go, on a thread of its own."""
-
-    def __init__(self, work: Callable[[], None], delay_s: float) -> None:
-        self._work, self._delay_s = work, delay_s
-        self._go, self._never = threading.Event(), threading.Event()
-        self.at = 0.0
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def go(self) -> None:
-        self._go.set()
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def _run(self) -> None:
-        self._go.wait()
-        self._never.wait(self._delay_s)
-        self.at = time.monotonic()
-        self._work()
 
 
 def killed(server: ServerProcess) -> None:
@@ -69,7 +46,7 @@ def stopped(server: ServerProcess) -> None:
 def test_a_planned_load_outlives_its_server(
     serve: Callable[..., ServerProcess], fault: Callable[[ServerProcess], None], rounds: int
 ) -> None:
-    server = serve(pool__link_gbps=0.004, transfer__max_transfer_bytes="8KiB", transfer__max_inflight_bytes="64KiB")
+    server = serve(**SLOW_LINK)
     random = np.random.default_rng(5)
     failed = wrong = during = 0
     with KnownWorker(server.endpoint, small_spec(LAYERS, row=32), lookup_timeout_s=5) as worker:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
 
+from e2e.fault import SLOW_LINK, Fault
 from e2e.known import AFTER, KnownWorker, eventually, layerflow_threads, open_fds, shared_memory, small_spec, step_of
 from e2e.rounds import record, rounds
 from layerflow_cli.bench.harness import ServerProcess
@@ -17,33 +17,9 @@ PROMPT = 512
 LAYERS = 8
 
 
-class Killer:
-    """Kills the server some time after it was told to go."""
-
-    def __init__(self, server: ServerProcess, delay_s: float) -> None:
-        self._server, self._delay_s = server, delay_s
-        self._go, self._never = threading.Event(), threading.Event()
-        self.killed_at = 0.0
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def go(self) -> None:
-        self._go.set()
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def _run(self) -> None:
-        self._go.wait()
-        self._never.wait(self._delay_s)
-        self.killed_at = time.monotonic()
-        self._server.kill()
-
-
 @rounds(6, 50)
 def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., ServerProcess], rounds: int) -> None:
-    # 8 layers of 32 KiB over a link of 4 MB/s: a step's loads take 66 ms, and every moment of it can be hit.
-    server = serve(pool__link_gbps=0.004, transfer__max_transfer_bytes="8KiB", transfer__max_inflight_bytes="64KiB")
+    server = serve(**SLOW_LINK)
     random = np.random.default_rng(5)
     before_shm = shared_memory()
     noticed_ms: list[float] = []
@@ -54,7 +30,7 @@ def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., S
             assert worker.agent.wait_attached(20), "the engine's agent did not attach again"
             chain = worker.prompt(PROMPT)
             worker.serve(chain)
-            killer = Killer(server, random.uniform(0, 0.09))
+            killer = Fault(server.kill, random.uniform(0, 0.09))
             run = worker.admit(chain, planned=False)
             assert run.hit.tokens == PROMPT - 1
             ends: list[float] = []
@@ -78,7 +54,7 @@ def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., S
             killer.join()
             if ends:
                 failed_in_flight += 1
-                noticed_ms.append((ends[0] - killer.killed_at) * 1e3)
+                noticed_ms.append((ends[0] - killer.at) * 1e3)
             assert eventually(lambda: not worker.agent.attached)
             # While nobody is there: a miss at once, and a step that only says that its loads have failed.
             assert worker.agent.lookup("nobody", chain).tokens == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flow_world import LOAD, SAVE, World, coming, of, submits
 
 from layerflow.flow.commands import Commit, LoadFailed, LoadsDone, ObjectsLost, Vacate
-from layerflow.flow.events import FollowMoved, LayersComputed, Need, Part, SessionLost, StepClosed, Tick
+from layerflow.flow.events import FollowMoved, LayersComputed, Need, Part, SessionLost, StepClosed
 from layerflow.flow.limits import Limits
 
 P, D = 0, 1
@@ -100,25 +100,49 @@ def test_a_fetch_that_expires_as_the_session_is_lost_fails_nothing_of_it():
     world.drain()
 
 
-def test_steps_that_wait_for_each_other_end_at_the_deadline_of_their_loads():
+def test_steps_that_wait_for_each_other_end_at_once():
     """Each loads what the other saves, and saves what builds on its loads: neither could be published."""
     world = pair()
     promise = world.promise((0, 1, 2))
-    world.open(D, 1, [following(promise)], [Part("e", 0, 2)], deadline=world.now + 5)
+    world.open(D, 1, [following(promise)], [Part("e", 0, 2)])
     back = world.follow(D, 1, 0, [0])
-    world.open(P, 2, [following(back)], [Part("p", 0, 2)], deadline=world.now + 50)
-    world.send(FollowMoved(promise, (0,), world.follow(P, 2, 0, [0])))
+    world.open(P, 2, [following(back)], [Part("p", 0, 2)])
+    out = world.send(FollowMoved(promise, (0,), world.follow(P, 2, 0, [0])))
+    (failed,) = of(out, LoadFailed)
+    assert (failed.session, failed.lo, failed.hi) == (D, 0, 2) and "waits for what this one stores" in failed.reason
     for session, step in ((D, 1), (P, 2)):
-        world.send(LayersComputed(session, step, 3))
-        world.send(StepClosed(session, step, True))
-    while world.flying:
-        world.done(next(iter(world.flying.values())))
-    assert world.follows.awaited(D, 1) == {(P, 2)} and world.follows.awaited(P, 2) == {(D, 1)}
-    world.now += 5
-    out = world.send(Tick())
-    assert [(one.session, one.lo, one.hi) for one in of(out, LoadFailed)] == [(D, 0, 2)]
+        out += world.send(LayersComputed(session, step, 3))
+        out += world.send(StepClosed(session, step, True))
     while world.flying:
         out += world.done(next(iter(world.flying.values())))
     assert [(one.session, one.step) for one in of(out, Commit)] == [(D, 1), (P, 2)], "the other's loads came"
     assert not world.live
+    world.drain()
+
+
+def test_a_circle_over_three_steps_and_an_earlier_load_of_a_request_ends_at_once():
+    """D's second step saves for the request that its first one loads: that load ends before it is published."""
+    world = World(Limits())
+    for session in (0, 1, 2):
+        world.open_session(session, [(0, 10)] * 3)
+    promise = world.promise((0, 1, 2))
+    world.open(0, 1, [following(promise)])
+    world.open(0, 2, (), [Part("d", 0, 2)])
+    world.open(1, 3, [following(world.follow(0, 2, 0, [0]))], [Part("e", 0, 2)])
+    world.open(2, 4, [following(world.follow(1, 3, 0, [0]))], [Part("p", 0, 2)])
+    out = world.send(FollowMoved(promise, (0,), world.follow(2, 4, 0, [0])))
+    assert next((one.session, one.step) for one in of(out, LoadFailed)) == (0, 1)
+    world.drain()
+
+
+def test_a_chain_of_followers_is_no_circle():
+    world = World(Limits())
+    for session in (0, 1, 2):
+        world.open_session(session, [(0, 10)] * 3)
+    promise = world.promise((0, 1, 2))
+    world.open(0, 1, [following(promise)], [Part("a", 0, 2)])
+    world.open(1, 2, [following(world.follow(0, 1, 0, [0]))], [Part("b", 0, 2)])
+    world.open(2, 3, (), [Part("p", 0, 2)])
+    out = world.send(FollowMoved(promise, (0,), world.follow(2, 3, 0, [0])))
+    assert not of(out, LoadFailed)
     world.drain()

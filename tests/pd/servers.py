@@ -18,6 +18,7 @@ import httpx
 from engines import COMMON, ENVIRONMENT, MODELS, PER_MODEL, connector
 
 from layerflow.backends import free_ports
+from layerflow_testing.stub_engine import StubEngine
 
 START_S = 150.0
 ANSWER_S = 120.0
@@ -53,8 +54,7 @@ class Program:
 
     def wait_up(self) -> None:
         """:raises AssertionError: it died, or is not up in time."""
-        until = time.monotonic() + START_S
-        while time.monotonic() < until:
+        for _ in range(int(START_S / POLL_S)):  # not by the clock: a machine that stands still takes no time of it
             assert self.process.poll() is None, f"ended with code {self.process.returncode}\n{self.tail()}"
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(self.url + self._health, timeout=2.0).is_success:
@@ -102,16 +102,18 @@ def vllm_server(
     role: str = "kv_both",
     *,
     config: Any = None,
+    arguments: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Program:
     """vLLM's API server.
 
     :param endpoint: of its layerflow server; None and no `config` = a vLLM by itself.
     :param config: another ``kv_transfer_config``.
+    :param arguments: over the ones for all and for the model.
     :param extra: of the connector.
     """
     port = free_ports(1)[0]
-    arguments = COMMON | {"served_model_name": "model"} | PER_MODEL[model]
+    arguments = COMMON | {"served_model_name": "model"} | PER_MODEL[model] | dict(arguments or {})
     arguments = {key: value for key, value in arguments.items() if key != "skip_tokenizer_init"}
     if endpoint is not None:
         config = connector(endpoint, role, **extra)
@@ -128,10 +130,16 @@ def vllm_server(
     return Program(name, command, port, folder, environment=ENVIRONMENT)
 
 
-def layerflow_proxy(prefill: Program, decode: Program, order: str, folder: Path, **settings: Any) -> Program:
-    """``layerflow proxy`` in front of two engines."""
+def layerflow_proxy(
+    prefill: Program | StubEngine, decode: Program, order: str, folder: Path, *, stores: str = "", **settings: Any
+) -> Program:
+    """``layerflow proxy`` in front of two engines.
+
+    :param stores: control address of the prefill engine's server, where the decode engine has another.
+    """
     port = free_ports(1)[0]
-    command = [sys.executable, "-m", "layerflow_cli", "proxy", "--prefill", prefill.url, "--decode", decode.url]
+    from_where = f"{prefill.url}={stores}" if stores else prefill.url
+    command = [sys.executable, "-m", "layerflow_cli", "proxy", "--prefill", from_where, "--decode", decode.url]
     command += ["--order", order, "--host", "127.0.0.1", "--port", str(port)]
     for key, value in settings.items():
         command += ["--set", f"proxy.{key}={value}"]
@@ -168,19 +176,33 @@ def streamed(url: str, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...
 
     :raises AssertionError: it holds an error, or does not end as a stream does.
     """
+    tokens, error = streamed_or_error(url, prompt, max_tokens)
+    assert not error, error
+    return tokens
+
+
+def streamed_or_error(url: str, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], str]:
+    """What came as a stream, and the error that it ended with; "" = it ended as a stream does.
+
+    :raises AssertionError: it ended without a word.
+    """
     body = {"model": "model", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
     tokens: list[int] = []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=ANSWER_S) as response:
-        assert response.status_code == 200, response.read()
+        if response.status_code != 200:
+            assert json.loads(response.read())["error"], response.text
+            return (), str(response.status_code)
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    for line in lines[:-1]:
+    for line in lines:
+        if line == "[DONE]":
+            return tuple(tokens), ""
         told = json.loads(line)
-        assert "error" not in told, told
+        if "error" in told:
+            return tuple(tokens), "an error event"
         for choice in told["choices"]:
             tokens += choice.get("token_ids") or []
-    return tuple(tokens)
+    raise AssertionError(f"a stream ended without a word after {len(tokens)} tokens")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from servers import BIN, Program, closing, complete, layerflow_proxy, streamed, 
 from layerflow.agent.connection.control import fetch_status
 from layerflow.backends import free_ports
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 MAX_TOKENS = 6
 CHUNK = 64
@@ -130,3 +132,21 @@ def test_a_lost_prefill_is_computed_or_a_true_error(pair: Pair, plain: Callable[
     assert failed.status_code == 500
     assert "metaserver" in pair.decode.output()
     assert tokens_of(complete(pair.decode.url, short, MAX_TOKENS)) == wanted
+
+
+@pytest.mark.timeout(400)
+def test_a_prefill_that_is_lost_on_its_way_is_a_503_of_the_proxy(pair: Pair, plain: Callable[..., Engine]) -> None:
+    """Its leg ended well, and what it names is nowhere to be read."""
+    terms = {"v": 1, "handoff": "lost", "servers": ["ipc:///nowhere/control"]}
+    told = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p", "layerflow": terms}
+    choice = {"index": 0, "text": "t", "finish_reason": "length"}
+    answer = Behaviour(raw=json.dumps({"choices": [choice], "kv_transfer_params": told}).encode())
+    with StubEngine(answer) as prefill:
+        proxy = layerflow_proxy(prefill, pair.decode, "prefill-first", pair.folder, short_prompt_tokens=0)
+        with closing(proxy):
+            proxy.wait_up()
+            failed = complete(proxy.url, prompt(2100, MOST + 1), MAX_TOKENS)
+            assert failed.status_code == 503 and "max_recompute_tokens" in failed.text, failed.text
+            short = prompt(2101, MOST)
+            wanted = plain("llama").one(short, max_tokens=MAX_TOKENS).tokens
+            assert tokens_of(complete(proxy.url, short, MAX_TOKENS)) == wanted

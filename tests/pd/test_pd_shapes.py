@@ -1,4 +1,4 @@
-"""Engines of other sizes, prompts in pieces, and other connectors beside ours."""
+"""Prompts in pieces, several engines of a kind, and other connectors beside ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from layerflow_cli.bench.harness import ServerProcess
 
 MAX_TOKENS = 6
 EXTRA = {"chunk_tokens": 64}
-TP2 = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 Start = Callable[..., Engine]
 Serve = Callable[..., ServerProcess]
@@ -57,21 +56,6 @@ def test_two_of_each(serve: Serve, vllm: Start, plain: Start) -> None:
         answers = concurrently(p, d, asked, MAX_TOKENS)
         assert [answer.tokens for answer in answers] == wanted
         assert [told(answer) for answer in answers] == [("loaded", len(each) - 1) for each in asked], answers
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["tp2-to-tp1", "tp1-to-tp2"])
-def test_tensor_sizes(sizes: tuple[int, int], serve: Serve, vllm: Start, plain: Start) -> None:
-    server = serve()
-    engines = [
-        vllm("llama", kv_transfer_config=connector(server.endpoint, role, **EXTRA), **(TP2 if size == 2 else {}))
-        for role, size in zip(("kv_producer", "kv_consumer"), sizes, strict=True)
-    ]
-    asked = [prompt(100 + number, 150 + 100 * number) for number in range(2)]
-    wanted = [plain("llama").one(each, max_tokens=MAX_TOKENS).tokens for each in asked]
-    answers = concurrently(engines[0], engines[1], asked, MAX_TOKENS)
-    assert [answer.tokens for answer in answers] == wanted
-    assert [told(answer) for answer in answers] == [("loaded", len(each) - 1) for each in asked], answers
 
 
 def among(ours: dict[str, Any], folder: Path, role: str) -> dict[str, Any]:

@@ -182,23 +182,22 @@ def test_a_library_that_fails_fails_the_link(both: Both) -> None:
     link.close()
 
 
-def test_an_exporter_that_is_gone_after_the_read_vouches_for_nothing(both: Both) -> None:
+def test_a_window_of_another_exporter_or_an_earlier_turn_does_not_count(both: Both) -> None:
     link = both.connect()
-    alive = both.links._answer
-    asked: list[int] = []
-
-    def dies(connection, lent) -> None:
-        asked.append(1)
-        if len(asked) == 3:
-            raise OSError("gone")
-        alive(connection, lent)
-
-    both.links._answer = dies  # type: ignore[method-assign]
-    small = [both.places[0]]
-    with pytest.raises(LinkFailed):
-        for _ in range(3):
-            link.read(both.origin, small, 0, 1, time.monotonic() + 10)
+    other = Window(both.lender.window.nbytes)
+    Local.windows[link._plane.remote] = other
+    with pytest.raises(LinkFailed, match="another window"):
+        both.read(link, 0, 1)
     link.close()
+    Local.windows[both.lender.window.address] = both.lender.window
+    again = both.connect()
+    both.read(again, 0, 1)
+    stale = bytes(both.lender.window.view)
+    other.view[:] = stale
+    Local.windows[again._plane.remote] = other
+    with pytest.raises(LinkFailed, match="another window"):
+        both.read(again, 0, 1)
+    again.close()
 
 
 def test_sections_come_back_and_one_more_reader_than_there_are_is_refused(both: Both) -> None:

@@ -197,6 +197,39 @@ async def test_long_prompts_are_not_recomputed(order, prefill):
             assert (await scene.complete(prompt=[1] * 10)).status_code == 200
 
 
+VLLM_ENDED = (
+    b'{"error": {"message": "Internal server error", "type": "InternalServerError", "param": null, "code": 500}}'
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("in_the_stream", [False, True])
+async def test_a_handoff_that_the_decoder_has_lost_is_a_503(order, stream, in_the_stream):
+    """The prefill went well; the decoder cannot read it, and ends the request as vLLM does."""
+    refusing = Behaviour(status=500, status_body=VLLM_ENDED)
+    if in_the_stream and stream:
+        refusing = Behaviour(raw=b"data: " + VLLM_ENDED + b"\n\ndata: [DONE]\n\n")
+    with StubEngine() as prefiller, StubEngine(refusing) as one, StubEngine(refusing) as two:
+        async with proxied(prefiller, [one, two], order=order, breaker_failures=1) as scene:
+            for _ in range(2):
+                answer = await scene.complete(stream=stream)
+                assert answer.status_code == 503 and "max_recompute_tokens" in error_of(answer)["message"]
+                assert answer.headers["retry-after"]
+            assert len(one.seen) == len(two.seen) == 2, "the engines are well: no circuit breaker has opened"
+            one.behaviour = two.behaviour = Behaviour()
+            assert (await scene.complete(stream=stream)).status_code == 200
+
+
+async def test_without_a_handoff_a_500_is_the_engines_own():
+    refusing = Behaviour(status=500, status_body=VLLM_ENDED)
+    with StubEngine() as prefiller, StubEngine(refusing) as decoder:
+        async with proxied(prefiller, decoder, short_prompt_tokens=100) as scene:
+            answer = await scene.complete()
+    assert answer.status_code == 500 and error_of(answer)["message"] == "Internal server error"
+    assert not prefiller.seen
+
+
 @pytest.mark.parametrize("order", ORDERS)
 async def test_with_nobody_there(order):
     async with proxied(GONE, GONE, order=order, probe_failures=2) as scene:

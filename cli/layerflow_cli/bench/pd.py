@@ -11,26 +11,29 @@ needs t for a layer::
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from layerflow.agent import Follow, Hit
+from layerflow.agent import Control, Follow, Hit
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.logs import configure as configure_logs
-from layerflow_cli.bench.harness import Worker, serving
+from layerflow_cli.bench.harness import ServerProcess, Worker
 
 TOKENS = 2048
 LAYER_BYTES = 1 << 20
 WAIT_S = 60.0
 CONTENT = "bench-pd"
-HOPS = 2
-"""From the prefiller's engine into the arena, and from there into the decoder's, each over the emulated link."""
+HOPS = {1: 2, 2: 3}
+"""By servers: from the prefiller's engine into the arena, perhaps from there into that of the decoder's server,
+and into the decoder's engine; each over an emulated link of its own."""
 
 Way = Literal["follow", "whole"]
 Pipe = multiprocessing.connection.Connection
@@ -43,44 +46,63 @@ def measure(
 
     :param compute_ms: of the prefiller's forward pass.
     :param transfer_ms: T: what the emulated link needs for all layers, on each hop.
-    :param servers: 1: prefiller and decoder share one. 2: the link is between two servers' arenas.
+    :param servers: 1: prefiller and decoder share one. 2: each has its own, and a link is between their arenas.
     :returns: per way: exposed time (ms), overlap, its bound, and how much of it was reached.
     :raises ConfigError: more servers than can be measured.
     """
-    if servers != 1:
-        raise ConfigError(f"--servers {servers}: prefill and decode over one server are measured; use --servers 1")
+    if servers not in HOPS:
+        raise ConfigError(f"--servers {servers}: prefill and decode are measured over one server or two")
     torch.set_num_threads(1)
     gbps = layers * LAYER_BYTES / (transfer_ms / 1e3) / 1e9
-    settings = {"pool__size": "1GiB", "pool__link_gbps": gbps, "transfer__step_timeout_ms": 60_000}
+    settings: dict[str, object] = {"pool.size": "1GiB", "pool.link_gbps": gbps, "transfer.step_timeout_ms": 60_000}
     exposed: dict[Way, list[float]] = {"follow": [], "whole": []}
     computed: list[float] = []
-    with serving(**settings) as server:
-        decoder = Worker(server.endpoint, layers, TOKENS, LAYER_BYTES, content=CONTENT, engine="decoder")
+    with _servers(settings, servers, gbps) as (near, far):
+        decoder = Worker(near.endpoint, layers, TOKENS, LAYER_BYTES, content=CONTENT, engine="decoder")
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
         prefiller = context.Process(
-            target=prefill, args=(theirs, server.endpoint, layers, compute_ms / layers / 1e3), daemon=True
+            target=prefill, args=(theirs, far.endpoint, layers, compute_ms / layers / 1e3), daemon=True
         )
         prefiller.start()
         theirs.close()
+        watching = Control(far.endpoint, "bench-pd")
+        others = (far.endpoint,) if far is not near else ()
         try:
             _hear(pipe)
             for run in range(runs):
                 for way in ("follow", "whole"):
-                    took, inside = _hand_off(decoder, pipe, f"{way}-{run}", way)
+                    took, inside = _hand_off(decoder, watching, pipe, f"{way}-{run}", way, others)
                     exposed[way].append(took)
                     computed.append(inside)
             pipe.send(None)
         finally:
             pipe.close()
             prefiller.join(WAIT_S)
+            watching.close()
             decoder.close()
     inside = statistics.median(computed)
     return {
-        "layers": layers, "compute_ms": inside * 1e3, "transfer_ms": transfer_ms, "servers": servers, "hops": HOPS,
-        "link": "emulated", "bytes": layers * decoder.layer_bytes,
-        **{way: _figures(seconds, transfer_ms / 1e3, layers, inside / layers) for way, seconds in exposed.items()},
+        "layers": layers, "compute_ms": inside * 1e3, "transfer_ms": transfer_ms, "servers": servers,
+        "hops": HOPS[servers], "link": "emulated", "bytes": layers * decoder.layer_bytes,
+        **{way: _figures(seconds, transfer_ms / 1e3, layers, inside / layers, HOPS[servers])
+           for way, seconds in exposed.items()},
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _servers(settings: dict[str, object], count: int, gbps: float) -> Iterator[tuple[ServerProcess, ServerProcess]]:
+    """The decoder's and the prefiller's: one, or two of which the first reads from the second."""
+    far = ServerProcess(settings | ({"peers.serve": "true"} if count == 2 else {}))
+    near = far
+    try:
+        if count == 2:
+            near = ServerProcess(settings | {"peers.learn": "true", "peers.link_gbps": gbps})
+        yield near, far
+    finally:
+        if near is not far:
+            near.close()
+        far.close()
 
 
 def exposed_bound(transfer: float, layers: int, per_layer: float, hops: int) -> float:
@@ -89,9 +111,9 @@ def exposed_bound(transfer: float, layers: int, per_layer: float, hops: int) -> 
     return hops * one + max(0.0, one - per_layer) * (layers - 1)
 
 
-def _figures(seconds: list[float], transfer: float, layers: int, per_layer: float) -> dict[str, Any]:
+def _figures(seconds: list[float], transfer: float, layers: int, per_layer: float, hops: int) -> dict[str, Any]:
     exposed = statistics.median(seconds)
-    overlap, bound = 1 - exposed / transfer, 1 - exposed_bound(transfer, layers, per_layer, HOPS) / transfer
+    overlap, bound = 1 - exposed / transfer, 1 - exposed_bound(transfer, layers, per_layer, hops) / transfer
     return {
         "exposed_ms": exposed * 1e3,
         "overlap": overlap,
@@ -101,20 +123,25 @@ def _figures(seconds: list[float], transfer: float, layers: int, per_layer: floa
     }
 
 
-def _hand_off(decoder: Worker, pipe: Pipe, name: str, way: Way) -> tuple[float, float]:
-    """Seconds that were exposed, and of the prefiller's compute."""
+def _hand_off(
+    decoder: Worker, watching: Control, pipe: Pipe, name: str, way: Way, servers: tuple[str, ...]
+) -> tuple[float, float]:
+    """Seconds that were exposed, and of the prefiller's compute.
+
+    :param watching: at the prefiller's server. :param servers: its address, where the decoder's is another one.
+    """
     chain = decoder.prompt()
     pipe.send((name, chain.tokens.tolist()))
     if way == "whole":
-        ended = decoder.agent.control.watch_handoff(name, WAIT_S)
+        ended = watching.watch_handoff(name, WAIT_S)
         if ended.state != "complete":
             raise LayerflowError(f"hand-off {name!r} is {ended.state}: {ended.reason}")
-    hit = decoder.agent.lookup(name, chain, Follow(time.monotonic() + WAIT_S, name))
-    if not hit.following or hit.tokens != decoder.tokens - 1:
+    hit = decoder.agent.lookup(name, chain, Follow(time.monotonic() + WAIT_S, name, servers))
+    if hit.reason or hit.tokens != decoder.tokens - 1:
         raise LayerflowError(f"hand-off {name!r}: a hit of {hit.tokens} tokens; {hit.reason or 'is the pool full?'}")
     last = _load(decoder, chain, hit, name)
     ended_at, inside = _hear(pipe)
-    decoder.agent.control.release_handoff(name)
+    decoder.agent.control.release_handoff(name, servers)
     return last - ended_at, inside
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -67,6 +68,12 @@ class Workload:
     def prompt_tokens(self) -> int:
         """Of every prompt."""
         return self.sizes.prefix + self.sizes.suffix
+
+    @property
+    def handed_tokens(self) -> int:
+        """Of a prompt, that another engine can load: all but the last, or as many as end with a compressed row."""
+        left = self.prompt_tokens - 1
+        return left - left % math.lcm(*(group.ratio for group in self.config.groups))
 
     def prompt(self, run: int, question: int) -> str:
         """A passage that belongs to the run, then a question about it.

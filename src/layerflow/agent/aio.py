@@ -82,9 +82,10 @@ class AsyncAgent:
         *,
         lease_s: float = DEFAULT_LEASE_S,
         timeout_s: float = DEFAULT_HANDOFF_TIMEOUT_S,
+        servers: Sequence[str] = (),
     ) -> Handoff:
         """As :meth:`layerflow.agent.Control.open_handoff`."""
-        ask = functools.partial(self.agent.control.open_handoff, lease_s=lease_s, timeout_s=timeout_s)
+        ask = functools.partial(self.agent.control.open_handoff, lease_s=lease_s, timeout_s=timeout_s, servers=servers)
         return await anyio.to_thread.run_sync(ask, handoff, chain, tokens, abandon_on_cancel=True)
 
     async def end_handoff(self, handoff: str, *, tokens: int, reason: str = "") -> None:
@@ -93,9 +94,9 @@ class AsyncAgent:
             functools.partial(self.agent.control.end_handoff, handoff, tokens=tokens, reason=reason)
         )
 
-    async def release_handoff(self, handoff: str) -> None:
+    async def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
         """As :meth:`layerflow.agent.Control.release_handoff`."""
-        await anyio.to_thread.run_sync(self.agent.control.release_handoff, handoff)
+        await anyio.to_thread.run_sync(self.agent.control.release_handoff, handoff, servers)
 
     def open_step(
         self, requests: Sequence[StepRequest], timeout_s: float | None = None, *, after: DeviceEvent | None = None

@@ -96,6 +96,13 @@ class PeersSettings(Section):
     lease_share: Real = setting(
         0.25, "What all peers' leases may pin of this arena.", unit="of the arena", ge=0.01, le=1
     )
+    link_gbps: Real = setting(
+        0,
+        "Emulate a link of so many gigabytes (10^9 bytes) per second from peers; 0 = off.",
+        unit="GB/s",
+        ge=0,
+        le=10_000,
+    )
     max_readers: Whole = setting(64, "Servers that read this arena at once.", unit="servers", ge=1, le=1024)
     max_leases: Whole = setting(1024, "Leases that one of them may have.", unit="leases", ge=1, le=65_536)
 

@@ -8,12 +8,14 @@ layer as the other one stores it. What fails is looked up once more, as any prom
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 
-from layerflow.agent import Agent, Follow, Hit, Mode
+from layerflow.agent import Agent, Follow, Hit, Mode, StepRequest
 from layerflow.engine.glue import LayerflowConnection, ModeSetting
-from layerflow.engine.request import Request, RequestStatus
+from layerflow.engine.request import Request, RequestStatus, TokenSpan
 from layerflow.keys import Chain
 
 log = structlog.get_logger("layerflow.engine")
@@ -25,7 +27,7 @@ class PrefillConnection(LayerflowConnection):
     def lookup(self, request: Request) -> int:
         """As the base class; then room is kept for the prompt. Without room it is computed all the same."""
         hit = super().lookup(request)
-        tokens = len(request.prompt)
+        tokens = self._handed_over(request)
         opened = self.agent.control.open_handoff(request.id, self.chain_of(request), tokens)
         if not opened:
             log.info("handoff_not_opened", request=request.id, state=opened.state, reason=opened.reason)
@@ -34,22 +36,41 @@ class PrefillConnection(LayerflowConnection):
     def forget(self, request: Request) -> None:
         """All that it saves has ended."""
         done = request.state is RequestStatus.FINISHED
-        tokens = len(request.prompt) if done else request.computed
+        tokens = self._handed_over(request) if done else request.computed
         self.agent.control.end_handoff(
             request.id, tokens=tokens, reason="" if done else f"it was {request.state.value}"
         )
         super().forget(request)
+
+    def _ask(self, span: TokenSpan) -> StepRequest:
+        """As the base class; what is saved ends where what is handed over does."""
+        asked, end = super()._ask(span), self._handed_over(span.request)
+        if span.stop < end or end == len(span.request.prompt):
+            return asked
+        return replace(asked, save=(span.start, end) if span.start < end else (0, 0), tail=span.start < end)
+
+    def _handed_over(self, request: Request) -> int:
+        """Tokens of its prompt: all of them, or what the other engine can load where rows stand for several tokens.
+
+        In the middle of such a row it cannot go on. The window and the running state of the last whole row are there
+        only where something stored ends with it.
+        """
+        tokens, spec = len(request.prompt), self.agent.spec
+        return tokens if spec.alignment == 1 else spec.usable(tokens, tokens) or tokens
 
 
 class DecodeConnection(LayerflowConnection):
     """Of an engine that goes on where another one's prompt ends.
 
     :param patience_s: so long it waits for a hand-off to be opened, and for its layers; then it computes the prompt.
+    :param servers: control addresses of the servers at which the prefill engine stores; none = the engine's own.
     """
 
-    def __init__(self, agent: Agent, mode: ModeSetting = "layerwise", *, patience_s: float = 30.0) -> None:
+    def __init__(
+        self, agent: Agent, mode: ModeSetting = "layerwise", *, patience_s: float = 30.0, servers: Sequence[str] = ()
+    ) -> None:
         super().__init__(agent, mode)
-        self._patience_s = patience_s
+        self._patience_s, self._servers = patience_s, tuple(servers)
         self._handed_off: set[str] = set()
 
     def find(self, request: Request, chain: Chain) -> Hit:
@@ -57,7 +78,7 @@ class DecodeConnection(LayerflowConnection):
         if request.attempt:
             return super().find(request, chain)
         self._handed_off.add(request.id)
-        follow = Follow(time.monotonic() + self._patience_s, request.id)
+        follow = Follow(time.monotonic() + self._patience_s, request.id, self._servers)
         hit = self.agent.lookup(request.transfer_id, chain, follow)
         if hit.reason:
             log.info("handoff_not_followed", request=request.id, reason=hit.reason)

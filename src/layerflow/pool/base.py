@@ -163,7 +163,7 @@ class Pool(Protocol):
         ...
 
     def hear(self, model: bytes, shard: Shard) -> None:
-        """Workers of this partition have stored this model (its fingerprint) behind the arena."""
+        """Workers of this partition have stored this model (its fingerprint) behind the arena, or at a peer."""
         ...
 
     def memory_at(self, offset: int, nbytes: int) -> memoryview:

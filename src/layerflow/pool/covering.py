@@ -15,6 +15,9 @@ from layerflow.spec import ModelSpec, Shard
 MOST_PARTITIONS = 4
 """Partitions of one model whose objects are looked for: those of workers here, then others; of both the newest."""
 
+MOST_HEARD = 16
+"""Partitions of one model of which a tier or peers have told that are remembered: the newest."""
+
 
 class _Partitions(NamedTuple):
     """A model's: of workers that have attached here, and those of which a tier told; oldest first."""
@@ -53,15 +56,17 @@ class CoveringPool(MemoryPool):
         known.attached.append(first)
         del known.attached[:-MOST_PARTITIONS]
         self._renew(model, known)
-        if model in self._alternatives and self._writer is not None and not self._writer.may_hold(several_key(model)):
-            self._writer.add(several_key(model))
 
     def hear(self, model: bytes, shard: Shard) -> None:
-        """Workers of this partition have stored behind the arena; those that attach here go before it."""
+        """Workers of this partition have stored behind the arena, or at a peer; those that attach here go before it."""
         known = self._partitions.get(model)
-        if known is not None and shard not in known.heard:
-            known.heard.append(shard)
-            self._renew(model, known)
+        if known is None or not known.attached or known.heard[-1:] == [shard] or not alike(shard, known.attached[0]):
+            return
+        if shard in known.heard:
+            known.heard.remove(shard)
+        known.heard.append(shard)
+        del known.heard[:-MOST_HEARD]
+        self._renew(model, known)
 
     def covering(self, spec: ModelSpec) -> CoveringPool | None:
         """Itself, where objects of other partitions may stand in for this model's."""
@@ -91,6 +96,8 @@ class CoveringPool(MemoryPool):
         self._alternatives.pop(model, None)
         if len(looked_for) > 1:
             self._alternatives[model] = _alternatives(looked_for, known.groups)
+            if self._writer is not None and not self._writer.may_hold(several_key(model)):
+                self._writer.add(several_key(model))
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete, or covered by complete ones."""
@@ -160,6 +167,15 @@ class CoveringPool(MemoryPool):
     def _boxes_of(self, key: bytes) -> list[_Alternatives]:
         end = key[DIGEST_BYTES:]
         return [boxes[end] for boxes in self._alternatives.values() if end in boxes]
+
+
+def alike(shard: Shard, other: Shard) -> bool:
+    """Do these divide the same model? Of groups that can be cut, with as many heads and layers."""
+    return (
+        shard.shareable
+        and shard.heads == other.heads
+        and [sum(layers) for layers in shard.stages] == [sum(layers) for layers in other.stages]
+    )
 
 
 def _alternatives(partitions: Sequence[Shard], groups: int) -> dict[bytes, _Alternatives]:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import anyio
 import structlog
-import uvicorn
 
 from layerflow.config.proxy import ProxySettings
 from layerflow.errors import ConfigError
+from layerflow.http_server import GuestServer, listen, url_of
 from layerflow.proxy.app import make_app
 from layerflow.proxy.context import Cut, ProxyContext, make_context
 from layerflow.proxy.instances.probes import probe_all
 from layerflow.proxy.metaserver import Metaserver
 
 _BACKLOG = 2048
-_SHUTDOWN_S = 1
 _log = structlog.get_logger("layerflow.proxy")
 
 
@@ -37,32 +35,16 @@ async def serve_proxy(
         if not text.strip():
             raise ConfigError(f"no {side} engine: give --{side} URL, or set proxy.{side}")
     context = make_context(settings, Metaserver())
-    listener = _listen(settings.host, settings.port)
+    advice = "give proxy.port another port (0 = any free one) or correct proxy.host"
+    listener = listen(settings.host, settings.port, _BACKLOG, advice)
     with contextlib.closing(listener):
-        host, context.port = listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{context.port}"
-        config = uvicorn.Config(
-            make_app(context),
-            lifespan="off",
-            ws="none",
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_graceful_shutdown=_SHUTDOWN_S,
-        )
-        server = _Guest(config, lambda: started(url))
+        context.port = listener.getsockname()[1]
+        server = GuestServer(make_app(context), _BACKLOG, lambda: started(url_of(listener)))
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(probe_all, context.instances, settings)
                 tasks.start_soon(_stop, context, server, shutdown, at_once)
-                try:
-                    await server.serve(sockets=[listener])
-                finally:
-                    # uvicorn closes its listeners only on the orderly way out.
-                    for accepting in getattr(server, "servers", ()):
-                        accepting.close()
+                await server.serve_on(listener)
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
@@ -96,7 +78,7 @@ async def _wait_for_signals(shutdown: anyio.Event, at_once: anyio.Event) -> None
             shutdown.set()
 
 
-async def _stop(context: ProxyContext, server: uvicorn.Server, shutdown: anyio.Event, at_once: anyio.Event) -> None:
+async def _stop(context: ProxyContext, server: GuestServer, shutdown: anyio.Event, at_once: anyio.Event) -> None:
     await shutdown.wait()
     context.drain(begin=True)
     _log.info("proxy_draining", open_requests=len(context.requests))
@@ -118,44 +100,3 @@ async def _first_of(*events: anyio.Event) -> None:
 
         for event in events:
             tasks.start_soon(wait, event)
-
-
-class _Guest(uvicorn.Server):
-    """uvicorn in a loop that has other work too, and whose owner takes the signals."""
-
-    def __init__(self, config: uvicorn.Config, accepting: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._accepting = accepting
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._accepting()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket; binding here, not in uvicorn, which ends the process where it cannot."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise _refused(host, port, error) from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise _refused(host, port, error) from None
-    return listener
-
-
-def _refused(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot listen on {host}:{port}: {error.strerror}; give proxy.port another port (0 = any free one) "
-        "or correct proxy.host"
-    )

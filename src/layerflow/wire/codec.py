@@ -22,7 +22,14 @@ DEFAULT_MAX_BYTES = 16 << 20
 SMALL_BYTES = 64 << 10
 """Largest message to the server of the kinds that do not grow with a prompt or with a step."""
 
-_GROWN = messages.Lookup, messages.OpenStep, messages.OpenHandoff, messages.Report, messages.PeerLookup
+_GROWN = (
+    messages.Lookup,
+    messages.OpenStep,
+    messages.OpenHandoff,
+    messages.Report,
+    messages.PeerLookup,
+    messages.PeerOpenHandoff,
+)
 _GROWING = frozenset(kind.__struct_config__.tag for kind in _GROWN)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -84,8 +91,8 @@ def decode_request(frame: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> ToServer
     """
     if len(frame) > SMALL_BYTES and not (frame[0] >> 4 == 0x9 and frame[1] in _GROWING):
         raise ProtocolError(
-            f"a message of {len(frame)} bytes; only Lookup, OpenStep, OpenHandoff, Report and PeerLookup may have "
-            f"more than {SMALL_BYTES}"
+            f"a message of {len(frame)} bytes; only Lookup, OpenStep, OpenHandoff, Report, PeerLookup and "
+            f"PeerOpenHandoff may have more than {SMALL_BYTES}"
         )
     return _decode(_to_server, frame, max_bytes)  # type: ignore[no-any-return]
 

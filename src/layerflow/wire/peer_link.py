@@ -7,8 +7,8 @@ says that bytes are those of the object: the exporter still had the right to rea
 little-endian.
 
 A windowed link (mooncake, nixl) is told of its window with a WINDOW after the greeting. Its requests name a turn of it,
-which the exporter fills before it answers with the HEADs; their statuses are final, no bytes follow and no TAIL. A
-request of nothing is answered with one HEAD: the exporter is alive.
+which the exporter fills before it answers with the HEADs; their statuses are final, no bytes follow and no TAIL. A turn
+begins with a STAMP, which the library brings along: it was this exporter's window, filled for this request.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ WINDOW = struct.Struct("<4sIQQII")
 """Of a windowed link, from the exporter, after the greeting: magic, turns, where the reader's section of the window
 begins, bytes of a turn, bytes of the library's description that follow, 0."""
 WINDOW_MAGIC = b"LFPW"
+STAMP = struct.Struct("<16sQ40x")
+"""Incarnation of the exporter; how many requests it had answered on this connection."""
 MAX_DESCRIBED_BYTES = 1 << 16
 MAX_WINDOW_BYTES = 1 << 30
 MAX_LINK_ITEMS = 65_536

@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -179,6 +179,7 @@ class Control:
         *,
         lease_s: float = DEFAULT_LEASE_S,
         timeout_s: float = DEFAULT_HANDOFF_TIMEOUT_S,
+        servers: Sequence[str] = (),
     ) -> Handoff:
         """This engine is about to compute a prompt for another one: its server keeps room for it, and keeps it.
 
@@ -190,11 +191,13 @@ class Control:
         :param lease_s: how long it is kept for a reader, once all of it is stored and after each that came; 0 = as the
             server is configured.
         :param timeout_s: it fails if it is not complete by then.
+        :param servers: control addresses of other servers to which workers of this engine are attached: each keeps
+            the part of its own workers, and the hand-off is as good as the worst of its parts.
         :raises SessionError: the client was made without a spec.
         """
         if self._spec is None:
             raise SessionError("hand-offs need the model's spec; pass spec= to Control")
-        message = opening_of(next(self._ids), handoff, chain, tokens, lease_s, timeout_s)
+        message = opening_of(next(self._ids), handoff, chain, tokens, lease_s, timeout_s, servers)
         try:
             with self._lock:
                 answer = self._exchange(message, HandoffState, time.monotonic() + self._lookup_timeout_s)
@@ -212,9 +215,12 @@ class Control:
         """
         self._tell(EndHandoff(handoff, tokens, reason))
 
-    def release_handoff(self, handoff: str) -> None:
-        """Nobody needs it any more."""
-        self._tell(ReleaseHandoff(handoff))
+    def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
+        """Nobody needs it any more.
+
+        :param servers: that keep it, where they are others than this client's own, which tells them.
+        """
+        self._tell(ReleaseHandoff(handoff, list(servers)))
 
     def watch_handoff(self, handoff: str, timeout_s: float, *, ended: bool = True) -> Handoff:
         """Wait until a hand-off has ended (or, not `ended`, until it is open); its state after `timeout_s` at most.

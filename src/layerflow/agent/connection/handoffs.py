@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -34,13 +35,21 @@ class HandoffInquiry:
     state: Handoff | None = None
 
 
-def opening_of(number: int, handoff: str, chain: Chain, tokens: int, lease_s: float, timeout_s: float) -> OpenHandoff:
+def opening_of(
+    number: int,
+    handoff: str,
+    chain: Chain,
+    tokens: int,
+    lease_s: float,
+    timeout_s: float,
+    servers: Sequence[str] = (),
+) -> OpenHandoff:
     """The message that opens a hand-off of a prompt's first `tokens` tokens."""
     lease_ms, timeout_ms = max(0, round(lease_s * 1e3)), max(1, round(timeout_s * 1e3))
     full, rest = divmod(min(tokens, len(chain)), chain.chunk_tokens)
     digests = b"".join(chain.digests[:full])
     tail = chain.partial(full, rest) if rest else b""
-    return OpenHandoff(number, handoff, chain.parent(0), digests, tokens, tail, lease_ms, timeout_ms)
+    return OpenHandoff(number, handoff, chain.parent(0), digests, tokens, tail, lease_ms, timeout_ms, list(servers))
 
 
 def following(question: Lookup, follow: Follow) -> Lookup:

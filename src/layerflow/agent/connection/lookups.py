@@ -14,6 +14,7 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -196,13 +197,14 @@ class Lookups:
         *,
         lease_s: float = DEFAULT_LEASE_S,
         timeout_s: float = DEFAULT_HANDOFF_TIMEOUT_S,
+        servers: Sequence[str] = (),
     ) -> HandoffInquiry:
         """As :meth:`layerflow.agent.Control.open_handoff`. Returns at once; :meth:`handoff` tells what became of it.
 
         The prompt's steps may be opened meanwhile.
         """
         inquiry = HandoffInquiry(handoff, time.monotonic() + self._timeout_s)
-        self._ask_of(inquiry, opening_of(next(self._numbers), handoff, chain, tokens, lease_s, timeout_s))
+        self._ask_of(inquiry, opening_of(next(self._numbers), handoff, chain, tokens, lease_s, timeout_s, servers))
         return inquiry
 
     def watch_handoff(self, handoff: str, timeout_s: float) -> HandoffInquiry:
@@ -230,9 +232,9 @@ class Lookups:
         """As :meth:`layerflow.agent.Control.end_handoff`."""
         self._tell(EndHandoff(handoff, tokens, reason))
 
-    def release_handoff(self, handoff: str) -> None:
+    def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
         """As :meth:`layerflow.agent.Control.release_handoff`."""
-        self._tell(ReleaseHandoff(handoff))
+        self._tell(ReleaseHandoff(handoff, list(servers)))
 
     def drop_lease(self, request: str) -> None:
         """The request's hit will not be loaded. Returns at once; nothing happens if the server is away."""

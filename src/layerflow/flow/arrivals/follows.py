@@ -2,25 +2,28 @@
 
 A follow ends when all its objects are published or given up: its save is cancelled, its session is lost. Then exactly
 the blocks fail that need what is given up. Objects that have room and that no step saves yet (a hand-off's) wait: a
-step will save them, or they are given up. Steps that come to wait for each other so (each loads what the other
-saves) end at the deadline of their loads.
+step will save them, or they are given up. Steps can come to wait for each other so: each loads what the other saves,
+and publishes nothing before its loads have ended. The load that closes such a circle fails at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.arrivals.edges import fail_waiting, move_edges, progress, publish, vacate
 from layerflow.flow.commands import Command, LayersStored, ObjectsLost, TransferDone
 from layerflow.flow.events import FollowLent, FollowLost, FollowMoved, FollowOpened
+from layerflow.flow.graph.cursor import joined
 from layerflow.flow.graph.edge import Upstream
 from layerflow.flow.graph.follow import FollowTransfer
-from layerflow.flow.graph.step import Transfer
+from layerflow.flow.graph.step import Transfer, TransferJob
 from layerflow.flow.host_events import Hop
+from layerflow.flow.progress.completion import fail_blocks
 from layerflow.flow.state import State
 
 CANCELLED = "its save was cancelled"
+CIRCLE = "the step that stores it waits for what this one stores"
 
 
 def open_follow(state: State, event: FollowOpened, out: list[Command]) -> None:
@@ -76,9 +79,54 @@ def move_follow(state: State, event: FollowMoved, out: list[Command]) -> None:
     follow.moved.update(event.objects)
     lost = [new for new in range(into.size) if new in into.lost]
     move_edges(state, follow, event.objects, into)
+    if isinstance(into, FollowTransfer):
+        _cut_circles(state, into, out)
     if lost:
         fail_waiting(state, into, lost, f"not stored: {CANCELLED}", out)
     settle_follow(state, follow, out)
+
+
+def _cut_circles(state: State, follow: FollowTransfer, out: list[Command]) -> None:
+    """Loads have just come to wait for this save: those fail that it waits for itself.
+
+    A circle is closed only here: a new step's loads wait for saves that began before it.
+    """
+    for edge in list(follow.edges) if follow.save is not None else ():
+        if edge.waiting and follow.save is not None and _waits_for(follow.save.job, edge.transfer.job, set()):
+            spans = joined(span for index in edge.waiting for span in edge.spans[index])
+            edge.waiting = []
+            fail_blocks(state, edge.transfer, spans, f"not stored: {CIRCLE}", out)
+
+
+def _waits_for(saves: TransferJob, loads: TransferJob, seen: set[int]) -> bool:
+    """Can these saves not be published before those loads have ended? :func:`.completion.settle` says when they are.
+
+    :param seen: loads that were looked at, by identity.
+    """
+    for other in _holding(saves):
+        if other is loads:
+            return True
+        if id(other) in seen:
+            continue
+        seen.add(id(other))
+        sources = (edge.upstream for edge in other.edges if edge.waiting)
+        saves_of = (source.save for source in sources if isinstance(source, FollowTransfer))
+        if any(save is not None and _waits_for(save.job, loads, seen) for save in saves_of):
+            return True
+    return False
+
+
+def _holding(saves: TransferJob) -> Iterator[TransferJob]:
+    """The loads that must end before these saves are published: their step's, and earlier ones of their requests."""
+    own = saves.step.loads
+    if own is not None and not own.done:
+        yield own
+    requests = {part.request for position, part in enumerate(saves.parts) if position not in saves.dropped}
+    for step in saves.step.session.steps.values():
+        if step is saves.step:
+            return
+        if step.loads is not None and step.loads.undecided and not requests.isdisjoint(step.loads.requests()):
+            yield step.loads
 
 
 def lose_follow(state: State, event: FollowLost, out: list[Command]) -> None:

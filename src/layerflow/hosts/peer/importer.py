@@ -19,10 +19,34 @@ from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import LINK_REST_S, Origin, decode_origin
 
 
+class EmulatedLink:
+    """Holds back what was read until a link of this rate had brought it: for experiments on one machine.
+
+    :param gbps: 10^9 bytes per second; 0 = nothing is held back.
+    """
+
+    def __init__(self, gbps: float) -> None:
+        self._seconds_per_byte = 1 / (gbps * 1e9) if gbps > 0 else 0.0
+        self._busy_until = self._late = 0.0
+
+    def pass_on(self, nbytes: int, began: float) -> None:
+        """Return when the last of these would have come.
+
+        :param began: when they were asked for, monotonic seconds.
+        """
+        if self._seconds_per_byte:
+            # That the last sleep was too long has not kept the link from going on.
+            began = max(began - self._late, self._busy_until)
+            self._busy_until = began + nbytes * self._seconds_per_byte
+            time.sleep(max(0.0, self._busy_until - time.monotonic()))
+            self._late = max(0.0, time.monotonic() - self._busy_until)
+
+
 class Importer(Backend):
     """Reads objects of peers. Called by one thread, the host's fetch thread, but for `check` and `statistics`.
 
-    :param options: ``link``: its name.
+    :param options: ``link``: its name; ``link_gbps``: a link of so many gigabytes (10^9 bytes) per second is emulated,
+        0 = none.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -32,6 +56,7 @@ class Importer(Backend):
         self._links: dict[tuple[str, str, bytes], PeerLink] = {}
         self._resting: dict[tuple[str, str, bytes], tuple[float, str]] = {}
         self._bytes = self._failures = 0
+        self._emulated = EmulatedLink(float(options.get("link_gbps", 0.0)))
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
         self._arena = arena
@@ -65,7 +90,7 @@ class Importer(Backend):
         if origin.link != self._link_name:
             why = f"peer {origin.peer} is read over {origin.link}; this importer knows {self._link_name}"
             return [ObjectResult(ObjectStatus.FAILED, why)] * len(places)
-        name = (origin.link, origin.address, origin.incarnation)
+        name, began = (origin.link, origin.address, origin.incarnation), time.monotonic()
         rests_until, why = self._resting.get(name, (0.0, ""))
         if time.monotonic() < rests_until:
             return [ObjectResult(ObjectStatus.FAILED, why)] * len(places)
@@ -79,7 +104,9 @@ class Importer(Backend):
             return [ObjectResult(ObjectStatus.FAILED, why)] * len(places)
         if not lo:
             self._write_headers(places)
-        self._bytes += sum((hi - lo) * place.layer_bytes for place in places)
+        nbytes = sum((hi - lo) * place.layer_bytes for place in places)
+        self._bytes += nbytes
+        self._emulated.pass_on(nbytes, began)
         return results
 
     def close_fetch(self, places: Sequence[ObjectLocation]) -> None:

@@ -64,9 +64,10 @@ class Lender(abc.ABC):
     """The exporter's end of a kind of link, for all connections."""
 
     @abc.abstractmethod
-    def open(self) -> LentLink:
+    def open(self, incarnation: bytes) -> LentLink:
         """For a new connection; any thread.
 
+        :param incarnation: of this exporter.
         :raises LinkFailed: there is no room for more.
         """
 

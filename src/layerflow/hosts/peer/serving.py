@@ -89,7 +89,7 @@ class Links:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._greet(connection)
-            with contextlib.closing(self._lender.open()) as lent:
+            with contextlib.closing(self._lender.open(self._incarnation)) as lent:
                 lent.introduce(connection)
                 while True:
                     self._answer(connection, lent)
@@ -121,11 +121,8 @@ class Links:
         raw = bytearray(REQUEST.size)
         receive(connection, [memoryview(raw)], None)
         magic, count, token, turn = REQUEST.unpack(raw)
-        if magic != REQUEST_MAGIC or not 0 <= count <= MAX_LINK_ITEMS:
+        if magic != REQUEST_MAGIC or not 0 < count <= MAX_LINK_ITEMS:
             raise ProtocolError(f"no request: {magic!r} with {count} items")
-        if not count:  # is this exporter still alive?
-            send(connection, [HEAD.pack(0, READ, 0)])
-            return
         table = bytearray(count * ITEM.size)
         receive(connection, [memoryview(table)], HELLO_S)
         items = [(position, start, length) for position, _, start, length in ITEM.iter_unpack(table)]

@@ -27,6 +27,17 @@ class _Chunk(msgspec.Struct):
     usage: Any = None
 
 
+class _Words(msgspec.Struct):
+    message: str = ""
+
+
+class _Ended(msgspec.Struct):
+    """The error with which an engine has ended a request."""
+
+    error: _Words
+
+
+_VLLM_ENDED, _VLLM_SAYS = 500, "Internal server error"
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
@@ -93,6 +104,26 @@ def reported(engine: str, body: bytes, error: Any) -> UpstreamError:
         judged=status < 500,
         counts=status >= 500,
         body=body,
+    )
+
+
+def of_a_handoff(engine: str, error: UpstreamError) -> UpstreamError:
+    """What a decode engine's failure means for a request whose prompt was computed by another one.
+
+    vLLM ends a single request with a 500 of fixed words: so do layerflow's connectors where the prefill is lost and the
+    prompt is longer than ``pd.max_recompute_tokens``. The engine is well, and the request may be sent again: 503.
+    """
+    try:
+        told = msgspec.json.decode(error.body or b"", type=_Ended).error
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return error
+    if error.status != _VLLM_ENDED or told.message != _VLLM_SAYS:
+        return error
+    return UpstreamError(
+        f"{engine} ended the request: its prefill was lost on the way there, and the prompt is longer than the engine "
+        "computes by itself (pd.max_recompute_tokens), or it failed there; try again later",
+        503,
+        counts=False,
     )
 
 

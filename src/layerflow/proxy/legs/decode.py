@@ -15,7 +15,7 @@ from layerflow.config.proxy import ProxySettings
 from layerflow.errors import UpstreamError
 from layerflow.proxy.instances.instance import Instance
 from layerflow.proxy.legs.call import Headers, passed_on, post
-from layerflow.proxy.legs.checks import StreamCheck, whole_answer
+from layerflow.proxy.legs.checks import StreamCheck, of_a_handoff, whole_answer
 from layerflow.proxy.legs.usage import PrefillUsage, event_with_cached, with_cached
 from layerflow.proxy.outlet import Outlet
 from layerflow.proxy.sse import Event, EventParser
@@ -26,12 +26,16 @@ _MOST_HELD = 1000  # events before the first token: engines send one, with the r
 
 @dataclass(frozen=True, slots=True)
 class DecodeCall:
-    """What a decode engine is asked."""
+    """What a decode engine is asked.
+
+    :param handoff: its prompt is computed by another engine.
+    """
 
     path: str
     body: bytes
     headers: Headers
     stream: bool
+    handoff: bool = False
 
 
 async def decode(
@@ -53,10 +57,13 @@ async def decode(
     :raises UpstreamError: see `outlet.begun` whether the client has got something.
     """
     with instance.breaker.watch(), instance.given_up_when_down() as answered:
-        if call.stream:
-            await _stream(instance, call, outlet, usage, settings, first_token, answered)
-        else:
-            await _whole(instance, call, outlet, usage, settings, first_token, answered)
+        leg = _stream if call.stream else _whole
+        try:
+            await leg(instance, call, outlet, usage, settings, first_token, answered)
+        except UpstreamError as error:
+            if not call.handoff or outlet.begun:
+                raise
+            raise of_a_handoff(f"decode engine {instance.url}", error) from error
 
 
 async def _whole(

@@ -137,7 +137,7 @@ class Exchange:
         request = self.request
         body = request.body if params is None else {**request.body, "kv_transfer_params": params}
         headers = engine_headers(request.headers, request_id)
-        call = DecodeCall(request.path, msgspec.json.encode(body), headers, request.stream)
+        call = DecodeCall(request.path, msgspec.json.encode(body), headers, request.stream, params is not None)
 
         def first_token() -> None:
             self._first_token(instance)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol
 
-from layerflow.errors import ProtocolError
+from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.handlers.context import Refused, ServerContext
@@ -18,15 +19,68 @@ ENDS = (HandoffStatus.COMPLETE, HandoffStatus.FAILED, HandoffStatus.REVOKED, Han
 ALIGNED = "this server keeps no partial chunk, and the prompt has no full one"
 
 
+class Opening(Protocol):
+    """What OpenHandoff and PeerOpenHandoff say."""
+
+    @property
+    def handoff(self) -> str: ...
+    @property
+    def root(self) -> bytes: ...
+    @property
+    def digests(self) -> bytes: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def tail(self) -> bytes: ...
+    @property
+    def lease_ms(self) -> int: ...
+    @property
+    def timeout_ms(self) -> int: ...
+
+
 def open_handoff(context: ServerContext, session: ClientSession, message: wire.OpenHandoff) -> None:
-    """Keep room for what a hit of the prompt needs, and pin what is stored."""
-    spec, name = session.spec, message.handoff
-    if spec is None:
+    """Keep room for what a hit of the prompt needs, and pin what is stored; here, and at the servers it names."""
+    if session.spec is None:
         raise Refused("not_attached", "attach a spec before opening a hand-off")
+    name, peers = message.handoff, context.peers
+    others, why = [], ""
+    try:
+        addresses = [each for each in dict.fromkeys(message.servers) if peers is None or not peers.is_own(each)]
+        others = [peers.learn(each) for each in addresses] if peers is not None else []
+    except LayerflowError as error:
+        why = str(error)
+    if message.servers and peers is None:
+        why = f"this server reaches no other, and not {message.servers[0]}: set peers.learn, or name it in peers.attach"
+    tokens = 0
+    if not why:
+        tokens, why = keep(context, session.spec.chunk_tokens, session.engine, session.number, message)
+    number = session.number
+
+    def tell(why: str) -> None:
+        asker = context.sessions.get(number)
+        if asker is not None:
+            told = wire.HandoffState(message.id, name, HandoffStatus.OPEN.value, tokens)
+            context.send(asker, wire.HandoffState(message.id, name, "refused", 0, why) if why else told)
+
+    handoff = context.handoffs.get(name)
+    if why or not others or handoff is None or peers is None:
+        tell(why)
+    else:
+        peers.parts.open(handoff, message, others, tell)
+
+
+def keep(context: ServerContext, chunk_tokens: int, engine: str, opener: int, message: Opening) -> tuple[int, str]:
+    """Open a hand-off of what this server's workers of an engine store.
+
+    :param opener: number of the session, or of the server, that ends it.
+    :returns: how many tokens of it can be read; why it is refused, else empty.
+    :raises ProtocolError: nobody can mean this.
+    """
+    name = message.handoff
     if not name:
         raise ProtocolError("a hand-off needs a name")
     digests = codec.split_digests(message.digests, f"hand-off {name!r}")
-    chunks, rest = divmod(message.tokens, spec.chunk_tokens)
+    chunks, rest = divmod(message.tokens, chunk_tokens)
     if (
         message.tokens < 1
         or len(digests) != chunks
@@ -44,42 +98,46 @@ def open_handoff(context: ServerContext, session: ClientSession, message: wire.O
         raise ProtocolError(
             f"hand-off {name!r}: lease_ms and timeout_ms must be at most {most_ms:.0f}, which is server.max_deadline_s"
         )
-    workers = context.sessions.workers_of(session.engine)
+    workers = context.sessions.workers_of(engine)
     specs = distinct(worker.spec for worker in workers if worker.spec is not None)
     now = time.monotonic()
     tokens, tail = message.tokens, message.tail
     if rest and not context.terms().save_partial:
-        tokens, tail = chunks * spec.chunk_tokens, b""
-    why = ""
+        tokens, tail = chunks * chunk_tokens, b""
     if context.draining:
-        why = "the server is shutting down"
-    elif not specs:
-        why = f"no worker of engine {session.engine!r} is attached to this server"
-    elif any(worker.direct for worker in workers):
-        why = "its workers move bytes past the arena"
-    elif not tokens:
-        why = ALIGNED
-    asked_for = (chunks + 1) * len(spec.groups) * max(1, len(specs))
+        return 0, "the server is shutting down"
+    if not specs:
+        return 0, f"no worker of engine {engine!r} is attached to this server"
+    if any(worker.direct for worker in workers):
+        return 0, "its workers move bytes past the arena"
+    if not tokens:
+        return 0, ALIGNED
+    asked_for = (chunks + 1) * len(specs[0].groups) * len(specs)
     if asked_for > limits.max_lookup_objects:
         raise Refused(
             "quota",
             f"hand-off {name!r}: chunks x groups x workers are {asked_for} objects, server.max_lookup_objects is "
             f"{limits.max_lookup_objects}",
         )
-    if not why:
-        objects = handoff_objects(specs, message.root, digests, tail, tokens)
-        lease_s = message.lease_ms / 1e3 or context.pd().handoff_lease_s
-        due = now + message.timeout_ms / 1e3
-        why = context.handoffs.open(name, session.engine, session.number, specs[0], tokens, objects, lease_s, due, now)
-    told = wire.HandoffState(message.id, name, "refused", 0, why)
-    if not why:
-        told = wire.HandoffState(message.id, name, HandoffStatus.OPEN.value, tokens)
-    context.send(session, told)
+    objects = handoff_objects(specs, message.root, digests, tail, tokens)
+    lease_s = message.lease_ms / 1e3 or context.pd().handoff_lease_s
+    due = now + message.timeout_ms / 1e3
+    why = context.handoffs.open(name, engine, opener, specs[0], tokens, objects, lease_s, due, now)
+    return (0, why) if why else (tokens, "")
 
 
 def end_handoff(context: ServerContext, session: ClientSession, message: wire.EndHandoff) -> None:
     """The engine computes nothing more of it."""
     context.handoffs.end(message.handoff, session.engine, message.tokens, message.reason, time.monotonic())
+    if context.peers is not None:
+        context.peers.parts.ended(message)
+
+
+def release_handoff(context: ServerContext, message: wire.ReleaseHandoff) -> None:
+    """Nobody needs it any more, here or at the servers that keep it."""
+    context.handoffs.release(message.handoff)
+    if context.peers is not None:
+        context.peers.release_handoff(message.handoff, message.servers)
 
 
 def watch_handoff(context: ServerContext, session: ClientSession, message: wire.WatchHandoff) -> None:

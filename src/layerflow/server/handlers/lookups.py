@@ -91,7 +91,9 @@ class Lookups:
             self._written(session, message, digests, most_ms)
             return
         self._check_leases(session, message.request, limits.max_leases)
-        if message.handoff and message.servers:
+        peers = self._context.peers
+        elsewhere = message.servers if peers is None else [each for each in message.servers if not peers.is_own(each)]
+        if message.handoff and elsewhere:
             yield from self._remote.look_up(session, Asked(message, digests, blocks))
             return
         if message.handoff:
@@ -111,8 +113,8 @@ class Lookups:
         heard = time.monotonic()
         yield from self._find(session, asked.message, asked.digests, heard, search, following=True)
 
-    def lent(self, session: ClientSession, asked: Asked, answer: PeerAnswer) -> Work:
-        """Answer with a hit of what is here and what peers lend."""
+    def lent(self, session: ClientSession, asked: Asked, answer: PeerAnswer, until: float) -> Work:
+        """Answer with a hit of what is here and what peers lend; objects of other sizes are waited for, to `until`."""
         yield from self._reach(
             session,
             asked.message,
@@ -123,6 +125,7 @@ class Lookups:
             blocks=asked.blocks,
             reason=answer.reason,
             following=answer.open,
+            until=until,
         )
 
     def _look(
@@ -216,8 +219,12 @@ class Lookups:
         blocks: BlockDigests,
         reason: str,
         following: bool = False,
+        until: float | None = None,
     ) -> Work:
-        """The tier has answered: what the hit needs of it is fetched from now on."""
+        """The tier has answered: what the hit needs of it is fetched from now on.
+
+        :param until: objects of other partitions may take so long; None = as long as a lookup.
+        """
         pool, tier, spec = self._context.pool, self._context.tier, session.spec
         assert tier is not None and spec is not None
         workers = self._context.sessions.workers_of(session.engine)
@@ -229,9 +236,7 @@ class Lookups:
         search = functools.partial(
             find_and_bring, pool, tier, spec, shards, prompt, found, session.engine, blocks=blocks, direct=direct
         )
-        find = functools.partial(
-            self._find, session, lookup, digests, heard, search, following=following, reason=reason
-        )
+        find = functools.partial(self._find, session, lookup, digests, heard, search, following=following)
         covering = None if direct else pool.covering(spec)
         pieces: set[bytes] = set()
         if covering is not None:
@@ -240,21 +245,25 @@ class Lookups:
             above = lookup.root, digests
             pieces = yield from bring_pieces(pool, tier, spec, covering, above, hit, found, session.engine)
         if not pieces:
-            yield from find()
+            yield from find(reason=reason)
             return
         # What has come by then counts; what comes later, for the next lookup of the prompt, while the lease lasts.
         owner = lease_owner(session.engine, lookup.request)
-        session.leases[lookup.request] = until = time.monotonic() + lookup.lease_ms / 1e3
-        tier.lease([*pieces], owner, until)
+        come_by = heard + tier.settings.lookup_timeout_ms / 1e3 if until is None else until
+        lease_until = lookup.lease_ms / 1e3 + (time.monotonic() if until is None else until)
+        session.leases[lookup.request] = lease_until
+        tier.lease([*pieces], owner, lease_until)
         resets = session.resets
 
         def go_on() -> None:
             if session.resets == resets:
-                self._go_on(session.number, lookup, find())
+                lost = 0 if until is None else pool.lookup([*pieces]).count(False)
+                late = f"{lost} of {len(pieces)} objects of another size did not come" if lost else ""
+                self._go_on(session.number, lookup, find(reason=reason or late))
             else:
                 self._context.send(session, wire.Found(lookup.id, 0, []))
 
-        tier.when_come([*pieces], heard + tier.settings.lookup_timeout_ms / 1e3, go_on)
+        tier.when_come([*pieces], come_by, go_on)
 
     def _find(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -20,8 +21,9 @@ from layerflow.flow.events import (
 from layerflow.server.clients.sessions import LOCAL, ClientSession
 from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
-from layerflow.server.handlers.handoffs import end_handoff, open_handoff, watch_handoff
+from layerflow.server.handlers.handoffs import end_handoff, open_handoff, release_handoff, watch_handoff
 from layerflow.server.handlers.lookups import Lookups
+from layerflow.server.handlers.parts import keep_part
 from layerflow.server.handlers.steps import open_step, report, tell
 from layerflow.server.handlers.turns import Work
 from layerflow.server.lookup.plans import lease_owner
@@ -40,6 +42,8 @@ class Handlers:
         self._log = structlog.get_logger("layerflow.server")
         self._answering: set[asyncio.Task[None]] = set()
         self._lookups = Lookups(context, self._guarded)
+        if context.peers is not None:
+            context.peers.keep_part = functools.partial(keep_part, context)
 
     def handle(self, session: ClientSession, message: ToServer, nbytes: int = 0) -> None:
         """Do what the message asks, or answer with a Problem; behind the client's other messages.
@@ -143,7 +147,7 @@ class Handlers:
             case wire.EndHandoff():
                 end_handoff(context, session, message)
             case wire.ReleaseHandoff():
-                context.handoffs.release(message.handoff)
+                release_handoff(context, message)
             case wire.WatchHandoff():
                 watch_handoff(context, session, message)
             case wire.Bye():
@@ -218,8 +222,8 @@ class Handlers:
             if context.tier is not None and context.tier.tier is not None:
                 context.tier.tier.partitions.learn(spec)
         session.spec = message.spec
-        if context.peers is not None and context.peers.source is not None and message.memory:
-            context.peers.source.compare(message.spec)
+        if context.peers is not None and message.memory:
+            context.peers.attached(message.spec)
         session.memory = message.memory
         session.direct = message.memory and message.direct
         context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())

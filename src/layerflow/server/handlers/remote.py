@@ -5,8 +5,9 @@ Without them, in time or at all, the lookup is one of what is stored here, as an
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from layerflow.errors import LayerflowError, ProtocolError
@@ -15,7 +16,9 @@ from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.following import Asked
 from layerflow.server.handlers.forget import REPLACED
 from layerflow.server.handlers.turns import Work
-from layerflow.server.lookup.lookup import prompt_keys
+from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
+from layerflow.server.lookup.lookup import prompt_keys, with_alternatives
+from layerflow.server.peers.reading.attachment import Attachment
 from layerflow.server.peers.reading.questions import PeerAnswer
 from layerflow.wire import messages as wire
 
@@ -27,8 +30,8 @@ class RemoteAnswers(Protocol):
         """Answer with what is stored; `reason`: why the hand-off is not followed."""
         ...
 
-    def lent(self, session: ClientSession, asked: Asked, answer: PeerAnswer) -> Work:
-        """Answer with a hit of what is here and what peers lend."""
+    def lent(self, session: ClientSession, asked: Asked, answer: PeerAnswer, until: float) -> Work:
+        """Answer with a hit of what is here and what peers lend; objects of other sizes are waited for, to `until`."""
         ...
 
 
@@ -52,26 +55,75 @@ class RemoteLookups:
             raise ProtocolError(
                 f"request {message.request!r}: follow_ms must be 1 to {most_ms}, which is server.max_deadline_s"
             )
-        if peers is None or peers.source is None:
+        if peers is None or peers.reading is None:
             why = "this server reads from no other: set peers.attach or peers.learn"
             yield from self._answers.stored(session, asked, why)
             return
+        until = time.monotonic() + message.follow_ms / 1e3
+        addresses = [address for address in dict.fromkeys(message.servers) if not peers.is_own(address)]
         try:
-            servers = [peers.learn(address) for address in dict.fromkeys(message.servers)]
+            servers = [peers.learn(address) for address in addresses]
         except LayerflowError as error:
             yield from self._answers.stored(session, asked, str(error))
             return
-        every = prompt_keys(spec, [*asked.digests, message.tail] if message.tail else asked.digests)
-        keys = [key for key, here in zip(every, self._context.pool.lookup(every), strict=True) if not here]
-        number, resets = session.number, session.resets
+        if len(addresses) == len(set(message.servers)):
+            self._ask(session, asked, servers, until)
+        else:
+            self._wait_own(session, asked, servers, until)
+
+    def _wait_own(self, session: ClientSession, asked: Asked, servers: Sequence[Attachment], until: float) -> None:
+        """This server keeps a part itself: the others are asked once all of it is stored."""
+        handoffs, number, resets = self._context.handoffs, session.number, session.resets
+
+        def changed(told: Handoff) -> None:
+            client = self._context.sessions.get(number)
+            waits = told.status in (HandoffStatus.ANNOUNCED, HandoffStatus.OPEN) and time.monotonic() < until
+            if waits and client is not None:
+                handoffs.watch(told, changed)
+                return
+            timer.cancel()
+            handoffs.unwatch(told, changed)
+            if client is None:
+                return
+            if client.resets != resets:
+                self._context.send(client, wire.Found(asked.message.id, 0, [], False, REPLACED))
+            elif told.status is HandoffStatus.COMPLETE:
+                handoffs.claim(told, time.monotonic(), asked.message.lease_ms / 1e3)
+                self._ask(client, asked, servers, until)
+            else:
+                self._go(number, asked.message, self._answers.stored(client, asked, told.story()))
+
+        handoff = handoffs.announce(asked.message.handoff, until)
+        timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), changed, handoff)
+        changed(handoff)
+
+    def _ask(self, session: ClientSession, asked: Asked, servers: Sequence[Attachment], until: float) -> None:
+        """What do these lend of it?"""
+        message, spec, peers = asked.message, session.spec, self._context.peers
+        assert spec is not None and peers is not None and peers.reading is not None
+        own = prompt_keys(spec, [*asked.digests, message.tail] if message.tail else asked.digests)
+        pool = self._context.pool
+        number, resets, reading = session.number, session.resets, peers.reading
+
+        def wanted() -> list[bytes]:
+            """What is not here of the prompt, and what may stand in for it, of all sizes that are known by now."""
+            missing = [key for key, here in zip(own, pool.lookup(own), strict=True) if not here]
+            return with_alternatives(pool.covering(spec), missing)
 
         def answered(answer: PeerAnswer) -> None:
             client = self._context.sessions.get(number)
-            if client is not None and client.resets != resets:
+            if client is not None and (more := [key for key in wanted() if key not in known]):
+                # Its workers run in a size of which nothing was known when they were asked.
+                known.update(more)
+                reading.ask(servers, more, message.handoff, lambda late: answered(answer.joined(late)), until)
+            elif client is not None and client.resets != resets:
                 # Its keys are those of weights that were replaced meanwhile.
                 self._context.send(client, wire.Found(message.id, 0, [], False, REPLACED))
             elif client is not None:
-                self._go(number, message, self._answers.lent(client, asked, answer))
+                if not (answer.found or answer.reason) and (why := reading.difference(servers, spec.name)):
+                    answer = PeerAnswer(frozenset(), reason=f"cannot be read by this engine: {why}")
+                self._go(number, message, self._answers.lent(client, asked, answer, until))
 
-        until = time.monotonic() + message.follow_ms / 1e3
-        peers.source.ask_handoff(servers, keys, message.handoff, answered, until)
+        first = wanted()
+        known = set(first)
+        reading.ask(servers, first, message.handoff, answered, until)

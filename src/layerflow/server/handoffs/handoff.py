@@ -69,6 +69,7 @@ class Handoff:
     :param pending: keys of it that are not stored. :param promised: those of them that this hand-off keeps room for.
     :param foreign: those that somebody else brings into the arena, whose end nobody tells of.
     :param ended: its engine computes nothing more of it.
+    :param parts: how many other servers keep parts of it that are not complete.
     :param due: what then happens depends on the state: nobody opened it, it is not complete, its lease is over.
     :param claims: readers that have come for it.
     :param watchers: told of its next state.
@@ -86,6 +87,7 @@ class Handoff:
     opened_at: float = 0.0
     reason: str = ""
     ended: bool = False
+    parts: int = 0
     claims: int = 0
     objects: dict[bytes, NewObject] = field(default_factory=dict)
     pending: set[bytes] = field(default_factory=set)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -223,6 +224,17 @@ class Handoffs:
             handoff.due = min(handoff.due, now + ENDED_GRACE_S)
         self._settle(handoff, now)
 
+    def give_up(self, handoff: Handoff, reason: str) -> None:
+        """A part of it, at another server, will not be whole: neither is it."""
+        if handoff.status.readable:
+            over = HandoffStatus.FAILED if handoff.status is HandoffStatus.OPEN else HandoffStatus.REVOKED
+            self._close(handoff, over, reason)
+
+    def part_stored(self, handoff: Handoff) -> None:
+        """Everything of a part of it, at another server, is stored."""
+        handoff.parts -= 1
+        self._settle(handoff, time.monotonic())
+
     def release(self, name: str) -> None:
         """Nobody needs it any more."""
         handoff = self._by_name.get(name)
@@ -336,7 +348,7 @@ class Handoffs:
             self._close(handoff, HandoffStatus.FAILED, f"{len(gone)} of its objects did not come from behind the arena")
 
     def _settle(self, handoff: Handoff, now: float) -> None:
-        if handoff.ended and not handoff.pending and handoff.status is HandoffStatus.OPEN:
+        if handoff.ended and not (handoff.pending or handoff.parts) and handoff.status is HandoffStatus.OPEN:
             handoff.status = HandoffStatus.COMPLETE
             handoff.due = now + handoff.lease_s
             self._counts["completed"] += 1

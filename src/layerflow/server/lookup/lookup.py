@@ -180,7 +180,7 @@ def ask_tier(
     lacking = [chunk for chunk, keys in enumerate(first) if keys]
     if len(lacking) <= FEW_CHUNKS:
         asked = yield from unknown_keys(known, spec, list(dict.fromkeys([*digests, *more])), every)
-        tier.ask(_with_alternatives(covering, chain.from_iterable(asked)), then, until)
+        tier.ask(with_alternatives(covering, chain.from_iterable(asked)), then, until)
         return
     probed = [lacking[at] for at in (*doubling(len(lacking) - 1), len(lacking) - 1)]
 
@@ -192,14 +192,14 @@ def ask_tier(
         )
         left = [*digests[:end], *(more if end == len(digests) else others)]
         asked = yield from unknown_keys(known, spec, list(dict.fromkeys(left)), every)
-        keys = [key for key in _with_alternatives(covering, chain.from_iterable(asked)) if key not in found]
+        keys = [key for key in with_alternatives(covering, chain.from_iterable(asked)) if key not in found]
         tier.ask(keys, lambda more: then(found | more), until)
 
-    probes = _with_alternatives(covering, chain.from_iterable(first[chunk] for chunk in probed))
+    probes = with_alternatives(covering, chain.from_iterable(first[chunk] for chunk in probed))
     tier.ask(probes, lambda found: go(ask_rest(found)), until)
 
 
-def _with_alternatives(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:
+def with_alternatives(covering: Covering | None, keys: Iterable[bytes]) -> list[bytes]:
     """These keys, each once, and after them those that may stand in for them."""
     own = list(keys)
     if covering is None:

@@ -22,12 +22,16 @@ from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.lending.lending import Lending
 from layerflow.server.peers.lending.readers import Reader
 from layerflow.server.peers.reading.attachment import Attachment, PeerTarget
+from layerflow.server.peers.reading.handoffs import HandoffReading
+from layerflow.server.peers.reading.parts import HandoffParts
 from layerflow.server.peers.reading.source import PeerSource
 from layerflow.server.peers.status import source_status
 from layerflow.server.transport.security import read_keys
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import INCARNATION_BYTES, Message
+
+PartMessage = wire.PeerOpenHandoff | wire.PeerEndHandoff | wire.PeerReleaseHandoff
 
 
 class Peers:
@@ -61,6 +65,9 @@ class Peers:
         peers = settings().peers
         self.lending = Lending(settings, pool, arena, view, models, send, *storing) if peers.serve else None
         self.source: PeerSource | None = None
+        self.reading: HandoffReading | None = None
+        self.parts = HandoffParts(storing[0])
+        self.keep_part: Callable[[Reader, PartMessage], None] | None = None  #: does what other servers want kept
         self._targets = [
             PeerTarget(
                 name=one.name, address=one.address, link=peers.link, keys=self._keys(one.address, one.server_key)
@@ -68,7 +75,8 @@ class Peers:
             for one in peers.attach
         ]
         if self._targets or peers.learn:
-            self.source = PeerSource(settings, pool, arena, emit, numbers, self._attachment, models)
+            self.source = PeerSource(settings, pool, arena, emit, numbers, self._attachment, models, self.parts)
+            self.reading = HandoffReading(settings, self.source)
 
     def start(self) -> None:
         """Start the processes and attach, on the running loop."""
@@ -103,7 +111,11 @@ class Peers:
         """A reader asks; what it cannot have is answered, and costs it nothing else."""
         assert self.lending is not None
         try:
-            self.lending.handle(reader, message)
+            if isinstance(message, PartMessage) and self.keep_part is not None:
+                reader.heard = time.monotonic()
+                self.keep_part(reader, message)
+            else:
+                self.lending.handle(reader, message)
         except LayerflowError as error:
             self._send(reader.address, wire.Problem(getattr(message, "id", -1), "refused", str(error)))
 
@@ -113,6 +125,13 @@ class Peers:
             self.lending.lose_silent(time.monotonic(), self._settings().server.liveness_ms / 1e3 + lag)
 
     # Peers ---------------------------------------------------------------------------------------
+
+    def attached(self, spec: ModelSpec) -> None:
+        """A worker of this model has attached here."""
+        if self.lending is not None:
+            self.lending.learn(spec)
+        if self.source is not None:
+            self.source.compare(spec)
 
     def learn(self, address: str) -> Attachment:
         """Attach to a server that a request names.
@@ -135,6 +154,15 @@ class Peers:
             link = self._settings().peers.link
             listed = PeerTarget(name=address, address=address, link=link, keys=self._keys(address, key))
         return self.source.add(listed)
+
+    def is_own(self, address: str) -> bool:
+        """Is it one of this server's own control addresses?"""
+        return address in (self._settings().server.endpoint, self._settings().server.tcp_endpoint)
+
+    def release_handoff(self, name: str, addresses: Sequence[str]) -> None:
+        """Nobody needs it any more: tell the servers that keep it, and give back what they have lent of it."""
+        if self.reading is not None:
+            self.reading.release(name, addresses)
 
     def status(self) -> dict[str, object]:
         """For ``layerflow status``: readers and peers, one by one. Sizes in bytes."""

@@ -20,6 +20,7 @@ from layerflow.errors import SpecError
 from layerflow.keys import DIGEST_BYTES, KEY_BYTES
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.pool.base import NewObject, Owner, Reservation, ReserveStatus
+from layerflow.pool.covering import alike
 from layerflow.server.tier.fetches import describe
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire.host_messages import EndFetch, EndWrite, Fetch, Fetched, Pull, Push, ToHost, Write, Written
@@ -67,12 +68,7 @@ class _Model:
 
     def like(self, shard: Shard) -> bool:
         """Does this partition divide the same model?"""
-        mine = self.own[0]
-        return (
-            shard.shareable
-            and shard.heads == mine.heads
-            and [sum(layers) for layers in shard.stages] == [sum(layers) for layers in mine.stages]
-        )
+        return alike(shard, self.own[0])
 
 
 @dataclass(slots=True, eq=False)

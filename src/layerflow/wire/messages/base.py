@@ -31,6 +31,8 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 Few = msgspec.Meta(max_length=MAX_PARTS)
 Many = msgspec.Meta(max_length=MAX_ITEMS)
+Servers = Annotated[list[Name], msgspec.Meta(max_length=256)]
+"""Control addresses."""
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from layerflow.spec import ModelSpec
+from layerflow.spec import ModelSpec, Shard
 from layerflow.wire.messages.base import MAX_ITEMS, Message, Name, Reason
 
 INCARNATION_BYTES = 16
@@ -19,6 +19,9 @@ INCARNATION_BYTES = 16
 PEER_TOKEN_BYTES = 16
 MAX_PEER_KEYS = 65_536
 """Keys of one PeerLookup."""
+
+MAX_PEER_PARTITIONS = 4
+"""Partitions of one model of which a PeerPartitions tells: the newest."""
 
 MISSING, STORED, OPEN = 0, 1, 2
 """What the owner has of a key: nothing that it lends now, a whole object, or one that is being saved."""
@@ -77,6 +80,43 @@ class PeerCompare(Message, frozen=True, tag=24):
     spec: ModelSpec
 
 
+class PeerOpenHandoff(Message, frozen=True, tag=25):
+    """Keep a part of a hand-off: what workers of this engine that are attached to the owner store of it. Answered by
+    PeerHandoffState, and again when the part is complete, and at its end.
+
+    :param engine: whose workers they are. The other fields are those of OpenHandoff.
+    """
+
+    id: int
+    incarnation: Incarnation
+    engine: Name
+    handoff: Name
+    root: bytes
+    digests: bytes
+    tokens: int
+    tail: bytes
+    lease_ms: int
+    timeout_ms: int
+
+
+class PeerEndHandoff(Message, frozen=True, tag=26):
+    """The engine computes nothing more of it, or another part has failed; as EndHandoff. No answer.
+
+    :param reason: why it has failed: what is complete of it is taken back too.
+    """
+
+    engine: Name
+    handoff: Name
+    tokens: int
+    reason: Reason = ""
+
+
+class PeerReleaseHandoff(Message, frozen=True, tag=27):
+    """Nobody needs this hand-off any more; what the owner keeps of it goes. No answer."""
+
+    handoff: Name
+
+
 class PeerEndpoint(Message, frozen=True):
     """A link on which bytes are read.
 
@@ -113,6 +153,7 @@ class PeerFound(Message, frozen=True, tag=121):
     :param layers: u32 each: of an open object, how many leading layers are stored.
     :param saves: u32 each: open objects of one number are stored layer by layer together.
     :param reason: why something that is there is not lent.
+    :param failed: the hand-off that was asked for will never be whole there; what is lent is what is stored of it.
     """
 
     id: int
@@ -126,6 +167,7 @@ class PeerFound(Message, frozen=True, tag=121):
     layers: bytes
     saves: bytes
     reason: str = ""
+    failed: bool = False
 
 
 class PeerProgress(Message, frozen=True, tag=122):
@@ -148,3 +190,28 @@ class PeerCompared(Message, frozen=True, tag=123):
 
     id: int
     difference: str
+
+
+class PeerPartitions(Message, frozen=True, tag=124):
+    """In which partitions (tensor and pipeline sizes) a model's workers store at the owner. Told by itself.
+
+    So a reader of another size knows which objects may stand in for its own: before the first PeerFound, and whenever
+    a worker of a new partition attaches there.
+
+    :param model: fingerprint. :param partitions: the first shard of each, newest last.
+    """
+
+    model: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    partitions: Annotated[list[Shard], msgspec.Meta(max_length=MAX_PEER_PARTITIONS)]
+
+
+class PeerHandoffState(Message, frozen=True, tag=125):
+    """What became of the part of a hand-off that the owner keeps.
+
+    :param id: of the PeerOpenHandoff. :param state: as of HandoffState.
+    """
+
+    id: int
+    handoff: Name
+    state: str
+    reason: str = ""

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from layerflow.wire.messages.base import Beat, Message
-from layerflow.wire.messages.peers import PeerBeat, PeerCompared, PeerFound, PeerProgress, PeerWelcome
+from layerflow.wire.messages.peers import (
+    PeerBeat,
+    PeerCompared,
+    PeerFound,
+    PeerHandoffState,
+    PeerPartitions,
+    PeerProgress,
+    PeerWelcome,
+)
 
 
 class Welcome(Message, frozen=True, tag=101):
@@ -259,4 +267,6 @@ ToClient = (
     | PeerProgress
     | PeerBeat
     | PeerCompared
+    | PeerPartitions
+    | PeerHandoffState
 )

@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Annotated
 
 from layerflow.spec import ModelSpec
-from layerflow.wire.messages.base import Beat, Few, Many, Message, Name, Reason
-from layerflow.wire.messages.peers import PeerBeat, PeerCompare, PeerHello, PeerLookup, PeerRelease
+from layerflow.wire.messages.base import Beat, Few, Many, Message, Name, Reason, Servers
+from layerflow.wire.messages.peers import (
+    PeerBeat,
+    PeerCompare,
+    PeerEndHandoff,
+    PeerHello,
+    PeerLookup,
+    PeerOpenHandoff,
+    PeerRelease,
+    PeerReleaseHandoff,
+)
 
 
 class Hello(Message, frozen=True, tag=1):
@@ -47,7 +56,7 @@ class Lookup(Message, frozen=True, tag=3):
         sees where the prompt leaves what is stored sends that chunk's alone.
     :param handoff: the hit may be on what this hand-off is still to store. The answer comes once it is open, has failed
         or is over, at the latest after `follow_ms`; then, as after a failure, what is stored counts and nothing else.
-    :param servers: control addresses of the servers that keep it, one per box; empty = the one that is asked.
+    :param servers: control addresses of the servers that keep it, each a part; empty = the one that is asked.
     :param follow_ms: how long what is not stored yet may be waited for. Without a hand-off: the hit may be on what
         another engine is storing now, if that is expected to be stored so soon; 0 = it may not.
     :param compute_ms: how long computing the prompt would take, by the client's own measure; what peers have and would
@@ -65,7 +74,7 @@ class Lookup(Message, frozen=True, tag=3):
     block_digests: bytes = b""
     blocks_from: int = 0
     handoff: Name = ""
-    servers: Annotated[list[Name], Many] = []
+    servers: Servers = []
     follow_ms: int = 0
     compute_ms: int = 0
 
@@ -257,6 +266,8 @@ class OpenHandoff(Message, frozen=True, tag=14):
     :param lease_ms: how long it is kept for a reader once it is complete, and after each that came; 0 =
         ``pd.handoff_lease_s``.
     :param timeout_ms: it has failed if it is not complete by then.
+    :param servers: control addresses of other servers to which workers of this engine are attached: each keeps the part
+        of its own ones. It is open once all of them have opened it, and fails with the first part that does.
     """
 
     id: int
@@ -267,6 +278,7 @@ class OpenHandoff(Message, frozen=True, tag=14):
     tail: bytes
     lease_ms: int
     timeout_ms: int
+    servers: Servers = []
 
 
 class EndHandoff(Message, frozen=True, tag=15):
@@ -282,9 +294,13 @@ class EndHandoff(Message, frozen=True, tag=15):
 
 
 class ReleaseHandoff(Message, frozen=True, tag=16):
-    """Nobody needs this hand-off any more; what it pins goes. No answer."""
+    """Nobody needs this hand-off any more; what it pins goes. No answer.
+
+    :param servers: control addresses of the servers that keep it, where they are others.
+    """
 
     handoff: Name
+    servers: Servers = []
 
 
 class WatchHandoff(Message, frozen=True, tag=17):
@@ -321,4 +337,7 @@ ToServer = (
     | PeerRelease
     | PeerBeat
     | PeerCompare
+    | PeerOpenHandoff
+    | PeerEndHandoff
+    | PeerReleaseHandoff
 )

@@ -197,11 +197,11 @@ class Decoding:
             return
         handoff.become(DecodeStatus.RELEASED)
         self._calls.forget(handoff.part.handoff)
-        self._lookups.release_handoff(handoff.part.handoff)
+        self._lookups.release_handoff(handoff.part.handoff, handoff.servers)
 
     def forsake(self, part: DecodePart) -> None:
         """A hand-off that this engine was told of and has no use for."""
-        self._lookups.release_handoff(part.handoff)
+        self._lookups.release_handoff(part.handoff, part.servers)
 
     def close(self) -> None:
         """End what is under way."""

@@ -12,7 +12,8 @@ from layerflow.errors import ConfigError
 
 _WHERE = "kv_connector_extra_config: pd"
 _KEYS = (
-    "answer", "max_recompute_tokens", "deadline_s", "lease_s", "servers", "prefill_servers", "bootstrap_port",
+    "answer", "max_recompute_tokens", "deadline_s", "lease_s", "servers", "other_servers", "prefill_servers",
+    "bootstrap_port",
 )  # fmt: skip
 
 
@@ -27,6 +28,8 @@ class PdOptions:
     :param lease_s: how long a hand-off that nobody claims stays; 0 = the server's ``pd.handoff_lease_s``.
     :param servers: control addresses at which other hosts reach the servers of this engine's workers; () = every engine
         that hands over to this one uses the same server.
+    :param other_servers: control addresses of the servers to which workers of this engine on other hosts are attached,
+        as this engine's own server reaches them.
     :param prefill_servers: those of the prefill engines, for conventions that do not tell them.
     :param bootstrap_port: a prefill engine answers ``GET /query`` here; 0 = nowhere.
     """
@@ -36,6 +39,7 @@ class PdOptions:
     deadline_s: float = DEFAULT_DEADLINE_S
     lease_s: float = DEFAULT_LEASE_S
     servers: tuple[str, ...] = ()
+    other_servers: tuple[str, ...] = ()
     prefill_servers: tuple[str, ...] = ()
     bootstrap_port: int = 0
 
@@ -61,6 +65,7 @@ def parse_pd(extra: Mapping[str, Any]) -> PdOptions:
         deadline_s=_number(told, "deadline_s", DEFAULT_DEADLINE_S, 86400),
         lease_s=_number(told, "lease_s", DEFAULT_LEASE_S, 86400),
         servers=_addresses(told, "servers"),
+        other_servers=_addresses(told, "other_servers"),
         prefill_servers=_addresses(told, "prefill_servers"),
         bootstrap_port=int(_number(told, "bootstrap_port", 0, 65535)),
     )

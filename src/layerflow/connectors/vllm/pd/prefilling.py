@@ -44,16 +44,25 @@ class Prefilling:
 
     :param layout: this engine's, see :mod:`.layouts`.
     :param servers: where others find what this engine stores.
+    :param others: servers of workers of this engine that are not attached to its scheduler's.
     :param incarnation: of this engine.
     """
 
     def __init__(
-        self, lookups: Lookups, *, layout: dict[str, str], sizes: Sizes, servers: tuple[str, ...], incarnation: str
+        self,
+        lookups: Lookups,
+        *,
+        layout: dict[str, str],
+        sizes: Sizes,
+        servers: tuple[str, ...],
+        others: tuple[str, ...],
+        incarnation: str,
     ) -> None:
         self._lookups = lookups
         self._layout = layout
         self._sizes = sizes
         self._servers = servers
+        self._others = others
         self._incarnation = incarnation
 
     def begin(self, part: PrefillPart, chain: Chain, tokens: int) -> PrefillHandoff:
@@ -69,7 +78,12 @@ class Prefilling:
             log.info("handoff_not_opened", handoff=part.handoff, reason="nothing of so short a prompt is saved")
             return handoff
         handoff.inquiry = self._lookups.open_handoff(
-            part.handoff, chain, tokens, lease_s=part.lease_s, timeout_s=max(1.0, part.deadline_s)
+            part.handoff,
+            chain,
+            tokens,
+            lease_s=part.lease_s,
+            timeout_s=max(1.0, part.deadline_s),
+            servers=self._others,
         )
         return handoff
 

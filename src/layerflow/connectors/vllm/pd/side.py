@@ -125,7 +125,12 @@ class HandoffSide:
         self._truncates = spec.exact
         self._unit = 1 if partial else spec.chunk_tokens
         self._prefilling = Prefilling(
-            lookups, layout=layout, sizes=sizes, servers=self.options.servers, incarnation=self._incarnation
+            lookups,
+            layout=layout,
+            sizes=sizes,
+            servers=self.options.servers,
+            others=self.options.other_servers,
+            incarnation=self._incarnation,
         )
         self._decoding = Decoding(lookups, layout=layout, sizes=sizes, incarnation=self._incarnation)
 

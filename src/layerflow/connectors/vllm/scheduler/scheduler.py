@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 
 from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
@@ -21,16 +20,15 @@ from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.values import MISS
 from layerflow.connectors.vllm.identity.identity import RequestKeys
-from layerflow.connectors.vllm.identity.weights import Weights
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
 from layerflow.connectors.vllm.plan.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.plan.verdicts import Verdicts
+from layerflow.connectors.vllm.scheduler.keys import PromptKeys
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.scheduler.search import HitSearch
-from layerflow.content import renewed_content
 from layerflow.errors import LayerflowError
 from layerflow.flow.cost.policy import Mode
 from layerflow.spec import ModelSpec
@@ -75,10 +73,9 @@ class SchedulerSide:
     ) -> None:
         self.options = options
         self.events = events
-        self.spec: ModelSpec | None = None
         self._engine_id = engine_id
         self.step_loads = StepLoads(groups, recovers=recovers and options.mode != "bulk")
-        self._keys = keys or RequestKeys()
+        self._keys = PromptKeys(keys or RequestKeys(), options.model_content)
         self._handoffs = handoffs or HandoffSide()
         self._trusts_sight = trusts_sight
         self._may_load = options.load and (groups == 1 or can_fail_in_background)
@@ -95,13 +92,16 @@ class SchedulerSide:
         self._verdicts = Verdicts()
         self._layouts: list[WorkerLayout] = []
         self._unmet: dict[str, Any] | None = {}
-        self._weights = Weights(options.model_content)
         self._replaced = False
         self._held: set[str] = set()  # finished requests whose blocks vLLM keeps for their saves
-        self._vllm_kept = False
         if options.load and not self._may_load:
             reason = "this vLLM cannot recover from a failed load of several cache groups; prompts are only saved"
             log.warning("loading_off", groups=groups, reason=reason)
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """What the keys of prompts depend on; None = no worker has told its layout yet."""
+        return self._keys.spec
 
     def meet_workers(self, layouts: Sequence[WorkerLayout], connect_s: float = CONNECT_S) -> None:
         """All workers have registered their caches. Called again, or with none, it does nothing.
@@ -110,20 +110,21 @@ class SchedulerSide:
         """
         if not layouts or self.spec is not None:
             return
-        first, self.spec = layouts[0], layouts[0].model_spec
-        self._ranks = max(len(layouts), self.spec.shard.workers)  # older vLLMs tell of one pipeline stage only
+        first = layouts[0]
+        spec = self._keys.spec = first.model_spec
+        self._ranks = max(len(layouts), spec.shard.workers)  # older vLLMs tell of one pipeline stage only
         self.step_loads.meet_workers(layouts)
         at_sight = self._trusts_sight and not self.step_loads.needs_answer
-        self._lookups = Lookups(first.endpoint, self._engine_id, self.spec, at_sight=at_sight)
+        self._lookups = Lookups(first.endpoint, self._engine_id, spec, at_sight=at_sight)
         self._lookups.wait_connected(connect_s)
-        self._control = Control(first.endpoint, self._engine_id, self.spec)
-        self._advisor = LoadPolicy(self.spec)
-        self._saves = SavePlanner(self.spec, first.vllm_groups, self.options)
-        self._handoffs.meet(self._lookups, self.spec, partial=self.options.save_partial)
+        self._control = Control(first.endpoint, self._engine_id, spec)
+        self._advisor = LoadPolicy(spec)
+        self._saves = SavePlanner(spec, first.vllm_groups, self.options)
+        self._handoffs.meet(self._lookups, spec, partial=self.options.save_partial)
         wait_s, compute_s = self.options.lookup_wait_s, self._advisor.compute_seconds
         self._search = HitSearch(self._lookups, self._handoffs, wait_s, compute_s)
         if self.events is not None:
-            self.events.meet_workers(self.spec, first.vllm_groups)
+            self.events.meet_workers(spec, first.vllm_groups)
         waiting, self._unmet = self._unmet or {}, None
         for request in waiting.values():
             self.arrived(request)
@@ -140,7 +141,7 @@ class SchedulerSide:
         if request.prompt_embeds is not None or not request.prompt_token_ids:
             return self._handoffs.without_keys(part)
         try:
-            chain = self._keys.chain(self.spec, request)
+            chain = self._keys.chain(request)
         except LayerflowError as error:
             self._handoffs.without_keys(part)
             return self._unknown(request, error)
@@ -301,13 +302,9 @@ class SchedulerSide:
         """
         if self.spec is None or self._control is None or self._lookups is None or self._saves is None:
             return True
-        self._weights.replaced(self.spec.content)
-        self.spec = msgspec.structs.replace(self.spec, content=renewed_content(self.spec.content))
+        in_use = bool(self._held) or any(t.request.num_computed_tokens > 0 for t in self._tracked.values())
+        self._keys.replaced(in_use)
         self._replaced = True
-        # vLLM cannot forget blocks that are in use: it goes on to find them in its own cache.
-        self._vllm_kept = bool(self._held) or any(t.request.num_computed_tokens > 0 for t in self._tracked.values())
-        if not self._vllm_kept:
-            self._keys.adapters.forget_cached()
         for tracked in self._tracked.values():
             self._end(tracked)
         if self.events is not None:
@@ -336,20 +333,19 @@ class SchedulerSide:
 
     def _is_current(self, tracked: Tracked, num_computed: int) -> bool:
         """May the request, which starts now, load and save? What it takes from vLLM's own cache must be current too."""
-        assert self.spec is not None and self._saves is not None
-        if self._weights.unnamed and (name := self._weights.name()):
-            self.spec = msgspec.structs.replace(self.spec, content=renewed_content(self.spec.content, name))
+        assert self._saves is not None
+        if self._keys.renamed():
             for other in self._tracked.values():
                 self._end(other)
-        if num_computed and (self._vllm_kept or self._keys.adapters.mixed(tracked.request.lora_request)):
+        if num_computed and self._keys.are_mixed(tracked.request):
             self._end(tracked)
             return False
         try:
             if tracked.outdated:
-                tracked.renew(self._keys.chain(self.spec, tracked.request))
+                tracked.renew(self._keys.chain(tracked.request))
                 self._saves.open(tracked)
             else:
-                self._keys.adapters.content(tracked.request.lora_request)  # which vLLM reads now, if not before
+                self._keys.read_adapter(tracked.request)
         except LayerflowError as error:
             self._unknown(tracked.request, error)
             return False
@@ -359,7 +355,7 @@ class SchedulerSide:
         """The request has no keys; where its adapter is to blame, others of that adapter have none any more."""
         log.warning("request_not_cached", request=request.request_id, error=str(error))
         for tracked in self._tracked.values():
-            if self._keys.adapters.lost(tracked.request.lora_request):
+            if self._keys.lost(tracked.request):
                 tracked.may_save = False
                 self._end(tracked)
 

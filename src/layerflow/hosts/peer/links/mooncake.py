@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import queue
 import struct
 import threading
 import time
@@ -54,6 +55,7 @@ class MooncakePlane(DataPlane):
             raise Unusable(f"Mooncake does not register {window.nbytes} bytes: code {code}")
         self._port = int(self._engine.get_rpc_port())
         self._remote, self._session = 0, ""
+        self._waiter: _Waiter | None = None
 
     @classmethod
     def load(cls) -> None:
@@ -67,28 +69,56 @@ class MooncakePlane(DataPlane):
         self._session = f"{host}:{port}"
 
     def read(self, local: int, remote: int, nbytes: int) -> PlaneRead:
-        return _Read(self._engine, self._session, self._window.address + local, self._remote + remote, nbytes)
+        mine, theirs = self._window.address + local, self._remote + remote
+        batch = int(self._engine.batch_transfer_async_read(self._session, [mine], [theirs], [nbytes]))
+        if not batch:
+            raise LinkFailed(f"Mooncake cannot reach {self._session}")
+        read = _Read(batch, self._session)
+        if self._waiter is None:
+            self._waiter = _Waiter(self._engine)
+        self._waiter.put(read)
+        return read
 
     def close(self) -> None:
+        if self._waiter is not None:
+            self._waiter.put(None)
         self._engine.unregister_memory(self._window.address)
 
 
+class _Waiter:
+    """A thread that waits for reads of one plane, in order: the library's call does nothing else, for up to 5 s."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="layerflow-mooncake", daemon=True).start()
+
+    def put(self, read: _Read | None) -> None:
+        """None = no more."""
+        self._reads.put(read)
+
+    def _run(self) -> None:
+        while (read := self._reads.get()) is not None:
+            read.ended(int(self._engine.get_batch_transfer_status([read.batch])))
+
+
 class _Read(PlaneRead):
-    """On a thread: the library's calls wait."""
+    """:param batch: as the library numbers it. It is asked for once: a second time crashes the process."""
 
-    def __init__(self, engine: Any, session: str, local: int, remote: int, nbytes: int) -> None:
-        self._code: int | None = None
-        self._session = session
+    def __init__(self, batch: int, session: str) -> None:
+        self.batch, self._session = batch, session
+        self._code = 0
+        self._began, self._done = time.monotonic(), threading.Event()
 
-        def read() -> None:
-            self._code = engine.transfer_sync_read(session, local, remote, nbytes)
-
-        self._thread = threading.Thread(target=read, name="layerflow-mooncake", daemon=True)
-        self._thread.start()
+    def ended(self, code: int) -> None:
+        """By the waiter."""
+        self._code = code
+        self._done.set()
 
     def wait(self, until: float) -> None:
-        self._thread.join(max(0.0, until - time.monotonic()))
-        if self._code is None:
+        done = self._done.wait(max(0.0, until - time.monotonic()))
+        # After a time-out of its own the library goes on writing.
+        if not done or (self._code and time.monotonic() - self._began > TIMEOUT_S - 1):
             raise Hanging(f"nothing came over Mooncake from {self._session} for {STALL_S:g} s")
         if self._code:
             raise LinkFailed(f"Mooncake cannot read from {self._session}: code {self._code}")

@@ -98,7 +98,7 @@ class StreamLender(Lender):
     def __init__(self, arena: SharedMemory) -> None:
         self._stream = _Stream(arena)
 
-    def open(self) -> LentLink:
+    def open(self, incarnation: bytes) -> LentLink:
         return self._stream
 
 

@@ -14,17 +14,17 @@ from layerflow.hosts.peer.link import Items, Lender, LentLink, LinkFailed
 from layerflow.hosts.peer.streams import send
 from layerflow.hosts.peer.windowed.plane import DataPlane, Window
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.peer_link import HEAD, READ, pack_window
+from layerflow.wire.peer_link import HEAD, READ, STAMP, pack_window
 
-TURN_BYTES = 4 << 20
-"""Read at once."""
-TURNS = 2
-"""Of one reader: one is read while the next one is filled."""
+TURN_BYTES = 2 << 20
+"""Read at once, its stamp included."""
+TURNS = 4
+"""Of one reader: one is read while the next ones are filled."""
 SECTIONS = 64
 """Readers at once."""
 SERVE_S = 3.0
 """For so long after it was last heard of a reader may be reading, in seconds."""
-POLL_S = 5e-5
+POLL_S = 2e-4
 """Between two looks at a library that has no thread of its own, while somebody may be reading."""
 
 
@@ -45,11 +45,11 @@ class WindowLender(Lender):
         if plane.serve is not DataPlane.serve:
             threading.Thread(target=self._serve, name="layerflow-plane", daemon=True).start()
 
-    def open(self) -> LentLink:
+    def open(self, incarnation: bytes) -> LentLink:
         with self._lock:
             if not self._free:
                 raise LinkFailed(f"{SECTIONS} readers have all of the window")
-            return _Section(self, self._free.pop())
+            return _Section(self, self._free.pop(), incarnation)
 
     def free(self, section: int) -> None:
         """Its reader has gone."""
@@ -71,8 +71,9 @@ class WindowLender(Lender):
 
 
 class _Section(LentLink):
-    def __init__(self, lender: WindowLender, number: int) -> None:
-        self._lender, self._number = lender, number
+    def __init__(self, lender: WindowLender, number: int, incarnation: bytes) -> None:
+        self._lender, self._number, self._incarnation = lender, number, incarnation
+        self._filled = 0
         self._start = number * TURNS * TURN_BYTES
 
     def introduce(self, connection: socket.socket) -> None:
@@ -82,10 +83,13 @@ class _Section(LentLink):
 
     def send(self, connection: socket.socket, grant: Grant, heads: Sequence[bytes], items: Items, turn: int) -> int:
         total = sum(length for _, _, length in items)
-        if turn >= TURNS or total > TURN_BYTES:
+        if turn >= TURNS or STAMP.size + total > TURN_BYTES:
             raise ProtocolError(f"turn {turn} with {total} bytes; there are {TURNS} of {TURN_BYTES}")
         arena, view = self._lender.arena, self._lender.window.view
         at = self._start + turn * TURN_BYTES
+        STAMP.pack_into(view, at, self._incarnation, self._filled)
+        self._filled += 1
+        at += STAMP.size
         for position, start, length in items:
             if os.preadv(arena.fd, [view[at : at + length]], grant.offsets[position] + start) != length:
                 raise OSError(f"the arena ends before {length} bytes of object {position}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from layerflow.errors import ProtocolError
@@ -15,7 +16,7 @@ from layerflow.hosts.peer.link import STALL_S, LinkFailed, PeerLink, result_of
 from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive, send
 from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Window
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.peer_link import HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, WINDOW, Origin, unpack_window
+from layerflow.wire.peer_link import HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, STAMP, WINDOW, Origin, unpack_window
 
 LEAST_BANDWIDTH = 1 << 20
 """Of a link that works, in bytes per second."""
@@ -34,6 +35,14 @@ class _Part(NamedTuple):
     nbytes: int
 
 
+class _Pending(NamedTuple):
+    """A turn that the library reads: its number, what is in it."""
+
+    number: int
+    came: list[_Part]
+    reading: PlaneRead | None
+
+
 class WindowedLink(PeerLink):
     """Connected, greeted, with a window of its own.
 
@@ -44,6 +53,7 @@ class WindowedLink(PeerLink):
 
     def __init__(self, arena: SharedMemory, origin: Origin, until: float, plane: type[DataPlane]) -> None:
         self._arena = arena
+        self._filled = 0
         self._socket = greeted(origin, until)
         try:
             raw = bytearray(WINDOW.size)
@@ -65,7 +75,7 @@ class WindowedLink(PeerLink):
         self, origin: Origin, places: Sequence[ObjectLocation], lo: int, hi: int, until: float
     ) -> list[ObjectResult]:
         statuses = [READ] * len(places)
-        turns = list(_turns_of(places, lo, hi, self._turn_bytes))
+        turns = list(_turns_of(places, lo, hi, self._turn_bytes - STAMP.size))
         try:
             self._move(origin, places, turns, statuses, until)
         except Hanging:
@@ -85,28 +95,51 @@ class WindowedLink(PeerLink):
         statuses: list[int],
         until: float,
     ) -> None:
-        """One turn is read while the exporter fills the next one and the one before is copied into the arena."""
+        """One turn is copied into the arena while the library reads the next one and the exporter fills those after."""
         for number, turn in enumerate(turns[: self._turns]):
             self._ask(origin, places, number, turn)
-        last: tuple[int, list[_Part]] | None = None
-        for number, turn in enumerate(turns):
-            came = self._heads(places, turn, statuses, until)
-            reading = self._begin(number, came)
-            try:
-                if last is not None:
-                    self._land(places, *last)
-            finally:
-                if reading is not None:
-                    nbytes = sum(part.nbytes for part in came)
-                    reading.wait(min(until, time.monotonic() + STALL_S + nbytes / LEAST_BANDWIDTH))
+        pending: deque[_Pending] = deque()
+
+        def finish() -> None:
+            number, came, reading = pending[0]
+            if reading is not None:
+                reading.wait(min(until, time.monotonic() + STALL_S + self._turn_bytes / LEAST_BANDWIDTH))
+                pending.popleft()
+                self._check(number, origin.incarnation)
+                self._land(places, number, came)
+            else:
+                pending.popleft()
             if number + self._turns < len(turns):
                 self._ask(origin, places, number + self._turns, turns[number + self._turns])
-            last = number, came
-        # Whose window was it? The exporter's that was greeted, if that is alive now.
-        send(self._socket, [REQUEST.pack(REQUEST_MAGIC, 0, origin.token, 0)])
-        receive(self._socket, [memoryview(bytearray(HEAD.size))], STALL_S, until)
-        if last is not None:
-            self._land(places, *last)
+
+        try:
+            for number, turn in enumerate(turns):
+                came = self._heads(places, turn, statuses, until)
+                pending.append(_Pending(number, came, self._begin(number, came)))
+                if len(pending) > 1:
+                    finish()
+            while pending:
+                finish()
+        except Hanging:
+            raise
+        except BaseException:
+            self._end(pending)
+            raise
+
+    def _end(self, pending: Iterable[_Pending]) -> None:
+        """Of a link that has failed: nothing may be under way when its window goes.
+
+        :raises Hanging: something is.
+        """
+        until = time.monotonic() + STALL_S
+        for each in pending:
+            if each.reading is not None:
+                try:
+                    each.reading.wait(until)
+                except Hanging:
+                    raise
+                except LinkFailed:
+                    continue
 
     def _ask(self, origin: Origin, places: Sequence[ObjectLocation], number: int, turn: list[_Part]) -> None:
         head = REQUEST.pack(REQUEST_MAGIC, len(turn), origin.token, number % self._turns)
@@ -132,10 +165,20 @@ class WindowedLink(PeerLink):
     def _begin(self, number: int, came: list[_Part]) -> PlaneRead | None:
         local = number % self._turns * self._turn_bytes
         nbytes = sum(part.nbytes for part in came)
-        return self._plane.read(local, self._section + local, nbytes) if nbytes else None
+        return self._plane.read(local, self._section + local, STAMP.size + nbytes) if nbytes else None
+
+    def _check(self, number: int, incarnation: bytes) -> None:
+        """Whose window was it, and is it what was asked for?
+
+        :raises ProtocolError: it is not.
+        """
+        found, filled = STAMP.unpack_from(self._window.view, number % self._turns * self._turn_bytes)
+        if found != incarnation or filled != self._filled:
+            raise ProtocolError("the library has read another window than that of the exporter that was asked")
+        self._filled += 1
 
     def _land(self, places: Sequence[ObjectLocation], number: int, came: list[_Part]) -> None:
-        at = number % self._turns * self._turn_bytes
+        at = number % self._turns * self._turn_bytes + STAMP.size
         for part in came:
             self._arena.write(places[part.at].offset + part.start, self._window.view[at : at + part.nbytes])
             at += part.nbytes

@@ -52,7 +52,7 @@ def lent(lease: int, token: bytes, items: Sequence[LentItem]) -> Lend:
 
 
 def found_of(
-    message: wire.PeerLookup, lease: int, token: bytes, items: Sequence[LentItem], reason: str
+    message: wire.PeerLookup, lease: int, token: bytes, items: Sequence[LentItem], reason: str, failed: bool
 ) -> wire.PeerFound:
     return wire.PeerFound(
         message.id,
@@ -66,4 +66,5 @@ def found_of(
         pack_u32([item.layers for item in items]),
         pack_u32([item.save for item in items]),
         reason,
+        failed,
     )

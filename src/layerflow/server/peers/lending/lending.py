@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import secrets
 import time
@@ -28,7 +29,7 @@ from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.lending.exporting import Exporting
 from layerflow.server.peers.lending.items import found_of, lent, lent_item
 from layerflow.server.peers.lending.open_objects import OpenObjects
-from layerflow.server.peers.lending.readers import Lease, Reader
+from layerflow.server.peers.lending.readers import Lease, OwnSizes, Reader
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Extend, Withdraw, split_keys
@@ -61,6 +62,7 @@ class Lending:
         self.incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
         self.readers: dict[Address, Reader] = {}
         self._handoffs = handoffs
+        self._sizes = OwnSizes(self._tell_all)
         self._open = OpenObjects(
             pool,
             follows,
@@ -70,6 +72,7 @@ class Lending:
             end=self._end,
         )
         self._ending: dict[int, Lease] = {}
+        self._readers = itertools.count(-1, -1)
         self._numbers = 0
         self._lent_bytes = 0
         self.lent_objects = self.refused_objects = self.expired_leases = 0
@@ -95,10 +98,16 @@ class Lending:
         most = self._settings().peers.max_readers
         if len(self.readers) >= most:
             raise ProtocolError(f"peers.max_readers = {most} servers read here already")
-        reader = Reader(address, message.name, message.incarnation, message.pid, time.monotonic())
+        reader = Reader(address, next(self._readers), message.name, message.incarnation, message.pid, time.monotonic())
         self.readers[address] = reader
         log.info("peer_reader", reader=reader.name, pid=reader.pid, door=address[0])
         self._welcome(reader)
+        for told in self._sizes.all():
+            self._send(address, told)
+
+    def learn(self, spec: ModelSpec) -> None:
+        """A worker of this model has attached: readers of other sizes can use what it stores."""
+        self._sizes.learn(spec)
 
     def handle(self, reader: Reader, message: wire.ToServer) -> None:
         """A message of a reader.
@@ -120,13 +129,18 @@ class Lending:
                 self._send(reader.address, wire.PeerBeat(message.sent, [lease.number for lease in renewed]))
             case wire.PeerCompare():
                 known = [spec for spec in self._models() if spec.name == message.spec.name]
-                same = any(spec.fingerprint == message.spec.fingerprint for spec in known)
-                why = "" if same or not known else first_difference(message.spec, known[0])
+                found = [first_difference(message.spec, spec) for spec in known]
+                why = found[0] if found and all(found) else ""
                 self._send(reader.address, wire.PeerCompared(message.id, why))
             case wire.Bye():
                 self.lose(reader, "bye")
             case _:
                 raise ProtocolError(f"{type(message).__name__} from a server that reads; it may look up and release")
+
+    def tell(self, reader: Reader, message: Message) -> None:
+        """Say something to a reader, if it is still there."""
+        if self.readers.get(reader.address) is reader:
+            self._send(reader.address, message)
 
     def lose_silent(self, now: float, limit_s: float) -> None:
         """Readers of which nothing was heard for so long are gone."""
@@ -138,6 +152,7 @@ class Lending:
         """It is gone, with its leases."""
         log.info("peer_reader_lost", reader=reader.name, pid=reader.pid, why=why, leases=len(reader.leases))
         self.readers.pop(reader.address, None)
+        self._handoffs.lose_session(reader.number, "the server that opened it is gone")
         for lease in list(reader.leases.values()):
             self._end(lease)
 
@@ -218,9 +233,11 @@ class Lending:
             self._handoffs.claim(handoff, time.monotonic(), message.lease_ms / 1e3)
             self._lend(reader, message, handoff.spec, "")
         else:
-            self._lend(reader, message, None, handoff.story())
+            self._lend(reader, message, None, handoff.story(), failed=True)
 
-    def _lend(self, reader: Reader, message: wire.PeerLookup, storing: ModelSpec | None, reason: str) -> None:
+    def _lend(
+        self, reader: Reader, message: wire.PeerLookup, storing: ModelSpec | None, reason: str, *, failed: bool = False
+    ) -> None:
         """Lend what is there, and answer.
 
         :param storing: of the engine whose objects are lent before they are whole, too.
@@ -239,7 +256,7 @@ class Lending:
             self.lent_objects += sum(item.state != wire.MISSING for item in items)
             token = secrets.token_bytes(wire.PEER_TOKEN_BYTES)
             self.exporting.send(lent(lease.number, token, items))
-        self._send(reader.address, found_of(message, lease.number if token else 0, token, items, reason or why))
+        self._send(reader.address, found_of(message, lease.number if token else 0, token, items, reason or why, failed))
 
     def _pin(self, keys: Sequence[bytes], lease: Lease) -> tuple[list[Located | None], str]:
         """Pin what is whole here, as far as the share allows; what was left out, and why."""
@@ -249,19 +266,21 @@ class Lending:
             self._pool.acquire([k for k, here in zip(keys, there, strict=True) if here], lease.owner, math.inf)
         )
         places: list[Located | None] = [next(found) if here else None for here in there]
-        reason, over = "", []
+        reason, over, cut = "", [], 0
         for at, place in enumerate(places):
             if place is None:
                 continue
             nbytes = HEADER_BYTES + payload_bytes(self._view, place.offset)
             if place.pieces or self._lent_bytes + nbytes > room:
-                reason = "it lies in pieces of another partition" if place.pieces else "peers.lease_share is lent"
+                # What lies in pieces of another partition is lent piece by piece, by their own names.
+                cut += bool(place.pieces)
+                reason = reason if place.pieces else "peers.lease_share is lent"
                 over.append(keys[at])
                 places[at] = None
                 continue
             lease.nbytes += nbytes
             self._lent_bytes += nbytes
-        self.refused_objects += len(over)
+        self.refused_objects += len(over) - cut
         if not any(places):
             self._pool.release(lease.owner)
         elif over:
@@ -306,6 +325,10 @@ class Lending:
         self.exporting.send(message)
 
     # Welcome -------------------------------------------------------------------------------------
+
+    def _tell_all(self, message: wire.PeerPartitions) -> None:
+        for address in self.readers:
+            self._send(address, message)
 
     def _welcome_all(self) -> None:
         for reader in self.readers.values():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from layerflow.server.clients.sessions import Address
+from layerflow.spec import ModelSpec, Shard
+from layerflow.wire import messages as wire
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +29,41 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """A server that reads here. :param heard: when it last said anything, monotonic seconds."""
+    """A server that reads here.
+
+    :param number: below 0: those of sessions are above.
+    :param heard: when it last said anything, monotonic seconds.
+    """
 
     address: Address
+    number: int
     name: str
     incarnation: bytes
     pid: int
     heard: float
     leases: dict[int, Lease] = field(default_factory=dict)
     lookups: int = 0
+
+
+class OwnSizes:
+    """In which partitions workers store here: told to readers.
+
+    :param tell: every reader that is here.
+    """
+
+    def __init__(self, tell: Callable[[wire.PeerPartitions], None]) -> None:
+        self._tell = tell
+        self._models: dict[bytes, list[Shard]] = {}
+
+    def learn(self, spec: ModelSpec) -> None:
+        """A worker of this model has attached."""
+        first, known = spec.shard.peers()[0], self._models.get(spec.fingerprint, [])
+        if not spec.shard.shareable or (known and known[-1] == first):
+            return
+        known = [*(shard for shard in known if shard != first), first][-wire.MAX_PEER_PARTITIONS :]
+        self._models[spec.fingerprint] = known
+        self._tell(wire.PeerPartitions(spec.fingerprint, known))
+
+    def all(self) -> list[wire.PeerPartitions]:
+        """Of every model."""
+        return [wire.PeerPartitions(model, shards) for model, shards in self._models.items()]

@@ -29,6 +29,10 @@ ANSWER_S = 5.0
 log = structlog.get_logger("layerflow.server.peers")
 
 
+PeerNews = wire.PeerFound | wire.PeerProgress | wire.PeerCompared | wire.PeerPartitions | wire.PeerHandoffState
+"""What a peer says of objects, models and hand-offs."""
+
+
 class AttachmentState(enum.Enum):
     """Of the connection to a peer."""
 
@@ -46,7 +50,7 @@ class PeerListener(Protocol):
     def peer_lost(self, peer: Attachment, why: str) -> None:
         """Nothing that it has lent counts any more."""
 
-    def peer_said(self, peer: Attachment, message: wire.PeerFound | wire.PeerProgress | wire.PeerCompared) -> None:
+    def peer_said(self, peer: Attachment, message: PeerNews) -> None:
         """An answer, or news of open objects."""
 
     def peer_refused(self, peer: Attachment, number: int, why: str) -> None:
@@ -224,7 +228,13 @@ class Attachment:
         match message:
             case wire.PeerWelcome():
                 self._welcomed(message)
-            case wire.PeerFound() | wire.PeerProgress() | wire.PeerCompared():
+            case (
+                wire.PeerFound()
+                | wire.PeerProgress()
+                | wire.PeerCompared()
+                | wire.PeerPartitions()
+                | wire.PeerHandoffState()
+            ):
                 if self.up:
                     self._listener.peer_said(self, message)
             case wire.PeerBeat():

@@ -1,4 +1,8 @@
-"""Whether the models of peers are those of this server: where they are not, nothing of theirs can ever hit."""
+"""Whether the models of peers are those of this server, and in which partitions they run there.
+
+Where models differ, nothing of theirs can ever hit. Where only tensor or pipeline sizes do, the objects of other sizes
+are asked for beside those of the reader's own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from layerflow.pool.base import Pool
 from layerflow.server.peers.reading.attachment import Attachment
-from layerflow.spec import ModelSpec
+from layerflow.spec import ModelSpec, Shard
 from layerflow.wire import messages as wire
+
+MOST_MODELS = 256
+"""Models whose sizes are remembered: those of which was told last."""
 
 log = structlog.get_logger("layerflow.server.peers")
 
@@ -51,3 +59,26 @@ class Comparison:
         elif found.get(spec.name) != message.difference:
             found[spec.name] = message.difference
             log.warning("peer_differs", peer=peer.target.name, model=spec.name, difference=message.difference)
+
+
+class PeerSizes:
+    """In which partitions peers store: told to the pool, whose lookups count what covers an object."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._told: dict[bytes, list[Shard]] = {}
+
+    def learn(self, spec: ModelSpec) -> None:
+        """A worker of this model has attached here: what peers have told of it matters from now on."""
+        for shard in self._told.get(spec.fingerprint, ()):
+            self._pool.hear(spec.fingerprint, shard)
+
+    def told(self, message: wire.PeerPartitions) -> None:
+        """A peer tells."""
+        known = self._told.pop(message.model, [])
+        fresh = [*message.partitions, *(shard for shard in known if shard not in message.partitions)]
+        self._told[message.model] = fresh[: wire.MAX_PEER_PARTITIONS]
+        if len(self._told) > MOST_MODELS:
+            del self._told[next(iter(self._told))]
+        for shard in message.partitions:
+            self._pool.hear(message.model, shard)

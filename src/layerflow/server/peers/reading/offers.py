@@ -19,6 +19,7 @@ class RemoteLease:
 
     :param until: monotonic seconds.
     :param fetches: numbers of the fetches that read it.
+    :param handoff: whose objects they are; empty = nothing in particular. :param over: it is not needed any more.
     :param brought: keys that fetches have been begun for.
     :param layers: of open objects, by position, how many leading layers are stored.
     """
@@ -28,10 +29,16 @@ class RemoteLease:
     token: bytes
     lease_s: float
     until: float
+    handoff: str = ""
+    over: bool = False
     fetches: set[int] = field(default_factory=set)
     offers: dict[bytes, Offer] = field(default_factory=dict)
     layers: dict[int, int] = field(default_factory=dict)
     brought: set[bytes] = field(default_factory=set)
+
+    def stored_layers(self, keys: Iterable[bytes]) -> int:
+        """How many leading layers of all these are stored; -1 = all of them, from the beginning."""
+        return min((self.layers[at] for key in keys if (at := self.offers[key].position) in self.layers), default=-1)
 
     def progressed(self, positions: Sequence[int], layers: int) -> None:
         """More of these open objects is stored."""

@@ -22,11 +22,22 @@ class PeerAnswer:
     """What peers lend of what they were asked for.
 
     :param open: some of it is still being stored. :param reason: why a hand-off is not followed; empty = it is.
+    :param failed: the hand-off will never be whole.
     """
 
     found: frozenset[bytes]
     open: bool = False
     reason: str = ""
+    failed: bool = False
+
+    def joined(self, later: PeerAnswer) -> PeerAnswer:
+        """With what they said when they were asked for more."""
+        return PeerAnswer(
+            self.found | later.found,
+            self.open or later.open,
+            self.reason or later.reason,
+            self.failed or later.failed,
+        )
 
 
 @dataclass(slots=True)
@@ -34,11 +45,13 @@ class _Question:
     """:param waiting: numbers that have no answer. :param timer: None = it has been answered."""
 
     then: Callable[[PeerAnswer], None]
+    handoff: str
     timer: asyncio.TimerHandle | None = None
     waiting: set[int] = field(default_factory=set)
     found: set[bytes] = field(default_factory=set)
     open: bool = False
     reason: str = ""
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +89,7 @@ class PeerQuestions:
 
         :param handoff: also for what is still to be stored of it.
         """
-        question, now, packed = _Question(then), time.monotonic(), b"".join(keys)
+        question, now, packed = _Question(then, handoff), time.monotonic(), b"".join(keys)
         wait_ms = max(1, round(timeout_s * 1e3)) if handoff else 0
         for peer in peers:
             assert peer.welcome is not None
@@ -107,12 +120,14 @@ class PeerQuestions:
             # The time of a question that waits for its hand-off says nothing of when its lease began; its owner answers
             # when it has, and the way here is what may be lost of it.
             lease = self._offers.add(peer, asked.keys, message, min(asked.at, time.monotonic()))
+            lease.handoff = question.handoff
             if question.timer is not None:
                 question.found |= lease.offers.keys()
                 question.open = question.open or any(offer.open for offer in lease.offers.values())
             else:
                 self._release(lease)  # too late
         question.reason = question.reason or message.reason
+        question.failed = question.failed or message.failed
         self._settle(message.id)
 
     def refused(self, number: int, why: str) -> None:
@@ -120,14 +135,14 @@ class PeerQuestions:
         asked = self._asked.get(number)
         if asked is not None:
             log.warning("peer_refused", peer=asked.peer.target.name, reason=why)
-            asked.question.reason = asked.question.reason or why
+            asked.question.reason, asked.question.failed = asked.question.reason or why, True
             self._settle(number)
 
     def lost(self, peer: Attachment, why: str) -> None:
         """Nothing that this peer was asked is answered."""
         for number, asked in list(self._asked.items()):
             if asked.peer is peer:
-                asked.question.reason = asked.question.reason or why
+                asked.question.reason, asked.question.failed = asked.question.reason or why, True
                 self._settle(number)
 
     def _too_late(self, question: _Question) -> None:
@@ -145,4 +160,4 @@ class PeerQuestions:
         assert question.timer is not None
         question.timer.cancel()
         question.timer = None
-        question.then(PeerAnswer(frozenset(question.found), question.open, question.reason))
+        question.then(PeerAnswer(frozenset(question.found), question.open, question.reason, question.failed))

@@ -6,7 +6,6 @@ What moves when is the core's, on the hop of peers; the importer moves it. Here 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +20,11 @@ from layerflow.hosts.backend import ObjectStatus
 from layerflow.keys import describe_key
 from layerflow.links import links
 from layerflow.pool.base import NewObject, Pool
-from layerflow.server.peers.reading.attachment import Attachment, PeerTarget
-from layerflow.server.peers.reading.comparison import Comparison
+from layerflow.server.peers.reading.attachment import Attachment, PeerNews, PeerTarget
+from layerflow.server.peers.reading.comparison import Comparison, PeerSizes
 from layerflow.server.peers.reading.link_costs import LinkCosts
 from layerflow.server.peers.reading.offers import MARGIN, Offer, Offers, RemoteLease
+from layerflow.server.peers.reading.parts import HandoffParts
 from layerflow.server.peers.reading.questions import PeerAnswer, PeerQuestions
 from layerflow.server.tier.fetches import AtPeer, Fetches, PendingFetch
 from layerflow.server.tier.index import NegativeCache
@@ -39,8 +39,6 @@ from layerflow.wire.peer_link import LINK_REST_S, Origin, encode_origin
 IMPORTER = "layerflow.hosts.peer.importer:Importer"
 HIDE_S = 30.0
 """How long an object whose read failed is not asked for."""
-ATTACH_POLL_S = 0.02
-"""How often a lookup with a hand-off looks whether its server is attached by now."""
 RENEW_S = 0.5
 """A lease that is read and has no more of its time than this share is prolonged."""
 
@@ -54,6 +52,7 @@ class PeerSource:
     :param emit: gives events to the core.
     :param numbers: of fetches, shared with the tier's.
     :param models: the specs that workers here are attached with.
+    :param parts: of this server's hand-offs, that peers keep.
     :param attach: makes the connection to a peer.
     """
 
@@ -66,10 +65,11 @@ class PeerSource:
         numbers: Iterator[int],
         attach: Callable[[PeerTarget, PeerSource], Attachment],
         models: Callable[[], Sequence[ModelSpec]],
+        parts: HandoffParts,
     ) -> None:
         self._settings, self._pool, self._emit, self._attach = settings, pool, emit, attach
-        link = settings().peers.link
-        options = {"timeout_ms": settings().pool.host_timeout_ms, "link": link}
+        link, emulated = settings().peers.link, settings().peers.link_gbps
+        options = {"timeout_ms": settings().pool.host_timeout_ms, "link": link, "link_gbps": emulated}
         self.host = HostProcess(IMPORTER, options, *arena, self, mapped=links()[link].maps_arena)
         self.host_up = False
         self.peers: dict[str, Attachment] = {}
@@ -80,8 +80,10 @@ class PeerSource:
         self._reading: dict[int, RemoteLease] = {}
         self._failed_reads = NegativeCache()
         self._resting: dict[Attachment, float] = {}
-        self._questions = PeerQuestions(self.offers, self._release)
+        self.questions = PeerQuestions(self.offers, self.release)
         self.comparison = Comparison(models)
+        self.partitions = PeerSizes(pool)
+        self._parts = parts
         self._expiry: asyncio.TimerHandle | None = None
         self.failures: Counter[str] = Counter()
         self.costs = LinkCosts()
@@ -94,7 +96,7 @@ class PeerSource:
     async def close(self) -> bool:
         """Give all leases back and stop the importer. True: nothing of it can touch the arena any more."""
         for lease in self.offers.leases():
-            self._release(lease)
+            self.release(lease)
         for peer in self.peers.values():
             peer.close()
         if self._expiry is not None:
@@ -121,7 +123,7 @@ class PeerSource:
         """Which of `keys` do peers lend? Answered once, perhaps at once, by `until` (monotonic seconds)."""
         now = time.monotonic()
         timeout_s = min(self._settings().peers.lookup_timeout_ms / 1e3, until - now)
-        able = self._able(now)
+        able = [peer for peer in self.peers.values() if self.able(peer, now)]
         wanted = self._failed_reads.visible(keys, now)[:MAX_PEER_KEYS]
         if not wanted or not able or timeout_s <= 0:
             then(frozenset())
@@ -129,48 +131,14 @@ class PeerSource:
         lease_ms = self._settings().peers.lease_ms
 
         def answered(answer: PeerAnswer) -> None:
-            self._watch_leases()
+            self.watch_leases()
             then(answer.found)
 
-        self._questions.ask(able, wanted, answered, timeout_s=timeout_s, lease_ms=lease_ms)
+        self.questions.ask(able, wanted, answered, timeout_s=timeout_s, lease_ms=lease_ms)
 
-    def _able(self, now: float) -> list[Attachment]:
-        """Peers that can be read from now."""
-        if not self.host_up:
-            return []
-        return [
-            peer for peer in self.peers.values() if peer.endpoint() is not None and self._resting.get(peer, 0.0) <= now
-        ]
-
-    def ask_handoff(
-        self,
-        servers: Sequence[Attachment],
-        keys: Sequence[bytes],
-        handoff: str,
-        then: Callable[[PeerAnswer], None],
-        until: float,
-    ) -> None:
-        """What do these servers lend of a hand-off, stored or still to be? Answered once, by `until`.
-
-        A server that is not attached yet is waited for.
-        """
-        able = [peer for peer in self._able(time.monotonic()) if peer in servers]
-        left = until - time.monotonic()
-        if left <= 0:
-            then(PeerAnswer(frozenset(), reason="its server cannot be read from in time"))
-        elif len(able) < len(servers):
-            again = functools.partial(self.ask_handoff, servers, keys, handoff, then, until)
-            asyncio.get_running_loop().call_later(min(ATTACH_POLL_S, left), again)
-        else:
-
-            def answered(answer: PeerAnswer) -> None:
-                self._watch_leases()
-                then(answer)
-
-            lease_ms = self._settings().peers.lease_ms
-            self._questions.ask(
-                able, list(keys)[:MAX_PEER_KEYS], answered, timeout_s=left, lease_ms=lease_ms, handoff=handoff
-            )
+    def able(self, peer: Attachment, now: float) -> bool:
+        """Can it be read from now?"""
+        return self.host_up and peer.endpoint() is not None and self._resting.get(peer, 0.0) <= now
 
     def dear(self, keys: Iterable[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
         """Of these, what would take longer to read than to compute, peer by peer; where nothing is known, nothing.
@@ -214,15 +182,14 @@ class PeerSource:
             if endpoint is None:
                 continue
             origin = Origin(lease.peer.target.name, endpoint.link, endpoint.address, endpoint.incarnation, lease.token)
-            open_layers = [lease.layers[at] for new in mine if (at := lease.offers[new.key].position) in lease.layers]
-            available = min(open_layers, default=-1)
+            available = lease.stored_layers(new.key for new in mine)
             positions = {new.key: lease.offers[new.key].position for new in mine}
             number = self.fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions, available))
             if number:
                 lease.fetches.add(number)
                 lease.brought.update(positions)
                 self._reading[number] = lease
-                self._watch_leases()
+                self.watch_leases()
 
     def coming(self, key: bytes) -> PendingFetch | None:
         """An object's room in the arena while it is on its way."""
@@ -245,10 +212,11 @@ class PeerSource:
         if lease is not None:
             lease.fetches.discard(number)
             # What was offered and is not fetched yet may be what a step brings: a tail, say.
-            if not lease.fetches and lease.brought.issuperset(lease.offers):
-                self._release(lease)
+            if not lease.fetches and (lease.over or lease.brought.issuperset(lease.offers)):
+                self.release(lease)
 
-    def _release(self, lease: RemoteLease) -> None:
+    def release(self, lease: RemoteLease) -> None:
+        """Give a lease back."""
         self.offers.forget(lease)
         if lease.peer.up:
             lease.peer.send(wire.PeerRelease(lease.number))
@@ -260,7 +228,7 @@ class PeerSource:
         leases = (lease for lease in self.offers.leases(peer) if lease.fetches)
         return [lease.number for lease in leases if lease.until - now < RENEW_S * lease.lease_s]
 
-    def _watch_leases(self) -> None:
+    def watch_leases(self) -> None:
         """Wake when the first lease runs out."""
         if self._expiry is not None:
             self._expiry.cancel()
@@ -273,12 +241,18 @@ class PeerSource:
     def _expire(self) -> None:
         self._expiry = None
         for lease in self.offers.expired(time.monotonic()):
-            self._give_up(lease, f"the lease of peer {lease.peer.target.name} has run out")
-            self._release(lease)
-        self._watch_leases()
+            if lease.fetches:
+                self._give_up(lease, f"the lease of peer {lease.peer.target.name} has run out")
+            self.release(lease)
+        self.watch_leases()
 
     def _give_up(self, lease: RemoteLease, why: str) -> None:
-        """Nothing more of it may be read."""
+        """Nothing more of it may be read; nor of the other parts of its hand-off, which is of no use without it."""
+        lease.over = True
+        for other in self.offers.leases() if lease.handoff else ():
+            if other.handoff == lease.handoff and other is not lease and not other.over:
+                self._give_up(other, why)
+                self.release(other)
         for number in list(lease.fetches):
             objects = self.fetches.objects_of(number)
             coming = [at for at, new in enumerate(objects) if self._is_coming(new.key, number)]
@@ -297,6 +271,7 @@ class PeerSource:
 
     def compare(self, spec: ModelSpec) -> None:
         """A worker has attached."""
+        self.partitions.learn(spec)
         for peer in self.peers.values():
             if peer.up:
                 self.comparison.compare(peer, spec)
@@ -306,23 +281,30 @@ class PeerSource:
         for lease in self.offers.leases(peer):
             self._give_up(lease, f"peer {peer.target.name} is lost: {why}")
             self.offers.forget(lease)
-        self._questions.lost(peer, why)
+        self.questions.lost(peer, why)
+        if not peer.up:  # its exporter alone is another: what it keeps is still there
+            self._parts.lost(peer, why)
         self.comparison.lost(peer)
-        self._watch_leases()
+        self.watch_leases()
 
-    def peer_said(self, peer: Attachment, message: wire.PeerFound | wire.PeerProgress | wire.PeerCompared) -> None:
+    def peer_said(self, peer: Attachment, message: PeerNews) -> None:
         """An answer, or news."""
         match message:
             case wire.PeerFound():
-                self._questions.answered(peer, message)
+                self.questions.answered(peer, message)
             case wire.PeerCompared():
                 self.comparison.answered(peer, message)
+            case wire.PeerPartitions():
+                self.partitions.told(message)
+            case wire.PeerHandoffState():
+                self._parts.heard(peer, message)
             case wire.PeerProgress():
                 self._progress(peer, message)
 
     def peer_refused(self, peer: Attachment, number: int, why: str) -> None:
         """A question was not answered."""
-        self._questions.refused(number, why)
+        self.questions.refused(number, why)
+        self._parts.refused(number, why)
 
     def _progress(self, peer: Attachment, message: wire.PeerProgress) -> None:
         """Open objects of a lease: more of them is stored, or they will not be."""
@@ -337,14 +319,9 @@ class PeerSource:
             unpack_u32(message.positions, len(message.positions) // 4, "positions").tolist(), message.layers
         )
         for number in list(lease.fetches):
-            layers = self._layers_stored(lease, number)
+            layers = lease.stored_layers(new.key for new in self.fetches.objects_of(number))
             if layers >= 0:
                 self._emit([FetchAvailable(number, layers)])
-
-    def _layers_stored(self, lease: RemoteLease, fetch: int) -> int:
-        """Of all objects of a fetch; -1 = all of them, from the beginning."""
-        keys = [new.key for new in self.fetches.objects_of(fetch)]
-        return min((lease.layers[at] for key in keys if (at := lease.offers[key].position) in lease.layers), default=-1)
 
     def peer_renewed(self, peer: Attachment, sent: float, leases: list[int]) -> None:
         """These last longer."""
@@ -353,7 +330,7 @@ class PeerSource:
             if lease is not None:
                 lease.until = max(lease.until, sent + MARGIN * lease.lease_s)
         if leases:
-            self._watch_leases()
+            self.watch_leases()
 
     # The importer --------------------------------------------------------------------------------
 
@@ -389,9 +366,9 @@ class PeerSource:
         return {
             "attached": sum(peer.up for peer in self.peers.values()),
             "read_leases": len(self.offers),
-            "lookups": self._questions.lookups,
-            "lookup_keys": self._questions.keys,
-            "unanswered_lookups": self._questions.unanswered,
+            "lookups": self.questions.lookups,
+            "lookup_keys": self.questions.keys,
+            "unanswered_lookups": self.questions.unanswered,
             "fetched_objects": self.fetches.fetched_objects,
             "fetched_bytes": self.fetches.fetched_bytes,
             "dear_objects": self.dear_objects,

@@ -1,0 +1,72 @@
+"""What prompts are called now: keys change with the weights, and vLLM may still hold blocks of the old ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from layerflow.connectors.vllm.identity.identity import RequestKeys
+from layerflow.connectors.vllm.identity.weights import Weights
+from layerflow.content import renewed_content
+from layerflow.keys import Chain
+from layerflow.spec import ModelSpec
+
+
+class PromptKeys:
+    """The keys of one engine's prompts.
+
+    :param requests: hashes them.
+    :param model_content: the connector's option of that name.
+
+    :ivar spec: of one worker, with the present weights' content; None = no worker has told its layout yet.
+    """
+
+    def __init__(self, requests: RequestKeys, model_content: str) -> None:
+        self.spec: ModelSpec | None = None
+        self._requests = requests
+        self._weights = Weights(model_content)
+        self._old_in_use = False
+
+    def chain(self, request: Any) -> Chain:
+        """A request's digests.
+
+        :raises LayerflowError: as of :meth:`RequestKeys.chain`.
+        """
+        assert self.spec is not None
+        return self._requests.chain(self.spec, request)
+
+    def replaced(self, in_use: bool) -> None:
+        """The weights are being replaced under the same name.
+
+        :param in_use: vLLM cannot forget blocks that are in use: it goes on to find them in its own cache.
+        """
+        assert self.spec is not None
+        self._weights.replaced(self.spec.content)
+        self.spec = msgspec.structs.replace(self.spec, content=renewed_content(self.spec.content))
+        self._old_in_use = in_use
+        if not in_use:
+            self._requests.adapters.forget_cached()
+
+    def renamed(self) -> bool:
+        """Have new weights a name of their own, that was not known before? All keys are others then."""
+        assert self.spec is not None
+        if not self._weights.unnamed or not (name := self._weights.name()):
+            return False
+        self.spec = msgspec.structs.replace(self.spec, content=renewed_content(self.spec.content, name))
+        return True
+
+    def are_mixed(self, request: Any) -> bool:
+        """May what the request takes from vLLM's own cache be of earlier weights, or of an earlier adapter?"""
+        return self._old_in_use or self._requests.adapters.mixed(request.lora_request)
+
+    def read_adapter(self, request: Any) -> None:
+        """vLLM reads the request's adapter now, if not before.
+
+        :raises LayerflowError: its content cannot be told.
+        """
+        self._requests.adapters.content(request.lora_request)
+
+    def lost(self, request: Any) -> bool:
+        """Is it not known any more what vLLM computes with under the id of the request's adapter?"""
+        return self._requests.adapters.lost(request.lora_request)

@@ -1,0 +1,86 @@
+"""A prefiller never waits for a decoder: what it gets done while that is stopped, beside one that nobody reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+from e2e.children import Child, follow_all, tokens_of
+from e2e.known import KnownWorker, small_spec
+from e2e.rounds import record
+
+from layerflow.agent import Control
+from layerflow_cli.bench.harness import ServerProcess
+
+LAYERS, TOKENS, PENDING = 8, 400, 50
+SETTINGS = {
+    "pool__size": "64MiB",
+    "transfer__max_transfer_bytes": "64KiB",
+    "transfer__max_inflight_bytes": "256KiB",
+    "transfer__step_timeout_ms": 120_000,
+    "pd__handoff_share": 0.5,
+    "pd__handoff_lease_s": 120.0,
+}
+
+
+class Prefiller:
+    """An engine worker and its scheduler, at a server of its own."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server, spec = server, small_spec(LAYERS)
+        self.worker = KnownWorker(server.endpoint, spec, engine="P", lookup_timeout_s=20.0)
+        self.control = Control(server.endpoint, "P", spec, lookup_timeout_s=20.0)
+        self.took: list[float] = []
+
+    def open(self, seed: int) -> None:
+        chain = self.worker.agent.chain(tokens_of(seed, TOKENS))
+        assert self.control.open_handoff(f"h{seed}", chain, TOKENS, timeout_s=300.0)
+
+    def serve(self, seed: int, *, opened: bool) -> None:
+        """Open a hand-off, if that was not done, compute the prompt, and end it when all is stored."""
+        chain = self.worker.agent.chain(tokens_of(seed, TOKENS))
+        began = time.perf_counter()
+        if not opened:
+            self.open(seed)
+        self.worker.serve(chain, look=False)
+        self.control.end_handoff(f"h{seed}", tokens=TOKENS)
+        self.took.append(time.perf_counter() - began)
+
+    def close(self) -> None:
+        self.control.close()
+        self.worker.agent.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(30.0, marks=pytest.mark.campaign)])
+def test_a_stopped_decoder_with_50_hand_offs_pending(serve: Callable[..., ServerProcess], seconds: float) -> None:
+    """In turns, prompt by prompt, on two servers of one kind; the figure is recorded, and everything is stored."""
+    read, unread = (Prefiller(serve(**SETTINGS)) for _ in range(2))
+    pending = list(range(PENDING))
+    for each in (read, unread):
+        for seed in pending:
+            each.open(seed)
+    child = Child(follow_all, read.server.endpoint, LAYERS, TOKENS, pending)
+    assert child.hear(60.0) == [TOKENS - 1] * PENDING
+    assert child.process.pid is not None
+    os.kill(child.process.pid, signal.SIGSTOP)
+    began, served = time.monotonic(), 0
+    while served < PENDING or time.monotonic() - began < seconds:
+        for each in (read, unread) if served % 2 else (unread, read):
+            each.serve(served, opened=served < PENDING)
+        served += 1
+    flow = read.control.status()["flow"]
+    assert flow["loaded_bytes"] == 0 and flow["load_inflight_bytes"] > 0, "the decoder was not stopped"
+    os.kill(child.process.pid, signal.SIGCONT)
+    throughput = statistics.median(one / other for one, other in zip(unread.took, read.took, strict=True))
+    record("prefill_pace", prompts=served, of_unread=round(throughput, 4), sums=[sum(read.took), sum(unread.took)])
+    child.pipe.send("go on")
+    wrong, _ = child.hear(60.0)
+    assert wrong == 0
+    child.close()
+    read.close()
+    unread.close()
