@@ -43,4 +43,7 @@ fi
 
 "$venv/bin/python" -m pip install --disable-pip-version-check -q -r "$here/requirements.txt" ||
     cannot "pip finds no wheels for this Python"
+# As it says itself NIXL needs both CUDA versions of its library; here one will do. Without it its links are skipped.
+"$venv/bin/python" -m pip install --disable-pip-version-check -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1 ||
+    echo "pip finds no nixl: the tests of peers over it are skipped" >&2
 touch "$stamp"
