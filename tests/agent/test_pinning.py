@@ -11,7 +11,7 @@ import pytest
 import structlog
 import torch
 from device.simulated import Machine
-from device.test_order import BLOCKS, LAYERS, PATIENCE_S, SIZE, SPEC, WIDTH, Engine
+from device.streaming import BLOCKS, LAYERS, PATIENCE_S, SIZE, SPEC, WIDTH, Engine
 from e2e.known import eventually
 
 from layerflow import Agent, EmbeddedServer, Settings
