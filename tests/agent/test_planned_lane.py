@@ -121,3 +121,19 @@ def test_room_is_made_by_whichever_thread_ends_a_batch():
     thread.start()
     thread.join()
     assert len(queue.take(CopyCaps(10, 100))) == 1
+
+
+def test_what_may_not_move_yet_holds_nobody_up():
+    ahead, behind = FakeStep(1), FakeStep(2, deadline=9.0)
+    queue = PlannedQueue(PlannedCaps(1000, 1))
+    queue.add(loads(ahead, 3, 1, 10))
+    assert [task.batch.layer for task in queue.take(CopyCaps(10, 100))] == [0]
+    assert queue.take(CopyCaps(10, 100)) == []
+    queue.add(loads(behind, 3, 1, 10))
+    assert [(task.batch.step, task.batch.layer) for task in queue.take(CopyCaps(10, 100))] == [(2, 0)]
+    assert queue.take(CopyCaps(10, 100)) == []
+    behind.frontier = 0
+    assert [(task.batch.step, task.batch.layer) for task in queue.take(CopyCaps(10, 100))] == [(2, 1)]
+    ahead.frontier = behind.frontier = 1
+    taken = [(task.batch.step, task.batch.layer) for task in queue.take(CopyCaps(10, 100))]
+    assert taken == [(1, 1), (1, 2), (2, 2)]

@@ -34,7 +34,7 @@ class Side:
 
 @dataclass
 class Pass:
-    """A step, as the model sees it."""
+    """A step, as the model sees it. :param moving: its worker moves its loads, and has not said that they ended."""
 
     event: StepOpened
     sides: tuple[Side, Side]
@@ -42,6 +42,7 @@ class Pass:
     computed: int = 0
     closed: bool = False
     loads_done: int = 0
+    moving: bool = False
     done: StepDone | None = None
 
 

@@ -1,4 +1,4 @@
-"""The host, as the model of :mod:`flow_world` sees it: what has come, and who may touch what."""
+"""What hosts bring, as the model of :mod:`flow_world` sees it: what has come, and who may touch what."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from layerflow.flow.commands import Arrived, Call, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.events import Need
-from layerflow.flow.host_events import FetchOpened
+from layerflow.flow.host_events import FetchOpened, Hop
 from layerflow.flow.limits import Limits
+
+CALLS_AHEAD = 3
 
 
 @dataclass
@@ -30,11 +32,11 @@ class Fetch:
 
 
 class Fetches:
-    """All fetches and the calls of their host."""
+    """All fetches, from the backend and from peers, and the calls of their hosts."""
 
     def __init__(self) -> None:
         self.all: dict[int, Fetch] = {}
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[tuple[Hop, int], Call] = {}
         self.moved: set[tuple[int, int, int]] = set()
 
     def open(self, event: FetchOpened) -> None:
@@ -46,7 +48,8 @@ class Fetches:
         fetch = self.all[call.transfer]
         live = [i for i in range(call.lo, call.hi) if i not in fetch.lost]
         layers = range(call.layer_lo, call.layer_hi)
-        assert live and layers and not fetch.done and call.call not in self.calls
+        assert live and layers and not fetch.done and (call.hop, call.call) not in self.calls
+        assert call.hop is fetch.event.hop, "by the way of another host"
         assert not set(live) & fetch.whole
         assert call.layer_hi <= fetch.available, "asked for what its source has not stored"
         items = [fetch.event.objects[i] for i in live]
@@ -54,16 +57,17 @@ class Fetches:
         if len(live) > 1 or len(layers) > 1:
             assert call.nbytes <= limits.max_transfer_bytes
             assert len(layers) * sum(item.blocks for item in items) <= limits.max_transfer_blocks
-        if self.calls:
-            assert sum(one.nbytes for one in self.calls.values()) + call.nbytes <= limits.max_inflight_bytes
+        others = [one.nbytes for (hop, _), one in self.calls.items() if hop is call.hop]
+        assert not others or sum(others) + call.nbytes <= limits.max_inflight_bytes
+        assert len(others) < CALLS_AHEAD
         for index in live:
             for layer in layers:
                 assert (call.transfer, index, layer) not in self.moved, "moved a second time"
                 self.moved.add((call.transfer, index, layer))
-        self.calls[call.call] = call
+        self.calls[call.hop, call.call] = call
 
-    def ended(self, number: int, failed: set[int]) -> None:
-        call = self.calls.pop(number)
+    def ended(self, key: tuple[Hop, int], failed: set[int]) -> None:
+        call = self.calls.pop(key)
         fetch = self.all[call.transfer]
         for index in range(call.lo, call.hi):
             if index not in failed and index not in fetch.lost:
@@ -81,6 +85,7 @@ class Fetches:
 
     def lose(self, command: ObjectsLost) -> None:
         fetch = self.all[command.transfer]
+        assert command.hop is fetch.event.hop
         assert command.objects and not set(command.objects) & (fetch.lost | fetch.whole)
         fetch.lost |= set(command.objects)
 
@@ -94,6 +99,6 @@ class Fetches:
 
     def done(self, command: TransferDone) -> None:
         fetch = self.all[command.transfer]
-        assert not fetch.done and not fetch.coming
+        assert not fetch.done and not fetch.coming and command.hop is fetch.event.hop
         assert not any(call.transfer == command.transfer for call in self.calls.values())
         fetch.done = True

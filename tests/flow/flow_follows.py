@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flow_books import Pass, Side, covered
 
-from layerflow.flow.commands import Arrived, ObjectsLost, TransferDone, Vacate
+from layerflow.flow.commands import Arrived, LayersStored, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.events import Direction, FollowLost, FollowMoved, FollowOpened
 
 if TYPE_CHECKING:
@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Follow:
-    """One follow. :param side: the saves that it follows; None = no step saves it. :param moved: where objects went."""
+    """One follow.
+
+    :param side: the saves that it follows; None = no step saves it.
+    :param moved: where objects went.
+    :param lent: another server reads it; :param told: so many layers it was told of.
+    """
 
     event: FollowOpened
     side: Side | None
@@ -25,6 +30,8 @@ class Follow:
     moved: dict[int, tuple[int, int]] = field(default_factory=dict)
     vacated: set[int] = field(default_factory=set)
     done: bool = False
+    lent: bool = False
+    told: int = 0
 
     @property
     def coming(self) -> list[int]:
@@ -42,7 +49,12 @@ class Follows:
 
     def open(self, event: FollowOpened) -> None:
         one = self._world.live.get((event.session, event.step)) if event.parts else None
-        self.all[event.follow] = Follow(event, one.sides[Direction.SAVE] if one is not None else None)
+        side = one.sides[Direction.SAVE] if one is not None else None
+        self.all[event.follow] = Follow(event, side, lent=event.lent)
+
+    def known(self) -> list[int]:
+        """Of which something is left: objects that come, or room that is kept."""
+        return sorted(number for number, one in self.all.items() if not one.done or one.lost > one.vacated)
 
     def move(self, event: FollowMoved) -> None:
         follow = self.all[event.follow]
@@ -95,6 +107,15 @@ class Follows:
         stored = covered(follow.side.done.get(number, []), lo * size, hi * size)
         return stored and (part in follow.side.committed or layer < len(event.layers) - 1)
 
+    def stored(self, command: LayersStored) -> None:
+        """A reader at another server is told no more than is stored, of all that it still waits for."""
+        follow = self.all[command.follow]
+        assert follow.lent and follow.coming and command.layers > follow.told
+        for index in follow.coming:
+            for layer in range(follow.told, command.layers):
+                assert self.there((command.follow, index), layer), f"told of layer {layer} of {index}, not stored"
+        follow.told = command.layers
+
     def arrived(self, command: Arrived) -> None:
         follow = self.all[command.fetch]
         assert follow.side is not None
@@ -111,8 +132,9 @@ class Follows:
         follow.lost |= set(command.objects)
 
     def vacate(self, command: Vacate, held: set[tuple[int, int]]) -> None:
-        """No step's loads hold the room. Whether a save still writes to it is told by its Revoke."""
+        """No reader and no step's loads hold the room. Whether a save still writes to it is told by its Revoke."""
         follow, free = self.all[command.fetch], set(command.objects)
+        assert not follow.lent, "under a reader's hands"
         assert free and free <= follow.lost and not free & follow.vacated
         assert not any((command.fetch, index) in held for index in free), "under a step's hands"
         follow.vacated |= free

@@ -19,6 +19,7 @@ from layerflow.flow.commands import (
     Cancel,
     Command,
     Commit,
+    LayersStored,
     LoadFailed,
     LoadsDone,
     ObjectsLost,
@@ -38,6 +39,8 @@ from layerflow.flow.events import (
     BatchFailed,
     Direction,
     Event,
+    FailedRange,
+    FollowLent,
     FollowLost,
     FollowMoved,
     FollowOpened,
@@ -46,6 +49,7 @@ from layerflow.flow.events import (
     LayerShape,
     LimitsChanged,
     LoadsFenced,
+    LoadsMoved,
     Need,
     Part,
     RequestAborted,
@@ -85,7 +89,7 @@ class World:
         self.live: dict[tuple[int, int], Pass] = {}
         self.flying: dict[int, Submit] = {}
         self.called_back: set[int] = set()
-        self.aborted: dict[tuple[int, str], set[int]] = {}
+        self.aborted: dict[tuple[int, str], set[int | tuple[int, int]]] = {}
         self.released: list[tuple[int, str]] = []
         self.wake: float | None = None
         self.sharing = 0
@@ -99,9 +103,11 @@ class World:
         self.layers[session] = self.layers_ever[session] = tuple(LayerShape(*shape) for shape in layers)
         return self.send(SessionOpened(session, self.layers[session]))
 
-    def open(self, session, step, loads=(), saves=(), deadline=1e6, save_deadline=1e6, write=False) -> list[Command]:
+    def open(
+        self, session, step, loads=(), saves=(), deadline=1e6, save_deadline=1e6, write=False, planned=False
+    ) -> list[Command]:
         """:param write: what it saves is written to the backend, by writes that are numbered onwards."""
-        commands = self.send(StepOpened(session, step, deadline, save_deadline, tuple(loads), tuple(saves)))
+        commands = self.send(StepOpened(session, step, deadline, save_deadline, tuple(loads), tuple(saves), planned))
         for group in sorted({part.group for part in saves}) if write else ():
             commands += self.write(session, step, group, saves)
         return commands
@@ -113,20 +119,20 @@ class World:
         number = len(self.writes.all) + 1
         return self.send(WriteOpened(number, source, session, step, group, items, tuple(parts)))
 
-    def bring(self, fetch, layers, items=1, source="e", size=1) -> list[Command]:
+    def bring(self, fetch, layers, items=1, source="e", size=1, hop=Hop.FETCH) -> list[Command]:
         numbers = layers if isinstance(layers, tuple) else tuple(range(layers))
-        return self.send(FetchOpened(fetch, source, numbers, (Item(size, 1),) * items))
+        return self.send(FetchOpened(fetch, source, numbers, (Item(size, 1),) * items, hop=hop))
 
-    def follow(self, session, step, group, parts) -> int:
+    def follow(self, session, step, group, parts, lent=False) -> int:
         """Follow save parts of a step, one object each; the number."""
-        number = -len(self.follows.all) - 1
-        self.send(FollowOpened(number, self.layers_of(session, group), len(parts), session, step, group, tuple(parts)))
+        number, layers = -len(self.follows.all) - 1, self.layers_of(session, group)
+        self.send(FollowOpened(number, layers, len(parts), session, step, group, tuple(parts), lent))
         return number
 
-    def promise(self, layers, objects=1) -> int:
+    def promise(self, layers, objects=1, lent=False) -> int:
         """Objects that no step saves yet; the number."""
         number = -len(self.follows.all) - 1
-        self.send(FollowOpened(number, tuple(layers), objects))
+        self.send(FollowOpened(number, tuple(layers), objects, lent=lent))
         return number
 
     def layers_of(self, session, group) -> tuple[int, ...]:
@@ -150,6 +156,26 @@ class World:
         while self.writes.calls:
             said += self.end_call(next(iter(self.writes.calls.values())))
         return said
+
+    def moved(self, session, step, failed=(), layers=sys.maxsize) -> list[Command]:
+        """A worker ends the loads that it moves itself.
+
+        :param failed: (group, lo, hi). :param layers: so many have come, where the loads were cut off.
+        """
+        side, nbytes = self.live[session, step].sides[LOAD], 0
+        for layer, shape in enumerate(self.layers[session][:layers]):
+            holes = [(lo, hi) for group, lo, hi in failed if group == shape.group]
+            for part, (lo, hi) in zip(side.parts, side.ranges, strict=True):
+                for block in range(lo, hi) if part.group == shape.group else ():
+                    if not any(start <= block < end for start, end in holes):
+                        at = block * shape.block_bytes
+                        side.done.setdefault(layer, []).append((at, at + shape.block_bytes))
+                        nbytes += shape.block_bytes
+        return self.send(LoadsMoved(session, step, nbytes, tuple(FailedRange(*one, "replaced") for one in failed)))
+
+    def moving(self) -> list[tuple[int, int]]:
+        """Steps whose loads are moved by their worker, and have not ended."""
+        return [key for key, one in self.live.items() if one.moving]
 
     def done(self, batch: Submit) -> list[Command]:
         return self.send(BatchDone(batch.session, batch.batch))
@@ -187,6 +213,7 @@ class World:
         match event:
             case StepOpened(session=session, step=number):
                 one = Pass(event, (side_of(event.loads), side_of(event.saves)))
+                one.moving = event.planned and bool(event.loads)
                 self.steps[session, number] = self.live[session, number] = one
             case BatchDone(batch=batch) if batch in self.flying:
                 submit = self.flying.pop(batch)
@@ -213,6 +240,8 @@ class World:
                     layers = self.layers[session]
                     lost = {shape.group for shape in layers[one.computed :]}
                     self._call_back(session, number, SAVE, {i for i, s in enumerate(layers) if s.group in lost})
+            case LoadsMoved(session=session, step=number) if (session, number) in self.live:
+                self.live[session, number].moving = False
             case LoadsFenced(session=session, step=number) if (session, number) in self.live:
                 self.live[session, number].sides[LOAD].cut = True
                 self._call_back(session, number, LOAD)
@@ -225,21 +254,27 @@ class World:
                 one.available = max(one.available, layers)
             case FollowOpened():
                 self.follows.open(event)
+            case FollowLent(follow=follow, lent=lent):
+                self.follows.all[follow].lent = lent
             case FollowMoved(into=into):
-                over = into < 0 and self.follows.all[into].done
+                over = into < 0 and into not in self.follows.known()
                 if not over:
                     self.follows.move(event)
             case WriteOpened():
                 self.writes.open(event)
-            case CallDone(hop=hop, call=call, failed=failed) if call in self._calls(hop):
-                (self.fetches if hop is Hop.FETCH else self.writes).ended(call, {index for index, _ in failed})
-            case HostLost():
-                self.fetches.calls.clear()
-                self.writes.calls.clear()
+            case CallDone(hop=hop, call=call, failed=failed) if (hop, call) in self._of(hop).calls:
+                self._of(hop).ended((hop, call), {index for index, _ in failed})
+            case HostLost(hops=hops):
+                for hop in hops:
+                    calls = self._of(hop).calls
+                    for key in [key for key in calls if key[0] is hop]:
+                        del calls[key]
             case RequestAborted(session=session, request=request):
                 watch = set()
-                for (owner, _), one in self.live.items():
+                for (owner, number), one in self.live.items():
                     if owner == session:
+                        if one.moving and any(part.request == request for part in one.sides[LOAD].parts):
+                            watch.add((session, number))
                         for side in one.sides:
                             side.dead |= {i for i, part in enumerate(side.parts) if part.request == request}
                 for batch, submit in self.flying.items():
@@ -261,8 +296,8 @@ class World:
 
     # -- books
 
-    def _calls(self, hop: Hop) -> dict[int, Call]:
-        return self.fetches.calls if hop is Hop.FETCH else self.writes.calls
+    def _of(self, hop: Hop) -> Fetches | Writes:
+        return self.writes if hop is Hop.WRITE else self.fetches
 
     def _side_of(self, submit: Submit) -> Side:
         return self.steps[submit.session, submit.step].sides[submit.direction]
@@ -378,14 +413,15 @@ class World:
             case Release(session=session, request=request):
                 watch = self.aborted[session, request]
                 assert not watch & self.flying.keys(), "released while a batch touches it"
+                assert not watch & set(self.moving()), "released while its worker moves it"
                 self.released.append((session, request))
             case StepDone(session=session, step=step):
                 one = self.live.pop((session, step))
                 self._step_done(one, command, lost == session)
-            case Call(hop=Hop.FETCH):
-                self.fetches.call(command, self.limits)
-            case Call():
+            case Call(hop=Hop.WRITE):
                 self.writes.call(command)
+            case Call():
+                self.fetches.call(command, self.limits)
             case WriteBegun():
                 self.writes.begun(command)
             case Written():
@@ -398,7 +434,7 @@ class World:
             case ObjectsLost(transfer=number) if number < 0:
                 self.follows.lose(command)
             case ObjectsLost(hop=hop):
-                (self.fetches if hop is Hop.FETCH else self.writes).lose(command)
+                self._of(hop).lose(command)
             case Vacate():
                 keys = [key for key, one in self.live.items() if not one.loads_done]
                 held = {need for key in keys for need in self.needed(*key)}
@@ -406,7 +442,9 @@ class World:
             case TransferDone(transfer=number) if number < 0:
                 self.follows.end(command)
             case TransferDone(hop=hop):
-                (self.fetches if hop is Hop.FETCH else self.writes).done(command)
+                self._of(hop).done(command)
+            case LayersStored():
+                self.follows.stored(command)
             case WakeAt(when=when):
                 assert when != self.wake
                 self.wake = when
@@ -424,7 +462,7 @@ class World:
         self._within_budget(submit)
         if submit.direction is LOAD:
             assert submit.gate == (submit.layer - limits.prefetch_layers if limits.prefetch_layers else -1)
-            assert one.loads_done == 0
+            assert one.loads_done == 0 and not one.event.planned
         else:
             assert submit.gate == submit.layer
         hit = self._overlapping(submit, side)
@@ -452,6 +490,7 @@ class World:
     def _seal(self, one: Pass, direction: Direction, layer: int) -> None:
         side = one.sides[direction]
         assert layer not in side.sealed, "sealed twice"
+        assert direction is SAVE or not one.event.planned
         group = self.layers[one.event.session][layer].group
         assert any(part.group == group for part in side.parts)
         side.sealed.append(layer)
@@ -521,11 +560,13 @@ class World:
         if lost:
             return
         number = one.event.step
+        assert not one.moving, "its worker still moves them"
         self._only_published(session, side)
         assert not [f for f in self.flying.values() if (f.session, f.step, f.direction) == (session, number, LOAD)]
         for layer, shape in enumerate(self.layers[session]):
             if any(part.group == shape.group for part in side.parts):
-                assert side.cut or side.sealed.count(layer) == 1, f"layer {layer} was never sealed"
+                sealed = side.cut or one.event.planned or side.sealed.count(layer) == 1
+                assert sealed, f"layer {layer} was never sealed"
                 assert not self._missing(one, layer)
 
     def _only_published(self, session: int, side: Side) -> None:
@@ -570,10 +611,12 @@ class World:
         for session, step in list(self.live):
             self.send(LayersComputed(session, step, len(self.layers[session])))
             self.send(StepClosed(session, step, True))
-        while self.flying:
-            self.done(next(iter(self.flying.values())))
+        self._land()
         self._check_no_circle()
         self.written()
+        for number, follow in self.follows.all.items():
+            if follow.lent:
+                self.send(FollowLent(number, False))
         for number, write in self.writes.all.items():
             assert write.done, f"write {number} never ends"
         for side, part in [*self.writes.cancelled, *self.follows.cancelled]:
@@ -590,7 +633,7 @@ class World:
         assert not state.follows and not state.committed and not state.severed
         for number, follow in self.follows.all.items():
             assert follow.done and follow.vacated == follow.lost, f"follow {number} keeps room"
-        for lane in (state.fetches, state.writes):
+        for lane in (state.fetches, state.peers, state.writes):
             assert not (lane.transfers or lane.calls or lane.sources or lane.ring.queue or lane.inflight)
         for number, fetch in self.fetches.all.items():
             assert fetch.done and fetch.vacated == fetch.lost, f"fetch {number} keeps room"
@@ -600,6 +643,13 @@ class World:
         """Steps never wait for each other, whatever promises allow."""
         for key in self.live:
             assert not self.follows.awaited(*key), f"step {key} waits for {self.follows.awaited(*key)}"
+
+    def _land(self) -> None:
+        """Everything that moves between arena and engine memory ends well."""
+        while moving := self.moving():
+            self.moved(*moving[0])
+        while self.flying:
+            self.done(next(iter(self.flying.values())))
 
 
 def coming(request, group, blocks, fetch, item=0) -> Part:

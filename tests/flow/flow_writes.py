@@ -9,7 +9,7 @@ from flow_books import Side, covered
 
 from layerflow.flow.commands import Call, ObjectsLost, TransferDone, WriteBegun, Written
 from layerflow.flow.events import Direction
-from layerflow.flow.host_events import WriteOpened
+from layerflow.flow.host_events import Hop, WriteOpened
 
 if TYPE_CHECKING:
     from flow_world import World
@@ -45,7 +45,7 @@ class Writes:
     def __init__(self, world: World) -> None:
         self._world = world
         self.all: dict[int, Write] = {}
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[tuple[Hop, int], Call] = {}
         self.moved: set[tuple[int, int, int]] = set()
         self.cancelled: list[tuple[Side, int]] = []
 
@@ -67,7 +67,7 @@ class Writes:
         """Within the caps, each layer once, only what is stored in the arena; published is only what is committed."""
         write, limits = self.all[call.transfer], self._world.limits
         live = [i for i in range(call.lo, call.hi) if i not in write.lost]
-        assert live and write.begun and not write.done and not write.whole and call.call not in self.calls
+        assert live and write.begun and not write.done and not write.whole and (call.hop, call.call) not in self.calls
         assert call.nbytes == (call.layer_hi - call.layer_lo) * sum(write.event.objects[i].layer_bytes for i in live)
         layers = range(call.layer_lo, call.layer_hi)
         items = [write.event.objects[i] for i in live]
@@ -87,7 +87,7 @@ class Writes:
                 assert (call.transfer, index, layer) not in self.moved, "moved a second time"
                 assert self._stored(write, index, layer), "moved what is not stored"
                 self.moved.add((call.transfer, index, layer))
-        self.calls[call.call] = call
+        self.calls[call.hop, call.call] = call
 
     def _stored(self, write: Write, index: int, layer: int) -> bool:
         """Bytes of a part that is dying do not matter: its object will be lost."""
@@ -98,8 +98,8 @@ class Writes:
         size = self._world.layers_ever[write.event.session][number].block_bytes
         return covered(write.side.done.get(number, []), lo * size, hi * size)
 
-    def ended(self, number: int, failed: set[int]) -> None:
-        call = self.calls.pop(number)
+    def ended(self, key: tuple[Hop, int], failed: set[int]) -> None:
+        call = self.calls.pop(key)
         write = self.all[call.transfer]
         write.failed |= failed
         for index in range(call.lo, call.hi):

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from flow_world import LOAD, SAVE, World, coming, of, submits
 
-from layerflow.flow.commands import Commit, LoadFailed, LoadsDone, ObjectsLost, Vacate
-from layerflow.flow.events import FollowMoved, LayersComputed, Need, Part, SessionLost, StepClosed
+from layerflow.flow.commands import Arrived, Commit, LayersStored, LoadFailed, LoadsDone, ObjectsLost, Vacate
+from layerflow.flow.events import (
+    FollowLent,
+    FollowMoved,
+    LayersComputed,
+    Need,
+    Part,
+    RequestAborted,
+    SessionLost,
+    StepClosed,
+)
 from layerflow.flow.limits import Limits
 
 P, D = 0, 1
 
 
-def pair(layers: int = 3) -> World:
-    world = World(Limits())
+def pair(layers: int = 3, limits: Limits | None = None) -> World:
+    world = World(limits or Limits())
     world.open_session(P, [(0, 10)] * layers)
     world.open_session(D, [(0, 10)] * layers)
     return world
@@ -145,4 +154,34 @@ def test_a_chain_of_followers_is_no_circle():
     world.open(2, 3, (), [Part("p", 0, 2)])
     out = world.send(FollowMoved(promise, (0,), world.follow(2, 3, 0, [0])))
     assert not of(out, LoadFailed)
+    world.drain()
+
+
+def test_a_reader_is_not_told_of_layers_that_were_given_up_before_they_were_stored():
+    """What is cancelled has nothing left to be granted, as if it were stored; its reader hears that it is lost."""
+    world = pair(limits=Limits(max_inflight_bytes=2))
+    assert not submits(world.open(P, 1, (), [Part("p", 0, 2)])), "its batches wait for room"
+    world.follow(P, 1, 0, [0], lent=True)
+    out = world.send(RequestAborted(P, "p"))
+    assert of(out, ObjectsLost) and not of(out, LayersStored)
+    world.drain()
+
+
+def test_a_reader_is_told_of_each_layer_as_it_is_stored_and_of_the_last_by_its_publication():
+    world = pair()
+    saves = submits(world.open(P, 1, (), [Part("p", 0, 2)]))
+    follow = world.follow(P, 1, 0, [0], lent=True)
+    world.send(LayersComputed(P, 1, 3))
+    out = [command for save in saves for command in world.done(save)]
+    assert of(out, LayersStored) == [LayersStored(follow, 1), LayersStored(follow, 2)]
+    assert [one.fetch for one in of(out, Arrived)] == [follow]
+    world.drain()
+
+
+def test_what_is_lent_and_given_up_keeps_its_room_until_its_reader_is_done():
+    world = pair()
+    world.open(P, 1, (), [Part("p", 0, 2)])
+    follow = world.follow(P, 1, 0, [0], lent=True)
+    assert not of(world.send(SessionLost(P)), Vacate)
+    assert of(world.send(FollowLent(follow, False)), Vacate) == [Vacate(follow, (0,))]
     world.drain()

@@ -7,15 +7,17 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from flow_rules import TransferRules
 from flow_world import World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.events import (
     BatchDone,
     Direction,
+    FollowLent,
     FollowLost,
     FollowMoved,
     FollowOpened,
@@ -23,6 +25,7 @@ from layerflow.flow.events import (
     LayersComputed,
     LimitsChanged,
     LoadsFenced,
+    LoadsMoved,
     Need,
     Part,
     RequestAborted,
@@ -35,14 +38,12 @@ from layerflow.flow.events import (
 from layerflow.flow.host_events import (
     CallDone,
     FetchAvailable,
-    FetchesRevoked,
+    FetchFailed,
     FetchLeased,
     FetchOpened,
     Hop,
-    HostLost,
     Item,
     WriteOpened,
-    WritesRevoked,
 )
 from layerflow.flow.limits import Limits
 
@@ -65,7 +66,7 @@ limits = st.builds(
 REQUESTS = st.sampled_from("abcde")
 
 
-class FlowMachine(RuleBasedStateMachine):
+class FlowMachine(TransferRules):
     """Several sessions, random parts and groups, completions in any order, and everything that goes wrong."""
 
     @initialize(limits=limits, most=st.sampled_from([0, 1, 4, sys.maxsize]))
@@ -94,8 +95,12 @@ class FlowMachine(RuleBasedStateMachine):
         saves = data.draw(st.lists(part, max_size=4))
         deadline = self.world.now + data.draw(st.sampled_from([1.0, 8.0, 50.0]))
         save_deadline = self.world.now + data.draw(st.sampled_from([1.0, 8.0, 50.0]))
+        planned = data.draw(st.sampled_from([False, False, True]))
+        if planned:
+            loads = [replace(one, needs=()) for one in loads]
         self.numbers += 1
-        self.world.open(session, self.numbers, loads, saves, deadline, save_deadline, data.draw(st.booleans()))
+        write = data.draw(st.booleans())
+        self.world.open(session, self.numbers, loads, saves, deadline, save_deadline, write, planned)
 
     def _needing(self, data, session, part):
         """The part, some of its blocks being on their way."""
@@ -115,135 +120,6 @@ class FlowMachine(RuleBasedStateMachine):
                 needs.append(Need(*data.draw(st.sampled_from(objects)), lo, hi))
         return replace(part, needs=tuple(needs))
 
-    def _layers_of(self, session, group):
-        return self.world.layers_of(session, group)
-
-    @rule(
-        data=st.data(),
-        source=st.sampled_from("xy"),
-        items=st.lists(st.builds(Item, st.sampled_from([1, 5, 9]), st.integers(1, 3)), min_size=1, max_size=5),
-    )
-    @precondition(lambda self: self.world.layers and sum(not one.done for one in self._fetches()) < 4)
-    def fetch_opened(self, data, source, items):
-        session = data.draw(st.sampled_from(sorted(self.world.layers)))
-        group = data.draw(st.sampled_from(sorted({shape.group for shape in self.world.layers[session]})))
-        self.numbers += 1
-        available = data.draw(st.sampled_from([-1, -1, 0, 1]))
-        self.world.send(FetchOpened(self.numbers, source, self._layers_of(session, group), tuple(items), available))
-
-    @rule(data=st.data(), more=st.integers(1, 3))
-    @precondition(lambda self: any(self._limited()))
-    def fetch_available(self, data, more):
-        number = data.draw(st.sampled_from(self._limited()))
-        one = self.world.fetches.all[number]
-        self.world.send(FetchAvailable(number, min(one.available + more, len(one.event.layers))))
-
-    def _limited(self):
-        known = self.world.fetches.all
-        return sorted(number for number, one in known.items() if one.coming and one.available < len(one.event.layers))
-
-    def _savings(self, layers=None):
-        """Session, step, group and open save parts of what can be followed."""
-        found = []
-        for (session, step), one in self.world.live.items():
-            side = one.sides[Direction.SAVE]
-            for group in {part.group for part in side.parts}:
-                mine = [index for index, part in enumerate(side.parts) if part.group == group]
-                over = side.committed.intersection(mine) or side.revoked.issuperset(range(len(side.parts)))
-                if not over and layers in (None, self._layers_of(session, group)):
-                    found.append((session, step, group, tuple(mine)))
-        return sorted(found)
-
-    @rule(data=st.data())
-    @precondition(lambda self: self._savings() and len(self.world.follows.all) < 30)
-    def save_followed(self, data):
-        session, step, group, parts = data.draw(st.sampled_from(self._savings()))
-        chosen = data.draw(st.lists(st.sampled_from(parts), min_size=1, max_size=4))
-        self.world.follow(session, step, group, chosen)
-
-    @rule(data=st.data(), objects=st.integers(1, 4))
-    @precondition(lambda self: self.world.layers and len(self.world.follows.all) < 30)
-    def save_promised(self, data, objects):
-        session = data.draw(st.sampled_from(sorted(self.world.layers)))
-        group = data.draw(st.sampled_from(sorted({shape.group for shape in self.world.layers[session]})))
-        self.world.promise(self._layers_of(session, group), objects)
-
-    def _promised(self):
-        known = self.world.follows.all
-        return sorted(number for number, one in known.items() if one.coming and not one.event.parts)
-
-    @rule(data=st.data())
-    @precondition(lambda self: self._promised() and len(self.world.follows.all) < 40)
-    def promise_kept(self, data):
-        """By a step that saves it now, or by a fetch."""
-        number = data.draw(st.sampled_from(self._promised()))
-        one = self.world.follows.all[number]
-        chosen = data.draw(st.lists(st.sampled_from(one.coming), min_size=1, max_size=4, unique=True))
-        savings = self._savings(one.event.layers)
-        if savings and data.draw(st.sampled_from([True, True, False])):
-            session, step, group, parts = data.draw(st.sampled_from(savings))
-            into = self.world.follow(session, step, group, [data.draw(st.sampled_from(parts)) for _ in chosen])
-        else:
-            self.numbers += 1
-            into, items = self.numbers, (Item(3, 1),) * len(chosen)
-            self.world.send(FetchOpened(into, "peer", one.event.layers, items, 0))
-        self.world.send(FollowMoved(number, tuple(chosen), into))
-
-    @rule(data=st.data())
-    @precondition(lambda self: self._promised())
-    def promise_broken(self, data):
-        number = data.draw(st.sampled_from(self._promised()))
-        coming = self.world.follows.all[number].coming
-        chosen = data.draw(st.lists(st.sampled_from(coming), min_size=1, unique=True))
-        self.world.send(FollowLost(number, tuple(chosen), "the hand-off failed"))
-
-    def _fetches(self):
-        return list(self.world.fetches.all.values())
-
-    @rule(data=st.data(), leased=st.booleans())
-    @precondition(lambda self: self.world.fetches.all)
-    def fetch_leased(self, data, leased):
-        self.world.send(FetchLeased(data.draw(st.sampled_from(sorted(self.world.fetches.all))), leased))
-
-    @rule(data=st.data(), fails=st.sampled_from([False, False, True]), times=st.integers(1, 4))
-    @precondition(lambda self: self._host_calls())
-    def call_done(self, data, fails, times):
-        for _ in range(times):
-            if calls := self._host_calls():
-                call = data.draw(st.sampled_from(calls))
-                known = self.world.fetches if call.hop is Hop.FETCH else self.world.writes
-                everything = len(known.all[call.transfer].event.objects)
-                failed = data.draw(st.sets(st.integers(0, everything - 1))) if fails else ()
-                self.world.end_call(call, *sorted(failed))
-
-    def _host_calls(self):
-        return [*self.world.fetches.calls.values(), *self.world.writes.calls.values()]
-
-    @rule(sure=st.sampled_from([False, False, True]))
-    @precondition(lambda self: any(one.left for one in self.world.writes.all.values()))
-    def writes_revoked(self, sure):
-        if sure:
-            self.world.send(WritesRevoked("purged"))
-            assert not any(one.left for one in self.world.writes.all.values())
-
-    @rule(sure=st.sampled_from([False, False, True]), unwanted=st.booleans())
-    @precondition(lambda self: any(one.coming for one in self._fetches()))
-    def fetches_revoked(self, sure, unwanted):
-        if sure:
-            wanted = self.world.wanted() if unwanted else set()
-            before = {number: one.coming for number, one in self.world.fetches.all.items()}
-            self.world.send(FetchesRevoked("new weights", unwanted))
-            after = {number: one.coming for number, one in self.world.fetches.all.items()}
-            assert after == {number: coming if number in wanted else [] for number, coming in before.items()}
-
-    @rule(sure=st.sampled_from([False, False, True]))
-    @precondition(lambda self: self._host_calls() or any(one.coming for one in self._fetches()))
-    def host_lost(self, sure):
-        if sure:
-            self.world.send(HostLost("signal 9"))
-            assert all(one.done for one in self.world.writes.all.values()), "writes to a dead host"
-            assert not any(one.coming for one in self._fetches()), "waits for a dead host"
-
     @rule(data=st.data(), count=st.integers(1, 8))
     @precondition(lambda self: self._landable())
     def batches_done(self, data, count):
@@ -251,7 +127,7 @@ class FlowMachine(RuleBasedStateMachine):
             landable = self._landable()
             if landable:
                 submit = data.draw(st.sampled_from(landable))
-                self.stale.append((submit.session, submit.batch))
+                self.stale.append(BatchDone(submit.session, submit.batch))
                 self.world.done(submit)
 
     def _landable(self):
@@ -261,6 +137,20 @@ class FlowMachine(RuleBasedStateMachine):
             for submit in self.world.flying.values()
             if self.world.can_move(submit) or self.world.steps[submit.session, submit.step].sides[submit.direction].cut
         ]
+
+    @rule(data=st.data(), layers=st.integers(0, 5))
+    @precondition(lambda self: self.world.moving())
+    def loads_moved(self, data, layers):
+        """What a worker moves by itself has ended: in full but for what it says has failed, or what was cut off."""
+        key = data.draw(st.sampled_from(sorted(self.world.moving())))
+        side = self.world.live[key].sides[Direction.LOAD]
+        failed = []
+        for index in data.draw(st.lists(st.integers(0, len(side.parts) - 1), max_size=2)):
+            lo, hi = side.ranges[index]
+            first = data.draw(st.integers(lo, hi - 1))
+            failed.append((side.parts[index].group, first, data.draw(st.integers(first + 1, hi))))
+        self.stale.append(LoadsMoved(*key, 0))
+        self.world.moved(*key, failed, layers if side.cut else sys.maxsize)
 
     @rule(data=st.data())
     @precondition(lambda self: self.world.flying)
@@ -318,7 +208,7 @@ class FlowMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stale)
     def late_report(self, data):
         before = self.world.flow.statistics().late_reports
-        self.world.send(BatchDone(*data.draw(st.sampled_from(self.stale))))
+        self.world.send(data.draw(st.sampled_from(self.stale)))
         assert self.world.flow.statistics().late_reports == before + 1
 
     @rule(data=st.data())
@@ -331,7 +221,12 @@ class FlowMachine(RuleBasedStateMachine):
                     StepOpened(session, step, 1.0, 1.0),
                     StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 9, 1),)),
                     StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 0, 2, (Need(10**9, 0, 0, 2),)),)),
+                    StepOpened(session, step + 1000, 1.0, 1.0, (Part("a", 0, 2, (Need(1, 0, 0, 2),)),), (), True),
+                    LoadsMoved(session, step, -1),
                     FetchOpened(0, "x", (0,), (Item(1, 1),)),
+                    FetchOpened(10**9, "x", (0,), (Item(1, 1),), hop=Hop.WRITE),
+                    FetchFailed(10**9, ((0, "never opened"),)),
+                    FollowLent(-(10**9), True),
                     FetchLeased(10**9, True),
                     FetchAvailable(10**9, 1),
                     FollowOpened(0, (0,), 1),
@@ -341,6 +236,7 @@ class FlowMachine(RuleBasedStateMachine):
                     WriteOpened(0, "x", session, step, 0, (Item(1, 1),), (0,)),
                     WriteOpened(10**9, "x", session, step, 0, (Item(1, 1),), ()),
                     CallDone(Hop.FETCH, 10**9),
+                    CallDone(Hop.PEER, 10**9),
                     CallDone(Hop.WRITE, 10**9),
                     FrontierReached(session, step, 99),
                     LayersComputed(session, step, 99),

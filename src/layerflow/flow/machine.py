@@ -87,14 +87,16 @@ from layerflow.flow.validate.steps import validate
 def _conclude(state: State, out: list[Command]) -> None:
     """What follows from an event, until nothing more does: a save that is given up may fail a load, and that a save."""
     while state.advanced or state.severed or state.unsettled or state.committed or state.loosened:
-        # What is stored is told of before the commit that follows from the last of it.
+        # What is given up counts as stored no more: nobody is told of layers that it does not have. What is stored is
+        # told of before the commit that follows from the last of it.
+        while state.severed:
+            severed, state.severed = state.severed, []
+            for save, parts, reason in severed:
+                lose_followed(state, save, parts, reason, out)
         for save in state.advanced:
             follow_save(state, save, out)
             advance_follows(state, save, out)
         state.advanced.clear()
-        severed, state.severed = state.severed, []
-        for save, parts, reason in severed:
-            lose_followed(state, save, parts, reason, out)
         for step in state.unsettled:
             settle(state, step, out)
         state.unsettled.clear()

@@ -75,11 +75,12 @@ class PlannedLoads:
     @property
     def distance(self) -> tuple[int, float]:
         """The order of steps: how many layers ahead of the engine the next batch is, then the deadline."""
-        return self._layers[self._index].layer - self.step.frontier, self.step.deadline
+        return self.layer - self.step.frontier, self.step.deadline
 
-    def is_open(self, depth: int) -> bool:
-        """May the next batch move now?"""
-        return not depth or self.distance[0] <= depth
+    @property
+    def layer(self) -> int:
+        """Of the next batch."""
+        return self._layers[self._index].layer
 
     def cut(self, caps: CopyCaps, room: int, upto: int) -> list[CopyTask]:
         """The next batches; to be called while :attr:`left`.
@@ -190,21 +191,21 @@ class PlannedQueue:
             for loads in [each for each in self._steps if not each.left]:
                 self._steps.remove(loads)
                 loads.settle()
-            ready = [each for each in self._steps if each.is_open(depth)]
-            if not ready:
+            if not self._steps:
                 break
-            first = ready[0] if len(ready) == 1 else min(ready, key=lambda each: each.distance)
+            alone = len(self._steps) == 1
+            first = self._steps[0] if alone else min(self._steps, key=lambda each: each.distance)
             with self._lock:
                 room = window - self._flying
                 if self._flying and first.next_bytes(caps) > room:
                     break
                 # Where others wait too, it is their turn again behind this layer; and the first bytes leave at once.
-                near, fresh = first.distance[0] + first.step.frontier, first.fresh
-                upto = near if len(ready) > 1 else near + FIRST_LAYERS - 1 if fresh else sys.maxsize
+                near, fresh = first.layer, first.fresh
+                upto = sys.maxsize if alone and not fresh else near + FIRST_LAYERS - 1 if alone else near
                 tasks = first.cut(caps, room, min(upto, first.step.frontier + depth) if depth else upto)
                 self._flying += sum([task.batch.nbytes for task in tasks])
             taken += tasks
-            if fresh:
+            if fresh or not tasks:  # what is nearest may not move yet, nor then may anything else
                 break
         return taken
 

@@ -47,6 +47,9 @@ def _follow(follow: FollowTransfer) -> None:
         _require(follow in save.follows, follow, "is unknown to the save that it follows")
         dead = {index for index in follow.unfinished() if follow.parts[index] in save.job.dropped}
         _require(not dead, follow, f"waits for {dead}, which is cancelled")
+    stored = follow.reached(())
+    _require(follow.closed or follow.told <= stored, follow, f"told its reader of {follow.told} layers of {stored}")
+    _require(follow.closed or not follow.lent or follow.told == stored, follow, f"kept {stored} layers from its reader")
     held = {index for edge in follow.edges for index in edge.spans}
     _require(follow.lent or follow.occupied <= held, follow, "keeps room that nothing touches")
     for edge in follow.edges:
