@@ -16,7 +16,7 @@ from e2e.rounds import record
 from layerflow.agent import Control
 from layerflow_cli.bench.harness import ServerProcess
 
-LAYERS, TOKENS, PENDING = 8, 400, 50
+LAYERS, TOKENS, PENDING = 8, 300, 50
 SETTINGS = {
     "pool__size": "64MiB",
     "transfer__max_transfer_bytes": "64KiB",
