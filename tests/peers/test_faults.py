@@ -120,6 +120,23 @@ def test_a_host_that_dies_or_stops_costs_the_load_and_no_more(
     recovered(it)
 
 
+def test_links_to_exporters_that_are_gone_are_hung_up(pair: Callable[..., Pair]) -> None:
+    """Each of them listens at a port of its own."""
+    two = pair({"pool.size": "64MiB", "peers.link_address": "127.0.0.1:0"}, {"pool.size": "64MiB"})
+    with two.workers(SPEC) as (p, d):
+        for number in range(3):
+            chain = p.prompt(TOKENS)
+            p.serve(chain)
+            assert eventually(lambda chain=chain: d.agent.lookup("probe", chain).tokens == TOKENS - 1)
+            assert d.serve(chain).hit.tokens == TOKENS - 1
+            assert eventually(lambda: two.reads["importer_figures"].get("links") == 1, 5), two.reads
+            if number < 2:
+                victim = two.pid("exporter")
+                os.kill(victim, signal.SIGKILL)
+                assert eventually(lambda victim=victim: two.pid("exporter") not in (0, victim), 20)
+                assert eventually(two.ready, 20)
+
+
 def test_an_owner_that_is_killed_is_another_when_it_comes_back(line: Callable[..., Line]) -> None:
     it = line(4e6)
     chain = it.stored()

@@ -54,6 +54,7 @@ class Importer(Backend):
         self._link_name: str = options["link"]
         self._reader: Callable[[SharedMemory, Origin, float], PeerLink] = named(links()[self._link_name].reader)
         self._links: dict[tuple[str, str, bytes], PeerLink] = {}
+        self._link_of: dict[str, tuple[str, str, bytes]] = {}
         self._resting: dict[tuple[str, str, bytes], tuple[float, str]] = {}
         self._bytes = self._failures = 0
         self._emulated = EmulatedLink(float(options.get("link_gbps", 0.0)))
@@ -115,8 +116,11 @@ class Importer(Backend):
     def _link(self, name: tuple[str, str, bytes], origin: Origin, until: float) -> PeerLink:
         link = self._links.get(name)
         if link is None:
-            for old in [old for old in self._links if old[:2] == name[:2]]:
-                self._drop(old)  # an exporter that was there before
+            # An exporter that was there before; the peer's next one may listen elsewhere.
+            before = self._link_of.get(origin.peer)
+            for old in [old for old in self._links if old[:2] == name[:2] or old == before]:
+                self._drop(old)
+            self._link_of[origin.peer] = name
             assert self._arena is not None
             link = self._links[name] = self._reader(self._arena, origin, until)
             self._resting = {rest: kept for rest, kept in self._resting.items() if kept[0] > time.monotonic()}
