@@ -51,6 +51,7 @@ campaign: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout 1800
 	tests/backends/run.sh -m campaign --timeout 1800
 	tests/vllm/run.sh -m campaign
+	tests/pd/run.sh -m campaign
 
 bench: $(STAMP)
 	$(BIN)/layerflow bench all --json bench.json
