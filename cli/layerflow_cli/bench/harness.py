@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +43,12 @@ class ServerProcess:
     def _start(self) -> None:
         sets = list(itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in self._settings.items()))
         command = [sys.executable, "-m", "layerflow_cli", "run", *sets]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
-        assert self.process.stdout is not None
+        environment = os.environ | {"NO_COLOR": "1"}
+        with _held_back(signal.SIGTERM, signal.SIGINT) as came:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:
+            came()
+            assert self.process.stdout is not None
             for line in self.process.stdout:
                 if line.startswith(START_LINE):
                     return
@@ -80,6 +84,27 @@ class ServerProcess:
     def _hang_up(self) -> None:
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def _held_back(*numbers: int) -> Iterator[Callable[[], None]]:
+    """Signals that come meanwhile are handled when what this yields is called, so that a process that has just been
+    started has an owner by then. Of another thread than the main one nothing is held back: it handles none."""
+    came: list[int] = []
+
+    def handle() -> None:
+        for number in came:
+            signal.raise_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield handle
+        return
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield handle
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
