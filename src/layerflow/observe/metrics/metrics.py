@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -50,8 +49,6 @@ class Metrics:
     Methods are named by what happened and are meant for the server's loop: 1 to 10 microseconds each.
     Two servers in one process do not share figures, and nothing enters the engine's own registry.
     """
-
-    content_type: Final = CONTENT_TYPE_PLAIN_0_0_4
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -285,7 +282,7 @@ class Metrics:
         self._peers.read(statistics)
 
     def render(self) -> bytes:
-        """Everything in Prometheus's text format 0.0.4; serve it as :attr:`content_type`."""
+        """Everything in Prometheus's text format 0.0.4."""
         return generate_latest(WithoutCreated(self._registry))
 
     def summary(self) -> dict[str, float | dict[str, float]]:

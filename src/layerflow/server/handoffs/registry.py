@@ -170,7 +170,7 @@ class Handoffs:
             return self._refused(name, "the arena has no room: what is in it is pinned, or being written")
         handoff.pending, handoff.promised, handoff.foreign = taken
         handoff.engine, handoff.session, handoff.spec, handoff.tokens = engine, session, spec, tokens
-        handoff.lease_s, handoff.due, handoff.opened_at = lease_s, due, now
+        handoff.lease_s, handoff.due = lease_s, due
         handoff.objects = dict(objects)
         handoff.status = HandoffStatus.OPEN
         self._by_name[name] = handoff

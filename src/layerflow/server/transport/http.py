@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,8 +16,6 @@ from starlette.routing import Route
 
 from layerflow.http_server import GuestServer, listen, url_of
 
-# The exposition format of prometheus_client.generate_latest for names without colons or UTF-8.
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _BACKLOG = 64
 
 
@@ -36,7 +35,7 @@ def make_app(
         return _json(found, 200 if found["status"] == "ok" else 503)
 
     async def show_metrics(_: Request) -> Response:
-        return Response(metrics(), headers={"content-type": METRICS_TYPE})
+        return Response(metrics(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def show_status(_: Request) -> Response:
         return _json(status(), 200)

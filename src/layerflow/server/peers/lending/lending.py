@@ -85,11 +85,6 @@ class Lending:
         """That pin something, those included that are being ended."""
         return sum(len(reader.leases) for reader in self.readers.values()) + len(self._ending)
 
-    @property
-    def lent_bytes(self) -> int:
-        """That leases pin."""
-        return self._lent_bytes
-
     def hello(self, address: Address, message: wire.PeerHello) -> None:
         """A server introduces itself.
 
@@ -98,7 +93,7 @@ class Lending:
         most = self._settings().peers.max_readers
         if len(self.readers) >= most:
             raise ProtocolError(f"peers.max_readers = {most} servers read here already")
-        reader = Reader(address, next(self._readers), message.name, message.incarnation, message.pid, time.monotonic())
+        reader = Reader(address, next(self._readers), message.name, message.pid, time.monotonic())
         self.readers[address] = reader
         log.info("peer_reader", reader=reader.name, pid=reader.pid, door=address[0])
         self._welcome(reader)
