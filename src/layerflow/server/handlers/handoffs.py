@@ -100,7 +100,6 @@ def keep(context: ServerContext, chunk_tokens: int, engine: str, opener: int, me
         )
     workers = context.sessions.workers_of(engine)
     specs = distinct(worker.spec for worker in workers if worker.spec is not None)
-    now = time.monotonic()
     tokens, tail = message.tokens, message.tail
     if rest and not context.terms().save_partial:
         tokens, tail = chunks * chunk_tokens, b""
@@ -121,8 +120,8 @@ def keep(context: ServerContext, chunk_tokens: int, engine: str, opener: int, me
         )
     objects = handoff_objects(specs, message.root, digests, tail, tokens)
     lease_s = message.lease_ms / 1e3 or context.pd().handoff_lease_s
-    due = now + message.timeout_ms / 1e3
-    why = context.handoffs.open(name, engine, opener, specs[0], tokens, objects, lease_s, due, now)
+    due = time.monotonic() + message.timeout_ms / 1e3
+    why = context.handoffs.open(name, engine, opener, specs[0], tokens, objects, lease_s, due)
     return (0, why) if why else (tokens, "")
 
 

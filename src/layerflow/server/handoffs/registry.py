@@ -149,7 +149,6 @@ class Handoffs:
         objects: Mapping[bytes, NewObject],
         lease_s: float,
         due: float,
-        now: float,
     ) -> str:
         """Pin what is stored of these objects and reserve room for the others. Why not, else empty.
 

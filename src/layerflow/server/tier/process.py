@@ -167,7 +167,7 @@ class HostProcess:
         self._been_up = self._unusable = False
         self._answered, self._unanswered_s = True, 0.0
         additions = functools.partial(environment, self._backend, self._options)
-        if takes_long(self._backend, self._options):
+        if takes_long(self._backend):
             self.state = replace(self.state, state="starting")
             self._aside(additions)
         else:
