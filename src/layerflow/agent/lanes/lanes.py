@@ -28,9 +28,9 @@ class Lanes:
     :ivar links: by direction: emulated or not, that copies pass.
     """
 
-    def __init__(self, device: Device, link: Link, tally: AgentCounters, loaded: Callable[[Step], None]) -> None:
+    def __init__(self, device: Device, link: Link, counters: AgentCounters, loaded: Callable[[Step], None]) -> None:
         self._link = link
-        self._tally = tally
+        self._counters = counters
         self._loaded = loaded
         self.links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self.poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
@@ -61,19 +61,19 @@ class Lanes:
             self._loaded(job.step)
         if job.news is None:
             assert job.ended is not None
-            self._tally.failed_batches += bool(failure)
-            self._tally.loaded_bytes += 0 if failure else batch.nbytes
+            self._counters.failed_batches += bool(failure)
+            self._counters.loaded_bytes += 0 if failure else batch.nbytes
             job.ended(job, failure)
             self.load.landed(batch.nbytes)
             return
         if failure:
-            self._tally.failed_batches += 1
+            self._counters.failed_batches += 1
             job.news.failed.append(Failure(batch.batch, failure))
         else:
             if batch.direction == LOAD:
-                self._tally.loaded_bytes += batch.nbytes
+                self._counters.loaded_bytes += batch.nbytes
             else:
-                self._tally.saved_bytes += batch.nbytes
+                self._counters.saved_bytes += batch.nbytes
             job.news.done.append(batch.batch)
         # Lanes that end their batches themselves ring when they have told some.
         if failure or (self.poller is not None and (batch.direction == SAVE or self.load.has_few)):

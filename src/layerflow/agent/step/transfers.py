@@ -247,20 +247,20 @@ class StepTransfers:
             self._condition.notify_all()
             return failure
 
-    def set_out(self, copy: CoalescedCopy) -> bool:
-        """As :meth:`begin`, for batches that one call copies, all of their blocks. Pair with :meth:`came_in`."""
+    def begin_copy(self, copy: CoalescedCopy) -> bool:
+        """As :meth:`begin`, for batches that one call copies, all of their blocks. Pair with :meth:`end_copy`."""
         direction, arrivals = copy.direction, self._arrivals
         with self._condition:
             if (arrivals.fenced or arrivals.failures) if direction == LOAD else self.saves_cancelled:
                 return False
-            self._in_flight.set_out(copy)
+            self._in_flight.begin_copy(copy)
             self._condition.notify_all()
             return True
 
-    def came_in(self, copy: CoalescedCopy, copied: int) -> None:
+    def end_copy(self, copy: CoalescedCopy, copied: int) -> None:
         """The first `copied` batches are copied; the others were not begun."""
         with self._condition:
-            self._in_flight.come_in(copy)
+            self._in_flight.end_copy(copy)
             if copy.direction == LOAD:
                 for batch in copy.batches[:copied]:
                     self._arrivals.end(batch, "", None)

@@ -85,7 +85,7 @@ class NixlPlane(DataPlane):
             mine = agent.get_xfer_descs([(self._window.address + local, nbytes, 0)], "DRAM")
             theirs = agent.get_xfer_descs([(self._remote + remote, nbytes, 0)], "DRAM")
             handle = agent.initialize_xfer("READ", mine, theirs, self._peer)
-            return _Read(agent, handle, agent.transfer(handle))
+            return _NixlRead(agent, handle, agent.transfer(handle))
         except Exception as error:  # noqa: BLE001
             raise LinkFailed(f"NIXL refuses to read: {describe(error)}") from None
 
@@ -109,7 +109,7 @@ def _imported() -> Any:
         raise Unusable(f"NIXL cannot be imported ({error}): pip install nixl on both sides") from error
 
 
-class _Read(PlaneRead):
+class _NixlRead(PlaneRead):
     def __init__(self, agent: Any, handle: Any, state: str) -> None:
         self._agent, self._handle, self._state = agent, handle, state
 

@@ -77,7 +77,7 @@ class Lending:
         self._lent_bytes = 0
         self.lent_objects = self.refused_objects = self.expired_leases = 0
         self.exporting = Exporting(
-            settings(), arena, changed=self._welcome_all, quiet=self._quiet, lost=self._exporter_lost
+            settings(), arena, changed=self._welcome_all, withdrawn=self._withdrawn, lost=self._exporter_lost
         )
 
     @property
@@ -156,7 +156,7 @@ class Lending:
         for reader in list(self.readers.values()):
             self.lose(reader, "shutdown")
         for number in list(self._ending):
-            self._quiet(number)
+            self._withdrawn(number)
 
     def counts(self) -> dict[str, int]:
         """By the names of :class:`layerflow.observe.metrics.peers.PeerStatistics`."""
@@ -299,9 +299,9 @@ class Lending:
             return
         self._ending[lease.number] = lease
         if not self.exporting.send(Withdraw(lease.number)) and not self.exporting.alive:
-            self._quiet(lease.number)
+            self._withdrawn(lease.number)
 
-    def _quiet(self, number: int) -> None:
+    def _withdrawn(self, number: int) -> None:
         """Nothing of it is read any more."""
         lease = self._ending.pop(number, None)
         if lease is not None:
@@ -314,7 +314,7 @@ class Lending:
             for lease in list(reader.leases.values()):
                 self._end(lease)
         for number in list(self._ending):
-            self._quiet(number)
+            self._withdrawn(number)
 
     def _extend(self, message: Extend) -> None:
         self.exporting.send(message)
