@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
 
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.keys import DIGEST_BYTES
@@ -19,23 +18,7 @@ ENDS = (HandoffStatus.COMPLETE, HandoffStatus.FAILED, HandoffStatus.REVOKED, Han
 ALIGNED = "this server keeps no partial chunk, and the prompt has no full one"
 
 
-class Opening(Protocol):
-    """What OpenHandoff and PeerOpenHandoff say."""
-
-    @property
-    def handoff(self) -> str: ...
-    @property
-    def root(self) -> bytes: ...
-    @property
-    def digests(self) -> bytes: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def tail(self) -> bytes: ...
-    @property
-    def lease_ms(self) -> int: ...
-    @property
-    def timeout_ms(self) -> int: ...
+Opening = wire.OpenHandoff | wire.PeerOpenHandoff
 
 
 def open_handoff(context: ServerContext, session: ClientSession, message: wire.OpenHandoff) -> None:

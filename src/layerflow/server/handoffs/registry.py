@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import structlog
 
 from layerflow.pool.base import NewObject, Owner, Pool
+from layerflow.server.handoffs.contents import take
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatistics, HandoffStatus, Told
-from layerflow.server.handoffs.room import take
 from layerflow.spec import ModelSpec
 
 ENDED_GRACE_S = 0.5

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from layerflow.http_server import GuestServer, listen, url_of
+from layerflow.http_server import UvicornServer, listen, url_of
 
 _BACKLOG = 64
 
@@ -63,14 +63,14 @@ async def serve_http(
     advice = "give server.http_port another port (0 = any free one, -1 = no HTTP) or correct server.http_host"
     listener = listen(host, port, _BACKLOG, advice)
     with contextlib.closing(listener):
-        server = GuestServer(make_app(status, metrics, health), _BACKLOG, lambda: started(url_of(listener)))
+        server = UvicornServer(make_app(status, metrics, health), _BACKLOG, lambda: started(url_of(listener)))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_stop_on, shutdown, server)
             await server.serve_on(listener)
             tasks.cancel_scope.cancel()
 
 
-async def _stop_on(shutdown: anyio.Event, server: GuestServer) -> None:
+async def _stop_on(shutdown: anyio.Event, server: UvicornServer) -> None:
     await shutdown.wait()
     server.should_exit = True
 

@@ -22,7 +22,7 @@ from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport, requests_of
 from layerflow.connectors.vllm.plan.verdicts import Verdict
 from layerflow.connectors.vllm.worker.deferred import Deferred
-from layerflow.connectors.vllm.worker.failures import LoadFailures, all_failed
+from layerflow.connectors.vllm.worker.failures import FailedLoads, all_failed
 from layerflow.connectors.vllm.worker.figures import StepCounters
 from layerflow.connectors.vllm.worker.order import LoadOrder
 from layerflow.connectors.vllm.worker.stats import TransferStats
@@ -84,7 +84,7 @@ class WorkerSide:
         self._outdated: set[str] = set()
         self._cut: set[str] = set()  # their requests are over
         self._leaving: set[str] = set()
-        self._failures = LoadFailures(several_groups=several_groups)
+        self._failures = FailedLoads(several_groups=several_groups)
         self._ran: set[int] = set()
         self._held: dict[int, Step] = {}
         self._met = False
