@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,6 +26,13 @@ from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 START_LINE = "layerflow listening on"
 STOP_TIMEOUT_S = 15.0
 WARM_TIMEOUT_S = 60.0
+Percentiles = dict[Literal["p50", "p99"], float]
+
+
+def percentiles(nanoseconds: Sequence[int]) -> Percentiles:
+    """Median and 99th percentile, microseconds."""
+    p50, p99 = np.percentile(nanoseconds, (50, 99)) / 1e3
+    return {"p50": round(float(p50), 2), "p99": round(float(p99), 2)}
 
 
 class ServerProcess:
@@ -186,7 +194,7 @@ class Worker:
         """A prompt that nobody has seen, one token longer than what is saved where a hit cannot be shortened by one."""
         return self.agent.chain(self._random.integers(0, 1 << 30, self.tokens + (self.spec.alignment > 1)))
 
-    def table(self, place: int = 0) -> tuple[np.ndarray, ...]:
+    def table(self, place: int) -> tuple[np.ndarray, ...]:
         """Block ids of request slot `place`, scattered as after long use; by group."""
         tables = []
         for group, kept in zip(self.spec.groups, self._kept, strict=True):
@@ -203,14 +211,14 @@ class Worker:
             for block in group.rules.keep(min(chunk, self.tokens - start))
         ]
 
-    def saving(self, chain: Chain, place: int = 0) -> StepRequest:
+    def saving(self, chain: Chain) -> StepRequest:
         """A request whose whole prompt is computed and saved."""
-        return StepRequest(f"save-{next(self._names)}", chain, self.table(place), save=(0, self.tokens), tail=True)
+        return StepRequest(f"save-{next(self._names)}", chain, self.table(0), save=(0, self.tokens), tail=True)
 
-    def loading(self, chain: Chain, hit: Hit, place: int = 1) -> StepRequest:
+    def loading(self, chain: Chain, hit: Hit) -> StepRequest:
         """A request that loads its whole hit."""
         name = f"load-{next(self._names)}"
-        return StepRequest(name, chain, self.table(place), load=(0, hit.tokens), hit=hit)
+        return StepRequest(name, chain, self.table(1), load=(0, hit.tokens), hit=hit)
 
     def store(self, chain: Chain) -> None:
         """Save a prompt and wait until it is published.
