@@ -1,4 +1,4 @@
-"""What decoders ask of ``/v1/metaserver`` is lost on its way, or the answer is: the client has its answer all the same."""
+"""What decoders ask of ``/v1/metaserver`` is lost on its way, or the answer: the client has its answer all the same."""
 
 from contextlib import asynccontextmanager
 
