@@ -58,6 +58,7 @@ def first_difference(mine: ModelSpec, theirs: ModelSpec) -> str:
 
     :param mine: of the engine that reads. :param theirs: of the one that stores.
     """
+    mine, theirs = mine.own, theirs.own
     facts = [
         ("chunk_tokens", mine.chunk_tokens, theirs.chunk_tokens),
         ("quantization", mine.quantization, theirs.quantization),
