@@ -19,6 +19,7 @@ from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.system.memfd import SharedMemory
+from layerflow_cli.device_versions import examine_versions
 
 BLOCKS, TOKENS, ROW = 256, 16, 1024
 PATIENCE_S = 10.0
@@ -27,10 +28,11 @@ SPEC = ModelSpec("doctor", "doctor", (GroupSpec("full", TOKENS, (0,), PLANES),),
 
 
 def examine_device(name: str) -> Iterator[Finding]:
-    """Every check; the first that fails ends them.
+    """Every check; the first that fails ends them, but for the versions, which are told whatever fails.
 
     :param name: e.g. ``"cuda"`` or ``"npu:1"``.
     """
+    yield from examine_versions(name.partition(":")[0])
     try:
         device = device_for(name)
     except LayerflowError as error:
@@ -58,8 +60,7 @@ def examine_device(name: str) -> Iterator[Finding]:
 def _found(device: Device, name: str) -> Finding:
     emulated = is_emulated(name)
     count = device.capabilities().count
-    runtime = {"cuda": torch.version.cuda, "npu": "CANN", "cpu": "none"}[device.kind]
-    found = f"{name}: {count} visible, torch {torch.__version__}, runtime {runtime}"
+    found = f"{name}: {count} visible, torch {torch.__version__}"
     if emulated:
         return warning("device", f"{found}; CANN emulated", "what follows says nothing of a real NPU")
     return ok("device", found)

@@ -7,7 +7,7 @@ data; nothing here says anything about a real NPU. ``tests/npu/run.sh`` sets tha
 from __future__ import annotations
 
 import ctypes
-import importlib
+import importlib.metadata
 import os
 import threading
 from collections.abc import Iterator
@@ -253,10 +253,14 @@ def test_batches_go_by_the_streams_that_torch_has_and_wait_for_an_engine_on_its_
 
 def test_the_doctor_copies_blocks_there_and_back_and_compares_them() -> None:
     findings = {finding.check: finding for finding in examine_device(str(DEVICE))}
-    assert set(findings) == {"device", "pinning", "streams and events", "copies"}
+    assert list(findings) == ["driver", "runtime", "device", "pinning", "streams and events", "copies"]
     assert {findings[check].state.value for check in ("pinning", "streams and events", "copies")} == {"ok"}, findings
     if EMULATED_NPU:
         assert "CANN emulated" in findings["device"].found
+        assert "V100R001C23SPC005B219" in findings["driver"].found
+        assert "CANN emulated" in findings["driver"].found
+        assert f"torch_npu {importlib.metadata.version('torch_npu')}" in findings["runtime"].found
+        assert "acl runtime 1.0.0" in findings["runtime"].found
         assert "2 calls for 2 batches" in findings["copies"].found
 
 
