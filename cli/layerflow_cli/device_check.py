@@ -115,7 +115,7 @@ def _copies(device: Device, name: str, arena: SharedMemory) -> Finding:
     )
     if wrong:
         return problem("copies", f"{wrong} of {2 * BLOCKS} blocks came back with other bytes", "do not use this device")
-    batches, calls, single, _ = (now - then for now, then in zip(device.copies.counts, before, strict=True))
+    batches, calls, single, *_ = (now - then for now, then in zip(device.copies.counts, before, strict=True))
     if single:
         return warning(
             "copies",
