@@ -254,7 +254,7 @@ def test_batches_go_by_the_streams_that_torch_has_and_wait_for_an_engine_on_its_
 
 def test_the_doctor_copies_blocks_there_and_back_and_compares_them() -> None:
     findings = {finding.check: finding for finding in examine_device(str(DEVICE))}
-    assert list(findings) == ["driver", "runtime", "device", "pinning", "streams and events", "copies"]
+    assert list(findings) == ["driver", "runtime", "device", "pinning", "streams and events", "copies", "staged copies"]
     assert {findings[check].state.value for check in ("pinning", "streams and events", "copies")} == {"ok"}, findings
     if EMULATED_NPU:
         assert "CANN emulated" in findings["device"].found
@@ -263,6 +263,9 @@ def test_the_doctor_copies_blocks_there_and_back_and_compares_them() -> None:
         assert f"torch_npu {importlib.metadata.version('torch_npu')}" in findings["runtime"].found
         assert "acl runtime 1.0.0" in findings["runtime"].found
         assert "2 calls for 2 batches" in findings["copies"].found
+        assert "no kernel computes" in findings["staged copies"].found
+    else:
+        assert findings["staged copies"].state.value == "ok"
 
 
 def test_the_measurement_makes_one_call_for_each_batch() -> None:

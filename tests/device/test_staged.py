@@ -17,6 +17,7 @@ from device.streaming import PATIENCE_S, Engine
 from layerflow import EmbeddedServer, Settings
 from layerflow.device.base import CopyCounts
 from layerflow.errors import Unsupported
+from layerflow.findings import Severity
 from layerflow.objects import object_bytes
 from layerflow.ops import staged
 from layerflow.ops.copier import copier_for
@@ -26,6 +27,7 @@ from layerflow.ops.staged import BELOW_BYTES, BELOW_BYTES_SINGLE, INDEX_SLOTS, M
 from layerflow.ops.streamed import StreamCopier
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.system.memfd import SharedMemory
+from layerflow_cli import device_check
 
 BLOCKS, SIZE, WIDTH, PER_OBJECT = 128, 4, 128, 16
 BLOCK = SIZE * WIDTH  # bytes of one plane
@@ -203,16 +205,29 @@ def test_the_buffer_is_used_again_in_the_streams_order(
 
 def test_a_list_of_blocks_is_overwritten_only_once_the_device_has_it(bench: Bench) -> None:
     """More block tables than are remembered, on a device that has done nothing yet."""
-    bench.copier.way = "staged"
-    tables = [bench.extents(seed) for seed in range(2 * INDEX_SLOTS + 1)]
-    original = bench.memory.clone()
-    for extents in tables:
-        bench.copier.save(extents)
+    bench.arena.array[:] = filled(bench.arena.nbytes, 3)
+    seen: list[bool] = []
+    for seed in range(2 * INDEX_SLOTS + 1):
+        extents = bench.extents(seed)
         bench.copier.load(extents)
+        stream = bench.machine.calls[-1].stream
+        stream.put(lambda extents=extents: seen.append(bench.bytes_of(extents) == bench.stored(extents)))
     bench.machine.run()
-    torch.testing.assert_close(bench.memory, original, rtol=0, atol=0)
-    assert bench.stored(tables[-1]) == bench.bytes_of(tables[-1])
+    assert seen == [True] * (2 * INDEX_SLOTS + 1)
     assert len(bench.copier._staging._slots) == INDEX_SLOTS
+
+
+def test_the_list_that_was_not_used_for_longest_is_forgotten(bench: Bench) -> None:
+    def sent(seed: int) -> bool:
+        """Loads that table; was its list sent with it?"""
+        bench.copier.load(bench.extents(seed))
+        bench.machine.run()
+        return bench.machine.calls[-1].ranges == OBJECTS + 1
+
+    assert all(sent(seed) for seed in range(INDEX_SLOTS))
+    assert not sent(0)
+    assert sent(INDEX_SLOTS)
+    assert not sent(0) and sent(1)
 
 
 def test_a_call_that_fails_leaves_no_list_behind_that_was_never_sent(bench: Bench) -> None:
@@ -402,3 +417,21 @@ def test_the_servers_setting_is_the_workers_way(monkeypatch: pytest.MonkeyPatch,
     counts = device.copies.counts
     assert counts.staged == (counts.batches if way == "staged" else 0) and counts.batches > 0
     assert bool(kernels) is (way == "staged")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_doctor_tries_both_ways(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    machine = Machine()
+    monkeypatch.setattr(device_check, "device_for", lambda _: machine.accelerator())
+    kernels: list[object] = []
+    if broken:
+        monkeypatch.setattr(staged, "copy_rows", lambda *_: None)
+    enqueue_kernels(machine, monkeypatch, kernels)
+    with machine.running():
+        findings = {finding.check: finding for finding in device_check.examine_device("cpu")}
+    assert {"copies", "staged copies"} <= set(findings)
+    assert findings["copies"].state is Severity.OK and "2 calls for 2 batches" in findings["copies"].found
+    told = findings["staged copies"]
+    assert kernels and told.state is (Severity.PROBLEM if broken else Severity.OK), told
+    assert not broken or "transfer.copy_way" in told.advice
+    assert machine.registered == {}
