@@ -191,8 +191,8 @@ def test_bytes_that_move_beside_a_capture_do_not_disturb_it(machine: Machine, se
             engine.save("one")
             request = engine.request("two")
             zeroing = engine.stream.put(held=True)  # the engine's: loads wait for it
+            machine.capturing = True
             with machine.stream(engine.stream), engine.agent.open_step([request]) as step:
-                machine.capturing = True
                 zeroing.held = False
                 for layer in range(LAYERS):
                     assert step.wait_layer(layer)
