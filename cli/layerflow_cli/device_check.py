@@ -19,6 +19,7 @@ from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.system.memfd import SharedMemory
+from layerflow_cli.device_versions import examine_versions
 
 BLOCKS, TOKENS, ROW = 256, 16, 1024
 PATIENCE_S = 10.0
@@ -27,10 +28,11 @@ SPEC = ModelSpec("doctor", "doctor", (GroupSpec("full", TOKENS, (0,), PLANES),),
 
 
 def examine_device(name: str) -> Iterator[Finding]:
-    """Every check; the first that fails ends them.
+    """Every check; the first that fails ends them, but for the versions, which are told whatever fails.
 
     :param name: e.g. ``"cuda"`` or ``"npu:1"``.
     """
+    yield from examine_versions(name.partition(":")[0])
     try:
         device = device_for(name)
     except LayerflowError as error:
@@ -43,7 +45,9 @@ def examine_device(name: str) -> Iterator[Finding]:
         pinned_as = _pinning(device, arena)
         pinned = pinned_as.state.value == "ok" and device.kind != "cpu"
         yield pinned_as
-        for check, examine in (("streams and events", _events), ("copies", _copies)):
+        for check, examine in (("streams and events", _events), ("copies", _copies), ("staged copies", _staged_copies)):
+            if device.kind == "cpu" and examine is _staged_copies:
+                continue  # it has one way
             try:
                 yield examine(device, name, arena)
             except Exception as error:  # noqa: BLE001 - whatever a driver raises is what the check has found
@@ -58,8 +62,7 @@ def examine_device(name: str) -> Iterator[Finding]:
 def _found(device: Device, name: str) -> Finding:
     emulated = is_emulated(name)
     count = device.capabilities().count
-    runtime = {"cuda": torch.version.cuda, "npu": "CANN", "cpu": "none"}[device.kind]
-    found = f"{name}: {count} visible, torch {torch.__version__}, runtime {runtime}"
+    found = f"{name}: {count} visible, torch {torch.__version__}"
     if emulated:
         return warning("device", f"{found}; CANN emulated", "what follows says nothing of a real NPU")
     return ok("device", found)
@@ -91,8 +94,20 @@ def _events(device: Device, name: str, arena: SharedMemory) -> Finding:
 
 
 def _copies(device: Device, name: str, arena: SharedMemory) -> Finding:
+    """Each block as a range."""
+    return _there_and_back(device, name, arena, "copies", "ranges")
+
+
+def _staged_copies(device: Device, name: str, arena: SharedMemory) -> Finding:
+    """By way of a buffer on the device."""
+    if is_emulated(name):
+        return warning("staged copies", "not tried: under an emulated CANN no kernel computes", "try it on a real NPU")
+    return _there_and_back(device, name, arena, "staged copies", "staged")
+
+
+def _there_and_back(device: Device, name: str, arena: SharedMemory, check: str, way: str) -> Finding:
     """Blocks go from the device to the arena and back into other blocks, and must be equal then."""
-    expected = np.random.default_rng(0).integers(0, 256, (2, BLOCKS, TOKENS, ROW), dtype=np.uint8)
+    expected = np.random.default_rng(len(way)).integers(0, 256, (2, BLOCKS, TOKENS, ROW), dtype=np.uint8)
     planes = {plane: torch.empty((2 * BLOCKS, TOKENS, ROW), dtype=torch.uint8, device=name) for plane in ("k", "v")}
     memory = PagedMemory(SPEC, {0: planes})
     here, there = np.split(np.random.default_rng(1).permutation(2 * BLOCKS).astype(np.int64), 2)
@@ -101,28 +116,33 @@ def _copies(device: Device, name: str, arena: SharedMemory) -> Finding:
         whole[here] = rows
         planes[plane].copy_(torch.from_numpy(whole))
     copier = copier_for(memory, arena, device)
+    copier.way = way
     before = device.copies.counts
     for table, move in ((here, copier.save), (there, copier.load)):
         zeros = np.zeros(BLOCKS, np.int64)
         blocks = BlockList(memory, 0, arena.nbytes, table, zeros, zeros + BLOCKS, np.arange(BLOCKS))
         event = move(blocks.extents(0, 0, BLOCKS), device.record())
         if event is not None and not _done(event.query):
-            return problem("copies", f"a copy was not done after {PATIENCE_S:.0f} s", "is the device busy?")
+            return problem(check, f"a copy was not done after {PATIENCE_S:.0f} s", "is the device busy?")
+    copier.close()
     wrong = sum(
         int((planes[plane].cpu().numpy()[there] != rows).any((1, 2)).sum())
         for plane, rows in zip("kv", expected, strict=True)
     )
     if wrong:
-        return problem("copies", f"{wrong} of {2 * BLOCKS} blocks came back with other bytes", "do not use this device")
-    batches, calls, single, _ = (now - then for now, then in zip(device.copies.counts, before, strict=True))
+        advice = "do not use this device" if way == "ranges" else 'set transfer.copy_way = "ranges"'
+        return problem(check, f"{wrong} of {2 * BLOCKS} blocks came back with other bytes", advice)
+    batches, calls, single, _, staged = (now - then for now, then in zip(device.copies.counts, before, strict=True))
+    if way == "staged" and staged < batches:
+        return warning(check, "no batch went by way of the buffer", "see the log: is the device's memory full?")
     if single:
         return warning(
-            "copies",
+            check,
             f"{2 * BLOCKS} blocks came back equal; each range was a copy of its own ({single})",
             "pin the arena, and update the driver: cuda 12.8 or newer, CANN with aclrtMemcpyBatchAsync",
         )
     said = f"; {calls} calls for {batches} batches" if batches else ""
-    return ok("copies", f"{2 * BLOCKS} blocks went to the arena and came back equal{said}")
+    return ok(check, f"{2 * BLOCKS} blocks went to the arena and came back equal{said}")
 
 
 def _arena_bytes() -> int:

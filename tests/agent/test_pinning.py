@@ -15,8 +15,11 @@ from device.streaming import BLOCKS, LAYERS, PATIENCE_S, SIZE, SPEC, WIDTH, Engi
 from e2e.known import eventually
 
 from layerflow import Agent, EmbeddedServer, Settings
+from layerflow.agent import dispatcher
 from layerflow.agent.connection import mapping
 from layerflow.device.captures import CaptureGate
+from layerflow.ops.bounced import SLOT_BYTES, SLOTS
+from layerflow.ops.staged import INDEX_ROWS, INDEX_SLOTS
 
 PIECE = 64 << 10
 MIB = 1 << 20
@@ -25,8 +28,8 @@ ROWS = (BLOCKS, SIZE, WIDTH)
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Pins nothing but the two bounce buffers until it is let."""
-    machine = Machine(pins=threading.Semaphore(2))
+    """Pins nothing but what the two copiers have for themselves until it is let."""
+    machine = Machine(pins=threading.Semaphore(4))
     device = machine.accelerator()
     monkeypatch.setattr("layerflow.agent.agent.device_for", lambda _: device)
     monkeypatch.setattr(mapping.Pinning.__init__, "__defaults__", (PIECE,))
@@ -123,7 +126,7 @@ def test_a_worker_of_an_arena_of_64_gib_attaches_before_any_of_it_is_pinned(mach
 
 
 def test_a_limit_on_pinned_memory_leaves_the_rest_to_the_buffer(machine: Machine, server: EmbeddedServer) -> None:
-    buffers = 2 * 4 * (8 << 20)
+    buffers = 2 * (SLOTS * SLOT_BYTES + INDEX_SLOTS * INDEX_ROWS * 8)
     machine.lockable = buffers + 2 * PIECE
     let(machine)
     with structlog.testing.capture_logs() as logs:
@@ -162,16 +165,47 @@ def test_nothing_is_attached_pinned_or_made_during_a_capture(machine: Machine, t
 
         with EmbeddedServer(Settings(pool={"size": "8MiB"}), endpoint) as _, pytest.MonkeyPatch.context() as patch:
             patch.setattr(link._listener, "may_attach", asks)
+            tried: list[bool] = []
+            make = dispatcher.ArenaAccess
+            patch.setattr(dispatcher, "ArenaAccess", lambda *made: tried.append(machine.capturing) or make(*made))
             for _ in range(3):
                 assert asked.acquire(timeout=PATIENCE_S)
             assert not agent.attached and machine.registered == {}
-            assert not {"register", "stream"} & set(machine.during)
+            assert not {"register", "stream", "event", "synchronize"} & set(machine.during)
+            assert len(tried) <= 1, "but for an attempt that the capture has overtaken, no server is even asked"
             capture.close()
             machine.capturing = False
             assert agent.wait_attached(PATIENCE_S)
             assert agent.wait_warm(PATIENCE_S)
             agent.close()
     assert machine.invalidated == []
+
+
+def test_bytes_that_move_beside_a_capture_do_not_disturb_it(machine: Machine, server: EmbeddedServer) -> None:
+    """Lanes, link and poller go on with steps that were opened before; each thread of them has left captures."""
+    let(machine)
+    engine = Engine(machine, server)
+    try:
+        assert engine.agent.wait_warm(PATIENCE_S)
+        with machine.running():
+            engine.save("one")
+            request = engine.request("two")
+            zeroing = engine.stream.put(held=True)  # the engine's: loads wait for it
+            machine.capturing = True
+            with machine.stream(engine.stream), engine.agent.open_step([request]) as step:
+                zeroing.held = False
+                for layer in range(LAYERS):
+                    assert step.wait_layer(layer)
+                    engine.attend(layer)
+            engine.assert_saw_all()
+            assert engine.agent.wait_idle("two", PATIENCE_S)
+            machine.capturing = False
+        beside = [call for call in machine.invalidated if not call.endswith(threading.current_thread().name)]
+        assert {"event", "record", "query"} <= set(machine.during) and beside == []
+    finally:
+        machine.capturing = False
+        with machine.running():
+            engine.agent.close()
 
 
 def test_pinning_pauses_for_a_capture(machine: Machine, server: EmbeddedServer) -> None:

@@ -74,6 +74,7 @@ class Event:
         self.work: Work | None = None
 
     def record(self, stream: Stream) -> None:
+        self.machine.called("record")
         self.stream, self.work = stream, stream.put()
 
     def elapsed_time(self, end: Event) -> float:
@@ -165,6 +166,7 @@ class Machine:
             return next(self._handed_out)
 
     def Event(self, enable_timing: bool = False) -> Event:
+        self.called("event")
         return Event(self, enable_timing)
 
     def current_stream(self, device: object = None) -> Stream:

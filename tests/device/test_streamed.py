@@ -202,6 +202,23 @@ def test_nothing_of_ours_invalidates_a_graph_that_is_captured(arena: SharedMemor
     assert machine.invalidated == ["register by MainThread"], "the test would notice"
 
 
+@pytest.mark.parametrize("call", ["stream", "on", "pin"])
+def test_each_call_leaves_captures_by_itself(arena: SharedMemory, call: str) -> None:
+    """Whichever is a thread's first."""
+    machine = Machine()
+    device, stream = machine.accelerator(), machine.Stream()
+    calls = {
+        "stream": device.stream,
+        "on": lambda: device.on(stream).__enter__(),
+        "pin": lambda: device.pin(arena.address, arena.nbytes),
+    }
+    machine.capturing = True
+    thread = threading.Thread(target=lambda: (calls[call](), machine.called("next")), name="lane")
+    thread.start()
+    thread.join()
+    assert machine.during[-1] == "next" and machine.invalidated == []
+
+
 class Library:
     """A runtime's library that notes what it is called with."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -286,9 +287,15 @@ def layerflow_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("layerflow"))
 
 
-def shared_memory() -> set[str]:
-    """Everything in /dev/shm."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
+def shared_memory(pid: int) -> set[Path]:
+    """What a running process has open or mapped of /dev/shm; other processes of the machine make theirs there, too."""
+    process = Path("/proc") / str(pid)
+    mapped = {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+    opened = set()
+    for fd in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            opened.add(str(fd.readlink()))
+    return {Path(name) for name in mapped | opened if name.startswith("/dev/shm/")}
 
 
 def step_of(opened: Any) -> Step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +22,7 @@ LAYERS = 8
 def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., ServerProcess], rounds: int) -> None:
     server = serve(**SLOW_LINK)
     random = np.random.default_rng(5)
-    before_shm = shared_memory()
+    shared: set[Path] = set()
     noticed_ms: list[float] = []
     failed_in_flight = wrong = changed = 0
     with KnownWorker(server.endpoint, small_spec(LAYERS, row=32)) as worker:
@@ -35,6 +36,7 @@ def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., S
             assert run.hit.tokens == PROMPT - 1
             ends: list[float] = []
             step = step_of(worker.agent.open_step([run.request()], STEP_TIMEOUT_S))
+            shared |= shared_memory(server.process.pid)
             killer.go()
             for layer in range(LAYERS):
                 outcome = step.wait_layer(layer)
@@ -80,4 +82,4 @@ def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., S
     assert wrong == 0
     assert changed == 0, "a block was written after its load was reported failed"
     assert failed_in_flight, "no kill hit a step: the test has tested nothing"
-    assert shared_memory() == before_shm
+    assert not [path for path in shared if path.exists()]

@@ -9,6 +9,8 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow import Flow
 from layerflow.flow.commands import Cancel, Command, Commit, LoadFailed, LoadsDone, Release, Revoke, StepDone, Submit
 from layerflow.flow.events import (
+    BatchDone,
+    BatchFailed,
     Direction,
     Event,
     FailedRange,
@@ -16,6 +18,7 @@ from layerflow.flow.events import (
     LayerShape,
     LoadsFenced,
     LoadsMoved,
+    Need,
     Part,
     RequestAborted,
     SessionLost,
@@ -24,6 +27,7 @@ from layerflow.flow.events import (
     StepOpened,
     Tick,
 )
+from layerflow.flow.host_events import FetchOpened, Item
 from layerflow.flow.limits import Limits
 
 PARTS = (Part("a", 0, 3), Part("b", 0, 4))
@@ -46,8 +50,6 @@ class Planned:
 
     def save(self, out: list[Command]) -> list[Command]:
         """All that was granted of the saves is computed and stored."""
-        from layerflow.flow.events import BatchDone
-
         said = self.send(LayersComputed(0, 1, 2))
         for batch in submits(out, Direction.SAVE):
             said += self.send(BatchDone(0, batch.batch))
@@ -143,3 +145,26 @@ def test_an_end_of_loads_that_are_the_cores_to_grant():
     world.send(StepOpened(0, 2, 200.0, 300.0, PARTS))
     with pytest.raises(InvalidTransition, match="not planned"):
         world.send(LoadsMoved(0, 2, 0))
+
+
+def test_what_is_yet_to_be_fetched_cannot_be_planned():
+    flow = Flow(Limits())
+    flow.handle(SessionOpened(0, (LayerShape(0, 10),) * 2), 100.0)
+    flow.handle(FetchOpened(1, "e", (0, 1), (Item(10, 3),)), 100.0)
+    part = Part("a", 0, 3, (Need(1, 0, 0, 3),))
+    with pytest.raises(InvalidTransition, match="yet to be fetched"):
+        flow.handle(StepOpened(0, 1, 200.0, 300.0, (part,), (), planned=True), 100.0)
+    flow.validate()
+    assert flow.statistics().steps == 0
+
+
+@pytest.mark.parametrize("report", [BatchDone(0, 1), BatchFailed(0, 1, "checksum")])
+def test_no_report_of_a_batch_ends_them(report: Event):
+    """The core counts them as a batch in flight, whose number it has told nobody."""
+    world = Planned()
+    with pytest.raises(InvalidTransition, match="moves by itself"):
+        world.send(report)
+    world.flow.validate()
+    assert not of(world.send(StepClosed(0, 1, True)), StepDone)
+    assert of(world.send(LoadsMoved(0, 1, NBYTES)), StepDone)
+    assert world.flow.statistics().late_reports == 0

@@ -155,10 +155,11 @@ def device(
     moved_mib: Annotated[
         int, typer.Option(min=0, metavar="MIB", help="Moved each way; 0 = 1024 on a device, 64 on the cpu.")
     ] = 0,
+    way: Annotated[Literal["auto", "ranges", "staged"], typer.Option(help="As transfer.copy_way.")] = "auto",
     options: Options = None,
     json_file: JsonFile = None,
 ) -> None:
-    _run("device", {"device": on, "moved_mib": moved_mib}, options or [], json_file)
+    _run("device", {"device": on, "moved_mib": moved_mib, "way": way}, options or [], json_file)
 
 
 def _add(name: str) -> None:

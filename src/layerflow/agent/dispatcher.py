@@ -309,4 +309,6 @@ class Dispatcher:
     def _set_terms(self, terms: Terms) -> None:
         self.terms = terms
         self.lanes.set_terms(terms, self._memory.spec.shard)
+        if self.access is not None:
+            self.access.set_way(terms.copy_way)
         self.planned.link = self.lanes.links[LOAD]

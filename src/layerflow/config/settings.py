@@ -234,6 +234,12 @@ class TransferSettings(Section):
         ge=0,
         le=1_000_000,
     )
+    copy_way: Literal["auto", "ranges", "staged"] = setting(
+        "auto",
+        "How scattered blocks move to and from a device: each as a range of one call, or in few large copies by way of "
+        "a buffer on the device; auto: the latter where blocks are small.",
+        live=True,
+    )
     step_timeout_ms: Whole = setting(
         5000,
         "A step's loads that are not in place after so long have failed and are recomputed.",

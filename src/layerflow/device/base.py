@@ -44,12 +44,15 @@ class CopyCounts(NamedTuple):
     :param single: copies of one range each, where the driver could not copy a batch in one call.
     :param bounced: batches that went through a pinned buffer, because their part of the arena is not pinned (yet);
         one that is larger than the buffer's slots is several calls.
+    :param staged: batches that went by way of a contiguous buffer on the device. Their lists of blocks are calls too,
+        once for each block table.
     """
 
     batches: int = 0
     calls: int = 0
     single: int = 0
     bounced: int = 0
+    staged: int = 0
 
 
 class CopyCounter:
@@ -59,10 +62,10 @@ class CopyCounter:
         self._counts = CopyCounts()
         self._lock = threading.Lock()
 
-    def add(self, batches: int = 0, calls: int = 0, single: int = 0, bounced: int = 0) -> None:
+    def add(self, batches: int = 0, calls: int = 0, single: int = 0, bounced: int = 0, staged: int = 0) -> None:
         """Count some more."""
         with self._lock:
-            more = (batches, calls, single, bounced)
+            more = (batches, calls, single, bounced, staged)
             self._counts = CopyCounts(*(count + new for count, new in zip(self._counts, more, strict=True)))
 
     @property

@@ -82,7 +82,14 @@ class PinnedPart(Protocol):
 
 
 class Copier(Protocol):
-    """Moves batches for one lane; not shared between threads. Destination and source never overlap."""
+    """Moves batches for one lane; not shared between threads. Destination and source never overlap.
+
+    :ivar way: how a device moves scattered blocks, from the next batch on: ``"ranges"``: each is a range of one call;
+        ``"staged"``: by way of a contiguous buffer on the device, see :mod:`layerflow.ops.staged`; ``"auto"``. The cpu
+        has one way.
+    """
+
+    way: str
 
     def load(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent | None:
         """Copy from the arena to engine memory.

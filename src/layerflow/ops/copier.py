@@ -81,6 +81,7 @@ class CpuCopier:
     """
 
     def __init__(self, arena: MappedArena, native: bool = copy_native is not None) -> None:
+        self.way = "auto"
         self._array = arena.array  # a view: it keeps the mapping when the arena is closed first
         self._base = arena.address
         self._copy = copy_native if native and copy_native is not None else copy_fallback

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,8 @@ from layerflow.ops.base import MappedArena, PinnedPart
 from layerflow.ops.bounced import BounceBuffer, CopyCall, within_pieces
 from layerflow.ops.extents import Extents
 from layerflow.ops.paged import Int64, PagedMemory
+from layerflow.ops.staged import Fill, Staging
+from layerflow.ops.views import ByteViews
 
 log = structlog.get_logger("layerflow.ops")
 
@@ -37,12 +38,14 @@ class StreamCopier:
     The addresses were checked against both memories when the step was planned
     (:class:`layerflow.ops.extents.BlockList`); the registered tensors are kept alive by :class:`PagedMemory`.
 
+    Many small extents go by way of a buffer on the device instead, as few copies; see :mod:`layerflow.ops.staged`.
     A batch of a part of the arena that is not pinned (yet) passes through a pinned buffer. Where the driver has no such
-    call, or pins nothing, each extent is a copy of byte views of its own; those copies are counted
-    (:attr:`Accelerator.copies`).
+    call, or pins nothing, each extent is a copy of byte views of its own, and counted (:attr:`Accelerator.copies`).
 
-    :param copy: the host's copies, for that buffer.
+    :param copy: the host's copies, for the pinned buffer.
     :param pinned: see :func:`layerflow.ops.copier.copier_for`.
+
+    :ivar way: see :class:`layerflow.ops.base.Copier`.
     """
 
     def __init__(
@@ -56,14 +59,18 @@ class StreamCopier:
         self._device = device
         self._stream = device.stream()
         self._memory = memory
-        self._regions = memory.regions()
-        self._starts = [region.address for region in self._regions]
-        self._arena = torch.from_numpy(arena.array)
+        regions = memory.regions()
+        self._engine_views = ByteViews(region.bytes for region in regions)
+        self._arena_views = ByteViews((torch.from_numpy(arena.array),))
         self._base = arena.address
         self._in_one_call = device.native is not None
         whole = device.is_pinned(arena.address)
         self._pinned = pinned or _Whole(arena.nbytes, arena.nbytes if whole else 0)
         self._bounce = None if whole or not self._in_one_call else BounceBuffer(device, arena, copy)
+        self.way = "auto"
+        self._staging = Staging(
+            device, regions, arena.address, (self._engine_views, self._arena_views), self._copy, self._event
+        )
 
     def load(self, extents: Extents, after: DeviceEvent | None = None) -> DeviceEvent:
         return self._enqueue(extents, after, loads=True)
@@ -78,8 +85,9 @@ class StreamCopier:
             self._bounce.drain()
 
     def close(self) -> None:
-        """Drain, and unpin the buffer."""
+        """Drain, and unpin the buffers."""
         self.drain()
+        self._staging.close()
         if self._bounce is not None:
             self._bounce.close()
 
@@ -89,36 +97,51 @@ class StreamCopier:
                 self._stream.wait_event(after)
             if not extents.nbytes.size:
                 return self._device.event(self._stream)
-            extents = within_pieces(extents, extents.arena, self._pinned.piece_bytes)
             try:
-                event = self._in_one_call and self._as_batch(extents, loads)
+                event, staged = self._move(extents, loads)
             except _NoBatchesError:
-                self._in_one_call, event = False, None
-            if not event:
-                self._one_by_one(extents, loads)
-                event = self._device.event(self._stream)
-            self._device.copies.add(batches=1)
+                self._in_one_call = False
+                event, staged = self._move(extents, loads)
+            self._device.copies.add(batches=1, staged=staged)
             return event
 
-    def _as_batch(self, extents: Extents, loads: bool) -> DeviceEvent | None:
-        """Copy in one native call, through the buffer if need be; None = neither part nor buffer is pinned.
+    def _move(self, extents: Extents, loads: bool) -> tuple[DeviceEvent, bool]:
+        """Enqueue the copies; the event behind them, and whether they went by way of the buffer on the device.
 
-        :raises _NoBatchesError: the driver has no such call, after all.
+        :raises _NoBatchesError: the driver has no call for many ranges, after all.
         """
-        if int((extents.arena + extents.nbytes).max()) <= self._pinned.pinned_bytes:
-            arena = extents.arena + self._base
-            dst, src = (extents.engine, arena) if loads else (arena, extents.engine)
-            self._call(dst, src, extents.nbytes, loads)
-            return self._event()
-        bounce = self._bounce
-        if bounce is None or not bounce.usable:
-            return None
-        event = (bounce.load if loads else bounce.save)(extents, self._call, self._event)
-        self._device.copies.add(bounced=1)
-        return event
+        pinned = int((extents.arena + extents.nbytes).max()) <= self._pinned.pinned_bytes
+        fills = self._fills(extents) if pinned or not self._in_one_call else None
+        if fills is not None:
+            (self._staging.load if loads else self._staging.save)(fills)
+            return self._event(), True
+        extents = within_pieces(extents, extents.arena, self._pinned.piece_bytes)
+        if self._in_one_call and not pinned:
+            bounce = self._bounce
+            if bounce is not None and bounce.usable:
+                event = (bounce.load if loads else bounce.save)(extents, self._call, self._event)
+                self._device.copies.add(bounced=1)
+                return event, False
+            self._one_by_one(*self._ends(extents, loads), loads)
+        else:
+            self._copy(*self._ends(extents, loads), loads)
+        return self._event(), False
+
+    def _fills(self, extents: Extents) -> list[Fill] | None:
+        return self._staging.fills(extents, self.way, self._pinned.piece_bytes, in_one_call=self._in_one_call)
+
+    def _ends(self, extents: Extents, loads: bool) -> tuple[Int64, Int64, Int64]:
+        """Destinations, sources, bytes."""
+        arena = extents.arena + self._base
+        dst, src = (extents.engine, arena) if loads else (arena, extents.engine)
+        return dst, src, extents.nbytes
 
     def _event(self) -> DeviceEvent:
         return self._device.event(self._stream)
+
+    def _copy(self, dst: Int64, src: Int64, nbytes: Int64, loads: bool) -> None:
+        """In one native call where the driver has it."""
+        (self._call if self._in_one_call else self._one_by_one)(dst, src, nbytes, loads)
 
     def _call(self, dst: Int64, src: Int64, nbytes: Int64, loads: bool) -> None:
         """One native call, or as few as the driver takes.
@@ -145,17 +168,8 @@ class StreamCopier:
                 )
             self._device.copies.add(calls=1)
 
-    def _one_by_one(self, extents: Extents, loads: bool) -> None:
-        sizes = extents.nbytes.tolist()
-        arena = [self._arena[at : at + size] for at, size in zip(extents.arena.tolist(), sizes, strict=True)]
-        engine = self._engine_views(extents.engine, sizes)
-        dst, src = (engine, arena) if loads else (arena, engine)
-        torch._foreach_copy_(dst, src, non_blocking=True)
-        self._device.copies.add(single=len(sizes))
-
-    def _engine_views(self, addresses: Int64, sizes: list[int]) -> list[torch.Tensor]:
-        views = []
-        for address, size in zip(addresses.tolist(), sizes, strict=True):
-            region = self._regions[bisect.bisect_right(self._starts, address) - 1]
-            views.append(region.bytes[address - region.address : address - region.address + size])
-        return views
+    def _one_by_one(self, dst: Int64, src: Int64, nbytes: Int64, loads: bool) -> None:
+        engine, arena = (dst, src) if loads else (src, dst)
+        ends = self._engine_views.of(engine, nbytes), self._arena_views.of(arena, nbytes)
+        torch._foreach_copy_(*(ends if loads else ends[::-1]), non_blocking=True)
+        self._device.copies.add(single=nbytes.size)

@@ -47,4 +47,5 @@ def terms_of(settings: Settings, workers: int) -> Terms:
         transfer.h2d_stagger_us,
         settings.pd.follow,
         planned_bytes(settings) // max(1, workers),
+        transfer.copy_way,
     )

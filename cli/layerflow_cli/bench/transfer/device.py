@@ -41,6 +41,7 @@ def measure(
     block_kib: Sequence[int] = BLOCK_KIB,
     matrix: int = 0,
     seed: int = 0,
+    way: str = "auto",
 ) -> dict[str, Any]:
     """Move random blocks both ways through the copier that engines use; medians of all turns.
 
@@ -48,6 +49,7 @@ def measure(
     :param moved_mib: MiB that are moved each way; 0 = 1024 on a device, 64 on the cpu.
     :param block_kib: block sizes, KiB.
     :param matrix: rows of the matrices that are multiplied; 0 = 4096 on a device, 512 on the cpu.
+    :param way: ``transfer.copy_way``.
     :returns: ``h2d`` and ``d2h``: for each block size ``gbps``, and ``ratio``: to the contiguous copy that way.
         ``pinned_gbps``: that copy, the faster way. ``calls_per_batch``: native calls, or single copies, for each batch.
         ``compute_slowdown``: how much longer matrix products take beside loads, 0.03 = 3 %. ``wait_us``: what an event
@@ -63,7 +65,7 @@ def measure(
     torch.set_num_threads(1)
     try:
         fields = {
-            f"{kib}KiB": _field_figures(_Field(target, device, kib << 10, moved, matrix, seed), turns)
+            f"{kib}KiB": _field_figures(_Field(target, device, kib << 10, moved, matrix, seed, way), turns)
             for kib in block_kib
         }
     finally:
@@ -72,7 +74,7 @@ def measure(
     first = next(iter(fields.values()))
     pinned = max(figures["pinned_gbps"] for figures in fields.values())
     rest = ("calls_per_batch", "compute_slowdown", "wait_us", "first_byte_us", "register_gb_per_s")
-    about = {"device": device, "emulated": is_emulated(device)}
+    about = {"device": device, "emulated": is_emulated(device), "way": way}
     return {**ways, "pinned_gbps": pinned, **{name: first[name] for name in rest}, **about}
 
 
@@ -86,7 +88,9 @@ def _field_figures(field: _Field, turns: int) -> dict[str, Any]:
 class _Field:
     """Engine memory on the device, a pinned arena, and random blocks of one size in each."""
 
-    def __init__(self, target: Device, where: str, block_bytes: int, moved: int, matrix: int, seed: int) -> None:
+    def __init__(
+        self, target: Device, where: str, block_bytes: int, moved: int, matrix: int, seed: int, way: str
+    ) -> None:
         self.target = target
         count = moved // block_bytes
         self.moved = count * block_bytes
@@ -109,6 +113,7 @@ class _Field:
         self.batches = [blocks.extents(0, at, min(count, at + step)) for at in range(0, count, step)]
         self.one = blocks.extents(0, 0, 1)
         self.copier = copier_for(memory, self.arena, target)
+        self.copier.way = way
         self.matrix = torch.ones(matrix, matrix, device=where)
 
     def close(self) -> None:
@@ -170,7 +175,7 @@ class _Field:
         }
 
     def _calls(self, before: CopyCounts) -> float:
-        batches, calls, single, _ = (now - then for now, then in zip(self.target.copies.counts, before, strict=True))
+        batches, calls, single, *_ = (now - then for now, then in zip(self.target.copies.counts, before, strict=True))
         if batches:
             return (calls + single) / batches
         return 1.0 if copy_native is not None else statistics.mean(_ranges(batch) for batch in self.batches)

@@ -49,6 +49,11 @@ class ArenaAccess:
         """How far, from its start, the arena is pinned; -1 = it is not pinned at all."""
         return self._preparing.pinned_bytes
 
+    def set_way(self, way: str) -> None:
+        """How blocks move from now on; see :class:`layerflow.ops.base.Copier`."""
+        for copier in self.copiers:
+            copier.way = way
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until all is pinned or mapped that can be; False after `timeout_s`."""
         return self._preparing.wait(timeout_s)

@@ -195,6 +195,7 @@ class DirectCopier:
     """
 
     def __init__(self, pool: DirectStore, watchdog: Watchdog, step: Step, batch: Batch) -> None:
+        self.way = "auto"
         self._pool = pool
         self._watchdog = watchdog
         self._step = step

@@ -63,4 +63,4 @@ def loads_moved(state: State, event: LoadsMoved, out: list[Command]) -> None:
     state.counters.loaded_bytes += event.nbytes
     for transfer in loads.transfers.values():
         for number in list(transfer.in_flight):
-            batch_done(state, BatchDone(event.session, number), out)
+            batch_done(state, BatchDone(event.session, number), out, by_plan=True)

@@ -12,9 +12,12 @@ from layerflow.flow.progress.writes import lose_parts
 from layerflow.flow.state import State
 
 
-def batch_done(state: State, event: BatchDone, out: list[Command]) -> None:
-    """Its bytes are in place."""
-    batch = _land(state, event)
+def batch_done(state: State, event: BatchDone, out: list[Command], *, by_plan: bool = False) -> None:
+    """Its bytes are in place.
+
+    :param by_plan: the end of planned loads, of which no batch was granted.
+    """
+    batch = _land(state, event, by_plan=by_plan)
     if batch is None:
         return
     job = batch.transfer.job
@@ -41,10 +44,10 @@ def batch_failed(state: State, event: BatchFailed, out: list[Command]) -> None:
     _landed(state, batch, out)
 
 
-def _land(state: State, event: BatchDone | BatchFailed) -> InFlightBatch | None:
+def _land(state: State, event: BatchDone | BatchFailed, *, by_plan: bool = False) -> InFlightBatch | None:
     """Take a batch out of flight; None = it is long gone.
 
-    :raises InvalidTransition: for a batch that was never granted, or not to this session.
+    :raises InvalidTransition: for a batch that was never granted, be it to this session or as part of a plan.
     """
     batch = state.in_flight.get(event.batch)
     if batch is None:
@@ -57,6 +60,10 @@ def _land(state: State, event: BatchDone | BatchFailed) -> InFlightBatch | None:
     transfer = batch.transfer
     job = transfer.job
     step = job.step
+    if job.planned and not by_plan:
+        raise step.impossible(
+            f"was told of batch {event.batch}, which stands for loads that the worker moves by itself"
+        )
     if step.session.number != event.session:
         raise InvalidTransition(
             f"session {event.session} reported batch {event.batch}, which session {step.session.number} has "

@@ -41,6 +41,7 @@ class Terms(Message, frozen=True, tag=107):
     :param follow: ``pd.follow``: lookups say how long they may wait where it is ``auto``.
     :param window_bytes: what a worker may have in flight of loads that it moves by the plans of its hits; 0 = it moves
         none.
+    :param copy_way: ``transfer.copy_way``: how blocks move to and from a device.
     """
 
     step_timeout_ms: int
@@ -56,6 +57,7 @@ class Terms(Message, frozen=True, tag=107):
     stagger_us: int = 0
     follow: str = "asked"
     window_bytes: int = 0
+    copy_way: str = "auto"
 
 
 class Attached(Message, frozen=True, tag=102):
