@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("b89a1d1e597e1cba0f1c77a65c419d95")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("1bd13b4e8ec175d802cce265abab18cb")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10

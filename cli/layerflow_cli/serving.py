@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,10 @@ async def serve(
         server.apply(wanted)
         configure_logs(wanted.log.level, wanted.log.format)
 
-    with _plain_errors():
+    # Received before anything is said to listen: who is told so may send one at once.
+    with _plain_errors(), anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_on_signals, shutdown, tasks.cancel_scope)
+            tasks.start_soon(_on_signals, signals, shutdown, tasks.cancel_scope)
             if settings.server.http_port >= 0:
                 tasks.start_soon(
                     serve_http,
@@ -75,13 +76,12 @@ async def serve(
             tasks.cancel_scope.cancel()
 
 
-async def _on_signals(shutdown: anyio.Event, scope: anyio.CancelScope) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
-        async for _ in received:
-            if shutdown.is_set():
-                scope.cancel()
-                return
-            shutdown.set()
+async def _on_signals(signals: AsyncIterator[signal.Signals], shutdown: anyio.Event, scope: anyio.CancelScope) -> None:
+    async for _ in signals:
+        if shutdown.is_set():
+            scope.cancel()
+            return
+        shutdown.set()
 
 
 @contextlib.contextmanager

@@ -63,10 +63,14 @@ NO_BLOCKS = BlockDigests()
 
 @dataclass(frozen=True, slots=True)
 class HitLength:
-    """The answer: tokens over full chunks, and candidates for more, longest first."""
+    """The answer: tokens over full chunks, and candidates for more, longest first.
+
+    :param drafts: a draft model's layers are there too, for all of these.
+    """
 
     tokens: int
     tails: tuple[Tail, ...]
+    drafts: bool = False
 
     def surely(self, spec: ModelSpec, prompt: int) -> int:
         """Tokens over full chunks and shared blocks; a whole tail may add to it."""
@@ -127,6 +131,7 @@ def search_hit(
     blocks: BlockDigests = NO_BLOCKS,
 ) -> Generator[None, None, HitLength]:
     """:func:`find_hit` in slices: it stops after every :data:`SLICE_KEYS` keys or so, and returns the hit."""
+    whole, spec = spec, spec.own
     rules = [group.rules for group in spec.groups]
     present = yield from _presence(pool, spec, digests)
     # A group that needs every chunk from the first on bounds the search for all.
@@ -166,8 +171,42 @@ def search_hit(
             tried = 0
         hit = _usable(spec, (chunk - 1) * spec.chunk_tokens, spec.chunk_tokens, tokens) if chunk else 0
         if hit and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
-            return HitLength(hit, tuple(tails))
-    return HitLength(0, tuple(tails))
+            return HitLength(hit, tuple(tails), _has_drafts(pool, whole, digests, hit, tails, tokens))
+    return HitLength(0, tuple(tails), _has_drafts(pool, whole, digests, 0, tails, tokens))
+
+
+def _has_drafts(
+    pool: LookupSource, spec: ModelSpec, digests: list[bytes], hit: int, tails: Sequence[Tail], tokens: int
+) -> bool:
+    if not spec.shard.drafts or not (hit or tails):
+        return False
+    drafts = range(len(spec.own.groups), len(spec.groups))
+    return all(pool.lookup(list(needed_keys(spec, digests, HitLength(hit, tuple(tails)), tokens, drafts))))
+
+
+def needed_keys(
+    spec: ModelSpec, digests: list[bytes], hit: HitLength, tokens: int, groups: Iterable[int] | None = None
+) -> set[bytes]:
+    """What a load of this hit or of any of its tails reads, of all shards.
+
+    :param tokens: of the prompt, of which one is left to compute.
+    :param groups: None = those that a hit needs.
+    """
+    chunk, shards = spec.chunk_tokens, spec.shard.peers()
+    numbers = list(range(len(spec.own.groups)) if groups is None else groups)
+    ends = [(hit.tokens, digests)] if hit.tokens else []
+    ends += [
+        (tail.chunk * chunk + end, [*digests[: tail.chunk], tail.digest])
+        for tail in hit.tails
+        for end in {tail.tokens, tail.shared or tail.tokens}
+    ]
+    keys: set[bytes] = set()
+    for end, chunks in ends:
+        usable = spec.usable(end, tokens)
+        for number in numbers if usable else ():
+            rules = spec.groups[number].rules
+            keys.update(object_keys([chunks[at] for at in rules.need(usable or 0, chunk)], [number], shards))
+    return keys
 
 
 def _usable(spec: ModelSpec, start: int, held: int, tokens: int, shared: int = 0) -> int | None:
@@ -220,6 +259,7 @@ def sharing_chunks(
     pool: LookupSource, spec: ModelSpec, digests: Sequence[bytes], tokens: int, blocks: BlockDigests
 ) -> Generator[None, None, list[bytes]]:
     """Digests of other chunks that share blocks with the prompt's: of each of its chunks the two that share most."""
+    spec = spec.own
     found: dict[bytes, None] = {}
     for chunk in range(len(digests) + 1):
         if chunk % (SLICE_KEYS // 8) == SLICE_KEYS // 8 - 1:

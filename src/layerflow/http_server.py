@@ -14,8 +14,8 @@ from layerflow.errors import ConfigError
 _SHUTDOWN_S = 1
 
 
-class GuestServer(uvicorn.Server):
-    """uvicorn as a guest; ``should_exit`` ends it.
+class UvicornServer(uvicorn.Server):
+    """uvicorn in a loop that is not its own; ``should_exit`` ends it.
 
     :param backlog: connections that wait to be accepted.
     :param accepting: called once requests are accepted.

@@ -29,6 +29,7 @@ _HIGH_BYTE = 7 if sys.byteorder == "little" else 0
 _PIECE_BYTES = 1024
 """hashlib lets go of the interpreter from 2 KiB on. Beside a thread that runs Python, that costs 5 ms each time, and
 this happens while an engine schedules."""
+_DRAFT = 1 << 15
 _SUFFIX = struct.Struct("<HHHBB")
 
 
@@ -246,18 +247,24 @@ def covered_by(group: int, shard: Shard) -> bytes:
     """The end of an object's key: the group, and the layers and heads that its objects of this shard cover.
 
     Little-endian, from the lowest bit: group 16; first head, or tensor rank, 16; first layer, or pipeline rank, 12;
-    layers 12 (0 = to the group's end); heads 8, less one. So an object of all layers and of one tensor rank, and one of
+    layers 12 (0 = to the group's end); heads 8, less one. Of a draft model's group: a digest of these and of what the
+    draft model is, with the highest bit of the group set. So an object of all layers and of one tensor rank, and one of
     a whole model in one piece, has the same key whether or not heads and stages are known."""
     heads, (first, end, count) = shard.heads_of(group), shard.span_of(group)
     box = worker_box((0, 1), heads or shard.tp_size, shard.tp_rank, shard.tp_size)
     layers = 0 if end == count else end - first
-    return _SUFFIX.pack(
+    end_of_key = _SUFFIX.pack(
         group,
         box.first_head,
         (first if shard.stages else shard.pp_rank) | (layers & 0xF) << 12,
         layers >> 4,
         box.heads - 1,
     )
+    draft = shard.draft_of(group)
+    if not draft:
+        return end_of_key
+    hashed = hashlib.blake2b(end_of_key + draft.encode(), digest_size=_SUFFIX.size, person=b"layerflow-draft")
+    return bytes(byte | (at == 1) << 7 for at, byte in enumerate(hashed.digest()))
 
 
 def describe_key(key: bytes) -> str:
@@ -266,6 +273,8 @@ def describe_key(key: bytes) -> str:
     Those of an object that is bound to its worker's ranks are the ranks.
     """
     group, head, place, layers, heads = _SUFFIX.unpack(key[DIGEST_BYTES:])
+    if group >= _DRAFT:
+        return f"{key[:6].hex()}/draft/{key[DIGEST_BYTES:].hex()}"
     first, count = place & 0xFFF, layers << 4 | place >> 12
     span = (f"+{count}" if count else "", f"+{heads + 1}" if heads else "")
     return f"{key[:6].hex()}/g{group}/layer{first}{span[0]}/head{head}{span[1]}"

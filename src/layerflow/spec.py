@@ -8,17 +8,14 @@ import math
 
 import msgspec
 
-from layerflow.boxes import Box, replica_of, worker_box
-from layerflow.boxes.box import Replica
+from layerflow.boxes import Box, worker_box
+from layerflow.boxes.shard import MAX_LAYERS, Shard
 from layerflow.errors import SpecError
 from layerflow.kinds import KINDS, Kind
 
+__all__ = ["DEFAULT_CHUNK_TOKENS", "DTYPE_BYTES", "MAX_LAYERS", "GroupSpec", "ModelSpec", "Plane", "Shard"]
+
 DEFAULT_CHUNK_TOKENS = 256
-MAX_LAYERS = 4096
-MAX_SHARDS = 1024
-"""A lookup asks for every shard's objects, so this bounds what one costs."""
-MAX_HEADS = 256
-"""KV heads of a model that are counted in keys."""
 
 DTYPE_BYTES = {
     "bool": 1,
@@ -128,95 +125,13 @@ def _rules(kind: str, block_size: int, window: int, ratio: int) -> Kind:
     return KINDS[kind](block_size, window, ratio)
 
 
-class Shard(msgspec.Struct, frozen=True, cache_hash=True):
-    """Which part of the model a worker holds.
-
-    Where `heads` and `stages` are known, objects are named by the layers and heads that they cover, not by ranks: ranks
-    that hold the same ones store them once, and workers of other sizes can read them.
-
-    :param heads: per group, KV heads of the model (:class:`layerflow.boxes.HeadAxis`): 1 = planes without a head axis,
-        0 = not to be cut, so each tensor rank has its own objects and its size is a fact of the keys. () = all 0.
-    :param stages: per group, how many of its layers each pipeline stage has. () = one stage has all, or, with
-        ``pp_size`` above 1, it is not known and each stage has its own objects.
-    """
-
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    heads: tuple[int, ...] = ()
-    stages: tuple[tuple[int, ...], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.tp_rank < self.tp_size <= 0xFFFF and 0 <= self.pp_rank < self.pp_size <= 0xFFFF):
-            raise SpecError(
-                f"shard tp {self.tp_rank}/{self.tp_size}, pp {self.pp_rank}/{self.pp_size}: "
-                "every rank must be at least 0 and below its size"
-            )
-        if self.workers > MAX_SHARDS:
-            raise SpecError(f"shard tp {self.tp_size} x pp {self.pp_size}: at most {MAX_SHARDS} shards of one model")
-        if any(not 0 <= heads <= MAX_HEADS for heads in self.heads):
-            raise SpecError(f"shard: heads {self.heads} of its groups must be 0 to {MAX_HEADS}")
-        for layers in self.stages:
-            if len(layers) != self.pp_size or min(layers) < 1 or sum(layers) > MAX_LAYERS:
-                raise SpecError(
-                    f"shard: a group has {layers} layers on its pipeline stages; {self.pp_size} positive numbers "
-                    f"belong, at most {MAX_LAYERS} together: a stage without a layer of some group is not supported"
-                )
-
-    @property
-    def workers(self) -> int:
-        """Of one instance of the model."""
-        return self.tp_size * self.pp_size
-
-    def heads_of(self, group: int) -> int:
-        """KV heads that boxes of a group count; 0 = it cannot be cut."""
-        return self.heads[group] if self.heads else 0
-
-    def span_of(self, group: int) -> tuple[int, int, int]:
-        """First and end layer of this stage within a group, and the group's layers; ends of 0 = all of them."""
-        if not self.stages:
-            return 0, 0, 0
-        before, layers = sum(self.stages[group][: self.pp_rank]), self.stages[group]
-        return before, before + layers[self.pp_rank], sum(layers)
-
-    @property
-    def shareable(self) -> bool:
-        """Workers of other tensor and pipeline sizes can read its objects, and it theirs."""
-        return bool(self.stages) and all(self.heads) and bool(self.heads)
-
-    def box(self, group: int) -> Box:
-        """The layers and heads of a group that are here; `stages` must be known."""
-        first, end, _ = self.span_of(group)
-        return worker_box((first, end), self.heads_of(group) or self.tp_size, self.tp_rank, self.tp_size)
-
-    def copy_of(self, group: int) -> Replica:
-        """Which of the tensor ranks that have the same objects of a group this is."""
-        heads = self.heads_of(group)
-        return replica_of(heads, self.tp_rank, self.tp_size) if heads else Replica(0, 1)
-
-    def peers(self) -> tuple[Shard, ...]:
-        """The shards that make up the model, tensor ranks innermost; of those that hold the same, the first."""
-        return _peers(self.tp_size, self.pp_size, self.heads, self.stages)
-
-
-@functools.lru_cache(256)
-def _peers(
-    tp_size: int, pp_size: int, heads: tuple[int, ...], stages: tuple[tuple[int, ...], ...]
-) -> tuple[Shard, ...]:
-    first: dict[tuple[int, ...], int] = {}
-    for tp in range(tp_size):
-        held = tuple(worker_box((0, 1), count or tp_size, tp, tp_size).first_head for count in heads or (0,))
-        first.setdefault(held, tp)
-    return tuple(Shard(tp, tp_size, pp, pp_size, heads, stages) for pp in range(pp_size) for tp in first.values())
-
-
 class ModelSpec(msgspec.Struct, frozen=True):
     """What one worker caches, precisely enough that equal fingerprints mean interchangeable bytes.
 
     :param name: for people; not part of the fingerprint.
     :param content: digest of what the weights compute, see :func:`layerflow.content.model_content`.
-    :param groups: every cached layer is in exactly one of them.
+    :param groups: every cached layer is in exactly one of them. Those of a draft model (`shard.drafts`) are the last:
+        they are stored and loaded like the others, but a hit does not need them, and they change no key of the others.
     :param attention: the attention backend and how it packs a block, e.g. ``"flash_attn/NHD"``.
     :param quantization: weight quantisation where it changes KV bytes, else ``""``.
     :param chunk_tokens: tokens keyed and stored together; a multiple of every block size.
@@ -258,11 +173,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     def _check_shard(self) -> None:
         shard, count = self.shard, len(self.groups)
-        if len(shard.heads) not in (0, count) or len(shard.stages) not in (0, count):
+        if any(len(told) not in (0, count) for told in (shard.heads, shard.stages, shard.drafts)):
             raise SpecError(
                 f"model {self.name!r} has {count} groups; its shard tells heads of {len(shard.heads)} and stages of "
-                f"{len(shard.stages)}"
+                f"{len(shard.stages)}, draft models of {len(shard.drafts)}"
             )
+        if shard.drafts and (shard.drafts[0] or list(shard.drafts) != sorted(shard.drafts, key=bool)):
+            raise SpecError(f"model {self.name!r}: groups of a draft model must be behind the model's own")
         for number, group in enumerate(self.groups):
             if shard.stages and shard.stages[number][shard.pp_rank] != len(group.layers):
                 raise SpecError(
@@ -303,9 +220,14 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return _fingerprint(self)
 
     @property
+    def own(self) -> ModelSpec:
+        """The same without a draft model's groups: what a hit needs."""
+        return _own(self) if self.shard.drafts else self
+
+    @property
     def exact(self) -> bool:
         """Some group's hits cannot be shortened."""
-        return any(group.rules.exact for group in self.groups)
+        return any(group.rules.exact for group in self.own.groups)
 
     @property
     def block_tokens(self) -> int:
@@ -318,7 +240,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     def inside(self, held: int, shared: int) -> bool:
         """Can a hit end after the first `shared` of the `held` tokens that an object of each group stands for?"""
-        return all(group.rules.inside(held, shared) for group in self.groups)
+        return all(group.rules.inside(held, shared) for group in self.own.groups)
 
     def usable(self, stored: int, tokens: int) -> int | None:
         """How many of `stored` leading tokens a prompt of `tokens` tokens can load; None = none of them.
@@ -353,7 +275,7 @@ def _why_bound(group: GroupSpec) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _alignment(spec: ModelSpec) -> int:
-    return math.lcm(*(group.ratio for group in spec.groups))
+    return math.lcm(*(group.ratio for group in spec.own.groups))
 
 
 def _facts(spec: ModelSpec, number: int) -> dict[str, object]:
@@ -373,11 +295,19 @@ def _facts(spec: ModelSpec, number: int) -> dict[str, object]:
 
 @functools.lru_cache(maxsize=64)
 def _common_block(spec: ModelSpec) -> int:
-    return math.lcm(*(group.block_size for group in spec.groups))
+    return math.lcm(*(group.block_size for group in spec.own.groups))
+
+
+@functools.lru_cache(maxsize=64)
+def _own(spec: ModelSpec) -> ModelSpec:
+    shard, count = spec.shard, sum(not draft for draft in spec.shard.drafts)
+    own = msgspec.structs.replace(shard, heads=shard.heads[:count], stages=shard.stages[:count], drafts=())
+    return msgspec.structs.replace(spec, groups=spec.groups[:count], shard=own)
 
 
 @functools.lru_cache(maxsize=64)
 def _fingerprint(spec: ModelSpec) -> bytes:
+    spec = spec.own
     shard, groups = spec.shard, range(len(spec.groups))
     facts = {
         "content": spec.content,

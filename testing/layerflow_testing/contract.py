@@ -369,10 +369,10 @@ class BackendContract(ShapesContract):
         writer = threading.Thread(target=write)
         writer.start()
         try:
-            reader, right, last = bench.clients[-1], 0, False
+            reader, right = bench.clients[-1], 0
             assert begun.wait(PATIENCE_S)
-            while not last:
-                last = over.is_set()
+            patience = time.monotonic() + PATIENCE_S
+            while not over.is_set() or (not right and time.monotonic() < patience):
                 known = stored[-2:] + stored[:: max(1, len(stored) // 2)]
                 there = [t for t in known if reader.backend.lookup([t.key], soon())[0]]
                 for thing in there:
@@ -384,7 +384,7 @@ class BackendContract(ShapesContract):
         finally:
             writer.join()
         assert failures == []
-        assert right
+        assert right, "nothing was ever read"
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = PATIENCE_S, every_s: float = 0.002) -> bool:

@@ -33,6 +33,10 @@ SIX_KEYS = (
 )
 
 
+NO_ANSWER = 0
+"""Instead of the metaserver's status: its answer never came."""
+
+
 @dataclass
 class Behaviour:
     """What an engine does with requests.
@@ -50,6 +54,7 @@ class Behaviour:
     :param hands_over: answers ``kv_transfer_params`` to the six keys.
     :param health: status of ``/health``.
     :param asks_metaserver: a decoder that is given one asks it before it answers.
+    :param asks_for_s: how long it waits for the metaserver's answer; without one it answers by itself.
     """
 
     status: int = 200
@@ -65,6 +70,7 @@ class Behaviour:
     hands_over: bool = True
     health: int = 200
     asks_metaserver: bool = True
+    asks_for_s: float = 60.0
     done: bool = True
     finish: bool = True
     content_type: str = "text/event-stream; charset=utf-8"
@@ -230,9 +236,9 @@ class StubEngine:
         if not url or not how.asks_metaserver:
             return
         async with httpx.AsyncClient(timeout=60, trust_env=False, verify=False) as client:
-            await asyncio.gather(*(self._ask_one(client, url, seen, child) for child in children(seen)))
+            await asyncio.gather(*(self._ask_one(client, url, seen, child, how) for child in children(seen)))
 
-    async def _ask_one(self, client: httpx.AsyncClient, url: str, seen: Seen, child: str) -> None:
+    async def _ask_one(self, client: httpx.AsyncClient, url: str, seen: Seen, child: str, how: Behaviour) -> None:
         posted = {
             "request_id": child,
             "token_ids": [],
@@ -242,8 +248,12 @@ class StubEngine:
             "remote_engine_id": "stub",
             "layerflow": {"v": 1, "handoff": child},
         }
-        answer = await client.post(url, json=posted)
-        seen.asked.append(answer.status_code)
+        try:
+            answer = await client.post(url, json=posted, timeout=how.asks_for_s)
+        except httpx.HTTPError:
+            seen.asked.append(NO_ANSWER)  # it computes the prompt by itself
+        else:
+            seen.asked.append(answer.status_code)
 
 
 class _Threaded(uvicorn.Server):

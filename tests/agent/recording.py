@@ -87,7 +87,7 @@ class Calls:
 def recorded() -> Iterator[Calls]:
     """Records all agents of this process while it lasts; begin it before their steps are opened."""
     calls = Calls()
-    began, set_out = Step.begin, Step.set_out
+    began, begin_copy = Step.begin, Step.begin_copy
     start, ended = Dispatcher._start, Lanes._ended_batch
 
     def begin_one(step: Step, batch: Batch) -> bool:
@@ -97,7 +97,7 @@ def recorded() -> Iterator[Calls]:
         return may
 
     def begin_many(step: Step, copy: Any) -> bool:
-        may = set_out(step, copy)
+        may = begin_copy(step, copy)
         if may:
             calls.began(step, copy.batches)
         return may
@@ -114,7 +114,7 @@ def recorded() -> Iterator[Calls]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "begin", begin_one)
-        patch.setattr(Step, "set_out", begin_many)
+        patch.setattr(Step, "begin_copy", begin_many)
         patch.setattr(Dispatcher, "_start", grant)
         patch.setattr(Lanes, "_ended_batch", end)
         yield calls

@@ -25,7 +25,7 @@ PATIENCE_S = 10.0
 def in_flight(scene: Scene) -> CoalescedCopy:
     """All of the step's batches have set out."""
     copy = CoalescedCopy(LOAD, scene.batches)
-    assert scene.step.set_out(copy)
+    assert scene.step.begin_copy(copy)
     return copy
 
 
@@ -48,7 +48,7 @@ def test_a_layer_is_ready_before_the_lane_is_back() -> None:
     land(copy, 1)
     second.join(PATIENCE_S)
     assert told[0].ready and scene.step.loading
-    scene.step.came_in(copy, 2)
+    scene.step.end_copy(copy, 2)
     assert scene.step.is_ready(0) and scene.step.is_ready(1) and not scene.step.loading
 
 
@@ -72,11 +72,11 @@ def test_a_lane_that_comes_in_while_somebody_looks_is_not_counted_twice() -> Non
     for batch in (half, rest):
         scene.step.granted(batch)
     copy = CoalescedCopy(LOAD, [half, rest])
-    assert scene.step.set_out(copy)
+    assert scene.step.begin_copy(copy)
     land(copy, 0)
 
     def landed(layer: int) -> int:
-        scene.step.came_in(copy, 1)
+        scene.step.end_copy(copy, 1)
         return 1
 
     copy.landed = landed  # type: ignore[method-assign]
@@ -89,7 +89,7 @@ def test_a_failure_that_comes_while_somebody_looks_is_told() -> None:
     batch = structs.replace(scene.batches[0], seals=False)
     scene.step.granted(batch)
     copy = CoalescedCopy(LOAD, [batch])
-    assert scene.step.set_out(copy)
+    assert scene.step.begin_copy(copy)
     land(copy, 0)
 
     def landed(layer: int) -> int:
@@ -124,7 +124,7 @@ def test_a_layer_is_not_ready_while_a_batch_of_it_is_missing() -> None:
     more = Batch(1, 3, LOAD, 0, 0, BLOCKS, 0, 0, 1, -1, True)
     scene.step.granted(more)
     copy = CoalescedCopy(LOAD, [scene.batches[0], more])
-    assert scene.step.set_out(copy)
+    assert scene.step.begin_copy(copy)
     thread, told = waiting(scene.step, 0)
     land(copy, 0)
     thread.join(0.1)
@@ -143,10 +143,10 @@ def test_a_fence_halts_it_and_waits_until_it_is_back() -> None:
     assert eventually(lambda: halted(copy))
     fence.join(0.1)
     assert fence.is_alive(), "the fence has ended while a batch may still be copied"
-    scene.step.came_in(copy, 1)
+    scene.step.end_copy(copy, 1)
     fence.join(PATIENCE_S)
     assert not scene.step.wait_all()
-    assert scene.step.failed and not scene.step.set_out(CoalescedCopy(LOAD, scene.batches[1:]))
+    assert scene.step.failed and not scene.step.begin_copy(CoalescedCopy(LOAD, scene.batches[1:]))
 
 
 def test_what_a_fence_finds_landed_has_arrived() -> None:
@@ -155,7 +155,7 @@ def test_what_a_fence_finds_landed_has_arrived() -> None:
     fence = threading.Thread(target=scene.step.fence, args=("the server is gone",))
     fence.start()
     assert eventually(lambda: halted(copy))
-    scene.step.came_in(copy, 2)
+    scene.step.end_copy(copy, 2)
     fence.join(PATIENCE_S)
     assert scene.step.wait_all().ready and not scene.step.failed
 
@@ -165,8 +165,8 @@ def test_a_failure_halts_it_and_the_rest_goes_one_by_one() -> None:
     copy = in_flight(scene)
     scene.step.load_failed(0, 0, 4, "broken: by somebody else")
     assert halted(copy)
-    scene.step.came_in(copy, 1)
-    assert not scene.step.set_out(CoalescedCopy(LOAD, scene.batches[1:])), (
+    scene.step.end_copy(copy, 1)
+    assert not scene.step.begin_copy(CoalescedCopy(LOAD, scene.batches[1:])), (
         "blocks that have failed would be written again"
     )
     assert scene.step.live(scene.batches[1]) == [(4, 2 * BLOCKS)]
@@ -182,7 +182,7 @@ def test_a_wait_does_not_tell_of_a_failure_before_it_is_back() -> None:
     thread, told = waiting(scene.step, 0)
     thread.join(0.1)
     assert not told, "a copy into those blocks may still be under way"
-    scene.step.came_in(copy, 2)
+    scene.step.end_copy(copy, 2)
     thread.join(PATIENCE_S)
     assert {failed.request for failed in told[0].failed} == {"a"}
 
@@ -191,16 +191,16 @@ def test_cutting_saves_halts_them_and_waits_until_they_are_back() -> None:
     scene = Scene()
     copy = CoalescedCopy(SAVE, [Batch(1, 9, SAVE, 0, 0, 1, 0, 0, 1, -1, True)])
     loads = in_flight(scene)
-    assert scene.step.set_out(copy)
+    assert scene.step.begin_copy(copy)
     cut = threading.Thread(target=scene.step.cut_saves, args=("its blocks were reclaimed",))
     cut.start()
     assert eventually(lambda: halted(copy))
     cut.join(0.1)
     assert cut.is_alive()
-    scene.step.came_in(copy, 0)
+    scene.step.end_copy(copy, 0)
     cut.join(PATIENCE_S)
     assert not cut.is_alive() and not halted(loads)
-    assert not scene.step.set_out(CoalescedCopy(SAVE, copy.batches))
+    assert not scene.step.begin_copy(CoalescedCopy(SAVE, copy.batches))
 
 
 @pytest.mark.parametrize("way", ["load_batches", "save_batches"])

@@ -407,9 +407,9 @@ class TestEnds:
         saved = worker.serve(worker.prompt(TOKENS))
         gate = pool.gate("batch_add_lease")
         runs = [worker.admit(saved.chain) for _ in range(2)]
-        with worker.agent.open_step([runs[0].request()], timeout_s=0.05) as step:
-            worker.forward(step, runs[:1])
+        with worker.agent.open_step([runs[0].request()], timeout_s=1.0) as step:
             assert pool.arrived["batch_add_lease"].wait(PATIENCE_S)
+            worker.forward(step, runs[:1])
         with worker.agent.open_step([runs[1].request()], timeout_s=3600) as step:
             worker.forward(step, runs[1:])
         for run in runs:

@@ -315,9 +315,9 @@ def test_a_refused_lookup_is_a_miss_and_nothing_else_is_lost(
     with monkeypatch.context() as patch:
         patch.setattr(server.server._handlers._lookups, "look_up", refuse)
         assert answer(lookups, "refused", prompt(40)) == MISS
-    line = lookups._line
+    connection = lookups._connection
     assert answer(lookups, "next", prompt(40)) != MISS
-    assert lookups._line is line
+    assert lookups._connection is connection
 
 
 def test_a_server_that_has_forgotten_the_client_is_greeted_again(embed: Embed, dial: Dial) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from e2e.host_faults import ARENA, arrive_later, free_port, kill_hosts, stop_host
+from e2e.host_faults import ARENA, arrive_later, kill_hosts, stop_host
 from e2e.outages import outages
 from e2e.rounds import record, rounds
 from mooncake_master import MooncakeMaster
 from mooncake_owner import Owner
 
+from layerflow.backends import free_ports
 from layerflow_cli.bench.harness import ServerProcess
 
 SEGMENT = 192 << 20
@@ -99,7 +100,7 @@ def test_a_master_that_hangs(serve: Serve, master: MooncakeMaster, owner: Owner,
 
 def test_a_master_that_comes_later(serve: Serve, master: MooncakeMaster) -> None:
     master.kill()
-    port = free_port()
+    port = free_ports(1)[0]
     server = serve(**settings(master, SEGMENT), server__http_port=port)
     took = arrive_later(server, port, master.address, master.start, 30)
     record("mooncake_comes_later", attached_s=round(took, 3))

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from layerflow.boxes import Box, Replica, layer_span, replica_of, worker_box
+from layerflow.boxes import Box, Replica, replica_of, worker_box
 from layerflow.errors import SpecError
 
 SIZES = range(1, 9)
@@ -57,13 +57,6 @@ def test_equal_ranks_store_equally_much() -> None:
     keys = [hashlib.blake2b(bytes([n, m])).digest() for n in range(50) for m in range(8)]
     stored = [sum(replica_of(1, rank, 4).stores(key) for key in keys) for rank in range(4)]
     assert sum(stored) == 400 and min(stored) > 70
-
-
-def test_layers_are_counted_within_their_group() -> None:
-    every_sixth = range(5, 36, 6)
-    assert layer_span(every_sixth, (0, 18)) == (0, 3)
-    assert layer_span(every_sixth, (18, 36)) == (3, 6)
-    assert layer_span(every_sixth, (0, 5)) == (0, 0)
 
 
 @pytest.mark.parametrize(

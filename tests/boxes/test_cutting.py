@@ -43,5 +43,5 @@ def test_planes_without_heads_are_one_head_for_all_ranks() -> None:
 )
 def test_what_cannot_be_cut_is_divided_by_ranks(kind: str, planes: list[PlaneInterior], says: str) -> None:
     axis = head_axis(kind, planes, 8, 2)
-    assert axis.heads == 2 and axis.same_size_only
+    assert axis.heads == 2 and axis.refusal
     assert re.search(says, axis.refusal)

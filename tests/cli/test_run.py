@@ -12,6 +12,7 @@ import pytest
 
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
+from layerflow_cli.bench.harness import ServerProcess
 
 
 @pytest.fixture
@@ -83,3 +84,9 @@ async def test_a_taken_http_port_ends_the_run_with_one_plain_error(tmp_path):
         with pytest.raises(ConfigError, match="Address already in use"):
             await serve(settings, None, {}, lines.append)
     assert lines == []
+
+
+def test_who_is_told_that_it_listens_may_end_it_at_once():
+    server = ServerProcess({"pool.size": "1MiB"})
+    server.close()
+    assert server.process.returncode == 0

@@ -41,7 +41,6 @@ def test_names_of_the_source_systems(toml, table):
     transfer = settings.transfer
     assert (transfer.prefetch_layers, transfer.max_transfer_blocks, transfer.max_transfer_bytes) == (3, 64, 1 << 20)
     assert (transfer.h2d_stagger_us, transfer.discard_partial_chunks, transfer.mode) == (7, True, "bulk")
-    assert not transfer.use_layerwise
     assert settings.pool.backend == "memory"
 
 

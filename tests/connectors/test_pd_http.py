@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -18,6 +19,7 @@ from layerflow.connectors.vllm.pd.bootstrap import BootstrapServer
 from layerflow.connectors.vllm.pd.conventions.concurrent import query_answer
 from layerflow.connectors.vllm.pd.http_calls import HttpCall, HttpCalls
 from layerflow.errors import ConfigError
+from layerflow_testing.lossy_relay import HANGS, Loss, LossyRelay
 
 SOON_S = 20.0
 
@@ -123,6 +125,25 @@ class TestCalls:
         server = answering(None)
         call = calls.post("h", server.url, {}, time.monotonic() + 0.05)
         assert "deadline" in ended(call).error
+
+    @pytest.mark.parametrize("loss", [loss for loss in Loss if loss not in HANGS])
+    def test_an_answer_that_is_lost_on_its_way_is_a_failure_at_once(
+        self, loss: Loss, answering: Callable[..., Answering], calls: HttpCalls
+    ) -> None:
+        server = answering()
+        with LossyRelay(server.url.removeprefix("http://"), loss) as relay:
+            call = calls.post("h", f"http://127.0.0.1:{relay.port}", {"a": [1] * 99}, time.monotonic() + 600)
+            assert re.search("RemoteProtocolError|ReadError|WriteError", ended(call).error), call.error
+            assert relay.questions == 1, "what may have been heard is not asked again"
+
+    @pytest.mark.parametrize("loss", HANGS)
+    def test_an_answer_that_never_comes_is_a_failure_at_the_deadline(
+        self, loss: Loss, answering: Callable[..., Answering], calls: HttpCalls
+    ) -> None:
+        with LossyRelay(answering().url.removeprefix("http://"), loss) as relay:
+            call = calls.post("h", f"http://127.0.0.1:{relay.port}", {"a": [1]}, time.monotonic() + 0.2)
+            assert "no answer within the hand-off's deadline" in ended(call).error
+            assert relay.questions == 1
 
     def test_one_that_hangs_holds_up_no_other(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
         hung, well = answering(None), answering()

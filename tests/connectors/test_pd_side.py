@@ -235,6 +235,17 @@ class TestDecode:
         d.side.finished(made)
         assert d.lookups.released_at == [servers]
 
+    @pytest.mark.parametrize("tokens", [1, TOKENS], ids=["rejected", "aborted"])
+    def test_a_routers_address_does_not_hide_who_keeps_it(self, tokens: int) -> None:
+        d = house()
+        own = {"v": 1, "handoff": "h", "servers": ["tcp://10.0.0.1:7"]}
+        told = {"do_remote_prefill": True, "remote_host": "router", "layerflow": own}
+        made = d.arrive(tokens=tokens, kv_transfer_params=told)
+        d.side.matched(made, 0)
+        finish(made, "FINISHED_ABORTED", 0)
+        d.side.finished(made)
+        assert d.lookups.released_at == [("tcp://router:7", "tcp://10.0.0.1:7")]
+
     def test_one_of_several_samples_leaves_it_to_the_others(self) -> None:
         d = self.loading("0_r")
         d.hear(None, arrived={"0_r"})

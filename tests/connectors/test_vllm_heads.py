@@ -86,10 +86,7 @@ def test_layers_with_heads_of_their_own_are_not_taken_for_replicas() -> None:
     assert axis == HeadAxis(8, "its layers have different numbers of KV heads")
 
 
-def test_a_draft_model_and_recurrent_state_bind_to_the_tensor_size() -> None:
-    drafted = config()
-    drafted.speculative_config = SimpleNamespace()
-    assert "draft model" in group_axis(drafted, "full", layers(cache()), BLOCKS).refusal
+def test_recurrent_state_binds_to_the_tensor_size() -> None:
     assert "recurrent state" in group_axis(config(), "state", layers(cache()), BLOCKS).refusal
 
 

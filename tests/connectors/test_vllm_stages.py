@@ -47,7 +47,7 @@ def test_stages_that_see_other_shapes_are_refused() -> None:
 
 def test_a_stages_box_is_its_layers_also_where_heads_are_not_cut() -> None:
     last = Shard(0, 1, 1, 2)
-    assert layout._boxed(last, [HeadAxis(2)], ((3, 5),)).box(0) == Box(3, 8, 0, 2)
-    bound = layout._boxed(last, [HeadAxis(1, "opaque")], ((3, 5),))
+    assert layout._boxed(last, [HeadAxis(2)], ((3, 5),), ()).box(0) == Box(3, 8, 0, 2)
+    bound = layout._boxed(last, [HeadAxis(1, "opaque")], ((3, 5),), ())
     assert bound.span_of(0) == (3, 8, 8) and not bound.shareable
-    assert layout._boxed(Shard(), [HeadAxis(1, "opaque")], ((8,),)) == Shard()
+    assert layout._boxed(Shard(), [HeadAxis(1, "opaque")], ((8,),), ()) == Shard()

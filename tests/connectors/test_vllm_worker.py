@@ -144,7 +144,7 @@ def test_a_block_is_not_reused_over_a_save_that_waits_for_the_next_step(
 
 def test_what_there_is_to_tell_waits_for_the_next_step(side: worker.WorkerSide, agent: FakeAgent) -> None:
     run(side, StepPlan())
-    side._tally.add("revoked_saves", 1)
+    side._counters.add("revoked_saves", 1)
     run(side, saving())
     assert side.stats() is None and side.news() is None
     run(side, StepPlan())
@@ -163,7 +163,7 @@ def test_a_failed_load_is_told_at_once(side: worker.WorkerSide) -> None:
 def test_with_cache_events_nothing_waits(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     side = side_of(agent, monkeypatch, settle_s=600.0, events=True)
     run(side, saving())
-    side._tally.add("revoked_saves", 1)
+    side._counters.add("revoked_saves", 1)
     assert side.stats() is not None
     side.close()
 

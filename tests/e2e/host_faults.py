@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -172,13 +171,6 @@ def get(port: int, path: str) -> str:
         return answer.read().decode() if answer.status == http.HTTPStatus.OK else ""
     finally:
         asked.close()
-
-
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def assert_rest(server: ServerProcess, files: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from e2e.children import Child, save_once, tokens_of
 from e2e.known import KnownWorker, eventually, small_spec
 from layerflow.agent import ClientKeys, Control
 from layerflow.agent.connection.handshake import Handshake, dial
+from layerflow.backends import free_ports
 from layerflow.errors import DeadlineExceeded, RemoteError
 from layerflow.keys import Chain, root_digest
 from layerflow.wire import messages as wire
@@ -53,12 +53,6 @@ def test_one_engine_loads_what_another_has_saved(
         assert third.serve(third.agent.chain(tokens_of(SEED, TOKENS))).hit.tokens == 0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def curve(serve: Callable[..., ServerProcess], tmp_path: Path) -> tuple[ServerProcess, str, ClientKeys, ClientKeys]:
     """A server on tcp, its endpoint, the keys of an allowed client and those of a stranger."""
@@ -66,7 +60,7 @@ def curve(serve: Callable[..., ServerProcess], tmp_path: Path) -> tuple[ServerPr
     allowed, stranger = zmq.curve_keypair(), zmq.curve_keypair()
     (tmp_path / "secret").write_bytes(secret + b"\n")
     (tmp_path / "allowed").write_bytes(b"# those who may\n" + allowed[0] + b"  # one\n")
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     server = serve(
         server__tcp_endpoint=endpoint,
         server__curve_secret_key_file=tmp_path / "secret",

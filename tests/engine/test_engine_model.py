@@ -6,7 +6,7 @@ import torch
 
 from layerflow.engine import Engine
 from layerflow.engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
-from layerflow.engine.texts import passage, shared_prefix_prompts
+from layerflow.engine.texts import QUESTIONS, passage
 
 TINY = pytest.mark.parametrize(
     "config", [TINY_GQA, TINY_MLA, TINY_HYBRID, TINY_COMPRESSED], ids=lambda config: config.name
@@ -67,7 +67,7 @@ def test_company_in_the_batch_changes_no_answer(config):
 
 @TINY
 def test_answers_depend_on_the_prompt_and_are_not_one_byte_repeated(config):
-    prompts = [*shared_prefix_prompts(3, 150), passage(150, 7000)]
+    prompts = [*(passage(150) + question for question in QUESTIONS[:3]), passage(150, 7000)]
     answers = [result.tokens for result in Engine(config).generate(prompts, 12)]
     assert len(set(answers)) == len(prompts)
     assert all(len(set(answer)) > 3 for answer in answers)

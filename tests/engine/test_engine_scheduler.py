@@ -7,7 +7,7 @@ import torch
 from layerflow.engine import Engine
 from layerflow.engine.cache import NO_BLOCK, BlockAllocator, PagedCache
 from layerflow.engine.config import TINY_COMPRESSED, TINY_GQA, TINY_HYBRID, TINY_MLA
-from layerflow.engine.texts import library, passage, shared_prefix_prompts
+from layerflow.engine.texts import library, passage
 
 
 def test_an_allocator_never_hands_out_the_null_block_and_refuses_double_frees():
@@ -118,6 +118,3 @@ def test_texts_are_long_real_and_the_same_every_time():
     assert "Beautiful is better than ugly." in library()
     assert passage(4000) == passage(4000)
     assert len(passage(4000, 23_000).encode()) == 4000
-    first, second = shared_prefix_prompts(2, 1000)
-    assert first[:1000] == second[:1000]
-    assert first != second

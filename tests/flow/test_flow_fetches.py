@@ -28,8 +28,7 @@ from layerflow.flow.events import (
     Tick,
 )
 from layerflow.flow.host_events import FetchLeased, FetchOpened, HostLost, Item
-from layerflow.flow.hosts.lane import CALLS_AHEAD, HostLane
-from layerflow.flow.hosts.pace import FIRST_BYTES, MOST_BYTES, QUICK_S, Pace
+from layerflow.flow.host_lane import CALLS_AHEAD, FIRST_BYTES, MOST_BYTES, QUICK_S, HostLane, Pace
 from layerflow.flow.limits import Limits
 
 

@@ -51,7 +51,7 @@ async def test_an_environment_that_cannot_be_had_is_tried_again(monkeypatch: pyt
             raise failure
         return {}
 
-    monkeypatch.setattr(host_process, "takes_long", lambda backend, options: aside)
+    monkeypatch.setattr(host_process, "takes_long", lambda backend: aside)
     monkeypatch.setattr(host_process, "environment", sometimes)
     it = Served()
     async with it:
@@ -95,7 +95,7 @@ async def test_nothing_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch)
         assert gate.wait(PATIENCE_S)
         return {}
 
-    monkeypatch.setattr(host_process, "takes_long", lambda backend, options: True)
+    monkeypatch.setattr(host_process, "takes_long", lambda backend: True)
     monkeypatch.setattr(host_process, "environment", build)
     async with Served() as it:
         [building] = [thread for thread in threading.enumerate() if thread.name == THREAD]
@@ -113,7 +113,7 @@ async def test_a_machine_without_a_thread_to_spare(monkeypatch: pytest.MonkeyPat
             raise RuntimeError(reason)
         real(thread)
 
-    monkeypatch.setattr(host_process, "takes_long", lambda backend, options: True)
+    monkeypatch.setattr(host_process, "takes_long", lambda backend: True)
     monkeypatch.setattr(threading.Thread, "start", start)
     async with Served() as it:
         assert "new thread" in (await failed.next())["reason"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from layerflow.boxes import Box, layer_span, replica_of, worker_box
+from layerflow.boxes import Box, replica_of, worker_box
 from layerflow.objects import object_bytes
 from layerflow.ops.copier import CpuCopier
 from layerflow.ops.covered import ChunkPlaces, CoveredBlocks
@@ -40,6 +40,10 @@ class Model:
     def numbers(self) -> range:
         return range(0, self.layers, 2)
 
+    def span(self, stage: tuple[int, int]) -> tuple[int, int]:
+        """The layers of a pipeline stage as a box counts them: within the group."""
+        return sum(layer < stage[0] for layer in self.numbers), sum(layer < stage[1] for layer in self.numbers)
+
     @property
     def planes(self) -> dict[str, tuple[str, int]]:
         return HEAD_AXIS if self.heads else NO_HEAD_AXIS
@@ -57,7 +61,7 @@ class Worker:
     def __init__(self, model: Model, stage: tuple[int, int], rank: int, size: int, seed: int) -> None:
         rng = np.random.default_rng([seed, rank, *stage])
         self.model, self.rank, self.size = model, rank, size
-        self.box = worker_box(layer_span(model.numbers, stage), model.heads or 1, rank, size)
+        self.box = worker_box(model.span(stage), model.heads or 1, rank, size)
         self.group = 0
         mine = tuple(layer - stage[0] for layer in range(*stage) if not layer % 2)
         others = tuple(layer - stage[0] for layer in range(*stage) if layer % 2)
@@ -159,12 +163,7 @@ def workers(model: Model, tp: int, cuts: list[int], seed: int) -> list[Worker]:
     :param cuts: layers at which a pipeline stage ends, ascending.
     """
     stages = itertools.pairwise([0, *cuts, model.layers])
-    return [
-        Worker(model, stage, rank, tp, seed)
-        for stage in stages
-        if range(*layer_span(model.numbers, stage))
-        for rank in range(tp)
-    ]
+    return [Worker(model, stage, rank, tp, seed) for stage in stages if range(*model.span(stage)) for rank in range(tp)]
 
 
 def covered(reader: Worker, stored: Stored) -> CoveredBlocks:

@@ -18,6 +18,7 @@ from scenario import Answer, Terms
 
 from layerflow.agent.connection.control import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_testing.lossy_relay import UNHEARD, Loss, LossyRelay
 
 MAX_TOKENS = 6
 TOKENS = 600
@@ -146,6 +147,34 @@ def test_the_metaserver_fails(pair: Pair, plain: Start) -> None:
     assert answer.tokens == wanted
     assert "502" in (answer.transfer or {})["layerflow"]["lost"]
     assert time.monotonic() - began < DEADLINE_S, "a refusal is not waited for until the deadline"
+    pair.assert_balanced()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("loss", Loss)
+def test_what_the_metaserver_is_asked_or_answers_is_lost(loss: Loss, pair: Pair, plain: Start) -> None:
+    """The prefill engine may well compute the prompt then: what it stores is kept for nobody."""
+    asked = prompt(5100 + list(Loss).index(loss), TOKENS)
+    wanted = plain("llama").one(asked, max_tokens=MAX_TOKENS).tokens
+    begun: list[str] = []
+
+    def start(body: dict[str, Any]) -> int:
+        begun.append(body["layerflow"]["handoff"])
+        pair.prefill.begin([asked], 1, terms=[Terms(transfer=body)])
+        return 200 if pair.prefill.finish()[0].reason == "length" else 502
+
+    with metaserver(start) as url:
+        address, _, path = url.removeprefix("http://").partition("/")
+        with LossyRelay(address, loss) as relay:
+            began = time.monotonic()
+            told = {"do_remote_prefill": True, "metaserver": f"http://127.0.0.1:{relay.port}/{path}"}
+            answer = pair.decode.one(asked, max_tokens=MAX_TOKENS, terms=Terms(transfer=told))
+            assert answer.tokens == wanted
+            assert time.monotonic() - began < DEADLINE_S + 10
+    # Where the prefill has begun, the hand-off itself says what becomes of it, and the answer is not needed.
+    assert outcome(answer) == "lost" if loss in UNHEARD else outcome(answer) in ("lost", "loaded")
+    assert len(begun) == (0 if loss in UNHEARD else 1)
+    pair.prefill.assert_no_block_lost()
     pair.assert_balanced()
 
 

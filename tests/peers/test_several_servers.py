@@ -177,3 +177,34 @@ def test_a_reader_that_gives_up_releases_both_parts(hosts: Callable[..., Hosts])
     ends.d_lookups.drop_lease("D-h")
     ends.d_lookups.release_handoff("h", ends.addresses)
     assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["rejected", "aborted-at-once"])
+def test_a_reader_that_never_came_releases_both_parts(hosts: Callable[..., Hosts], asked: bool) -> None:
+    """A request that D rejects, or aborts as it arrives: its server has not attached to those of P yet."""
+    ends = hosts()
+    assert ends.open("h")
+    ends.save(0)
+    ends.save(1)
+    ends.p_control.end_handoff("h", tokens=TOKENS)
+    assert ends.p_control.watch_handoff("h", 10.0).state == "complete"
+    assert not ends.controls[-1].status()["peers"]["reads"]["peers"]
+    if asked:
+        ends.ask("h")
+        ends.d_lookups.drop_lease("D-h")
+    ends.d_lookups.release_handoff("h", ends.addresses)
+    assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
+    assert ends.p_control.watch_handoff("h", 1.0).state == "released"
+
+
+@pytest.mark.parametrize("kept_at", [0, 1])
+def test_one_server_that_is_told_releases_both_parts(hosts: Callable[..., Hosts], kept_at: int) -> None:
+    """Its last read is over, and one of the servers cannot be told: the servers of P tell each other."""
+    ends = hosts()
+    assert ends.open("h")
+    ends.save(0)
+    ends.save(1)
+    ends.p_control.end_handoff("h", tokens=TOKENS)
+    assert ends.p_control.watch_handoff("h", 10.0).state == "complete"
+    ends.d_lookups.release_handoff("h", [ends.addresses[kept_at]])
+    assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]

@@ -6,13 +6,13 @@ from pool_contract import OBJECT, READER, WRITER, key_of, new
 
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import ReserveStatus
-from layerflow.pool.eviction import Item, S3Fifo
+from layerflow.pool.eviction import Evictable, S3Fifo
 from layerflow.pool.memory import MemoryPool
 
 
-def filled(count: int, room: int = 10) -> tuple[S3Fifo[Item], list[Item]]:
-    policy: S3Fifo[Item] = S3Fifo()
-    items = [Item(key_of(i), room) for i in range(count)]
+def filled(count: int, room: int = 10) -> tuple[S3Fifo[Evictable], list[Evictable]]:
+    policy: S3Fifo[Evictable] = S3Fifo()
+    items = [Evictable(key_of(i), room) for i in range(count)]
     for item in items:
         policy.admit(item)
     return policy, items
@@ -32,7 +32,7 @@ def test_twice_used_objects_survive_a_scan_and_once_used_ones_do_not():
     policy.use([items[3]])
     gone = []
     for i in range(200):
-        policy.admit(Item(key_of(("scan", i)), 10))
+        policy.admit(Evictable(key_of(("scan", i)), 10))
         gone.append(policy.victim())
     assert set(items[:3]).isdisjoint(gone)
     assert set(items[3:]) <= set(gone)
@@ -54,7 +54,7 @@ def test_parked_objects_are_never_victims_and_cost_no_search():
 def test_an_object_that_returns_soon_after_it_left_is_proven():
     policy, _ = filled(100)
     gone = policy.victim()
-    back = Item(gone.key, 10)
+    back = Evictable(gone.key, 10)
     policy.admit(back)
     assert back.proven
     for _ in range(99):
@@ -63,7 +63,7 @@ def test_an_object_that_returns_soon_after_it_left_is_proven():
 
 def test_sizes_are_counted():
     policy, items = filled(3)
-    policy.admit(Item(key_of("wide"), 70))
+    policy.admit(Evictable(key_of("wide"), 70))
     assert (policy.of_size(10), policy.of_size(70), policy.of_size(5)) == (3, 1, 0)
     policy.park([items[0]])
     policy.victim()

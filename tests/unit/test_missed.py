@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from layerflow.server.planner import missed
-from layerflow.server.planner.missed import MissedTurns
+from layerflow.server.planner import saves
+from layerflow.server.planner.saves import MissedTurns
 
 
 def test_the_oldest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(missed, "MOST_MISSED", 3)
+    monkeypatch.setattr(saves, "MOST_MISSED", 3)
     turns = MissedTurns()
     turns.add([b"a", b"b"])
     turns.add([b"c", b"a", b"d"])

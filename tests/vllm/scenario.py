@@ -232,16 +232,16 @@ class Scenario:
 
 def _sum_figures() -> dict[str, float]:
     """What every worker of this process counts, summed up beside vLLM's own intervals."""
-    from layerflow.connectors.vllm.worker.figures import StepTally
+    from layerflow.connectors.vllm.worker.figures import StepCounters
 
     sums: dict[str, float] = {}
-    add = StepTally.add
+    add = StepCounters.add
 
-    def counted(tally: StepTally, name: str, value: float) -> None:
+    def counted(counters: StepCounters, name: str, value: float) -> None:
         sums[name] = sums.get(name, 0) + value
-        add(tally, name, value)
+        add(counters, name, value)
 
-    StepTally.add = counted  # type: ignore[method-assign]
+    StepCounters.add = counted  # type: ignore[method-assign]
     return sums
 
 

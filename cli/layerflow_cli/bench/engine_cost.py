@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from layerflow.errors import LayerflowError
-from layerflow_cli.bench.harness import Worker, serving
+from layerflow_cli.bench.harness import Worker, percentiles, serving
 from layerflow_cli.bench.overlap import multiplying
 
 LAYERS = 64
@@ -40,8 +39,8 @@ def measure(steps: int = 12) -> dict[str, Any]:
         finally:
             worker.close()
     return {
-        "wait_ready_us": _percentiles(waits),
-        "layer_done_us": _percentiles(dones),
+        "wait_ready_us": percentiles(waits),
+        "layer_done_us": percentiles(dones),
         "calls": len(dones),
         "waits_not_ready": not_ready,
     }
@@ -76,8 +75,3 @@ def _pass(worker: Worker, known: Any, work: Any) -> tuple[list[int], list[int], 
         worker.agent.wait_idle(request.request, 60)
     worker.agent.poll()
     return waits, dones, late
-
-
-def _percentiles(nanoseconds: list[int]) -> dict[str, float]:
-    p50, p99 = np.percentile(nanoseconds, (50, 99)) / 1e3
-    return {"p50": round(float(p50), 2), "p99": round(float(p99), 2)}

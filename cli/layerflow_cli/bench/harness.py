@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,6 +26,13 @@ from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 START_LINE = "layerflow listening on"
 STOP_TIMEOUT_S = 15.0
 WARM_TIMEOUT_S = 60.0
+Percentiles = dict[Literal["p50", "p99"], float]
+
+
+def percentiles(nanoseconds: Sequence[int]) -> Percentiles:
+    """Median and 99th percentile, microseconds."""
+    p50, p99 = np.percentile(nanoseconds, (50, 99)) / 1e3
+    return {"p50": round(float(p50), 2), "p99": round(float(p99), 2)}
 
 
 class ServerProcess:
@@ -42,9 +51,12 @@ class ServerProcess:
     def _start(self) -> None:
         sets = list(itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in self._settings.items()))
         command = [sys.executable, "-m", "layerflow_cli", "run", *sets]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
-        assert self.process.stdout is not None
+        environment = os.environ | {"NO_COLOR": "1"}
+        with _held_back(signal.SIGTERM, signal.SIGINT) as came:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:
+            came()
+            assert self.process.stdout is not None
             for line in self.process.stdout:
                 if line.startswith(START_LINE):
                     return
@@ -80,6 +92,27 @@ class ServerProcess:
     def _hang_up(self) -> None:
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def _held_back(*numbers: int) -> Iterator[Callable[[], None]]:
+    """Signals that come meanwhile are handled when what this yields is called, so that a process that has just been
+    started has an owner by then. Of another thread than the main one nothing is held back: it handles none."""
+    came: list[int] = []
+
+    def handle() -> None:
+        for number in came:
+            signal.raise_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield handle
+        return
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield handle
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -161,7 +194,7 @@ class Worker:
         """A prompt that nobody has seen, one token longer than what is saved where a hit cannot be shortened by one."""
         return self.agent.chain(self._random.integers(0, 1 << 30, self.tokens + (self.spec.alignment > 1)))
 
-    def table(self, place: int = 0) -> tuple[np.ndarray, ...]:
+    def table(self, place: int) -> tuple[np.ndarray, ...]:
         """Block ids of request slot `place`, scattered as after long use; by group."""
         tables = []
         for group, kept in zip(self.spec.groups, self._kept, strict=True):
@@ -178,14 +211,14 @@ class Worker:
             for block in group.rules.keep(min(chunk, self.tokens - start))
         ]
 
-    def saving(self, chain: Chain, place: int = 0) -> StepRequest:
+    def saving(self, chain: Chain) -> StepRequest:
         """A request whose whole prompt is computed and saved."""
-        return StepRequest(f"save-{next(self._names)}", chain, self.table(place), save=(0, self.tokens), tail=True)
+        return StepRequest(f"save-{next(self._names)}", chain, self.table(0), save=(0, self.tokens), tail=True)
 
-    def loading(self, chain: Chain, hit: Hit, place: int = 1) -> StepRequest:
+    def loading(self, chain: Chain, hit: Hit) -> StepRequest:
         """A request that loads its whole hit."""
         name = f"load-{next(self._names)}"
-        return StepRequest(name, chain, self.table(place), load=(0, hit.tokens), hit=hit)
+        return StepRequest(name, chain, self.table(1), load=(0, hit.tokens), hit=hit)
 
     def store(self, chain: Chain) -> None:
         """Save a prompt and wait until it is published.

@@ -16,8 +16,7 @@ import torch
 
 from layerflow.errors import LayerflowError
 from layerflow.spec import DEFAULT_CHUNK_TOKENS, Shard
-from layerflow_cli.bench.harness import Worker, serving
-from layerflow_cli.bench.miss import percentiles
+from layerflow_cli.bench.harness import Worker, percentiles, serving
 
 PAUSE_S = 2e-3  # between lookups, as requests arrive: the loop has gone to sleep
 

@@ -15,7 +15,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,13 +27,12 @@ from layerflow.engine.connection import Connection, StepHooks
 from layerflow.engine.glue import LayerflowConnection, attach
 from layerflow.engine.request import Request, TokenSpan
 from layerflow.errors import LayerflowError
-from layerflow_cli.bench.harness import WARM_TIMEOUT_S, serving
+from layerflow_cli.bench.harness import WARM_TIMEOUT_S, Percentiles, percentiles, serving
 from layerflow_cli.bench.overlap import multiplying
 
 WAIT_S = 60.0
 BETWEEN_MS = 1.0
 DECODE_PROMPT = 300
-Percentiles = dict[Literal["p50", "p99"], float]
 T = TypeVar("T")
 
 
@@ -284,9 +283,3 @@ def _store(connection: LayerflowConnection, prompt: bytes) -> None:
             step.layer_done(layer)
     if not agent.wait_idle("store", WAIT_S) or "store" not in agent.poll().saved:
         raise LayerflowError("the benchmark's prompt was not stored; is the pool large enough?")
-
-
-def percentiles(nanoseconds: Sequence[int]) -> Percentiles:
-    """Median and 99th percentile, microseconds."""
-    p50, p99 = np.percentile(nanoseconds, (50, 99)) / 1e3
-    return {"p50": round(float(p50), 2), "p99": round(float(p99), 2)}

@@ -34,7 +34,7 @@ from layerflow_cli.demo.checks import wrong_bytes
 from layerflow_cli.demo.engines import KvBytes, answer, spoil
 from layerflow_cli.demo.outcome import differing
 from layerflow_cli.demo.report import EXIT_WRONG
-from layerflow_cli.demo.workload import MAX_NEW_TOKENS, SHAPES, Workload, suitable_link
+from layerflow_cli.demo.workload import MAX_NEW_TOKENS, Workload, chosen_shapes, suitable_link
 from layerflow_cli.output import console, write_json
 
 WAIT_S = 120.0
@@ -98,9 +98,7 @@ def run_pd_demo(
     :returns: the exit code: 1 if a token or a byte is wrong, or was not handed over.
     :raises ConfigError: unknown shapes, or files that cannot be written.
     """
-    chosen = [shape for shape in SHAPES if shape in shapes] if shapes else list(SHAPES)
-    if unknown := sorted(set(shapes) - set(SHAPES)):
-        raise ConfigError(f"--shape {unknown[0]}: there is no such shape; these are: {', '.join(SHAPES)}")
+    chosen = chosen_shapes(shapes)
     configure_logs("error", "console")
     torch.set_num_threads(1)
     runs = runs or (1 if quick else DEFAULT_RUNS)

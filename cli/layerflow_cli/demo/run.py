@@ -21,7 +21,7 @@ from layerflow_cli.demo.engines import Answer, KvBytes, Served, answer, answer_s
 from layerflow_cli.demo.outcome import Outcome, differing
 from layerflow_cli.demo.pool import PoolUsed, pool_of
 from layerflow_cli.demo.report import Link, report
-from layerflow_cli.demo.workload import SHAPES, Workload, suitable_link
+from layerflow_cli.demo.workload import Workload, chosen_shapes, suitable_link
 from layerflow_cli.output import console, progress
 
 MIB = 1 << 20
@@ -62,9 +62,7 @@ def run_demo(
     :raises Unsupported: no such device here.
     :raises LayerflowError: the server did not serve.
     """
-    chosen = [shape for shape in SHAPES if shape in shapes] if shapes else list(SHAPES)
-    if unknown := sorted(set(shapes) - set(SHAPES)):
-        raise ConfigError(f"--shape {unknown[0]}: no such shape; there are: {', '.join(SHAPES)}")
+    chosen = chosen_shapes(shapes)
     if endpoint is not None and (link_gbps is not None or link_latency_us is not None):
         raise ConfigError("--endpoint and --link-...: the link belongs to the server; set pool.link_gbps there")
     if endpoint is not None and pool != MEMORY:

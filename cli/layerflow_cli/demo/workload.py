@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from layerflow.engine import PRESETS, EngineConfig
 from layerflow.engine.config import CacheGroup
 from layerflow.engine.texts import QUESTIONS, passage
+from layerflow.errors import ConfigError
 from layerflow.kinds import KINDS, Kind
 
 SHAPES = {
@@ -21,6 +22,17 @@ SHAPES = {
 MAX_NEW_TOKENS = 8
 TRANSFER_SHARE = 0.4
 """The default link takes so much of a hit's own compute: visible, and possible to hide."""
+
+
+def chosen_shapes(names: Iterable[str]) -> list[str]:
+    """Of :data:`SHAPES`, in their order; all where none is named.
+
+    :raises ConfigError: there is no such shape.
+    """
+    wanted = set(names)
+    if unknown := sorted(wanted - set(SHAPES)):
+        raise ConfigError(f"--shape {unknown[0]}: no such shape; there are: {', '.join(SHAPES)}")
+    return [shape for shape in SHAPES if not wanted or shape in wanted]
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Agent:
         self.device = device_for(self.memory.device)
         self._gate = CaptureGate(self.device.capturing)
         self._pid = os.getpid()
-        self._tally = AgentCounters()
+        self._counters = AgentCounters()
         self._open_steps = OpenSteps()
         context = context or zmq.Context.instance()
         self._control = Control(endpoint, engine_id, spec, context=context, lookup_timeout_s=lookup_timeout_s)
@@ -91,7 +91,7 @@ class Agent:
             control=self._control,
             link=self._link,
             open_steps=self._open_steps,
-            tally=self._tally,
+            counters=self._counters,
             advisor=LoadPolicy(spec),
             gate=self._gate,
         )
@@ -162,11 +162,11 @@ class Agent:
         :param follow: what is still to be stored may be hit too; see :meth:`layerflow.agent.Control.lookup`.
         """
         self._same_process()
-        self._tally.lookups += 1
+        self._counters.lookups += 1
         if not self.attached or self._dispatcher.silent or outdated(chain, self.spec):
             return MISS
         hit = self._control.lookup(request, chain, follow or self._unasked(chain))
-        self._tally.hit_tokens += hit.tokens
+        self._counters.hit_tokens += hit.tokens
         return hit
 
     @property
@@ -330,17 +330,17 @@ class Agent:
 
     def statistics(self) -> AgentStatistics:
         """A snapshot."""
-        tally = self._tally
+        counters = self._counters
         return AgentStatistics(
             attached=self.attached,
-            attachments=tally.attachments,
+            attachments=counters.attachments,
             open_steps=len(self._open_steps),
-            loaded_bytes=tally.loaded_bytes,
-            saved_bytes=tally.saved_bytes,
-            failed_batches=tally.failed_batches,
-            fenced_steps=tally.fenced_steps,
-            lookups=tally.lookups,
-            hit_tokens=tally.hit_tokens,
+            loaded_bytes=counters.loaded_bytes,
+            saved_bytes=counters.saved_bytes,
+            failed_batches=counters.failed_batches,
+            fenced_steps=counters.fenced_steps,
+            lookups=counters.lookups,
+            hit_tokens=counters.hit_tokens,
             copies=self.device.copies.counts,
             pinned_bytes=self._dispatcher.pinned_bytes,
         )

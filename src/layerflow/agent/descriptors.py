@@ -120,7 +120,7 @@ def describe_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Par
                 f"{len(request.chain)} tokens"
             )
         _check_hit(spec, request, stop)
-        for number, group in enumerate(spec.groups):
+        for number, group in enumerate(spec.groups if request.hit.drafts else spec.own.groups):
             pieces = tuple(_load_pieces(spec, group, request, start, stop))
             if pieces:
                 ends_partial = pieces[-1].tokens != spec.chunk_tokens

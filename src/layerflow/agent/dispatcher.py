@@ -56,7 +56,7 @@ class Dispatcher:
         control: Control,
         link: Link,
         open_steps: OpenSteps,
-        tally: AgentCounters,
+        counters: AgentCounters,
         advisor: LoadPolicy,
         gate: CaptureGate,
     ) -> None:
@@ -71,11 +71,11 @@ class Dispatcher:
         self._device = device
         self._control = control
         self._open_steps = open_steps
-        self._tally = tally
+        self._counters = counters
         self.terms: Terms | None = None
         self.bypass = DirectLaneSwitch(memory, device, open_steps)
-        self.lanes = Lanes(device, link, tally, self.bypass.ended_load)
-        self.ends = StepEnds(open_steps, link, self.lanes, self.bypass, self.measures, tally)
+        self.lanes = Lanes(device, link, counters, self.bypass.ended_load)
+        self.ends = StepEnds(open_steps, link, self.lanes, self.bypass, self.measures, counters)
         self.planned = PlannedSteps(memory, device, open_steps, self.lanes.load, self.ends)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Dispatcher:
             with self._open_steps.lock:
                 self.planned.arenas.add(arena)
         self._set_terms(attachment.terms)
-        self._tally.attachments += 1
+        self._counters.attachments += 1
         self.silent = False
         with self._open_steps.lock:
             self.attachment, self.ends.session = attachment, attachment.session

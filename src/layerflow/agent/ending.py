@@ -26,7 +26,7 @@ class StepEnds:
         lanes: Lanes,
         bypass: DirectLaneSwitch,
         measures: Measures,
-        tally: AgentCounters,
+        counters: AgentCounters,
     ) -> None:
         self.link = link
         self.session = 0
@@ -34,7 +34,7 @@ class StepEnds:
         self._lanes = lanes
         self._bypass = bypass
         self._measures = measures
-        self._tally = tally
+        self._counters = counters
 
     def cut(self, step: Step, reason: str) -> None:
         """Nothing more comes for this step: fail its loads, give its saves up, let go of its blocks."""
@@ -65,7 +65,7 @@ class StepEnds:
 
     def fenced(self, step: Step, reason: str) -> None:
         """The step's loads were cut off here."""
-        self._tally.fenced_steps += 1
+        self._counters.fenced_steps += 1
         self._lanes.load.wake()
         self._bypass.in_order([step], lambda: self._tell_fenced(step, reason))
 

@@ -48,6 +48,7 @@ class HitPlan:
 
         :param tail: position of the tail that the hit ends with; -1 = with none.
         """
+        spec = spec if found.drafts else spec.own
         width = 16 * len(spec.groups) * len(spec.shard.peers())
         if not found.plan or not found.places or len(found.places) % width:
             return None

@@ -32,6 +32,7 @@ class Hit:
         stored, as any other.
     :param resident: the server has answered that all of it lies in its arena, pinned for the request; only of models
         with several cache groups.
+    :param drafts: the layers of the engine's draft model can be loaded too; else their blocks stay as they are.
     :param plan: where its objects lie; None = the server is to be asked when they are loaded.
     """
 
@@ -45,6 +46,7 @@ class Hit:
     reason: str = ""
     resident: bool = False
     until: float = 0.0
+    drafts: bool = False
     plan: HitPlan | None = field(default=None, compare=False, repr=False)
 
     def stored(self, chunk_tokens: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from layerflow.errors import SpecError
@@ -95,15 +94,6 @@ def replica_of(heads: int, tp_rank: int, tp_size: int) -> Replica:
     head = tp_rank * heads // tp_size
     first, end = -(-head * tp_size // heads), -(-(head + 1) * tp_size // heads)
     return Replica(tp_rank - first, end - first)
-
-
-def layer_span(group_layers: Sequence[int], stage: tuple[int, int]) -> tuple[int, int]:
-    """A pipeline stage as a :class:`Box` counts layers; equal ends where it has no layer of the group.
-
-    :param group_layers: the group's layers over the whole model, ascending, in the model's numbers.
-    :param stage: first and end layer of the stage, in the model's numbers.
-    """
-    return sum(layer < stage[0] for layer in group_layers), sum(layer < stage[1] for layer in group_layers)
 
 
 def _span(first: int, end: int) -> str:

@@ -31,11 +31,6 @@ class HeadAxis(NamedTuple):
     heads: int
     refusal: str = ""
 
-    @property
-    def same_size_only(self) -> bool:
-        """Objects serve workers of the tensor size that stored them, which is a fact of their keys then."""
-        return bool(self.refusal)
-
 
 def head_axis(kind: str, planes: Sequence[PlaneInterior], model_heads: int, tp_size: int) -> HeadAxis:
     """Apply the rule of cutting to one group, as one of its workers registered it.

@@ -257,11 +257,6 @@ class TransferSettings(Section):
     discard_partial_chunks: bool = setting(False, "Do not store a prompt's last, partial chunk.", live=True)
     save_decode_cache: bool = setting(False, "Also store chunks that fill up while decoding.", live=True)
 
-    @property
-    def use_layerwise(self) -> bool:
-        """The source systems' switch: False exactly if `mode` is bulk."""
-        return self.mode != "bulk"
-
     @model_validator(mode="after")
     def _budget(self) -> TransferSettings:
         if self.max_inflight_bytes < 2 * self.max_transfer_bytes:

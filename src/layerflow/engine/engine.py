@@ -31,7 +31,6 @@ class StepReport:
     """
 
     spans: tuple[TokenSpan, ...]
-    started_s: float
     waited_s: tuple[float, ...]
     computed_s: tuple[float, ...]
     failed: tuple[str, ...]
@@ -100,7 +99,6 @@ class Engine:
         spans = self._scheduler.plan()
         if not spans:
             return False
-        started = time.perf_counter()
         with self._connection.open_step(spans) as hooks:
             out = self.model.forward(self.cache, spans, hooks)
         for span in spans:
@@ -113,9 +111,7 @@ class Engine:
             request.computed = span.stop
             if request.id in out.logits:
                 self._append(request, int(out.logits[request.id].argmax()))
-        self.last_step = StepReport(
-            tuple(spans), started, tuple(out.waited_s), tuple(out.computed_s), tuple(sorted(out.failed))
-        )
+        self.last_step = StepReport(tuple(spans), tuple(out.waited_s), tuple(out.computed_s), tuple(sorted(out.failed)))
         return True
 
     def abort(self, request_id: str) -> None:

@@ -55,12 +55,6 @@ def passage(nbytes: int, start: int = 0) -> str:
     return whole[:nbytes].decode("ascii")
 
 
-def shared_prefix_prompts(count: int, prefix_bytes: int, *, start: int = 0) -> list[str]:
-    """Prompts as chat and retrieval produce them: one long passage, then a question that differs."""
-    prefix = passage(prefix_bytes, start)
-    return [f"{prefix}\n\n[{index + 1}] {QUESTIONS[index % len(QUESTIONS)]}" for index in range(count)]
-
-
 def _zen() -> str:
     """The Zen of Python, without printing it twice: importing `this` prints."""
     with contextlib.redirect_stdout(io.StringIO()):

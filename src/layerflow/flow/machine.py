@@ -72,7 +72,7 @@ from layerflow.flow.host_events import (
     WriteOpened,
     WritesRevoked,
 )
-from layerflow.flow.hosts.lane import HostLane, grant_calls
+from layerflow.flow.host_lane import HostLane, grant_calls
 from layerflow.flow.limits import Limits
 from layerflow.flow.opening import open_step
 from layerflow.flow.progress.completion import abort, cancel_saves, cancel_uncomputed, drained, fence_loads, settle

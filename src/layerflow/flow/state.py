@@ -17,7 +17,7 @@ from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Charge, InFlightBatch, Step, Transfer, TransferJob
 from layerflow.flow.graph.write import WriteTransfer
 from layerflow.flow.host_events import Hop
-from layerflow.flow.hosts.lane import HostLane
+from layerflow.flow.host_lane import HostLane
 from layerflow.flow.limits import Limits
 from layerflow.flow.ring import SessionRing
 

@@ -8,7 +8,7 @@ from typing import Any
 from layerflow.backends import installed, named
 
 
-def takes_long(backend: str, options: Mapping[str, Any]) -> bool:
+def takes_long(backend: str) -> bool:
     """Whether :func:`environment` may wait: a backend may have something built, or wait for who builds it."""
     return bool(_function(backend))
 

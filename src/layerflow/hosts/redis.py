@@ -147,7 +147,7 @@ def _xxh3() -> xxh3_64:
 
 
 @dataclass(slots=True)
-class _Sum:
+class _OpenObject:
     """What has passed of an object, in order."""
 
     name: str = ""
@@ -165,8 +165,8 @@ class Redis(Backend):
         self._errors: Any = None
         self._arena: SharedMemory | None = None
         self._most_bytes = MAX_STRING_BYTES
-        self._reading: dict[tuple[bytes, int], _Sum] = {}
-        self._writing: dict[bytes, _Sum] = {}
+        self._reading: dict[tuple[bytes, int], _OpenObject] = {}
+        self._writing: dict[bytes, _OpenObject] = {}
         self._figures: dict[str, float] = {}
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
@@ -224,7 +224,7 @@ class Redis(Backend):
         for place, size in zip(places, sizes, strict=True):
             results.append(OK if size == place.nbytes else _OTHER_SIZE if size else _MISSING)
             if results[-1] is OK:
-                self._reading[place.key, place.offset] = _Sum()
+                self._reading[place.key, place.offset] = _OpenObject()
         return results
 
     def fetch(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
@@ -283,7 +283,7 @@ class Redis(Backend):
         results = [OK if isinstance(size, int) else _FULL for size in found]
         made = [at for at, result in enumerate(results) if result is OK]
         self._run(("PEXPIRE", names[at], self._unfinished_ms) for at in made)
-        self._writing |= {places[at].key: _Sum(names[at]) for at in made}
+        self._writing |= {places[at].key: _OpenObject(names[at]) for at in made}
         return results
 
     def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:

@@ -17,7 +17,7 @@ from itertools import islice
 from layerflow.errors import PoolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.pool.base import NO_PLACE, Child, Located, NewObject, Owner, Tail
-from layerflow.pool.eviction import Item
+from layerflow.pool.eviction import Evictable
 from layerflow.pool.sharing import SharedBlocks
 from layerflow.presence import PresenceWriter, tail_marks
 
@@ -30,7 +30,7 @@ class ObjectState(enum.Enum):
     HIDDEN = "hidden"
 
 
-class DirectoryEntry(Item):
+class DirectoryEntry(Evictable):
     """One object's place and state.
 
     :ivar header: what its header began with when it was published.

@@ -23,7 +23,7 @@ PROMOTE_USES = 2
 _MIN_GHOSTS = 64
 
 
-class Item:
+class Evictable:
     """What the policy keeps with each object."""
 
     __slots__ = ("key", "proven", "room", "uses")
@@ -35,7 +35,7 @@ class Item:
         self.proven = False  #: belongs to the main queue
 
 
-ItemT = TypeVar("ItemT", bound=Item)
+ItemT = TypeVar("ItemT", bound=Evictable)
 
 
 class S3Fifo(Generic[ItemT]):

@@ -120,8 +120,8 @@ class MemoryPool:
         directory = self._directory
         found = directory.find(keys)
         there = [entry for entry in found if entry is not None]
-        if spoilt := self._headers.overwritten(there):
-            self.hide(spoilt)
+        if overwritten := self._headers.overwritten(there):
+            self.hide(overwritten)
             return self._take(keys, owner, until, lease)
         fresh, first, whole = directory.pin(there, owner, until, self._most(lease))
         self._policy.park(first)

@@ -11,7 +11,7 @@ import structlog
 
 from layerflow.config.proxy import ProxySettings
 from layerflow.errors import ConfigError
-from layerflow.http_server import GuestServer, listen, url_of
+from layerflow.http_server import UvicornServer, listen, url_of
 from layerflow.proxy.app import make_app
 from layerflow.proxy.context import Cut, ProxyContext, make_context
 from layerflow.proxy.instances.probes import probe_all
@@ -39,7 +39,7 @@ async def serve_proxy(
     listener = listen(settings.host, settings.port, _BACKLOG, advice)
     with contextlib.closing(listener):
         context.port = listener.getsockname()[1]
-        server = GuestServer(make_app(context), _BACKLOG, lambda: started(url_of(listener)))
+        server = UvicornServer(make_app(context), _BACKLOG, lambda: started(url_of(listener)))
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(probe_all, context.instances, settings)
@@ -78,7 +78,7 @@ async def _wait_for_signals(shutdown: anyio.Event, at_once: anyio.Event) -> None
             shutdown.set()
 
 
-async def _stop(context: ProxyContext, server: GuestServer, shutdown: anyio.Event, at_once: anyio.Event) -> None:
+async def _stop(context: ProxyContext, server: UvicornServer, shutdown: anyio.Event, at_once: anyio.Event) -> None:
     await shutdown.wait()
     context.drain(begin=True)
     _log.info("proxy_draining", open_requests=len(context.requests))

@@ -40,7 +40,7 @@ from layerflow.observe.metrics.metrics import Metrics
 from layerflow.pool.base import Pool
 from layerflow.server.handoffs.follows import Follows
 from layerflow.server.planner.book import StepBook
-from layerflow.server.planner.missed import MissedTurns
+from layerflow.server.planner.saves import MissedTurns
 from layerflow.wire.messages import (
     BROKEN,
     Batch,

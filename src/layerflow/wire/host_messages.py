@@ -183,7 +183,7 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 class ObjectFailure(msgspec.Struct, array_like=True, frozen=True):
-    """One object of a job: an :class:`layerflow.hosts.backend.Outcome` other than OK."""
+    """One object of a job: an :class:`layerflow.hosts.backend.ObjectStatus` other than OK."""
 
     position: int
     outcome: int

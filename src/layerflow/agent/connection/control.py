@@ -87,7 +87,7 @@ class Control:
         self.plans = PlansInHand()
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._line: ControlConnection | None = None
+        self._connection: ControlConnection | None = None
         self._away_until = 0.0
 
     def connect(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
@@ -119,11 +119,11 @@ class Control:
         try:
             if time.monotonic() < self._away_until:
                 return MISS
-            line = self._connected(deadline)
-            if follow is None and line.misses(chain):
+            connection = self._connected(deadline)
+            if follow is None and connection.misses(chain):
                 return MISS
             self._give_up(self.plans.overdue(time.monotonic()))
-            message = line.question(next(self._ids), request, chain, follow)
+            message = connection.question(next(self._ids), request, chain, follow)
             if follow is not None and follow.handoff:
                 deadline = max(deadline, follow.deadline + self._lookup_timeout_s)
             found = cast(Found, self._exchange(message, Found, deadline))
@@ -147,10 +147,10 @@ class Control:
 
     def _give_up(self, plans: Iterable[tuple[str, int]]) -> None:
         """Tell the server, if it is there: else it has nothing that is pinned for them."""
-        if self._line is not None:
+        if self._connection is not None:
             with contextlib.suppress(ServerLost):
                 for request, number in plans:
-                    self._line.conversation.send(DropLease(request, number))
+                    self._connection.conversation.send(DropLease(request, number))
 
     def written(self, chain: Chain, timeout_s: float) -> Hit:
         """How much of a prompt another node of the pool can load, once nothing of it is on its way there.
@@ -287,9 +287,9 @@ class Control:
 
     def _tell(self, message: DropLease | EndHandoff | ReleaseHandoff) -> None:
         with self._lock:
-            if self._line is not None:
+            if self._connection is not None:
                 with contextlib.suppress(ServerLost):
-                    self._line.conversation.send(message)
+                    self._connection.conversation.send(message)
 
     def _ask(self, message: StatusRequest | Purge | Reset, timeout_s: float) -> dict[str, Any]:
         with self._lock:
@@ -319,20 +319,20 @@ class Control:
             raise
 
     def _connected(self, deadline: float) -> ControlConnection:
-        if self._line is not None and self._line.hung_up():
+        if self._connection is not None and self._connection.hung_up():
             self._drop()
-        if self._line is None:
+        if self._connection is None:
             # However long the answer may take: a server that is there says hello at once.
             by = min(deadline, time.monotonic() + DEFAULT_TIMEOUT_S)
-            self._line = ControlConnection.connect(
+            self._connection = ControlConnection.connect(
                 self._context, self._endpoint, self._engine, self._spec, by, keys=self._keys
             )
-        return self._line
+        return self._connection
 
     def _drop(self) -> None:
-        if self._line is not None:
-            self._line.hang_up()
-            self._line = None
+        if self._connection is not None:
+            self._connection.hang_up()
+            self._connection = None
 
 
 def fetch_status(endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:

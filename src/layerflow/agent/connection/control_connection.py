@@ -52,7 +52,8 @@ class PresenceView:
 
     def __init__(self, memory: SharedMemory, spec: ModelSpec) -> None:
         self._table = Presence(memory)
-        self._spec = spec
+        self._whole_spec, self._spec = spec, spec.own
+        spec = self._spec
         whole = [n for n, group in enumerate(spec.groups) if not (group.rules.windowed or group.rules.exact)]
         self._whole_group = whole[0] if whole else None
         self._shard = spec.shard.peers()[0]
@@ -104,10 +105,10 @@ class PresenceView:
         shards = self._spec.shard.peers()
         if self._table.may_hold(self._several):
             return None
-        if len(chain.digests) * len(self._spec.groups) * len(shards) > MOST_LOOKS:
+        if len(chain.digests) * len(self._whole_spec.groups) * len(shards) > MOST_LOOKS:
             return None
         seen = _SeenKeys(self._table, chain, self._shard)
-        found = find_hit(seen, self._spec, chain.parent(0), chain.digests, len(chain), chain.tail)
+        found = find_hit(seen, self._whole_spec, chain.parent(0), chain.digests, len(chain), chain.tail)
         hit = hit_of(found, chain, self._spec)
         end = self.end(chain)
         if not seen.sure or (end is not None and self._reach(chain, end) > hit.tokens and self._may_share(chain, end)):
@@ -177,6 +178,8 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Foll
         else:
             digest = chain.partial(tail.chunk, shared)
             best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, digest, resident=resident)
+    if found.drafts:
+        best = replace(best, drafts=True)
     if not isinstance(found, Found):
         return best
     if found.following or found.reason:

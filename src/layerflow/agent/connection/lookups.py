@@ -111,7 +111,7 @@ class Lookups:
         self._handoffs: dict[int, HandoffInquiry] = {}
         self._current: dict[str, Inquiry] = {}  # by request, what was asked last and is neither loaded nor dropped
         self._handed: set[str] = set()  # requests whose plan the workers have
-        self._line: ControlConnection | None = None
+        self._connection: ControlConnection | None = None
         self._dialled: deque[ControlConnection] = deque()
         self._closing = threading.Event()
         self._dialler: threading.Thread
@@ -137,24 +137,21 @@ class Lookups:
         until = now + self._timeout_s if follow is None or not waits else max(now, follow.deadline) + self._timeout_s
         inquiry = Inquiry(request, chain, now, until, waits, follow)
         self._abandon(request)
-        line = self._connected()
-        if line is not None and line.hung_up():
-            self._lost("the server has hung up")
-            line = None
-        if line is None or (follow is None and line.misses(chain)):
+        connection = self._reachable()
+        if connection is None or (follow is None and connection.misses(chain)):
             inquiry.hit = MISS
             return inquiry
         number = next(self._numbers)
         self._open[number] = self._current[request] = inquiry
         try:
-            line.conversation.send(line.question(number, request, chain, follow, compute_s))
+            connection.conversation.send(connection.question(number, request, chain, follow, compute_s))
         except LayerflowError as error:
             self._lost(str(error))
             return inquiry
         if self._at_sight and not waits:
             self._catch_up()
             if not self._owing(inquiry.asked_at):
-                inquiry.seen = line.hit(chain)
+                inquiry.seen = connection.hit(chain)
         return inquiry
 
     def wait(self, inquiry: Inquiry, timeout_s: float) -> Hit | None:
@@ -163,13 +160,8 @@ class Lookups:
         if inquiry.hit is None and inquiry.seen is not None and now - inquiry.asked_at < PROMPT_S:
             return inquiry.seen
         until = now + max(0.0, timeout_s)
-        while inquiry.hit is None and self._line is not None:
-            try:
-                self._heard(self._line.conversation.receive(until))
-            except DeadlineExceeded:
-                break
-            except LayerflowError as error:
-                self._lost(str(error))
+        while inquiry.hit is None and self._hear(until):
+            pass
         if inquiry.hit is None and time.monotonic() > inquiry.until:
             self._lost("a lookup was not answered in time")
         return inquiry.hit
@@ -217,13 +209,8 @@ class Lookups:
         """What was last heard of a hand-off, or None if nothing was after `timeout_s`."""
         until = time.monotonic() + max(0.0, timeout_s)
         self._catch_up(0)
-        while inquiry.state is None and self._line is not None:
-            try:
-                self._heard(self._line.conversation.receive(until))
-            except DeadlineExceeded:
-                break
-            except LayerflowError as error:
-                self._lost(str(error))
+        while inquiry.state is None and self._hear(until):
+            pass
         if inquiry.state is None and time.monotonic() > inquiry.until:
             inquiry.state = Handoff(inquiry.name, "unknown", 0, SILENT)
         return inquiry.state
@@ -247,10 +234,10 @@ class Lookups:
         """Hang up; leases expire by themselves."""
         self._closing.set()
         self._dialler.join()
-        line = self._connected()
-        if line is not None:
-            line.hang_up()
-        self._line = None
+        connection = self._connected()
+        if connection is not None:
+            connection.hang_up()
+        self._connection = None
 
     def _abandon(self, request: str) -> None:
         """What was asked for the request is not loaded; its answer may be yet to come."""
@@ -260,35 +247,39 @@ class Lookups:
             self._tell(DropLease(request, inquiry.hit.plan.number))
 
     def _tell(self, message: DropLease | EndHandoff | ReleaseHandoff) -> None:
-        if self._line is not None:
+        if self._connection is not None:
             try:
-                self._line.conversation.send(message)
+                self._connection.conversation.send(message)
             except LayerflowError as error:
                 self._lost(str(error))
 
     def _ask_of(self, inquiry: HandoffInquiry, message: OpenHandoff | WatchHandoff) -> None:
-        line = self._connected()
-        if line is not None and line.hung_up():
-            self._lost("the server has hung up")
-            line = None
-        if line is None:
+        connection = self._reachable()
+        if connection is None:
             inquiry.state = Handoff(inquiry.name, "unknown", 0, "no server is connected")
             return
         self._handoffs[message.id] = inquiry
         try:
-            line.conversation.send(message)
+            connection.conversation.send(message)
         except LayerflowError as error:
             self._lost(str(error))
 
     def _catch_up(self, left: int = 1) -> None:
         """Take the answers that no call waits for, until at most `left` lookups have none."""
-        while self._line is not None and (len(self._open) > left or (self._handoffs and not left)):
-            try:
-                self._heard(self._line.conversation.receive(0.0))
-            except DeadlineExceeded:
-                return
-            except LayerflowError as error:
-                self._lost(str(error))
+        while (len(self._open) > left or (self._handoffs and not left)) and self._hear(0.0):
+            pass
+
+    def _hear(self, until: float) -> bool:
+        """Take one answer, or lose the connection; False: there is no connection, or nothing came by `until`."""
+        if self._connection is None:
+            return False
+        try:
+            self._heard(self._connection.conversation.receive(until))
+        except DeadlineExceeded:
+            return False
+        except LayerflowError as error:
+            self._lost(str(error))
+        return True
 
     def _owing(self, now: float) -> bool:
         """Does the server owe an answer for too long?"""
@@ -326,13 +317,20 @@ class Lookups:
         if not found.plan or (inquiry.hit and inquiry.hit.plan and self._current.get(inquiry.request) is inquiry):
             return
         # Workers may be about to load what was seen: for them it is leased.
-        lease_ms = self._line.lease_ms if inquiry.spent and self._line is not None else 0
+        lease_ms = self._connection.lease_ms if inquiry.spent and self._connection is not None else 0
         self._tell(DropLease(inquiry.request, found.plan, lease_ms))
 
     def _connected(self) -> ControlConnection | None:
-        if self._line is None and self._dialled:
-            self._line = self._dialled.popleft()
-        return self._line
+        if self._connection is None and self._dialled:
+            self._connection = self._dialled.popleft()
+        return self._connection
+
+    def _reachable(self) -> ControlConnection | None:
+        connection = self._connected()
+        if connection is not None and connection.hung_up():
+            self._lost("the server has hung up")
+            return None
+        return connection
 
     def _lost(self, reason: str) -> None:
         """What is open has no answer; connect anew."""
@@ -343,9 +341,9 @@ class Lookups:
         for watched in self._handoffs.values():
             watched.state = Handoff(watched.name, "unknown", 0, reason)
         self._handoffs.clear()
-        if self._line is not None:
-            self._line.hang_up()
-            self._line = None
+        if self._connection is not None:
+            self._connection.hang_up()
+            self._connection = None
             self._dial()
 
     def _dial(self) -> None:

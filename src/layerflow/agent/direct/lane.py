@@ -209,7 +209,7 @@ class DirectLane:
             return
         leases.over = True
         self._unlease(step)
-        if step.saves_spoiled:
+        if step.saves_overdue:
             return  # the copy that is under way keeps its room until its lease has run out
         left = [held.place for held in leases.saves.objects() if held.place.key not in leases.published]
         self._pool.revoke(left)

@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
+import structlog
+
 from layerflow.agent.connection.link import Link
-from layerflow.agent.lanes.ends import CopyEnds
 from layerflow.agent.lanes.load import LoadLane
 from layerflow.agent.lanes.planned import PlannedCaps
 from layerflow.agent.lanes.save import SaveLane
 from layerflow.agent.lanes.stagger import Stagger
-from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink
+from layerflow.agent.lanes.task import CopyCaps, CopyTask, EmulatedLink, trace
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
-from layerflow.device.base import Device
+from layerflow.device.base import Device, DeviceEvent
 from layerflow.device.poller import Poller
 from layerflow.spec import Shard
-from layerflow.wire.messages import Failure, Terms
+from layerflow.wire.messages import BROKEN, Failure, Terms
+
+log = structlog.get_logger("layerflow.agent")
+
+
+class CopyEnds:
+    """Ends batches. Both lanes call :meth:`copied`; on a device the poller's thread does the rest.
+
+    :param poller: of the device; None on the cpu.
+    :param ended: told of every batch's end, and why it failed; "" = it has not.
+    """
+
+    def __init__(self, poller: Poller | None, ended: Callable[[CopyTask, str], None]) -> None:
+        self._poller = poller
+        self._ended = ended
+        self._landed_at = [0.0, 0.0]
+
+    def copied(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
+        """A lane is done with a batch; on a device `event` is behind its copy."""
+        if event is None or self._poller is None:
+            self._ended(job, failure)
+        else:
+            self._poller.watch(event, self._landed, job, failure, on_error=self._device_failed)
+
+    def _landed(self, job: CopyTask, failure: str) -> None:
+        """The device has copied the batch just now, as far as the poller can see: that is when it moved."""
+        if not job.link.emulated:
+            direction, now = job.batch.direction, time.monotonic()
+            began = max(job.sent, self._landed_at[direction])  # one stream copies batch after batch
+            trace(job, "load" if direction == LOAD else "save", min(began, now), now)
+            self._landed_at[direction] = now
+        if job.batch.direction == LOAD:
+            job.step.fail_replaced()
+        self._ended(job, failure)
+
+    def _device_failed(self, error: BaseException, job: CopyTask, failure: str) -> None:
+        """The device cannot say whether the batch's bytes arrived: they did not."""
+        reason = f"{BROKEN}: {type(error).__name__}: {error}"
+        log.error("batch_copy_failed", step=job.batch.step, batch=job.batch.batch, error=reason)
+        if job.batch.direction == LOAD:
+            job.step.load_failed(job.step.group_of(job.batch.layer), job.batch.lo, job.batch.hi, reason)
+        self._ended(job, failure or reason)
 
 
 class Lanes:
@@ -28,9 +71,9 @@ class Lanes:
     :ivar links: by direction: emulated or not, that copies pass.
     """
 
-    def __init__(self, device: Device, link: Link, tally: AgentCounters, loaded: Callable[[Step], None]) -> None:
+    def __init__(self, device: Device, link: Link, counters: AgentCounters, loaded: Callable[[Step], None]) -> None:
         self._link = link
-        self._tally = tally
+        self._counters = counters
         self._loaded = loaded
         self.links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
         self.poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
@@ -61,19 +104,19 @@ class Lanes:
             self._loaded(job.step)
         if job.news is None:
             assert job.ended is not None
-            self._tally.failed_batches += bool(failure)
-            self._tally.loaded_bytes += 0 if failure else batch.nbytes
+            self._counters.failed_batches += bool(failure)
+            self._counters.loaded_bytes += 0 if failure else batch.nbytes
             job.ended(job, failure)
             self.load.landed(batch.nbytes)
             return
         if failure:
-            self._tally.failed_batches += 1
+            self._counters.failed_batches += 1
             job.news.failed.append(Failure(batch.batch, failure))
         else:
             if batch.direction == LOAD:
-                self._tally.loaded_bytes += batch.nbytes
+                self._counters.loaded_bytes += batch.nbytes
             else:
-                self._tally.saved_bytes += batch.nbytes
+                self._counters.saved_bytes += batch.nbytes
             job.news.done.append(batch.batch)
         # Lanes that end their batches themselves ring when they have told some.
         if failure or (self.poller is not None and (batch.direction == SAVE or self.load.has_few)):

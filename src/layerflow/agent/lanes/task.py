@@ -151,7 +151,7 @@ def _copied(first: CopyTask, copy: CoalescedCopy) -> int:
     """How many of the batches were copied."""
     step, copier, copied = first.step, first.copier, 0
     assert isinstance(copier, CpuCopier)
-    if not step.set_out(copy):
+    if not step.begin_copy(copy):
         return 0
     try:
         if copy.direction == LOAD:
@@ -161,7 +161,7 @@ def _copied(first: CopyTask, copy: CoalescedCopy) -> int:
     except Exception:
         log.exception("batches_refused", step=step.number, batches=len(copy.batches))  # one by one it shows which
     finally:
-        step.came_in(copy, copied)
+        step.end_copy(copy, copied)
     return copied
 
 

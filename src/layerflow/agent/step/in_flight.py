@@ -64,12 +64,12 @@ class InFlight:
         if event is not None:
             self._unsettled.append((batch, event))
 
-    def set_out(self, copy: CoalescedCopy) -> None:
+    def begin_copy(self, copy: CoalescedCopy) -> None:
         """A lane is about to copy all these batches in one call."""
         self._begun[copy.direction] += len(copy.batches)
         self._coalesced[copy.direction] = copy
 
-    def come_in(self, copy: CoalescedCopy) -> None:
+    def end_copy(self, copy: CoalescedCopy) -> None:
         """The call has returned; batches that it did not copy may begin again."""
         self._ended[copy.direction] += len(copy.batches)
         self._coalesced[copy.direction] = None

@@ -48,7 +48,7 @@ class StepTransfers:
     :ivar reads: which blocks the saves have still to read.
     :ivar residents: the objects of its loads, where their places are known without the server's plan.
     :ivar saves_cancelled: why no save batch starts any more; "" = they start.
-    :ivar saves_spoiled: a save did not end when it was cut off. It has failed, whatever becomes of it.
+    :ivar saves_overdue: a save did not end when it was cut off. It has failed, whatever becomes of it.
     :ivar words: what must be unchanged in the arena before and behind each load batch: offsets, and the words there.
     """
 
@@ -75,7 +75,7 @@ class StepTransfers:
         "residents",
         "saves",
         "saves_cancelled",
-        "saves_spoiled",
+        "saves_overdue",
         "words",
     )
 
@@ -101,7 +101,7 @@ class StepTransfers:
         self.residents: Residents | None = None
         self.words = (NO_WORDS, NO_WORDS)
         self.saves_cancelled = ""
-        self.saves_spoiled = False
+        self.saves_overdue = False
         self.cut_off = threading.Event()
         self._groups = groups
         self._device = device
@@ -242,25 +242,25 @@ class StepTransfers:
             self._in_flight.end(batch, event)
             if batch.direction == LOAD:
                 self._arrivals.end(batch, failure, event)
-            elif self.saves_spoiled:
+            elif self.saves_overdue:
                 failure = failure or TOO_LATE
             self._condition.notify_all()
             return failure
 
-    def set_out(self, copy: CoalescedCopy) -> bool:
-        """As :meth:`begin`, for batches that one call copies, all of their blocks. Pair with :meth:`came_in`."""
+    def begin_copy(self, copy: CoalescedCopy) -> bool:
+        """As :meth:`begin`, for batches that one call copies, all of their blocks. Pair with :meth:`end_copy`."""
         direction, arrivals = copy.direction, self._arrivals
         with self._condition:
             if (arrivals.fenced or arrivals.failures) if direction == LOAD else self.saves_cancelled:
                 return False
-            self._in_flight.set_out(copy)
+            self._in_flight.begin_copy(copy)
             self._condition.notify_all()
             return True
 
-    def came_in(self, copy: CoalescedCopy, copied: int) -> None:
+    def end_copy(self, copy: CoalescedCopy, copied: int) -> None:
         """The first `copied` batches are copied; the others were not begun."""
         with self._condition:
-            self._in_flight.come_in(copy)
+            self._in_flight.end_copy(copy)
             if copy.direction == LOAD:
                 for batch in copy.batches[:copied]:
                     self._arrivals.end(batch, "", None)
@@ -336,7 +336,7 @@ class StepTransfers:
 
     def _await_saves(self) -> None:
         if not self._in_flight.wait_idle(SAVE, self._save_patience):
-            self.saves_spoiled = True
+            self.saves_overdue = True
             log.warning("save_late", step=self.number, waited_s=self._save_patience)
 
     def _settle_device(self, directions: Collection[int] = (LOAD, SAVE)) -> None:

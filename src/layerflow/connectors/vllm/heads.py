@@ -35,8 +35,6 @@ def group_axis(
     :param layers: of the group: by name its vLLM spec and its registered tensors.
     """
     size = vllm_config.parallel_config.tensor_parallel_size
-    if getattr(vllm_config, "speculative_config", None) is not None:
-        return HeadAxis(size, "a draft model may spread its KV heads over ranks in another way than the model")
     axes = {
         head_axis(
             kind,

@@ -18,6 +18,14 @@ import structlog
 import torch
 
 from layerflow.boxes import HeadAxis
+from layerflow.connectors.vllm.drafts import (
+    BOUND,
+    draft_content,
+    draft_layers,
+    draft_name,
+    guesses_unseen,
+    left_out,
+)
 from layerflow.connectors.vllm.heads import group_axis
 from layerflow.connectors.vllm.identity.identity import arithmetic_of, content_of
 from layerflow.connectors.vllm.options import Options
@@ -57,30 +65,42 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     :raises Unsupported: a cache kind or a memory layout that cannot be moved safely.
     """
     shard = _shard(vllm_config.parallel_config)
-    stages = _stages(shard, cache)
-    places: dict[tuple[int, Any, tuple[int, ...]], list[str]] = {}
+    drafts, drafted, unmoved = _drafts(vllm_config, cache, shard)
+    stages = _stages(shard, cache, unmoved)
+    places: dict[tuple[int, Any, tuple[int, ...], bool], list[str]] = {}
     planes: dict[str, tuple[torch.Tensor, ...]] = {}
     for index, group in enumerate(cache.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
             continue
         for name in group.layer_names:
+            if name in unmoved:
+                continue
             layer_spec = _layer_spec(group.kv_cache_spec, name)
             planes[name] = _planes(name, layer_spec, kv_caches[name], cache.num_blocks)
             widths = tuple(plane.shape[2] for plane in planes[name])
-            places.setdefault((index, layer_spec, widths), []).append(name)
-    numbers = {name: number for number, name in enumerate(sorted(planes, key=_forward_order))}
+            places.setdefault((index, layer_spec, widths, name in drafts), []).append(name)
+    in_order = sorted(planes, key=lambda name: (name in drafts, _forward_order(name)))
+    numbers = {name: number for number, name in enumerate(in_order)}
     groups: list[GroupSpec] = []
     axes: list[HeadAxis] = []
     vllm_groups: list[int] = []
-    named = _common_groups(stages, [(index, layer_spec) for index, layer_spec, _ in places])
-    # All stages number their groups in one order, whichever of its layers each meets first.
-    for (index, layer_spec, widths), names in sorted(places.items(), key=lambda place: named.index(place[0][:2])):
+    draft_names: list[str] = []
+    named = _common_groups(stages, [(index, layer_spec) for index, layer_spec, _, _ in places])
+    # All stages number their groups in one order, whichever of its layers each meets first; a draft model's are last.
+    for (index, layer_spec, widths, draft), names in sorted(
+        places.items(), key=lambda place: (place[0][3], named.index(place[0][:2]))
+    ):
         kind = _kind(layer_spec)
         layers = tuple(sorted(numbers[name] for name in names))
         own = tuple(Plane(f"part{part}" if part else "kv", "uint8", (width,)) for part, width in enumerate(widths))
         window = layer_spec.sliding_window if KINDS[kind].windowed else 0
         groups.append(GroupSpec(kind, layer_spec.block_size, layers, own, window, ratio=_ratio(layer_spec)))
         vllm_groups.append(index)
+        own_planes = {name: planes[name] for name in names}
+        draft_names.append(draft_name(drafted, _packing(vllm_config, cache, own_planes), groups[-1]) if draft else "")
+        if draft or guesses_unseen(vllm_config, drafts):
+            axes.append(HeadAxis(shard.tp_size, BOUND))
+            continue
         axes.append(
             group_axis(
                 vllm_config, kind, {name: (layer_spec, _parts(kv_caches[name])) for name in names}, cache.num_blocks
@@ -90,10 +110,12 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         name=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
         content=content_of(vllm_config, options.model_content),
         groups=tuple(groups),
-        shard=_boxed(shard, axes, _layers(groups, named, stages)),
-        attention=_packing(vllm_config, cache, planes),
+        shard=_boxed(shard, axes, _layers(groups, named, stages), tuple(draft_names) if any(draft_names) else ()),
+        attention=_packing(vllm_config, cache, {name: each for name, each in planes.items() if name not in drafts}),
         quantization=arithmetic_of(vllm_config),
-        chunk_tokens=chunk_tokens(groups, options.chunk_tokens),
+        chunk_tokens=chunk_tokens(
+            [group for group, draft in zip(groups, draft_names, strict=True) if not draft], options.chunk_tokens
+        ),
     )
     tensors = {
         numbers[name]: {f"part{part}" if part else "kv": plane for part, plane in enumerate(parts)}
@@ -164,13 +186,42 @@ def _shard(parallel: Any) -> Shard:
     return Shard(parallel.rank % tp_size, tp_size, parallel.rank // tp_size % pp_size, pp_size)
 
 
-def _stages(shard: Shard, cache: Any) -> list[dict[GroupName, int]]:
+def _drafts(vllm_config: Any, cache: Any, shard: Shard) -> tuple[frozenset[str], str, frozenset[str]]:
+    """A draft model's layers, what it computes, and those of its layers that are neither stored nor loaded."""
+    specs = {
+        name: _layer_spec(group.kv_cache_spec, name)
+        for group in cache.kv_cache_groups
+        if getattr(group, "enable_kv_transfer", True)
+        for name in group.layer_names
+    }
+    drafts = draft_layers(vllm_config, specs)
+    if not drafts:
+        return drafts, "", drafts
+    sizes = {layer_spec.block_size for name, layer_spec in specs.items() if name not in drafts}
+    unlike = {
+        name
+        for name in drafts
+        if type(specs[name]).__name__ not in _KINDS
+        or _KINDS[type(specs[name]).__name__].exact
+        or specs[name].block_size not in sizes
+    }
+    if shard.pp_size > 1:
+        left_out("they are on one pipeline stage, and the others have none")
+    elif unlike:
+        left_out(f"the cache of {min(unlike)} is not divided into blocks as the model's")
+    elif content := draft_content(vllm_config):
+        return drafts, content, frozenset()
+    return drafts, "", drafts
+
+
+def _stages(shard: Shard, cache: Any, unmoved: frozenset[str]) -> list[dict[GroupName, int]]:
     """How many layers each pipeline stage has of each group. All stages ask each other, so none may fail before."""
     own: dict[GroupName, int] = Counter(
         (index, _layer_spec(group.kv_cache_spec, name))
         for index, group in enumerate(cache.kv_cache_groups)
         if getattr(group, "enable_kv_transfer", True)
         for name in group.layer_names
+        if name not in unmoved
     )
     if shard.pp_size == 1:
         return [own]
@@ -208,11 +259,14 @@ def _layers(
     return tuple(tuple(stage[name] for stage in stages) for name in named)
 
 
-def _boxed(shard: Shard, axes: Sequence[HeadAxis], stages: tuple[tuple[int, ...], ...]) -> Shard:
+def _boxed(
+    shard: Shard, axes: Sequence[HeadAxis], stages: tuple[tuple[int, ...], ...], drafts: tuple[str, ...]
+) -> Shard:
     """The shard with the heads and layers that other sizes know it by, as far as its caches can be cut.
 
-    :param stages: of each group, its layers on each pipeline stage.
+    :param stages: of each group, its layers on each pipeline stage. :param drafts: of each, whose layers it has.
     """
+    shard = msgspec.structs.replace(shard, drafts=drafts)
     for number, axis in enumerate(axes):
         if axis.refusal:
             log.info("bound_to_tensor_size", group=number, tp_size=shard.tp_size, reason=axis.refusal)

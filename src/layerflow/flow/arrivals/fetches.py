@@ -20,7 +20,7 @@ from layerflow.flow.graph.fetch import FetchTransfer, fetch_of
 from layerflow.flow.graph.follow import FollowTransfer
 from layerflow.flow.graph.step import Transfer
 from layerflow.flow.host_events import FetchAvailable, FetchesRevoked, FetchFailed, FetchLeased, FetchOpened, Hop
-from layerflow.flow.hosts.lane import HostLane
+from layerflow.flow.host_lane import HostLane
 from layerflow.flow.state import State
 
 UNWANTED = ""

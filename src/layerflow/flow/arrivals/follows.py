@@ -15,7 +15,6 @@ from layerflow.flow.arrivals.edges import fail_waiting, move_edges, progress, pu
 from layerflow.flow.commands import Command, LayersStored, ObjectsLost, TransferDone
 from layerflow.flow.events import FollowLent, FollowLost, FollowMoved, FollowOpened
 from layerflow.flow.graph.cursor import joined
-from layerflow.flow.graph.edge import Upstream
 from layerflow.flow.graph.follow import FollowTransfer
 from layerflow.flow.graph.step import Transfer, TransferJob
 from layerflow.flow.host_events import Hop
@@ -216,8 +215,3 @@ def _lose(state: State, follow: FollowTransfer, objects: Sequence[int], reason: 
     out.append(ObjectsLost(Hop.FETCH, follow.number, tuple(objects), reason))
     fail_waiting(state, follow, objects, f"not stored: {reason}", out)
     settle_follow(state, follow, out)
-
-
-def is_follow(upstream: Upstream) -> bool:
-    """Does a step store it?"""
-    return upstream.number < 0

@@ -60,13 +60,13 @@ def attention_pairs(new_tokens: int, context_tokens: int) -> float:
 class _Costs:
     """Coefficients, none negative, of ``seconds = sum(coefficient * amount)``, from weighted means by shape.
 
-    :param simplest: which amounts to believe in while the shapes seen do not tell the amounts apart.
+    While the shapes seen do not tell the amounts apart, the second is believed in: bytes, or new tokens.
     """
 
-    __slots__ = ("_age", "_forgetting", "_latest", "_means", "_min", "_simplest", "_solution")
+    __slots__ = ("_age", "_forgetting", "_latest", "_means", "_min", "_solution")
 
-    def __init__(self, simplest: int, forgetting: float, min_observations: int) -> None:
-        self._simplest, self._forgetting, self._min = simplest, forgetting, min_observations
+    def __init__(self, forgetting: float, min_observations: int) -> None:
+        self._forgetting, self._min = forgetting, min_observations
         self._age = 0
         # By shape: age when last seen, weight, and the weighted sums of amount ÷ seconds.
         self._means: dict[Hashable, tuple[int, float, tuple[float, ...]]] = {}
@@ -114,7 +114,7 @@ class _Costs:
             for one, a in zip(columns, scale, strict=True)
         ]
         amounts = range(1, len(columns))
-        subsets: list[tuple[int, ...]] = [(self._simplest + 1,)]
+        subsets: list[tuple[int, ...]] = [(2,)]
         for count in amounts:
             subsets += itertools.combinations(amounts, count)
         best, least = (0.0,) * len(amounts), math.inf
@@ -157,7 +157,7 @@ class LinkModel:
     def __init__(
         self, *, forgetting: float = DEFAULT_FORGETTING, min_observations: int = DEFAULT_MIN_OBSERVATIONS
     ) -> None:
-        self._costs = _Costs(1, forgetting, min_observations)
+        self._costs = _Costs(forgetting, min_observations)
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """`nbytes` took `seconds`. Observations that cannot be are ignored."""
@@ -185,7 +185,7 @@ class ComputeModel:
     def __init__(
         self, *, forgetting: float = DEFAULT_FORGETTING, min_observations: int = DEFAULT_MIN_OBSERVATIONS
     ) -> None:
-        self._costs = _Costs(1, forgetting, min_observations)
+        self._costs = _Costs(forgetting, min_observations)
 
     def observe(self, new_tokens: int, context_tokens: int, seconds: float) -> None:
         """One *layer* of `new_tokens` over `context_tokens` took `seconds`. What cannot be is ignored."""

@@ -285,10 +285,6 @@ class Step:
     alarm: float = math.inf
     story: deque[Event] = field(default_factory=lambda: deque(maxlen=STORY_EVENTS))
 
-    def job(self, direction: Direction) -> TransferJob | None:
-        """Loads or saves; None where the step has none."""
-        return self.loads if direction is Direction.LOAD else self.saves
-
     def next_alarm(self) -> float:
         """The earliest deadline that still has a consequence."""
         when = math.inf

@@ -8,7 +8,7 @@ from layerflow.errors import InvalidTransition
 from layerflow.flow.graph.fetch import FetchTransfer
 from layerflow.flow.graph.host_transfer import HostTransfer
 from layerflow.flow.graph.write import WriteTransfer
-from layerflow.flow.hosts.lane import HostLane, T
+from layerflow.flow.host_lane import HostLane, T
 from layerflow.flow.state import State
 
 

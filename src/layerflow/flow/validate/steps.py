@@ -26,7 +26,7 @@ def validate(state: State) -> None:
         _step(state, step)
     _budget(state, steps)
     for session in state.sessions.values():
-        _session(state, session)
+        _session(session)
     _conserving(state)
     validate_fetches(state)
     validate_writes(state)
@@ -217,7 +217,7 @@ def _budget(state: State, steps: list[Step]) -> None:
         raise InvalidTransition(f"{budget.sessions} sessions share the budget, of {len(state.sessions)}")
 
 
-def _session(state: State, session: Session) -> None:
+def _session(session: Session) -> None:
     unsaved, gated = 0, [0, 0]
     for step in session.steps.values():
         for job in (step.loads, step.saves):

@@ -20,7 +20,7 @@ import xxhash
 from layerflow.hosts.backend import ObjectLocation
 from layerflow.keys import DIGEST_BYTES
 from layerflow.objects import HEADER_BYTES
-from layerflow.pool.eviction import Item
+from layerflow.pool.eviction import Evictable
 
 FORMAT = "objects-1"
 """Name of the folder that holds files of this format, and of this layout of objects."""
@@ -31,7 +31,7 @@ _NAME = re.compile(
 )
 
 
-class StoredFile(Item):
+class StoredFile(Evictable):
     """A complete object on disk. Pins and the eviction order belong to the index that it is in."""
 
     __slots__ = (

@@ -26,7 +26,7 @@ class IndexStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class FolderReading:
     """What is known while the folder is read.
 
     :param nbytes: of files that are found and not in the index yet.
@@ -51,7 +51,7 @@ class DiskIndex:
         self._reserved: dict[bytes, int] = {}
         self._policy: S3Fifo[StoredFile] = S3Fifo()
         self._used = self._pinned = 0
-        self._reading: Reading | None = None
+        self._reading: FolderReading | None = None
         self._evictions = self._evicted_bytes = 0
 
     def tell(self, gone: Callable[[Sequence[bytes]], None], found: Callable[[Sequence[IndexEntry]], None]) -> None:
@@ -60,24 +60,24 @@ class DiskIndex:
 
     # The folder is read, while objects are written to it and removed from it ----------------------
 
-    def clear(self) -> Reading:
+    def clear(self) -> FolderReading:
         """Forget everything: the folder is read anew, and what an earlier reading finds is ignored."""
         with self.lock:
             lost = list(self._held)
             self._held, self._policy = {}, S3Fifo()
             self._used = self._pinned = 0
-            self._reading = Reading()
+            self._reading = FolderReading()
             if lost:
                 self._gone(lost)
             return self._reading
 
-    def count(self, reading: Reading, nbytes: int) -> bool:
+    def count(self, reading: FolderReading, nbytes: int) -> bool:
         """Files were found that take so much of the disk. False: another reading has begun."""
         with self.lock:
             reading.nbytes += nbytes
             return reading is self._reading
 
-    def fill(self, reading: Reading, found: Iterable[StoredFile]) -> list[StoredFile]:
+    def fill(self, reading: FolderReading, found: Iterable[StoredFile]) -> list[StoredFile]:
         """What the folder holds, oldest first.
 
         :returns: what must be removed because a newer file has its key. More may be held than capacity now.
@@ -98,7 +98,7 @@ class DiskIndex:
             self._found([entry_of(stored) for stored in new])
         return outdated
 
-    def filled(self, reading: Reading) -> None:
+    def filled(self, reading: FolderReading) -> None:
         """That was all: what was written meanwhile is younger."""
         with self.lock:
             if reading is not self._reading:

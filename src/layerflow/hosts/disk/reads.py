@@ -27,7 +27,7 @@ _NOT_OPEN = ObjectResult(ObjectStatus.MISSING, "not opened, or closed already")
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class OpenFile:
     """An object that is open. :param sums: of the header, then of each layer."""
 
     stored: StoredFile
@@ -40,7 +40,7 @@ class DiskReads:
 
     def __init__(self, index: DiskIndex, folder: Callable[[], Folder], arena: SharedMemory) -> None:
         self._index, self._folder, self._view = index, folder, arena.view
-        self._open: dict[tuple[bytes, int], Reading] = {}
+        self._open: dict[tuple[bytes, int], OpenFile] = {}
         self.read_bytes = self.corrupt = self.errors = 0
 
     def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
@@ -82,7 +82,7 @@ class DiskReads:
             said = unpack_sums(stored.name, os.pread(fd, end, stored.nbytes - end), stored.layers)
             if said is None:
                 return self._broken(stored, "its checksums are not its own")
-            self._open[place.key, place.offset] = Reading(stored, fd, said[0])
+            self._open[place.key, place.offset] = OpenFile(stored, fd, said[0])
             fd = -1
             return OK
         except OSError as error:

@@ -35,12 +35,14 @@ class MetaService(Service):
     """
 
     def __init__(self, url: str, http_url: str) -> None:
-        web = HttpProbe(http_url, _WHOSE, "memcache_segment_capacity_bytes")
-        if web.address:
-            line = ServiceMonitor(web.address, _WHOSE, "start a MetaService there, or set pool.memcache.metrics_url")
+        http = HttpProbe(http_url, _WHOSE, "memcache_segment_capacity_bytes")
+        if http.address:
+            monitor = ServiceMonitor(
+                http.address, _WHOSE, "start a MetaService there, or set pool.memcache.metrics_url"
+            )
         else:
-            line = ServiceMonitor(tcp_address(url), _WHOSE, "start one there, or set pool.memcache.meta_service_url")
-        super().__init__(_WHOSE, line, web, held=web.address is not None, ready=ready)
+            monitor = ServiceMonitor(tcp_address(url), _WHOSE, "start one there, or set pool.memcache.meta_service_url")
+        super().__init__(_WHOSE, monitor, http, held=http.address is not None, ready=ready)
 
 
 def ready(body: bytes) -> bool:

@@ -63,17 +63,17 @@ def unreachable(code: int) -> bool:
 
 def reading(code: int) -> ObjectResult:
     """Of a get session; 0 = OK."""
-    return _backend_calls(code, _READING)
+    return _result(code, _READING)
 
 
 def opening(code: int) -> ObjectResult:
     """Of the start of a put session; 0 = OK."""
-    return _backend_calls(code, _OPENING)
+    return _result(code, _OPENING)
 
 
 def writing(code: int) -> ObjectResult:
     """Of the rest of a put session; 0 = OK."""
-    return _backend_calls(code, {})
+    return _result(code, {})
 
 
 def moved(code: int, nbytes: int) -> int:
@@ -83,7 +83,7 @@ def moved(code: int, nbytes: int) -> int:
     return code if code < 0 else TRANSFER_FAILED
 
 
-def _backend_calls(code: int, outcomes: dict[int, ObjectStatus]) -> ObjectResult:
+def _result(code: int, outcomes: dict[int, ObjectStatus]) -> ObjectResult:
     return OK if code == 0 else ObjectResult(outcomes.get(code, ObjectStatus.FAILED), explain(code))
 
 
@@ -148,5 +148,5 @@ class Master(Service):
 
     def __init__(self, address: str, http_url: str) -> None:
         host, _, port = address.rpartition(":")
-        line = ServiceMonitor((host.strip("[]"), int(port)), _WHOSE, _ADVICE)
-        super().__init__(_WHOSE, line, HttpProbe(http_url, _WHOSE, "segment_total_capacity_bytes"))
+        monitor = ServiceMonitor((host.strip("[]"), int(port)), _WHOSE, _ADVICE)
+        super().__init__(_WHOSE, monitor, HttpProbe(http_url, _WHOSE, "segment_total_capacity_bytes"))

@@ -18,7 +18,7 @@ LEND_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Grant:
+class ReadGrant:
     """One lease. Fields change under the lock of :class:`Grants`.
 
     :param reading: the connections that read it now.
@@ -65,8 +65,8 @@ class Grants:
     def __init__(self, withdrawn: Callable[[int], None], arena_bytes: int) -> None:
         self._withdrawn = withdrawn
         self._arena_bytes = arena_bytes
-        self._by_token: dict[bytes, Grant] = {}
-        self._by_lease: dict[int, Grant] = {}
+        self._by_token: dict[bytes, ReadGrant] = {}
+        self._by_lease: dict[int, ReadGrant] = {}
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class Grants:
             raise PoolError(f"lease {message.lease}: lists of different lengths")
         if any(at + size > self._arena_bytes for at, size in zip(offsets, nbytes, strict=True)):
             raise PoolError(f"lease {message.lease}: an object leaves the arena")
-        grant = Grant(message.lease, message.token, keys, offsets, nbytes, blocks, stored)
+        grant = ReadGrant(message.lease, message.token, keys, offsets, nbytes, blocks, stored)
         with self._changed:
             self._by_token[grant.token] = self._by_lease[grant.lease] = grant
             self._changed.notify_all()
@@ -99,7 +99,7 @@ class Grants:
                     grant.stored[position] = max(grant.stored[position], stored)
                 self._changed.notify_all()
 
-    def wait(self, grant: Grant, position: int, end: int) -> None:
+    def wait(self, grant: ReadGrant, position: int, end: int) -> None:
         """A reader may have heard of a layer before its owner's word came here: wait for that, for a while."""
         with self._changed:
             self._changed.wait_for(lambda: grant.withdrawn or grant.stored[position] >= end, LEND_S)
@@ -120,7 +120,7 @@ class Grants:
         self._withdrawn(lease)
 
     @contextlib.contextmanager
-    def read(self, token: bytes, connection: socket.socket) -> Iterator[Grant | None]:
+    def read(self, token: bytes, connection: socket.socket) -> Iterator[ReadGrant | None]:
         """Around the reads of one request; None = there is no such lease."""
         with self._changed:
             self._changed.wait_for(lambda: token in self._by_token, LEND_S)

@@ -19,7 +19,7 @@ from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import LINK_REST_S, Origin, decode_origin
 
 
-class EmulatedLink:
+class EmulatedRate:
     """Holds back what was read until a link of this rate had brought it: for experiments on one machine.
 
     :param gbps: 10^9 bytes per second; 0 = nothing is held back.
@@ -57,7 +57,7 @@ class Importer(Backend):
         self._link_of: dict[str, tuple[str, str, bytes]] = {}
         self._resting: dict[tuple[str, str, bytes], tuple[float, str]] = {}
         self._bytes = self._failures = 0
-        self._emulated = EmulatedLink(float(options.get("link_gbps", 0.0)))
+        self._emulated = EmulatedRate(float(options.get("link_gbps", 0.0)))
 
     def attach(self, arena: SharedMemory, gone: Callable[[Sequence[bytes]], None]) -> BackendInfo:
         self._arena = arena

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus
-from layerflow.hosts.peer.grants import Grant
+from layerflow.hosts.peer.grants import ReadGrant
 from layerflow.wire.peer_link import GONE, READ, STATUS_WORDS, Origin
 
 STALL_S = 2.0
@@ -49,7 +49,7 @@ class LentLink(abc.ABC):
         """After the greeting: what the reader has to know of the data plane."""
 
     @abc.abstractmethod
-    def send(self, connection: socket.socket, grant: Grant, heads: Sequence[bytes], items: Items, turn: int) -> int:
+    def send(self, connection: socket.socket, grant: ReadGrant, heads: Sequence[bytes], items: Items, turn: int) -> int:
         """Answer a request of which something may be read.
 
         :param heads: of all that was asked for. :param items: of that, what may be read.

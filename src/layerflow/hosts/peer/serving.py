@@ -9,7 +9,7 @@ import threading
 import structlog
 
 from layerflow.errors import ProtocolError
-from layerflow.hosts.peer.grants import Grant, Grants
+from layerflow.hosts.peer.grants import Grants, ReadGrant
 from layerflow.hosts.peer.link import Lender, LentLink, LinkFailed
 from layerflow.hosts.peer.streams import LinkClosed, receive, send
 from layerflow.system.memfd import SharedMemory
@@ -141,7 +141,7 @@ class Links:
             self._read_bytes += given
             self._read_objects += len(mine)
 
-    def _state(self, grant: Grant | None, position: int, start: int, length: int) -> int:
+    def _state(self, grant: ReadGrant | None, position: int, start: int, length: int) -> int:
         """Whether it may be read; a status."""
         if grant is None:
             return GONE

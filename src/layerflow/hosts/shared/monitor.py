@@ -76,21 +76,21 @@ class ServiceMonitor:
     """
 
     def __init__(self, address: tuple[str, int], whose: str, advice: str) -> None:
-        self._at, self._whose, self._advice = address, whose, advice
+        self._address, self._whose, self._advice = address, whose, advice
         self._lock = threading.Lock()
-        self._line: socket.socket | None = None
-        self._terms = 0
+        self._connection: socket.socket | None = None
+        self._starts = 0
         self._inode = 0  # of the connection, which tells it from another under the same number
 
     @property
     def lost(self) -> int:
         """How often the service was found to have ended."""
-        return max(0, self._terms - 1)
+        return max(0, self._starts - 1)
 
     @property
     def generation(self) -> int:
         """A number that changes when the service ends or is lost; 0 = it is not there now. Sends nothing."""
-        return self._terms if self._holds() else 0
+        return self._starts if self._holds() else 0
 
     def reach(self) -> int:
         """Its :attr:`generation`, after connecting again where that is needed.
@@ -100,9 +100,9 @@ class ServiceMonitor:
         with self._lock:
             if not self._holds():
                 self._drop()
-                self._line = self._connect()
-                self._terms += 1
-            return self._terms
+                self._connection = self._connect()
+                self._starts += 1
+            return self._starts
 
     def close(self) -> None:
         """Drop the connection."""
@@ -110,46 +110,46 @@ class ServiceMonitor:
             self._drop()
 
     def _drop(self) -> None:
-        if self._line is not None:
-            if self._ours(self._line):
-                self._line.close()
+        if self._connection is not None:
+            if self._ours(self._connection):
+                self._connection.close()
             else:
-                self._line.detach()
-            self._line = None
+                self._connection.detach()
+            self._connection = None
 
-    def _ours(self, line: socket.socket) -> bool:
+    def _ours(self, connection: socket.socket) -> bool:
         """Is the descriptor still this connection? memfabric closes one twice when a handshake fails; in between the
         number may have become ours, and be another's again afterwards.
         """
         try:
-            return os.fstat(line.fileno()).st_ino == self._inode
+            return os.fstat(connection.fileno()).st_ino == self._inode
         except OSError:
             return False
 
     def _connect(self) -> socket.socket:
         try:
-            line = socket.create_connection(self._at, timeout=CONNECT_S)
+            connection = socket.create_connection(self._address, timeout=CONNECT_S)
             # So that a service whose machine vanished without a word is noticed within four seconds too.
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-                line.setsockopt(socket.IPPROTO_TCP, option, 1)
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-            line.setblocking(False)
-            self._inode = os.fstat(line.fileno()).st_ino
+                connection.setsockopt(socket.IPPROTO_TCP, option, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            connection.setblocking(False)
+            self._inode = os.fstat(connection.fileno()).st_ino
         except OSError as error:
-            host, port = self._at
+            host, port = self._address
             at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             raise Unreachable(f"{self._whose} does not answer at {at}: {error}; {self._advice}") from error
-        return line
+        return connection
 
     def _holds(self) -> bool:
-        line = self._line
-        if line is None or not self._ours(line):
+        connection = self._connection
+        if connection is None or not self._ours(connection):
             return False
         # Not select: it knows no descriptors above 1023. The service never says anything on it: any event is its end.
         poll = select.poll()
         try:
-            poll.register(line, select.POLLIN | select.POLLRDHUP)
+            poll.register(connection, select.POLLIN | select.POLLRDHUP)
         except ValueError:  # closed meanwhile
             return False
         return not poll.poll(0)

@@ -17,8 +17,8 @@ class Service:
     """One metadata service's addresses.
 
     :param whose: for messages, e.g. ``Mooncake's master``.
-    :param line: to the port whose connection tells when the service ends.
-    :param web: the service's HTTP.
+    :param monitor: of the port whose connection tells when the service ends.
+    :param http: the service's HTTP.
     :param held: the connection is kept. False: :meth:`check` only knocks, and :attr:`generation` never changes.
     :param ready: whether the body of ``/health`` says that the service is well.
     """
@@ -26,24 +26,24 @@ class Service:
     def __init__(
         self,
         whose: str,
-        line: ServiceMonitor,
-        web: HttpProbe,
+        monitor: ServiceMonitor,
+        http: HttpProbe,
         *,
         held: bool = True,
         ready: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
-        self._whose, self._line, self._web, self._held, self._ready = whose, line, web, held, ready
+        self._whose, self._monitor, self._http, self._held, self._ready = whose, monitor, http, held, ready
         self._illness: tuple[int, str] = (-1, "")  # the generation in which the last check failed, and why
 
     @property
     def lost(self) -> int:
         """How often the service was found to have ended."""
-        return self._line.lost if self._held else 0
+        return self._monitor.lost if self._held else 0
 
     @property
     def generation(self) -> int:
         """A number that changes when the service ends or is lost; 0 = it is not there now. Sends nothing."""
-        return self._line.generation if self._held else 1
+        return self._monitor.generation if self._held else 1
 
     @property
     def ill(self) -> str:
@@ -59,7 +59,7 @@ class Service:
 
         :raises Unreachable: it does not accept a connection.
         """
-        return self._line.reach() if self._held else 1
+        return self._monitor.reach() if self._held else 1
 
     def check(self, probe: Callable[[], None] = lambda: None) -> None:
         """Look; what was found decides over :attr:`ill`.
@@ -77,17 +77,17 @@ class Service:
 
     def largest_segment(self) -> int:
         """See :meth:`HttpProbe.largest_segment`."""
-        return self._web.largest_segment()
+        return self._http.largest_segment()
 
     def close(self) -> None:
         """Drop the connection."""
-        self._line.close()
+        self._monitor.close()
 
     def _look(self) -> None:
-        self._line.reach()
+        self._monitor.reach()
         if not self._held:
-            self._line.close()
+            self._monitor.close()
             return
-        body = self._web.get("/health")
+        body = self._http.get("/health")
         if not self._ready(body):
             raise Unreachable(f"{self._whose} is not ready: {body[:200].decode(errors='replace')}")

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from layerflow.observe.metrics.counts import CountsSeen
+
 STATES = ("announced", "open", "complete")
 EVENTS = ("opened", "refused", "claimed", "completed", "failed", "revoked", "released")
 
@@ -32,7 +34,7 @@ class HandoffMetrics:
         self._following = Gauge(
             "layerflow_following_objects", "Those of them that are not stored yet.", registry=registry
         )
-        self._seen: dict[str, int] = {}
+        self._seen = CountsSeen()
         for state in STATES:
             self._state.labels(state)
         for event in EVENTS:
@@ -47,10 +49,6 @@ class HandoffMetrics:
             self._state.labels(state).set(getattr(handoffs, state))
         self._kept.set(handoffs.kept_bytes)
         for event in EVENTS:
-            self._events.labels(event).inc(self._more(event, getattr(handoffs, event)))
-        self._followed.inc(self._more("followed", followed))
+            self._seen.raise_to(self._events.labels(event), getattr(handoffs, event))
+        self._seen.raise_to(self._followed, followed)
         self._following.set(following)
-
-    def _more(self, name: str, count: int) -> int:
-        before, self._seen[name] = self._seen.get(name, 0), count
-        return count - before

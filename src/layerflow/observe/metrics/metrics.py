@@ -7,15 +7,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from layerflow._version import __version__
 from layerflow.observe.metrics.by_engine import LABELS, ByEngine, EngineLabels
+from layerflow.observe.metrics.counts import CountsSeen
 from layerflow.observe.metrics.handoffs import HandoffMetrics, HandoffsLike
 from layerflow.observe.metrics.peers import PeerMetrics, PeerStatistics
-from layerflow.observe.metrics.tier import TierLike, TierMetrics
+from layerflow.observe.metrics.tier import TierMetrics, TierStatistics
 
 if TYPE_CHECKING:
     from layerflow.flow.limits import Limits
@@ -50,8 +50,6 @@ class Metrics:
     Methods are named by what happened and are meant for the server's loop: 1 to 10 microseconds each.
     Two servers in one process do not share figures, and nothing enters the engine's own registry.
     """
-
-    content_type: Final = CONTENT_TYPE_PLAIN_0_0_4
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -126,7 +124,7 @@ class Metrics:
         self._objects = gauge("pool_objects", "Complete objects.")
         self._pinned = gauge("pool_pinned_objects", "Objects pinned by readers.")
         self._half_written = gauge("pool_half_written_objects", "Reserved objects not yet published.")
-        self._seen: dict[Counter, int] = {}
+        self._seen = CountsSeen()
 
         self._tier = TierMetrics(registry)
         self._peers = PeerMetrics(registry)
@@ -259,7 +257,7 @@ class Metrics:
             (self._evictions, statistics.evictions),
             (self._evicted, statistics.evicted_bytes),
         ):
-            self._rise(counter, count)
+            self._seen.raise_to(counter, count)
 
     def flow(self, statistics: FlowStatistics) -> None:
         """A fresh snapshot of the core."""
@@ -270,13 +268,13 @@ class Metrics:
         self._inflight_batches.labels("save").set(statistics.save_inflight_batches)
         self._unsaved.set(statistics.unsaved_bytes)
         for name, counter in self._flow_counters.items():
-            self._rise(counter, getattr(statistics, name))
+            self._seen.raise_to(counter, getattr(statistics, name))
 
     def handoffs(self, statistics: HandoffsLike, followed: int, following: int) -> None:
         """Hand-offs; objects that were followed since the start, and those of them that are not stored yet."""
         self._handoffs.update(statistics, followed, following)
 
-    def tier(self, statistics: TierLike) -> None:
+    def tier(self, statistics: TierStatistics) -> None:
         """A fresh snapshot of what lies behind the arena."""
         self._tier.read(statistics)
 
@@ -285,15 +283,14 @@ class Metrics:
         self._peers.read(statistics)
 
     def render(self) -> bytes:
-        """Everything in Prometheus's text format 0.0.4; serve it as :attr:`content_type`."""
+        """Everything in Prometheus's text format 0.0.4."""
         return generate_latest(WithoutCreated(self._registry))
 
     def summary(self) -> dict[str, float | dict[str, float]]:
         """The figures by name, without the ``layerflow_`` prefix, for ``layerflow status``.
 
         A labelled figure is a dict by its label, summed over engines and models; a histogram is only its count and
-        sum. On top of the
-        exposition: ``overlap`` by direction, hidden ÷ transfer seconds, and ``lookup_hit_ratio``.
+        sum. On top of the exposition: ``overlap`` by direction, hidden ÷ transfer seconds, and ``lookup_hit_ratio``.
         """
         figures: dict[str, float | dict[str, float]] = dict.fromkeys(self._by_engine.unlabelled, 0.0)
         for metric in self._registry.collect():
@@ -317,12 +314,6 @@ class Metrics:
         assert isinstance(hit, float) and isinstance(miss, float)
         figures["lookup_hit_ratio"] = hit / (hit + miss) if hit + miss > 0 else 0.0
         return figures
-
-    def _rise(self, counter: Counter, count: int) -> None:
-        """A count since somebody's start, as a counter; after a restart of what is counted it adds on."""
-        before = self._seen.get(counter, 0)
-        counter.inc(count - before if count >= before else count)
-        self._seen[counter] = count
 
     def _bounded(self, counter: Counter, reason: str) -> str:
         """`reason` as a label value; past :data:`MAX_REASONS` different ones, ``"other"``.

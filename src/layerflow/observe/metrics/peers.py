@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from layerflow.observe.metrics.counts import CountsSeen
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStatistics:
@@ -65,17 +67,13 @@ class PeerMetrics:
             "expired_leases": counter("expired_leases", "Leases that readers let run out."),
             "restarts": counter("restarts", "Times that the importer or the exporter was started anew."),
         }
-        self._seen: dict[str, int] = {}
+        self._seen = CountsSeen()
 
     def read(self, statistics: PeerStatistics) -> None:
         """A fresh snapshot; its counts only ever rise."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(statistics, name))
         for name, counter in self._counters.items():
-            self._raise(name, counter, getattr(statistics, name))
+            self._seen.raise_to(counter, getattr(statistics, name))
         for outcome, count in statistics.failures.items():
-            self._raise(f"failures {outcome}", self._failures.labels(outcome), count)
-
-    def _raise(self, name: str, counter: Counter, count: int) -> None:
-        counter.inc(count - self._seen.get(name, 0))
-        self._seen[name] = count
+            self._seen.raise_to(self._failures.labels(outcome), count)

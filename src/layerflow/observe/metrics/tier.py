@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from layerflow.observe.metrics.counts import CountsSeen
 
-class TierLike(Protocol):
-    """A tier's snapshot, as :class:`layerflow.server.tier.tier.TierStatistics` has it; sizes in bytes."""
 
-    @property
-    def up(self) -> bool: ...
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """A snapshot. Sizes in bytes, the rest counts since the server's start.
 
-    @property
-    def restarts(self) -> int: ...
+    :param written_at: when the last object was written, on the monotonic clock; 0 = none was.
+    :param failures: objects not fetched or not written, by ``fetch_<outcome>`` and ``write_<outcome>``.
+    """
 
-    @property
-    def lookups(self) -> int: ...
-
-    @property
-    def lookup_keys(self) -> int: ...
-
-    @property
-    def unanswered_lookups(self) -> int: ...
-
-    @property
-    def fetched_objects(self) -> int: ...
-
-    @property
-    def fetched_bytes(self) -> int: ...
-
-    @property
-    def written_objects(self) -> int: ...
-
-    @property
-    def written_bytes(self) -> int: ...
-
-    @property
-    def shed_objects(self) -> int: ...
-
-    @property
-    def backlog_bytes(self) -> int: ...
-
-    @property
-    def failures(self) -> Mapping[str, int]: ...
+    up: bool
+    restarts: int
+    indexed_objects: int
+    shunned_objects: int
+    fetching_jobs: int
+    writing_jobs: int
+    backlog_bytes: int
+    lookups: int
+    lookup_keys: int
+    unanswered_lookups: int
+    fetched_objects: int
+    fetched_bytes: int
+    fetches_without_room: int
+    written_objects: int
+    written_bytes: int
+    written_at: float
+    shed_objects: int
+    failures: Mapping[str, int]
 
 
 class TierMetrics:
@@ -72,17 +62,13 @@ class TierMetrics:
             "written_bytes": counter("written_bytes", "Bytes of them."),
             "shed_objects": counter("shed_objects", "Objects not written because too much waited already."),
         }
-        self._seen: dict[str, int] = {}
-        self._seen_failures: dict[str, int] = {}
+        self._seen = CountsSeen()
 
-    def read(self, statistics: TierLike) -> None:
+    def read(self, statistics: TierStatistics) -> None:
         """A fresh snapshot; its counts only ever rise."""
         self._up.set(statistics.up)
         self._backlog.set(statistics.backlog_bytes)
         for name, counter in self._counters.items():
-            count = getattr(statistics, name)
-            counter.inc(count - self._seen.get(name, 0))
-            self._seen[name] = count
+            self._seen.raise_to(counter, getattr(statistics, name))
         for outcome, count in statistics.failures.items():
-            self._failures.labels(outcome).inc(count - self._seen_failures.get(outcome, 0))
-            self._seen_failures[outcome] = count
+            self._seen.raise_to(self._failures.labels(outcome), count)

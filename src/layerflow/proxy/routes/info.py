@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import anyio
 import httpx
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -13,7 +14,6 @@ from layerflow.proxy.instances.instance import Instance, Role
 from layerflow.proxy.legs.call import engine_headers, passed_on
 from layerflow.proxy.routes.bodies import refusal
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _QUESTION_S = 10.0  # for an engine's list of models
 _SERVER_ERROR = 500
 
@@ -43,7 +43,7 @@ class Info:
         return JSONResponse(content, 200 if status == "ok" else 503)
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._context.metrics.render(), headers={"content-type": METRICS_TYPE})
+        return Response(self._context.metrics.render(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def models(self, request: Request) -> Response:
         """What a decoder answers."""

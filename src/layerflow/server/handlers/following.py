@@ -180,8 +180,8 @@ class FollowLookups:
 
     def _readable_open(self, session: ClientSession, handoff: Handoff) -> bool:
         """Can a load follow what is being stored? Of objects that cover others of its engine's, only when complete."""
-        spec = session.spec
-        assert spec is not None
+        assert session.spec is not None
+        spec = session.spec.own
         stored = {key[DIGEST_BYTES:] for key in handoff.objects}
         return stored.issuperset(
             covered_by(group, shard) for group in range(len(spec.groups)) for shard in spec.shard.peers()

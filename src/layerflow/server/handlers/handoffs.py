@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
 
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.keys import DIGEST_BYTES
@@ -19,23 +18,7 @@ ENDS = (HandoffStatus.COMPLETE, HandoffStatus.FAILED, HandoffStatus.REVOKED, Han
 ALIGNED = "this server keeps no partial chunk, and the prompt has no full one"
 
 
-class Opening(Protocol):
-    """What OpenHandoff and PeerOpenHandoff say."""
-
-    @property
-    def handoff(self) -> str: ...
-    @property
-    def root(self) -> bytes: ...
-    @property
-    def digests(self) -> bytes: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def tail(self) -> bytes: ...
-    @property
-    def lease_ms(self) -> int: ...
-    @property
-    def timeout_ms(self) -> int: ...
+Opening = wire.OpenHandoff | wire.PeerOpenHandoff
 
 
 def open_handoff(context: ServerContext, session: ClientSession, message: wire.OpenHandoff) -> None:
@@ -100,7 +83,6 @@ def keep(context: ServerContext, chunk_tokens: int, engine: str, opener: int, me
         )
     workers = context.sessions.workers_of(engine)
     specs = distinct(worker.spec for worker in workers if worker.spec is not None)
-    now = time.monotonic()
     tokens, tail = message.tokens, message.tail
     if rest and not context.terms().save_partial:
         tokens, tail = chunks * chunk_tokens, b""
@@ -121,8 +103,8 @@ def keep(context: ServerContext, chunk_tokens: int, engine: str, opener: int, me
         )
     objects = handoff_objects(specs, message.root, digests, tail, tokens)
     lease_s = message.lease_ms / 1e3 or context.pd().handoff_lease_s
-    due = now + message.timeout_ms / 1e3
-    why = context.handoffs.open(name, engine, opener, specs[0], tokens, objects, lease_s, due, now)
+    due = time.monotonic() + message.timeout_ms / 1e3
+    why = context.handoffs.open(name, engine, opener, specs[0], tokens, objects, lease_s, due)
     return (0, why) if why else (tokens, "")
 
 

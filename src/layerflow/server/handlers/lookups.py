@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 import msgspec
 
 from layerflow.errors import ProtocolError
-from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
+from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, needed_keys, search_hit
 from layerflow.keys import DIGEST_BYTES
 from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.handlers.context import Refused, ServerContext
@@ -23,7 +23,6 @@ from layerflow.server.lookup.lookup import (
     ask_tier,
     find_and_bring,
     hit_keys,
-    needed_keys,
     prompt_keys,
 )
 from layerflow.server.lookup.pieces import bring_pieces
@@ -316,10 +315,11 @@ class Lookups:
         :returns: the places of its objects, empty where it cannot have a plan; and is that all which it needs? Asked
             for by models of several groups only.
         """
-        spec = session.spec
-        assert spec is not None
+        assert session.spec is not None
+        spec = session.spec if hit.drafts else session.spec.own
         places: list[bytes] = []
-        whole, resident = True, False
+        # A plan's columns are the shards of the whole spec.
+        whole, resident = len(spec.shard.peers()) == len(session.spec.shard.peers()), False
         if hit.tokens or hit.tails:
             pool, tier = self._context.pool, self._context.tier
             until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
@@ -333,7 +333,7 @@ class Lookups:
                     tier.lease(keys, owner, until)
                 yield
             if len(spec.groups) > 1:
-                resident = pool.pins(owner, needed_keys(spec, digests, hit, message.tokens))
+                resident = pool.pins(owner, needed_keys(spec, digests, hit, message.tokens, range(len(spec.groups))))
         return b"".join(places) if whole else b"", resident
 
     def _found(
@@ -363,7 +363,7 @@ class Lookups:
 
 def _found(number: int, hit: HitLength) -> wire.Found:
     tails = [wire.TailHit(tail.chunk, tail.tokens, tail.digest, tail.shared) for tail in hit.tails]
-    return wire.Found(number, hit.tokens, tails)
+    return wire.Found(number, hit.tokens, tails, drafts=hit.drafts)
 
 
 def _blocks_of(message: wire.Lookup, spec: ModelSpec) -> BlockDigests:

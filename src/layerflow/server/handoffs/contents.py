@@ -1,13 +1,15 @@
-"""What a hand-off keeps: the objects that a hit of its whole prompt needs, and why another engine may find none."""
+"""What a hand-off keeps: the objects that a hit of its whole prompt needs, and their room; why readers find none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from layerflow.keys import covered_by, object_key
 from layerflow.kinds import Kind
 from layerflow.objects import object_bytes
-from layerflow.pool.base import NewObject
+from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
 from layerflow.spec import ModelSpec
 
 
@@ -56,6 +58,7 @@ def first_difference(mine: ModelSpec, theirs: ModelSpec) -> str:
 
     :param mine: of the engine that reads. :param theirs: of the one that stores.
     """
+    mine, theirs = mine.own, theirs.own
     facts = [
         ("chunk_tokens", mine.chunk_tokens, theirs.chunk_tokens),
         ("quantization", mine.quantization, theirs.quantization),
@@ -77,3 +80,32 @@ def first_difference(mine: ModelSpec, theirs: ModelSpec) -> str:
 
 def _dtypes(spec: ModelSpec) -> list[list[str]]:
     return [[plane.dtype for plane in group.planes] for group in spec.groups]
+
+
+class Taken(NamedTuple):
+    """Keys that are not stored; those of them that have room now; and those whose end nobody will tell of."""
+
+    pending: set[bytes]
+    promised: set[bytes]
+    foreign: set[bytes]
+
+
+def take(pool: Pool, owner: Owner, objects: Mapping[bytes, NewObject]) -> Taken | None:
+    """Pin what is stored of these and reserve room for what nobody writes. None: there is no room, nothing is taken."""
+    places = pool.acquire(list(objects), owner, math.inf)
+    missing = [new for new, place in zip(objects.values(), places, strict=True) if place is None]
+    room = pool.reserve(missing, owner)
+    if any(place.outcome in (ReserveStatus.FULL, ReserveStatus.TOO_LARGE) for place in room):
+        pool.revoke([new.key for new in missing], owner)
+        pool.release(owner)
+        return None
+    pending = {new.key for new in missing}
+    reserved = zip(missing, room, strict=True)
+    promised = {new.key for new, place in reserved if place.outcome is ReserveStatus.RESERVED}
+    return Taken(pending, promised, {key for key in pending - promised if not _is_told(pool, key)})
+
+
+def _is_told(pool: Pool, key: bytes) -> bool:
+    """Steps tell of the end of what they save, and another hand-off keeps room for it until one does."""
+    writer = pool.writer(key)
+    return isinstance(writer, tuple) and writer[0] in ("step", "handoff")

@@ -22,7 +22,7 @@ ALLOWED_S = 600.0
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class FollowJob:
     """One follow.
 
     :param keys: by position, as the core knows them.
@@ -52,7 +52,7 @@ class PendingFollow(NamedTuple):
 
     offset: int
     blocks: int
-    job: Job
+    job: FollowJob
     position: int
 
 
@@ -86,9 +86,9 @@ class Follows:
         self._emit = emit
         self._part_of = part_of
         self._numbers = 0
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, FollowJob] = {}
         self._coming: dict[bytes, PendingFollow] = {}
-        self._held: dict[bytes, tuple[Job, int]] = {}
+        self._held: dict[bytes, tuple[FollowJob, int]] = {}
         self._allowed: dict[tuple[str, str], float] = {}
         self.objects = 0
         self.listener: LentListener | None = None
@@ -154,7 +154,7 @@ class Follows:
         """Follow these for another server, as far as somebody stores them or keeps room, until :meth:`give_back`."""
         self.open([key for key in keys if key not in self._coming], group, layers)
         found = [self._coming.get(key) for key in keys]
-        first: dict[Job, None] = {}
+        first: dict[FollowJob, None] = {}
         for key, pending in zip(keys, found, strict=True):
             if pending is not None:
                 if not pending.job.lent:
@@ -181,7 +181,7 @@ class Follows:
 
         :param parts: of each object, its position in the step's saves.
         """
-        by_job: dict[Job, dict[int, bytes]] = {}
+        by_job: dict[FollowJob, dict[int, bytes]] = {}
         for key in parts:
             pending = self._coming.get(key)
             if pending is not None and pending.job.promised:
@@ -205,7 +205,7 @@ class Follows:
         free = [key for key in keys if key not in self._held]
         if free:
             self._pool.revoke(free, owner)
-        lost: dict[Job, list[int]] = {}
+        lost: dict[FollowJob, list[int]] = {}
         for key in keys:
             if key in self._held:
                 job, position = self._held[key]
@@ -259,7 +259,7 @@ class Follows:
 
     # ---------------------------------------------------------------------------------------------
 
-    def _tell_whole(self, job: Job, keys: Sequence[bytes]) -> None:
+    def _tell_whole(self, job: FollowJob, keys: Sequence[bytes]) -> None:
         lent = [key for key in keys if key in job.lent]
         if lent and self.listener is not None:
             self.listener.lent_whole(lent)
@@ -268,9 +268,9 @@ class Follows:
         job = self._begin(list(parts), layers, promised=False)
         return FollowOpened(job.number, job.layers, len(parts), *step, group, tuple(parts.values()))
 
-    def _begin(self, keys: list[bytes], layers: Sequence[int], *, promised: bool) -> Job:
+    def _begin(self, keys: list[bytes], layers: Sequence[int], *, promised: bool) -> FollowJob:
         self._numbers -= 1
-        job = Job(self._numbers, keys, tuple(layers), promised)
+        job = FollowJob(self._numbers, keys, tuple(layers), promised)
         self._jobs[job.number] = job
         self.objects += len(keys)
         for position, key in enumerate(keys):

@@ -84,7 +84,6 @@ class Handoff:
     tokens: int = 0
     lease_s: float = 0.0
     due: float = math.inf
-    opened_at: float = 0.0
     reason: str = ""
     ended: bool = False
     parts: int = 0

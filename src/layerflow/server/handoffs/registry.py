@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import structlog
 
 from layerflow.pool.base import NewObject, Owner, Pool
+from layerflow.server.handoffs.contents import take
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatistics, HandoffStatus, Told
-from layerflow.server.handoffs.room import take
 from layerflow.spec import ModelSpec
 
 ENDED_GRACE_S = 0.5
@@ -149,7 +149,6 @@ class Handoffs:
         objects: Mapping[bytes, NewObject],
         lease_s: float,
         due: float,
-        now: float,
     ) -> str:
         """Pin what is stored of these objects and reserve room for the others. Why not, else empty.
 
@@ -170,7 +169,7 @@ class Handoffs:
             return self._refused(name, "the arena has no room: what is in it is pinned, or being written")
         handoff.pending, handoff.promised, handoff.foreign = taken
         handoff.engine, handoff.session, handoff.spec, handoff.tokens = engine, session, spec, tokens
-        handoff.lease_s, handoff.due, handoff.opened_at = lease_s, due, now
+        handoff.lease_s, handoff.due = lease_s, due
         handoff.objects = dict(objects)
         handoff.status = HandoffStatus.OPEN
         self._by_name[name] = handoff

@@ -106,27 +106,6 @@ def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[
         yield object_keys(few, groups, shards)
 
 
-def needed_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength, tokens: int) -> set[bytes]:
-    """What a load of this hit or of any of its tails reads, of all shards.
-
-    :param tokens: of the prompt, of which one is left to compute.
-    """
-    chunk, shards = spec.chunk_tokens, spec.shard.peers()
-    ends = [(hit.tokens, digests)] if hit.tokens else []
-    ends += [
-        (tail.chunk * chunk + end, [*digests[: tail.chunk], tail.digest])
-        for tail in hit.tails
-        for end in {tail.tokens, tail.shared or tail.tokens}
-    ]
-    keys: set[bytes] = set()
-    for end, chunks in ends:
-        usable = spec.usable(end, tokens)
-        for number, group in enumerate(spec.groups):
-            if usable:
-                keys.update(object_keys([chunks[at] for at in group.rules.need(usable, chunk)], [number], shards))
-    return keys
-
-
 def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, parent: bytes = b"") -> NewObject:
     """The shape of a stored object.
 
@@ -266,7 +245,7 @@ def find_and_bring(
     while True:
         there = TierLookup(tier, found, unavailable) if direct else TieredLookup(pool, tier, found, unavailable)
         hit = yield from search_hit(there, spec, root, digests, tokens, own, blocks)
-        stuck = yield from _bring(pool, tier, spec, shards, digests, hit.tokens, engine)
+        stuck = yield from _bring(pool, tier, spec, shards, digests, hit, engine)
         if not stuck:
             return hit
         unavailable |= stuck  # no room in the arena, or it left the tier since: a shorter hit
@@ -278,13 +257,13 @@ def _bring(
     spec: ModelSpec,
     shards: Sequence[Shard],
     digests: list[bytes],
-    hit: int,
+    hit: HitLength,
     engine: str,
 ) -> Generator[None, None, frozenset[bytes]]:
     """Start fetching the full chunks that a hit needs; those that cannot be fetched."""
     stuck: set[bytes] = set()
-    for number, group in enumerate(spec.groups):
-        need = group.rules.need(hit, spec.chunk_tokens) if hit else range(0)
+    for number, group in enumerate(spec.groups if hit.drafts else spec.own.groups):
+        need = group.rules.need(hit.tokens, spec.chunk_tokens) if hit.tokens else range(0)
         chunks = digests[need.start : need.stop]
         # Shards that hold the same heads have the same key.
         keys = list(dict.fromkeys(object_keys(chunks, (number,), shards)))

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import structlog
 import zmq
 
 from layerflow.config.peers import MAX_ATTACHED
@@ -30,6 +31,8 @@ from layerflow.server.transport.security import read_keys
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import INCARNATION_BYTES, Message
+
+log = structlog.get_logger("layerflow.server.peers")
 
 PartMessage = wire.PeerOpenHandoff | wire.PeerEndHandoff | wire.PeerReleaseHandoff
 
@@ -89,6 +92,8 @@ class Peers:
 
     async def close(self) -> bool:
         """Leave. Whether nothing of it can touch the arena any more."""
+        if self.reading is not None:
+            self.reading.close()
         fenced = await self.source.close() if self.source is not None else True
         if self.lending is not None:
             fenced = await self.lending.exporting.close() and fenced
@@ -161,8 +166,16 @@ class Peers:
 
     def release_handoff(self, name: str, addresses: Sequence[str]) -> None:
         """Nobody needs it any more: tell the servers that keep it, and give back what they have lent of it."""
-        if self.reading is not None:
-            self.reading.release(name, addresses)
+        if self.reading is None:
+            return
+        servers: list[Attachment] = []
+        for address in dict.fromkeys(addresses):
+            try:
+                if not self.is_own(address):
+                    servers.append(self.learn(address))
+            except LayerflowError as error:
+                log.warning("handoff_not_released", handoff=name, server=address, reason=str(error))
+        self.reading.release(name, servers)
 
     def status(self) -> dict[str, object]:
         """For ``layerflow status``: readers and peers, one by one. Sizes in bytes."""

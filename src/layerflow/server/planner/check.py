@@ -91,9 +91,7 @@ def check_deadlines(message: OpenStep, now: float, most_s: float) -> None:
 
 def check_part(part: LoadPart | SavePart, spec: ModelSpec) -> Wanted:
     """:raises ProtocolError: no such group, or objects without a size that they can have."""
-    where = f"request {part.request!r}, group {part.group}"
-    if not 0 <= part.group < len(spec.groups):
-        raise ProtocolError(f"{where}: the session's spec has groups 0 to {len(spec.groups) - 1}")
+    where = _place(part, spec)
     digests = codec.split_digests(part.digests, where)
     counts = codec.unpack_u32(part.counts, len(digests), f"{where}, counts")
     most = spec.chunk_tokens // spec.groups[part.group].block_size
@@ -120,9 +118,7 @@ def new_objects(part: SavePart, spec: ModelSpec) -> Generator[None, None, list[N
     """In slices, as :func:`check_step`.
 
     :raises ProtocolError: token counts that a chunk cannot have, or a tail without its parent."""
-    where = f"request {part.request!r}, group {part.group}"
-    if not 0 <= part.group < len(spec.groups):
-        raise ProtocolError(f"{where}: the session's spec has groups 0 to {len(spec.groups) - 1}")
+    where = _place(part, spec)
     group: GroupSpec = spec.groups[part.group]
     digests = codec.split_digests(part.digests, where)
     tokens = codec.unpack_u32(part.tokens, len(digests), f"{where}, tokens")
@@ -161,3 +157,14 @@ def new_objects(part: SavePart, spec: ModelSpec) -> Generator[None, None, list[N
         key = object_key(digest, part.group, spec.shard)
         objects.append(NewObject(key, object_bytes(group, blocks), blocks, held, parent, own))
     return objects
+
+
+def _place(part: LoadPart | SavePart, spec: ModelSpec) -> str:
+    """How errors name a part.
+
+    :raises ProtocolError: there is no such group.
+    """
+    where = f"request {part.request!r}, group {part.group}"
+    if not 0 <= part.group < len(spec.groups):
+        raise ProtocolError(f"{where}: the session's spec has groups 0 to {len(spec.groups) - 1}")
+    return where

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 
 from layerflow.boxes import Replica
@@ -10,12 +10,45 @@ from layerflow.flow.events import Part
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
 from layerflow.server.planner.book import StepBook
 from layerflow.server.planner.check import Wanted
-from layerflow.server.planner.missed import MissedTurns
 from layerflow.wire import codec
 from layerflow.wire.messages import NOWHERE, PlanPart
 
+MOST_MISSED = 16_384
+"""Objects that are remembered; of more, the oldest are their worker's turn again."""
+
 Adopt = Callable[[Sequence[NewObject], Owner], Mapping[bytes, int]]
 """Takes room over that a hand-off has kept: of those objects that have some, where it is."""
+
+
+class MissedTurns:
+    """Where equal workers take turns, whoever computes such an object next may store it.
+
+    A worker whose saves are shed again and again would leave its share of every prompt unstored otherwise, and a hit
+    ends at the first object that is missing.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, None] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Saves of these were given up."""
+        for key in keys:
+            self._keys.pop(key, None)
+            self._keys[key] = None
+        while len(self._keys) > MOST_MISSED:
+            del self._keys[next(iter(self._keys))]
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """These are stored."""
+        if self._keys:
+            for key in keys:
+                self._keys.pop(key, None)
 
 
 def plan_saves(

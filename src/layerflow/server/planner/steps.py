@@ -13,8 +13,7 @@ from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.planner.book import Opening, StepBook
 from layerflow.server.planner.check import CheckedStep
 from layerflow.server.planner.loads import plan_loads, take_over
-from layerflow.server.planner.missed import MissedTurns
-from layerflow.server.planner.saves import plan_saves
+from layerflow.server.planner.saves import MissedTurns, plan_saves
 from layerflow.wire.messages import OpenStep, Plan
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ _READ_BYTES = 1 << 18
 log = structlog.get_logger("layerflow.server.tier.child")
 
 
-class Child:
+class HostChild:
     """A running host. Made on the loop's thread: the kernel kills the process when that thread ends.
 
     :param backend: for its logs.

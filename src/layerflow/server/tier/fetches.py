@@ -26,7 +26,7 @@ Lease = tuple[Owner, float, frozenset[bytes]]
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class FetchJob:
     """One fetch.
 
     :param objects: by position, as the core and the host know them.
@@ -54,7 +54,7 @@ class PendingFetch(NamedTuple):
 
     offset: int
     blocks: int
-    job: Job
+    job: FetchJob
     position: int
 
 
@@ -98,7 +98,7 @@ class Fetches:
         self._send = send
         self._emit = emit
         self._failed = failed
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, FetchJob] = {}
         self._coming: dict[bytes, PendingFetch] = {}
         self._waiting: list[tuple[set[bytes], Callable[[], None]]] = []
         self._numbers, self._hop, self._ended = numbers or itertools.count(1), hop, ended
@@ -156,7 +156,7 @@ class Fetches:
         self.refused += len(objects) - len(placed)
         if not placed:
             return 0
-        job = Job(number, [new for new, _ in placed], tuple(layers), len(placed))
+        job = FetchJob(number, [new for new, _ in placed], tuple(layers), len(placed))
         told = describe(placed, len(layers))
         if at_peer is not None:
             positions = pack_u32([at_peer.positions[new.key] for new in job.objects])
@@ -174,7 +174,7 @@ class Fetches:
 
     def lease(self, keys: Iterable[bytes], owner: Owner, until: float) -> None:
         """Pin these for `owner` once they have come."""
-        by_job: dict[Job, set[bytes]] = {}
+        by_job: dict[FetchJob, set[bytes]] = {}
         for key in keys:
             coming = self._coming.get(key)
             if coming is not None:
@@ -243,7 +243,7 @@ class Fetches:
                 job.done = True
                 self._leave(job, 0)
 
-    def _arrived(self, job: Job, command: Arrived) -> None:
+    def _arrived(self, job: FetchJob, command: Arrived) -> None:
         came = [job.objects[position] for position in command.objects]
         keys = [new.key for new in came]
         self.fetched_objects += len(came)
@@ -267,7 +267,7 @@ class Fetches:
         for then in done:
             then()
 
-    def _leave(self, job: Job, objects: int) -> None:
+    def _leave(self, job: FetchJob, objects: int) -> None:
         job.left -= objects
         if job.done and not job.left:
             del self._jobs[job.number]

@@ -41,7 +41,7 @@ _Noted = tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]
 log = structlog.get_logger("layerflow.server.tier.partitions")
 
 
-class Room(Protocol):
+class PoolRoom(Protocol):
     """Of the pool: room for the bytes of an object that is on its way, and who is to hear of a partition."""
 
     def reserve(self, objects: Sequence[NewObject], owner: Owner) -> Sequence[Reservation]: ...
@@ -92,7 +92,7 @@ class PartitionRegistry:
 
     def __init__(
         self,
-        pool: Room,
+        pool: PoolRoom,
         send: Callable[[ToHost], bool],
         present: Callable[[Sequence[bytes], Callable[[frozenset[bytes]], None]], None],
         wrote: Callable[[NewObject], None],

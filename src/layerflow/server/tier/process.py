@@ -17,7 +17,7 @@ import structlog
 
 from layerflow.errors import LayerflowError
 from layerflow.hosts.environment import environment, takes_long
-from layerflow.server.tier.child import Child
+from layerflow.server.tier.child import HostChild
 from layerflow.server.tier.output import Throttle
 from layerflow.wire.host_messages import STOP_S, Down, Ping, Pong, Start, Stop, ToHost, ToServer, Up, encode
 
@@ -102,7 +102,7 @@ class HostProcess:
         self._listener, self._module, self._mapped = listener, module, mapped
         self._liveness_s, self._attach_timeout_s = liveness_s, attach_timeout_s
         self._throttle = Throttle(backend)
-        self._child: Child | None = None
+        self._child: HostChild | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._delay = 0.0
         self._pings = 0
@@ -167,7 +167,7 @@ class HostProcess:
         self._been_up = self._unusable = False
         self._answered, self._unanswered_s = True, 0.0
         additions = functools.partial(environment, self._backend, self._options)
-        if takes_long(self._backend, self._options):
+        if takes_long(self._backend):
             self.state = replace(self.state, state="starting")
             self._aside(additions)
         else:
@@ -196,7 +196,7 @@ class HostProcess:
             return
         try:
             variables = {**os.environ, **additions()}
-            self._child = Child(
+            self._child = HostChild(
                 self._backend,
                 self._arena,
                 self._module,

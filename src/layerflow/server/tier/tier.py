@@ -22,6 +22,7 @@ from layerflow.flow.events import Event
 from layerflow.flow.host_events import Hop, HostLost, WriteOpened
 from layerflow.hosts.backend import IndexEntry, ObjectStatus
 from layerflow.keys import describe_key
+from layerflow.observe.metrics.tier import TierStatistics
 from layerflow.pool.base import Child, NewObject, Pool, Tail
 from layerflow.pool.sharing import SharedBlocks
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
@@ -29,7 +30,6 @@ from layerflow.server.tier.index import MAX_RECENT_CHUNKS, NegativeCache, TierIn
 from layerflow.server.tier.partitions import PartitionRegistry
 from layerflow.server.tier.process import HostProcess
 from layerflow.server.tier.questions import Questions, once
-from layerflow.server.tier.statistics import TierStatistics
 from layerflow.server.tier.writes import Writes
 from layerflow.wire.host_messages import (
     Clear,

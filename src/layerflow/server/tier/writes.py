@@ -25,7 +25,7 @@ from layerflow.wire import host_messages as wire
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class WriteJob:
     """One write.
 
     :param placed: objects and where their headers are in the arena; by position, as the core and the host know them.
@@ -73,8 +73,8 @@ class Writes:
         self._emit = emit
         self._written = written
         self._failed = failed
-        self._jobs: dict[int, Job] = {}
-        self._by_step: dict[StepKey, list[Job]] = {}
+        self._jobs: dict[int, WriteJob] = {}
+        self._by_step: dict[StepKey, list[WriteJob]] = {}
         self._numbers = 0
         self._ended = anyio.Event()
         self._waiting: list[tuple[set[int], Callable[[], None]]] = []  # for these jobs, by number
@@ -113,7 +113,7 @@ class Writes:
         """
         self._numbers += 1
         positions = {new.key: position for position, (new, _) in enumerate(placed)}
-        job = Job(self._numbers, step, layers, list(placed), positions)
+        job = WriteJob(self._numbers, step, layers, list(placed), positions)
         self._jobs[job.number] = job
         self._by_step.setdefault(step, []).append(job)
         items = tuple(Item((new.nbytes - HEADER_BYTES) // layers, new.blocks) for new, _ in placed)
@@ -185,7 +185,7 @@ class Writes:
         else:
             then()
 
-    def _publish(self, job: Job, objects: Sequence[int]) -> None:
+    def _publish(self, job: WriteJob, objects: Sequence[int]) -> None:
         self.written_at = time.monotonic()
         for position in objects:
             new, _ = job.placed[position]
@@ -194,14 +194,14 @@ class Writes:
             self.written_bytes += new.nbytes
             self._written(new)
 
-    def _give_up(self, job: Job, command: ObjectsLost) -> None:
+    def _give_up(self, job: WriteJob, command: ObjectsLost) -> None:
         known = [at for at in command.objects if job.positions.pop(job.placed[at][0].key, None) is not None]
         if command.reason == SHED:
             self.shed_objects += len(known)
         if job.begun and known:
             self._send(wire.Drop(job.number, wire.pack_u32(known)))
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: WriteJob) -> None:
         mine = self._by_step[job.step]
         mine.remove(job)
         if not mine:

@@ -8,15 +8,14 @@ from typing import Any
 
 import anyio
 import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from layerflow.http_server import GuestServer, listen, url_of
+from layerflow.http_server import UvicornServer, listen, url_of
 
-# The exposition format of prometheus_client.generate_latest for names without colons or UTF-8.
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _BACKLOG = 64
 
 
@@ -36,7 +35,7 @@ def make_app(
         return _json(found, 200 if found["status"] == "ok" else 503)
 
     async def show_metrics(_: Request) -> Response:
-        return Response(metrics(), headers={"content-type": METRICS_TYPE})
+        return Response(metrics(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def show_status(_: Request) -> Response:
         return _json(status(), 200)
@@ -64,14 +63,14 @@ async def serve_http(
     advice = "give server.http_port another port (0 = any free one, -1 = no HTTP) or correct server.http_host"
     listener = listen(host, port, _BACKLOG, advice)
     with contextlib.closing(listener):
-        server = GuestServer(make_app(status, metrics, health), _BACKLOG, lambda: started(url_of(listener)))
+        server = UvicornServer(make_app(status, metrics, health), _BACKLOG, lambda: started(url_of(listener)))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_stop_on, shutdown, server)
             await server.serve_on(listener)
             tasks.cancel_scope.cancel()
 
 
-async def _stop_on(shutdown: anyio.Event, server: GuestServer) -> None:
+async def _stop_on(shutdown: anyio.Event, server: UvicornServer) -> None:
     await shutdown.wait()
     server.should_exit = True
 

@@ -98,6 +98,7 @@ class Found(Message, frozen=True, tag=103):
     :param incarnation: of the arena in which they lie.
     :param places: of each object, two uint64: the offset of its header and the generation of that place, or NOWHERE and
         0. By chunk, the hit's (of the longest tail's) first and then the tails; then by group, then by shard.
+    :param drafts: the layers of the engine's draft model are there too, for all of these; of specs that have some.
     """
 
     id: int
@@ -109,6 +110,7 @@ class Found(Message, frozen=True, tag=103):
     plan: int = 0
     incarnation: int = 0
     places: bytes = b""
+    drafts: bool = False
 
 
 class PlanPart(Message, frozen=True):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
 from layerflow.hosts.memcache.client.codes import explain
 from layerflow.hosts.memcache.metaservice import MetaService
 from layerflow.hosts.memcache.setup import MemcacheOptions, connect, shared
-from layerflow_cli.bench.pool.raw.plain import Raw, Shape
+from layerflow_cli.bench.pool.raw.plain import Raw, Shape, check_codes
 
 DRAM = 1
 G2H, H2G = 2, 3
 LEASE_MS = 10_000
 SWEEP_S = 1.5
 """So long, at most, every client keeps addresses of what was removed, and can write nothing new there."""
+_zero = functools.partial(check_codes, explain)
 
 
 class RawMemcache(Raw):
@@ -54,9 +56,3 @@ class RawMemcache(Raw):
             there = [place + layer * nbytes for place in places]
             here = [self.place(index, layer) for index in range(objects)]
             _zero([self._store.batch_copy(there, here, sizes, direction)], "copy")
-
-
-def _zero(codes: list[int], what: str) -> None:
-    wrong = [code for code in codes if code]
-    if wrong:
-        raise RuntimeError(f"memcache refused to {what} {len(wrong)} of {len(codes)}: {explain(wrong[0])}")

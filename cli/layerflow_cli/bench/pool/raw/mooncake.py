@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
 from layerflow.hosts.mooncake.client import Master, explain
 from layerflow.hosts.mooncake.setup import MooncakeOptions, connect
 from layerflow.hosts.mooncake.warm import Warming, added, mapped
-from layerflow_cli.bench.pool.raw.plain import Raw, Shape
+from layerflow_cli.bench.pool.raw.plain import Raw, Shape, check_codes
 
 WARM_S = 120.0
+_zero = functools.partial(check_codes, explain)
 
 
 class RawMooncake(Raw):
@@ -54,9 +56,3 @@ class RawMooncake(Raw):
 
     def close(self) -> None:
         self._store.close()
-
-
-def _zero(codes: list[int], what: str) -> None:
-    wrong = [code for code in codes if code]
-    if wrong:
-        raise RuntimeError(f"Mooncake refused to {what} {len(wrong)} of {len(codes)} objects: {explain(wrong[0])}")

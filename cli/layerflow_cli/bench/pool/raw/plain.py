@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,13 @@ class Raw(abc.ABC):
 
     def close(self) -> None:  # noqa: B027
         """Disconnect."""
+
+
+def check_codes(explain: Callable[[int], str], codes: list[int], what: str) -> None:
+    """:raises RuntimeError: one of a store's codes is not 0; `explain` says what it means."""
+    wrong = [code for code in codes if code]
+    if wrong:
+        raise RuntimeError(f"cannot {what} {len(wrong)} of {len(codes)}: {explain(wrong[0])}")
 
 
 class RawMemory(Raw):

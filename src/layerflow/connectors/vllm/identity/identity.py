@@ -34,12 +34,21 @@ def content_of(vllm_config: Any, named: str = "") -> str:
     """
     if named:
         return renewed_content("", name_of(named))
-    model = vllm_config.model_config
-    overrides = getattr(model, "hf_overrides", None)
+    overrides = getattr(vllm_config.model_config, "hf_overrides", None)
     if overrides and not isinstance(overrides, dict):
         raise ConfigError("hf_overrides is a function: name what it makes of the model with model_content")
+    return checkpoint_content(vllm_config.model_config, vllm_config.load_config, overrides)
+
+
+def checkpoint_content(model: Any, load_config: Any, overrides: dict[str, Any] | None = None) -> str:
+    """The same of one of its models.
+
+    :param model: vLLM's ModelConfig. :param load_config: its LoadConfig.
+    :param overrides: of the checkpoint's configuration.
+    :raises ConfigError: as :func:`content_of`.
+    """
     extra = f"+{json.dumps(overrides, sort_keys=True, default=str)}" if overrides else ""
-    if str(vllm_config.load_config.load_format) == "dummy":
+    if str(load_config.load_format) == "dummy":
         facts = model.hf_config.to_json_string(use_diff=False)
         return f"dummy:{model.seed}:{facts}{extra}"
     try:

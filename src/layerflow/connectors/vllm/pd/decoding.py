@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -197,15 +199,20 @@ class Decoding:
             return
         handoff.become(DecodeStatus.RELEASED)
         self._calls.forget(handoff.part.handoff)
-        self._lookups.release_handoff(handoff.part.handoff, handoff.servers)
+        self._lookups.release_handoff(handoff.part.handoff, _keepers(handoff.part, handoff.servers))
 
     def forsake(self, part: DecodePart) -> None:
         """A hand-off that this engine was told of and has no use for."""
-        self._lookups.release_handoff(part.handoff, part.servers)
+        self._lookups.release_handoff(part.handoff, _keepers(part))
 
     def close(self) -> None:
         """End what is under way."""
         self._calls.close()
+
+
+def _keepers(part: DecodePart, learned: Iterable[str] = ()) -> tuple[str, ...]:
+    """Every server that may keep it: a router's address may lead to none of them."""
+    return tuple(dict.fromkeys([*learned, *part.servers, *itertools.chain.from_iterable(part.otherwise)]))
 
 
 def summary_of(handoff: DecodeHandoff) -> dict[str, Any]:

@@ -13,6 +13,7 @@ MOST_TEXT = 64
 
 def layout_facts(spec: ModelSpec) -> dict[str, str]:
     """What both engines' keys are made from, in the order in which it is compared; sizes in parallel are no part."""
+    spec = spec.own
     numbers = range(len(spec.groups))
     cut = all(spec.shard.heads_of(number) for number in numbers)
     return {

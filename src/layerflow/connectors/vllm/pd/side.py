@@ -46,7 +46,7 @@ TRUNCATED = "_p_side_truncated"
 """vLLM's own connectors mark a prompt so whose last token they have left to the decode engine."""
 
 
-class Tracked(Protocol):
+class TrackedRequest(Protocol):
     """What is needed of a request that the scheduler's side follows."""
 
     request: Any
@@ -158,7 +158,7 @@ class HandoffSide:
             _truncate(request, params)
         return part
 
-    def begin(self, tracked: Tracked, part: Part) -> None:
+    def begin(self, tracked: TrackedRequest, part: Part) -> None:
         """It has keys: open its hand-off, start its prefill, or wait for both."""
         if isinstance(part, PrefillPart) and self._prefilling is not None:
             tokens = len(tracked.chain) // self._unit * self._unit if tracked.may_save else 0
@@ -176,7 +176,7 @@ class HandoffSide:
         if isinstance(part, DecodePart) and self._decoding is not None:
             self._decoding.forsake(part)
 
-    def seeks(self, tracked: Tracked) -> bool:
+    def seeks(self, tracked: TrackedRequest) -> bool:
         """Is it not known yet where its hand-off is?"""
         handoff = tracked.handoff
         if not isinstance(handoff, DecodeHandoff) or self._decoding is None:
@@ -185,14 +185,14 @@ class HandoffSide:
 
     # -- is it scheduled? ---------------------------------------------------------------------------
 
-    def follow(self, tracked: Tracked) -> Follow | None:
+    def follow(self, tracked: TrackedRequest) -> Follow | None:
         """What its lookup asks for."""
         handoff = tracked.handoff
         if not isinstance(handoff, DecodeHandoff) or self._decoding is None:
             return None
         return self._decoding.follow(handoff)
 
-    def waits(self, tracked: Tracked, budget_s: float) -> bool:
+    def waits(self, tracked: TrackedRequest, budget_s: float) -> bool:
         """Must vLLM ask again, before there is anything to look up?
 
         :param budget_s: how long this call may take.
@@ -209,28 +209,28 @@ class HandoffSide:
             return self._refuse(tracked, handoff.reason)
         return False
 
-    def rest(self, tracked: Tracked, wait_s: float) -> None:
+    def rest(self, tracked: TrackedRequest, wait_s: float) -> None:
         """Nothing is computed, and the request :meth:`waits`: so does this, a moment, for what it waits for."""
         handoff = tracked.handoff
         if isinstance(handoff, DecodeHandoff) and handoff.query is not None:
             handoff.query.wait(wait_s)
 
-    def accepts(self, tracked: Tracked, hit: Hit) -> bool:
+    def accepts(self, tracked: TrackedRequest, hit: Hit) -> bool:
         """Is this the answer? False: it has to be looked up again, for the hand-off is elsewhere."""
         handoff = tracked.handoff
         if not isinstance(handoff, DecodeHandoff) or self._decoding is None:
             return True
         return self._decoding.answered(handoff, hit)
 
-    def follows(self, tracked: Tracked) -> bool:
+    def follows(self, tracked: TrackedRequest) -> bool:
         """Is its lookup one of a hand-off?"""
         return isinstance(tracked.handoff, DecodeHandoff) and tracked.handoff.followed
 
-    def claimed(self, tracked: Tracked) -> bool:
+    def claimed(self, tracked: TrackedRequest) -> bool:
         """The hit is a hand-off's: it is loaded in the background, whatever computing it would cost."""
         return isinstance(tracked.handoff, DecodeHandoff) and tracked.handoff.status is DecodeStatus.CLAIMED
 
-    def gives_up(self, tracked: Tracked, missing: int) -> bool:
+    def gives_up(self, tracked: TrackedRequest, missing: int) -> bool:
         """Is so much to be computed, because its prefill is lost, that the request ends with an error instead?
 
         :param missing: tokens of the prompt that are neither here nor stored.
@@ -246,7 +246,7 @@ class HandoffSide:
             f"{most}",
         )
 
-    def timeout_of(self, tracked: Tracked) -> dict[str, float]:
+    def timeout_of(self, tracked: TrackedRequest) -> dict[str, float]:
         """By its id: how long its load may take, seconds; {} = as any other's."""
         if not self.claimed(tracked):
             return {}
@@ -260,12 +260,12 @@ class HandoffSide:
 
     # -- how it ends --------------------------------------------------------------------------------
 
-    def loaded(self, tracked: Tracked) -> None:
+    def loaded(self, tracked: TrackedRequest) -> None:
         """Its background load has ended."""
         if isinstance(tracked.handoff, DecodeHandoff) and self._decoding is not None:
             self._decoding.loaded(tracked.handoff, shared=_CHILD.match(tracked.id) is not None)
 
-    def load_failed(self, tracked: Tracked) -> bool:
+    def load_failed(self, tracked: TrackedRequest) -> bool:
         """Something of a load did not arrive. True: it was a hand-off's, and what is stored is still to be had."""
         handoff = tracked.handoff
         if not isinstance(handoff, DecodeHandoff) or self._decoding is None or not handoff.followed:
@@ -273,14 +273,14 @@ class HandoffSide:
         self._decoding.lose(handoff, "its load has failed")
         return True
 
-    def outdated(self, tracked: Tracked) -> None:
+    def outdated(self, tracked: TrackedRequest) -> None:
         """The weights are being replaced."""
         if isinstance(tracked.handoff, PrefillHandoff) and self._prefilling is not None:
             self._prefilling.fail(tracked.handoff, "the prefill engine's weights were replaced")
         elif isinstance(tracked.handoff, DecodeHandoff) and self._decoding is not None:
             self._decoding.lose(tracked.handoff, "the decode engine's weights were replaced")
 
-    def finished(self, tracked: Tracked, blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def finished(self, tracked: TrackedRequest, blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
         """The request is over: what its response says of the hand-off."""
         handoff = tracked.handoff
         if isinstance(handoff, PrefillHandoff) and self._prefilling is not None:
@@ -300,7 +300,7 @@ class HandoffSide:
         if self._bootstrap is not None:
             self._bootstrap.close()
 
-    def _refuse(self, tracked: Tracked, reason: str) -> bool:
+    def _refuse(self, tracked: TrackedRequest, reason: str) -> bool:
         """End the request with an error, where this vLLM can."""
         if self._can_refuse is None:
             self._can_refuse = refusal.can_end_with_error()

@@ -67,10 +67,10 @@ def take_back(scheduler: Any, failed: Mapping[str, Sequence[Arrival]]) -> set[st
     :returns: the requests that were taken back.
     """
     sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
-    spoilt = _Spoilt(sizes)
+    invalid = _InvalidBlocks(sizes)
     for arrivals in failed.values():
         for arrival in arrivals:
-            spoilt.add(arrival.tables, arrival.start)
+            invalid.add(arrival.tables, arrival.start)
     running = {request.request_id: request for request in scheduler.running}
     waiting = {
         request.request_id: request
@@ -78,31 +78,31 @@ def take_back(scheduler: Any, failed: Mapping[str, Sequence[Arrival]]) -> set[st
         if request.status.name == "WAITING_FOR_REMOTE_KVS"
     }
     holders = {name: scheduler.kv_cache_manager.get_block_ids(name) for name in (*running, *waiting)}
-    spoilt_requests = spoilt.spread(holders)
+    invalid_requests = invalid.spread(holders)
     if failed.keys() <= running.keys():
-        scheduler.kv_cache_manager.evict_blocks(spoilt.blocks)
+        scheduler.kv_cache_manager.evict_blocks(invalid.blocks)
     else:
         # A request that was aborted or preempted meanwhile: which of its blocks vLLM had hashed is not known any more.
         pool = scheduler.kv_cache_manager.block_pool
         scheduler.kv_cache_manager.evict_blocks(set(range(len(pool.blocks))))
     now = time.monotonic()
-    for name in reversed([name for name in running if name in spoilt_requests]):  # the first is to be the first again
+    for name in reversed([name for name in running if name in invalid_requests]):  # the first is to be the first again
         scheduler.running.remove(running[name])
         scheduler._preempt_request(running[name], now, drop_stale_output=True)
         scheduler.prev_step_scheduled_req_ids.discard(name)
-    scheduler._handle_failed_recving(spoilt_requests & waiting.keys())
+    scheduler._handle_failed_recving(invalid_requests & waiting.keys())
     if not scheduler.recompute_kv_load_failures:
-        scheduler.encoder_cache_mismatch_reqs.update(spoilt_requests)  # ended with an error, with the step's output
+        scheduler.encoder_cache_mismatch_reqs.update(invalid_requests)  # ended with an error, with the step's output
     log.warning(
         "step_loads_taken_back",
         failed=sorted(failed),
-        requests=sorted(spoilt_requests),
+        requests=sorted(invalid_requests),
         outcome="recomputed" if scheduler.recompute_kv_load_failures else "ended with an error",
     )
-    return spoilt_requests
+    return invalid_requests
 
 
-class _Spoilt:
+class _InvalidBlocks:
     """Blocks that hold nothing valid, and what was computed on them.
 
     :param sizes: tokens of a block, per vLLM group.
@@ -120,12 +120,12 @@ class _Spoilt:
 
     def add(self, tables: Tables, start: int) -> None:
         """Everything of a request from a token on."""
-        for spoilt, size, table in zip(self._groups, self._sizes, tables, strict=False):
-            spoilt.update(table[start // size :])
-            spoilt.discard(NULL_BLOCK)
+        for invalid, size, table in zip(self._groups, self._sizes, tables, strict=False):
+            invalid.update(table[start // size :])
+            invalid.discard(NULL_BLOCK)
 
     def spread(self, holders: Mapping[str, Tables]) -> set[str]:
-        """Who holds such a block; everything of these from there on is spoilt too."""
+        """Who holds such a block; everything of these from there on is invalid too."""
         found: set[str] = set()
         while True:
             more = {name: at for name in holders.keys() - found if (at := self._first(holders[name])) is not None}
@@ -136,12 +136,12 @@ class _Spoilt:
             found |= more.keys()
 
     def _first(self, tables: Tables) -> int | None:
-        """The first token of a spoilt block."""
+        """The first token of an invalid block."""
         firsts = [
             number * size
-            for spoilt, size, table in zip(self._groups, self._sizes, tables, strict=False)
+            for invalid, size, table in zip(self._groups, self._sizes, tables, strict=False)
             for number, block in enumerate(table)
-            if block in spoilt
+            if block in invalid
         ]
         return min(firsts, default=None)
 

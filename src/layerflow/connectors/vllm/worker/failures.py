@@ -12,7 +12,7 @@ from layerflow.agent.agent import REPLACED
 log = structlog.get_logger("layerflow.vllm")
 
 
-class LoadFailures:
+class FailedLoads:
     """Since each was last taken.
 
     With one cache group vLLM is told blocks. With several block ids do not tell it which request is meant: it is told

@@ -22,7 +22,7 @@ FIGURES = {
 """Every figure, summed over steps and ranks, with what it counts."""
 
 
-class StepTally:
+class StepCounters:
     """One worker's figures since they were last taken."""
 
     def __init__(self) -> None:

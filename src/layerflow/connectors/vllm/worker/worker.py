@@ -22,8 +22,8 @@ from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport, requests_of
 from layerflow.connectors.vllm.plan.verdicts import Verdict
 from layerflow.connectors.vllm.worker.deferred import Deferred
-from layerflow.connectors.vllm.worker.failures import LoadFailures, all_failed
-from layerflow.connectors.vllm.worker.figures import StepTally
+from layerflow.connectors.vllm.worker.failures import FailedLoads, all_failed
+from layerflow.connectors.vllm.worker.figures import StepCounters
 from layerflow.connectors.vllm.worker.order import LoadOrder
 from layerflow.connectors.vllm.worker.stats import TransferStats
 from layerflow.connectors.vllm.worker.stored import StoredChunks
@@ -84,7 +84,7 @@ class WorkerSide:
         self._outdated: set[str] = set()
         self._cut: set[str] = set()  # their requests are over
         self._leaving: set[str] = set()
-        self._failures = LoadFailures(several_groups=several_groups)
+        self._failures = FailedLoads(several_groups=several_groups)
         self._ran: set[int] = set()
         self._held: dict[int, Step] = {}
         self._met = False
@@ -94,7 +94,7 @@ class WorkerSide:
         self._deferred = Deferred(SETTLE_S)
         self._owed: dict[int, StepPlan] = {}
         self._late_steps: deque[Step | NoStep] = deque()
-        self._tally = StepTally()
+        self._counters = StepCounters()
         self._stored = StoredChunks(layout.spec.chunk_tokens) if events else None
 
     @property
@@ -120,7 +120,7 @@ class WorkerSide:
             if any(owed.saves.read_any(plan.fresh) for owed in list(self._owed.values())):
                 self._deferred.flush()
             cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
-            self._tally.add("revoked_saves", cut)
+            self._counters.add("revoked_saves", cut)
         self._late = bool(plan.saves) and not (plan.unsure or plan.promised) and self._is_short(plan)
         if not self._late and (self._early or not (plan.loads or plan.tails) or self._order.is_known(plan)):
             self._open(plan)
@@ -146,7 +146,7 @@ class WorkerSide:
             step = self._agent.open_descriptors(parts, [], timeout_s=timeout_s, after=after)
             step.want_all()
             self._background[request] = self._remember(step, (request,))
-            self._tally.add("background_loads", 1)
+            self._counters.add("background_loads", 1)
         self._leaving.update(plan.leaving)
         return not (plan.idle or self._late)
 
@@ -243,7 +243,7 @@ class WorkerSide:
         if self._in_haste:
             return None
         self._hear()
-        taken = self._tally.take()
+        taken = self._counters.take()
         return TransferStats(data=taken) if taken else None
 
     def news(self) -> WorkerReport | None:
@@ -305,7 +305,7 @@ class WorkerSide:
             self._put_off = None
         self._deferred.flush()  # opened, and cut off with the rest
         self._outdated = set(self._background)  # what has come of these is of the old weights too
-        self._tally.add("revoked_saves", self._agent.revoke(REPLACED))
+        self._counters.add("revoked_saves", self._agent.revoke(REPLACED))
 
     def _hand_over(self, plan: StepPlan) -> None:
         """The saves of the short pass before this step: its answer has left."""
@@ -318,7 +318,7 @@ class WorkerSide:
         return compute is not None and plan.work is not None and compute.layer_seconds(*plan.work) < FAST_LAYER_S
 
     def _open(self, plan: StepPlan) -> None:
-        self._tally.add("step_loads", len({part.request for part in (*plan.loads, *plan.tails)}))
+        self._counters.add("step_loads", len({part.request for part in (*plan.loads, *plan.tails)}))
         after = self._order.after(plan)
         if plan.tails:
             tails = self._agent.open_descriptors(plan.tails, [], after=after)
@@ -372,7 +372,7 @@ class WorkerSide:
         if outcome.ready or isinstance(step, NoStep):
             return
         self._failures.add(step, outcome, background=background)
-        self._tally.add("failed_loads", len({failed.request for failed in outcome.failed}))
+        self._counters.add("failed_loads", len({failed.request for failed in outcome.failed}))
         # Other requests of the step may share these blocks, so nothing of the step is published.
         for mine in (self._step, self._tails):
             if isinstance(mine, Step):
@@ -388,11 +388,11 @@ class WorkerSide:
         if self._stored is not None:
             self._stored.settle(over, [request for request, _ in ended.failed_saves])
         if ended.failed_saves:
-            self._tally.add("shed_saves", len(ended.shed))
-            self._tally.add("failed_saves", len(ended.failed_saves) - len(ended.shed))
+            self._counters.add("shed_saves", len(ended.shed))
+            self._counters.add("failed_saves", len(ended.failed_saves) - len(ended.shed))
         while self._measured:
             step, load, save = self._measured.popleft()
-            self._tally.moved(load, save)
+            self._counters.moved(load, save)
             for request in self._loads_of.pop(step, ()):
                 hidden, whole = self._overlaps.get(request, (0.0, 0.0))
                 self._overlaps[request] = (hidden + load.hidden_ms / 1e3, whole + load.transfer_ms / 1e3)

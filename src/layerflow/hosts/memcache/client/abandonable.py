@@ -72,7 +72,7 @@ class AbandonableCaller:
         :raises Unreachable: no answer by then, or the MetaService has ended meanwhile. The call may come back later;
             nobody hears of it.
         """
-        generation, errand = self._generation(), _Call(call)
+        generation, pending = self._generation(), _Call(call)
         with self._lock:
             self._given_up = [each for each in self._given_up if each.done.locked()]
             unanswered = len(self._given_up)
@@ -82,26 +82,26 @@ class AbandonableCaller:
             if queue is None:
                 queue = self._queues[threading.get_ident()] = SimpleQueue()
                 threading.Thread(target=_serve, args=(queue,), name="layerflow-meta", daemon=True).start()
-            queue.put(errand)
+            queue.put(pending)
         why = "memcache's MetaService did not answer in time"
         ended = False
-        while not errand.done.acquire(timeout=max(0.0, min(self._look_s, until - time.monotonic()))):
-            # A term of 0: it is not there now, but the library may not have seen that yet.
+        while not pending.done.acquire(timeout=max(0.0, min(self._look_s, until - time.monotonic()))):
+            # Generation 0: it is not there now, but the library may not have seen that yet.
             if not ended and (not generation or self._generation() != generation):
                 ended, why = True, "memcache's MetaService ended while it was asked"
                 until = min(until, time.monotonic() + self._answer_s)
             if time.monotonic() >= until:
                 with self._lock:
-                    self._given_up.append(errand)
+                    self._given_up.append(pending)
                     self._in_a_row += 1
                     queue.put(None)  # the next call of this thread is made by another one
                     self._queues.pop(threading.get_ident(), None)
                 raise Unreachable(why)
         with self._lock:
             self._in_a_row = 0
-        if errand.error is not None:
-            raise errand.error
-        answer: T = errand.answer
+        if pending.error is not None:
+            raise pending.error
+        answer: T = pending.answer
         return answer
 
     def close(self) -> None:
@@ -112,6 +112,6 @@ class AbandonableCaller:
             self._queues.clear()
 
 
-def _serve(errands: SimpleQueue[_Call | None]) -> None:
-    while (errand := errands.get()) is not None:
-        errand.run()
+def _serve(calls: SimpleQueue[_Call | None]) -> None:
+    while (pending := calls.get()) is not None:
+        pending.run()

@@ -50,18 +50,18 @@ def explain(code: int) -> str:
 
 def leasing(code: int) -> ObjectResult:
     """Of ``batch_add_lease``."""
-    return _backend_calls(code, _LEASING)
+    return _result(code, _LEASING)
 
 
 def reading(code: int) -> ObjectResult:
     """Of ``batch_copy`` out of the pool, under a lease: what the client does not know any more has expired."""
-    return _backend_calls(code, _READING)
+    return _result(code, _READING)
 
 
 def writing(code: int) -> ObjectResult:
     """Of ``batch_copy`` into the pool, and of ``batch_write_finish``."""
-    return _backend_calls(code, {})
+    return _result(code, {})
 
 
-def _backend_calls(code: int, outcomes: dict[int, ObjectStatus]) -> ObjectResult:
+def _result(code: int, outcomes: dict[int, ObjectStatus]) -> ObjectResult:
     return OK if code == 0 else ObjectResult(outcomes.get(code, ObjectStatus.FAILED), explain(code))

@@ -73,7 +73,7 @@ class MooncakePlane(DataPlane):
         batch = int(self._engine.batch_transfer_async_read(self._session, [mine], [theirs], [nbytes]))
         if not batch:
             raise LinkFailed(f"Mooncake cannot reach {self._session}")
-        read = _Read(batch, self._session)
+        read = _MooncakeRead(batch, self._session)
         if self._waiter is None:
             self._waiter = _Waiter(self._engine)
         self._waiter.put(read)
@@ -90,10 +90,10 @@ class _Waiter:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[_MooncakeRead | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="layerflow-mooncake", daemon=True).start()
 
-    def put(self, read: _Read | None) -> None:
+    def put(self, read: _MooncakeRead | None) -> None:
         """None = no more."""
         self._reads.put(read)
 
@@ -102,7 +102,7 @@ class _Waiter:
             read.ended(int(self._engine.get_batch_transfer_status([read.batch])))
 
 
-class _Read(PlaneRead):
+class _MooncakeRead(PlaneRead):
     """:param batch: as the library numbers it. It is asked for once: a second time crashes the process."""
 
     def __init__(self, batch: int, session: str) -> None:

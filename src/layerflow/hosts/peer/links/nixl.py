@@ -6,15 +6,18 @@ while it reads, and the lender while somebody may be reading.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import ipaddress
 import os
 import secrets
+import socket
+import struct
 import time
 from typing import Any
 
 from layerflow.hosts.lanes.lane import describe
 from layerflow.hosts.peer.link import STALL_S, Lender, LinkFailed, PeerLink
-from layerflow.hosts.peer.windowed.devices import device_of
 from layerflow.hosts.peer.windowed.lending import WindowLender
 from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Unusable, Window
 from layerflow.hosts.peer.windowed.reading import WindowedLink
@@ -34,6 +37,7 @@ LINK = LinkPlugin(
     probe="nixl._api",
 )
 TRANSPORTS = "tcp,sm,self"
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 POLL_S, MAX_POLL_S = 2e-5, 2e-4
 
 
@@ -85,7 +89,7 @@ class NixlPlane(DataPlane):
             mine = agent.get_xfer_descs([(self._window.address + local, nbytes, 0)], "DRAM")
             theirs = agent.get_xfer_descs([(self._remote + remote, nbytes, 0)], "DRAM")
             handle = agent.initialize_xfer("READ", mine, theirs, self._peer)
-            return _Read(agent, handle, agent.transfer(handle))
+            return _NixlRead(agent, handle, agent.transfer(handle))
         except Exception as error:  # noqa: BLE001
             raise LinkFailed(f"NIXL refuses to read: {describe(error)}") from None
 
@@ -109,7 +113,7 @@ def _imported() -> Any:
         raise Unusable(f"NIXL cannot be imported ({error}): pip install nixl on both sides") from error
 
 
-class _Read(PlaneRead):
+class _NixlRead(PlaneRead):
     def __init__(self, agent: Any, handle: Any, state: str) -> None:
         self._agent, self._handle, self._state = agent, handle, state
 
@@ -129,3 +133,22 @@ class _Read(PlaneRead):
         if self._state != "DONE":
             raise LinkFailed(f"NIXL ended the read with {self._state}")
         self._agent.release_xfer_handle(self._handle)
+
+
+def device_of(host: str) -> str:
+    """The network device that has this IPv4 address; "" = none has, or any will do."""
+    try:
+        wanted = ipaddress.IPv4Address(host)
+    except ValueError:
+        return ""
+    if wanted.is_loopback:
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no such address
+                continue
+            if ipaddress.IPv4Address(answer[20:24]) == wanted:
+                return name
+    return ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from layerflow.errors import ProtocolError
 from layerflow.hosts.backend import ObjectLocation, ObjectResult
-from layerflow.hosts.peer.grants import Grant
+from layerflow.hosts.peer.grants import ReadGrant
 from layerflow.hosts.peer.greeting import greeted
 from layerflow.hosts.peer.link import STALL_S, Items, Lender, LentLink, LinkFailed, PeerLink, result_of
 from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive, send
@@ -108,7 +108,7 @@ class _Stream(LentLink):
     def __init__(self, arena: SharedMemory) -> None:
         self._arena = arena
 
-    def send(self, connection: socket.socket, grant: Grant, heads: Sequence[bytes], items: Items, turn: int) -> int:
+    def send(self, connection: socket.socket, grant: ReadGrant, heads: Sequence[bytes], items: Items, turn: int) -> int:
         view, pieces, nbytes = self._arena.view, [memoryview(b"".join(heads))], 0
         for position, start, length in items:
             at = grant.offsets[position] + start

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from layerflow.errors import ProtocolError
-from layerflow.hosts.peer.grants import Grant
+from layerflow.hosts.peer.grants import ReadGrant
 from layerflow.hosts.peer.link import Items, Lender, LentLink, LinkFailed
 from layerflow.hosts.peer.streams import send
 from layerflow.hosts.peer.windowed.plane import DataPlane, Window
@@ -81,7 +81,7 @@ class _Section(LentLink):
         self._lender.busy()  # the library's own greeting
         send(connection, [pack_window(self._start, TURN_BYTES, TURNS, len(described)), described])
 
-    def send(self, connection: socket.socket, grant: Grant, heads: Sequence[bytes], items: Items, turn: int) -> int:
+    def send(self, connection: socket.socket, grant: ReadGrant, heads: Sequence[bytes], items: Items, turn: int) -> int:
         total = sum(length for _, _, length in items)
         if turn >= TURNS or STAMP.size + total > TURN_BYTES:
             raise ProtocolError(f"turn {turn} with {total} bytes; there are {TURNS} of {TURN_BYTES}")

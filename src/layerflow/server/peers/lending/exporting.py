@@ -36,7 +36,7 @@ class Exporting:
 
     :param arena: descriptor and size.
     :param changed: told that its endpoints have changed.
-    :param quiet: told of each lease that was withdrawn, once nothing of it is read any more.
+    :param withdrawn: told of each lease that was withdrawn, once nothing of it is read any more.
     :param lost: told that the process is dead: nothing of any lease is read any more, and all of them are over.
     """
 
@@ -46,10 +46,10 @@ class Exporting:
         arena: tuple[int, int],
         *,
         changed: Callable[[], None],
-        quiet: Callable[[int], None],
+        withdrawn: Callable[[int], None],
         lost: Callable[[], None],
     ) -> None:
-        self._changed, self._quiet, self._lost = changed, quiet, lost
+        self._changed, self._withdrawn, self._lost = changed, withdrawn, lost
         host, port = listen_address(settings)
         self._link, self._advertise = settings.peers.link, settings.peers.link_advertise
         shown = self._advertise.rpartition(":")[0].strip("[]") or ("" if host in WILDCARDS else host)
@@ -92,7 +92,7 @@ class Exporting:
                 log.info("exporter_up", link=self._link, address=where, loopback=is_loopback(where))
                 self._changed()
             case Withdrawn():
-                self._quiet(message.lease)
+                self._withdrawn(message.lease)
             case _:
                 pass
 

@@ -77,18 +77,13 @@ class Lending:
         self._lent_bytes = 0
         self.lent_objects = self.refused_objects = self.expired_leases = 0
         self.exporting = Exporting(
-            settings(), arena, changed=self._welcome_all, quiet=self._quiet, lost=self._exporter_lost
+            settings(), arena, changed=self._welcome_all, withdrawn=self._withdrawn, lost=self._exporter_lost
         )
 
     @property
     def leases(self) -> int:
         """That pin something, those included that are being ended."""
         return sum(len(reader.leases) for reader in self.readers.values()) + len(self._ending)
-
-    @property
-    def lent_bytes(self) -> int:
-        """That leases pin."""
-        return self._lent_bytes
 
     def hello(self, address: Address, message: wire.PeerHello) -> None:
         """A server introduces itself.
@@ -98,7 +93,7 @@ class Lending:
         most = self._settings().peers.max_readers
         if len(self.readers) >= most:
             raise ProtocolError(f"peers.max_readers = {most} servers read here already")
-        reader = Reader(address, next(self._readers), message.name, message.incarnation, message.pid, time.monotonic())
+        reader = Reader(address, next(self._readers), message.name, message.pid, time.monotonic())
         self.readers[address] = reader
         log.info("peer_reader", reader=reader.name, pid=reader.pid, door=address[0])
         self._welcome(reader)
@@ -161,7 +156,7 @@ class Lending:
         for reader in list(self.readers.values()):
             self.lose(reader, "shutdown")
         for number in list(self._ending):
-            self._quiet(number)
+            self._withdrawn(number)
 
     def counts(self) -> dict[str, int]:
         """By the names of :class:`layerflow.observe.metrics.peers.PeerStatistics`."""
@@ -304,9 +299,9 @@ class Lending:
             return
         self._ending[lease.number] = lease
         if not self.exporting.send(Withdraw(lease.number)) and not self.exporting.alive:
-            self._quiet(lease.number)
+            self._withdrawn(lease.number)
 
-    def _quiet(self, number: int) -> None:
+    def _withdrawn(self, number: int) -> None:
         """Nothing of it is read any more."""
         lease = self._ending.pop(number, None)
         if lease is not None:
@@ -319,7 +314,7 @@ class Lending:
             for lease in list(reader.leases.values()):
                 self._end(lease)
         for number in list(self._ending):
-            self._quiet(number)
+            self._withdrawn(number)
 
     def _extend(self, message: Extend) -> None:
         self.exporting.send(message)

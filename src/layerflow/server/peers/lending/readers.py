@@ -38,7 +38,6 @@ class Reader:
     address: Address
     number: int
     name: str
-    incarnation: bytes
     pid: int
     heard: float
     leases: dict[int, Lease] = field(default_factory=dict)

@@ -89,7 +89,6 @@ class Attachment:
         self.state = AttachmentState.CONNECTING
         self.reason = "starting"
         self.welcome: wire.PeerWelcome | None = None
-        self.since = time.time()
         self.attempts = 0
         self._context, self._incarnation, self._name, self._max_bytes = context, incarnation, name, max_bytes
         self._listener = listener
@@ -181,7 +180,7 @@ class Attachment:
         if was_up or why != self.reason:
             log.warning("peer_down", peer=self.target.name, address=self.target.address, reason=why)
         self._hang_up()
-        self.state, self.reason, self.welcome, self.since = AttachmentState.DOWN, why, None, time.time()
+        self.state, self.reason, self.welcome = AttachmentState.DOWN, why, None
         self._delay = FIRST_DELAY_S if was_up else min(max(2 * self._delay, FIRST_DELAY_S), LAST_DELAY_S)
         self._later(self._delay if delay is None else delay, self._connect)
         if was_up:
@@ -254,7 +253,7 @@ class Attachment:
         exporters = [one.incarnation for one in self.welcome.endpoints] if self.welcome is not None else []
         self.welcome, fresh = message, not self.up
         if fresh:
-            self.state, self.reason, self.since, self._delay = AttachmentState.UP, "", time.time(), 0.0
+            self.state, self.reason, self._delay = AttachmentState.UP, "", 0.0
             log.info("peer_up", peer=self.target.name, address=self.target.address, version=message.version)
             self._later(message.heartbeat_ms / 1e3, self._beat)
         elif exporters != [one.incarnation for one in message.endpoints]:

@@ -26,7 +26,7 @@ from layerflow.server.peers.reading.link_costs import LinkCosts
 from layerflow.server.peers.reading.offers import MARGIN, Offer, Offers, RemoteLease
 from layerflow.server.peers.reading.parts import HandoffParts
 from layerflow.server.peers.reading.questions import PeerAnswer, PeerQuestions
-from layerflow.server.tier.fetches import AtPeer, Fetches, PendingFetch
+from layerflow.server.tier.fetches import AtPeer, Fetches
 from layerflow.server.tier.index import NegativeCache
 from layerflow.server.tier.process import HostProcess
 from layerflow.spec import ModelSpec
@@ -67,7 +67,7 @@ class PeerSource:
         models: Callable[[], Sequence[ModelSpec]],
         parts: HandoffParts,
     ) -> None:
-        self._settings, self._pool, self._emit, self._attach = settings, pool, emit, attach
+        self._settings, self._emit, self._attach = settings, emit, attach
         link, emulated = settings().peers.link, settings().peers.link_gbps
         options = {"timeout_ms": settings().pool.host_timeout_ms, "link": link, "link_gbps": emulated}
         self.host = HostProcess(IMPORTER, options, *arena, self, mapped=links()[link].maps_arena)
@@ -190,10 +190,6 @@ class PeerSource:
                 lease.brought.update(positions)
                 self._reading[number] = lease
                 self.watch_leases()
-
-    def coming(self, key: bytes) -> PendingFetch | None:
-        """An object's room in the arena while it is on its way."""
-        return self.fetches.coming(key)
 
     def knows(self, fetch: int) -> bool:
         """Is this fetch from a peer?"""

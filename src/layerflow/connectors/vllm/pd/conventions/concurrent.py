@@ -40,7 +40,6 @@ def decode_part(words: Words) -> DecodePart:
     bootstrap = words.params.get("remote_bootstrap_addr")
     return DecodePart(
         handoff=_handoff(words),
-        convention=Convention.CONCURRENT,
         prompt=words.digest,
         deadline_s=_deadline_s(told, words),
         servers=known,

@@ -30,7 +30,6 @@ def decode_part(words: Words) -> DecodePart:
         raise ProtocolError(f"metaserver = {url!r}: should be a URL such as http://proxy:8000/v1/metaserver")
     return DecodePart(
         handoff=words.own_handoff,
-        convention=Convention.METASERVER,
         prompt=words.digest,
         deadline_s=words.deadline_s,
         servers=words.prefill_servers,

@@ -86,7 +86,6 @@ class DecodePart:
     """
 
     handoff: str
-    convention: Convention
     prompt: str
     deadline_s: float = DEFAULT_DEADLINE_S
     servers: tuple[str, ...] = ()

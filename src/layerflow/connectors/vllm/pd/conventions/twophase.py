@@ -59,7 +59,6 @@ def decode_part(words: Words) -> Part:
     servers, otherwise = _addresses(terms.servers, params.get("remote_host"))
     return DecodePart(
         handoff=terms.handoff,
-        convention=Convention.TWO_PHASE,
         prompt=words.digest,
         deadline_s=min(terms.deadline_s, words.deadline_s),
         servers=servers,

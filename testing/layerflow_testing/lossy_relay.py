@@ -1,0 +1,129 @@
+"""A relay before an HTTP server that loses questions and answers: cut at a chosen place, or kept for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import struct
+import threading
+from enum import StrEnum
+
+_LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+_END = b"\r\n\r\n"
+
+
+class Loss(StrEnum):
+    """What is lost of each question and its answer."""
+
+    POST = "the post"
+    POST_CUT = "half of the post"
+    ANSWER = "the answer"
+    ANSWER_HEAD_CUT = "half of the answer's head"
+    ANSWER_CUT = "half of the answer's body"
+    RESET = "the connection, while the answer is waited for"
+    POST_KEPT = "the post; the connection stays open"
+    ANSWER_KEPT = "the answer; the connection stays open"
+
+
+HANGS = (Loss.POST_KEPT, Loss.ANSWER_KEPT)
+"""Nothing tells the asker of these but its own deadline."""
+UNHEARD = (Loss.POST, Loss.POST_CUT, Loss.POST_KEPT)
+"""The server never hears the whole question."""
+
+
+class LossyRelay:
+    """Listens at ``port``; serves each connection on a thread of its own.
+
+    :param target: ``host:port`` of the server. :param loss: None = passes everything.
+    """
+
+    def __init__(self, target: str, loss: Loss | None) -> None:
+        host, _, port = target.rpartition(":")
+        self._target, self.loss = (host, int(port)), loss
+        self.questions = 0
+        """How many have come."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._closing = threading.Event()
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, name="lossy-relay", daemon=True)]
+        self._threads[0].start()
+
+    def __enter__(self) -> LossyRelay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cut everything; its threads have ended when this returns."""
+        self._closing.set()
+        for each in [self._listener, *self._open]:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            self._open.append(near)
+            thread = threading.Thread(target=self._serve, args=(near,), name="lossy-relay", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, near: socket.socket) -> None:
+        with near, contextlib.suppress(OSError):
+            while (question := _message(near)) and self._exchange(near, question):
+                pass
+
+    def _exchange(self, near: socket.socket, question: bytes) -> bool:
+        """Pass one question on, and its answer, as far as they go; whether the connection stays."""
+        self.questions += 1
+        loss = self.loss
+        if loss is Loss.POST_KEPT:
+            self._closing.wait()
+        if loss in (Loss.POST, Loss.POST_KEPT):
+            return False
+        with socket.create_connection(self._target) as far:
+            self._open.append(far)
+            far.sendall(question[: len(question) // 2] if loss is Loss.POST_CUT else question)
+            if loss is Loss.POST_CUT:
+                return False
+            if loss is Loss.RESET:
+                near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return False
+            answer = _message(far)
+        if loss is Loss.ANSWER_KEPT:
+            self._closing.wait()
+        head = answer.index(_END) + len(_END) if answer else 0
+        passed = {
+            None: len(answer),
+            Loss.ANSWER_HEAD_CUT: head // 2,
+            Loss.ANSWER_CUT: (head + len(answer)) // 2,
+        }.get(loss, 0)
+        near.sendall(answer[:passed])
+        return loss is None
+
+
+def _message(sock: socket.socket) -> bytes:
+    """A whole HTTP message with a content-length; empty where the other end has hung up."""
+    data = b""
+    while _END not in data:
+        more = sock.recv(1 << 16)
+        if not more:
+            return b""
+        data += more
+    found = _LENGTH.search(data[: data.index(_END)])
+    whole = data.index(_END) + len(_END) + (int(found[1]) if found else 0)
+    while len(data) < whole:
+        more = sock.recv(1 << 16)
+        if not more:
+            return b""
+        data += more
+    return data
