@@ -419,13 +419,13 @@ def test_the_servers_setting_is_the_workers_way(monkeypatch: pytest.MonkeyPatch,
     assert bool(kernels) is (way == "staged")
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_the_doctor_tries_both_ways(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+@pytest.mark.parametrize("broken", ["", "copy_rows", "select_rows", "Staging.save"])
+def test_the_doctor_tries_both_ways(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     machine = Machine()
     monkeypatch.setattr(device_check, "device_for", lambda _: machine.accelerator())
     kernels: list[object] = []
     if broken:
-        monkeypatch.setattr(staged, "copy_rows", lambda *_: None)
+        monkeypatch.setattr(f"layerflow.ops.staged.{broken}", lambda *_: None)
     enqueue_kernels(machine, monkeypatch, kernels)
     with machine.running():
         findings = {finding.check: finding for finding in device_check.examine_device("cpu")}
