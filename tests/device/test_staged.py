@@ -54,6 +54,7 @@ class Bench:
             assert self.device.pin(arena.address, arena.nbytes)
         copier = copier_for(paged, arena, self.device)
         assert isinstance(copier, StreamCopier)
+        copier.way = "auto"
         self.copier, self.paged = copier, paged
         self.kernels: list[object] = []
         enqueue_kernels(machine, monkeypatch, self.kernels)
@@ -92,13 +93,6 @@ def enqueue_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch, streams: 
 
     for name in ("select_rows", "copy_rows"):
         monkeypatch.setattr(staged, name, enqueued(getattr(staged, name)))
-
-
-@pytest.fixture
-def arena() -> Iterator[SharedMemory]:
-    arena = SharedMemory.create(1 << 20)
-    yield arena
-    arena.close()
 
 
 @pytest.fixture
@@ -406,9 +400,7 @@ def test_the_servers_setting_is_the_workers_way(monkeypatch: pytest.MonkeyPatch,
                 engine.save("one")
                 request = engine.request("two")
                 with machine.stream(engine.stream), engine.agent.open_step([request]) as step:
-                    for layer in range(len(engine.tensors)):
-                        assert step.wait_layer(layer)
-                        engine.attend(layer)
+                    engine.attend_all(step)
                 engine.assert_saw_all()
                 assert engine.agent.wait_idle("two", PATIENCE_S)
                 engine.agent.close()
