@@ -72,6 +72,19 @@ class HitLength:
     tails: tuple[Tail, ...]
     drafts: bool = False
 
+    def ends(self, spec: ModelSpec, prompt: int) -> Iterator[tuple[int, int]]:
+        """What a load may read: tokens, and the position of the tail that they end in (-1 = of none).
+
+        :param prompt: its tokens, of which one is left to compute.
+        """
+        if self.tokens:
+            yield self.tokens, -1
+        for position, tail in enumerate(self.tails):
+            for held in {tail.tokens, tail.shared or tail.tokens}:
+                tokens = spec.usable(tail.chunk * spec.chunk_tokens + held, prompt)
+                if tokens:
+                    yield tokens, position
+
     def surely(self, spec: ModelSpec, prompt: int) -> int:
         """Tokens over full chunks and shared blocks; a whole tail may add to it."""
         ends = [spec.usable(tail.chunk * spec.chunk_tokens + tail.shared, prompt) or 0 for tail in self.tails]
@@ -185,27 +198,19 @@ def _has_drafts(
 
 
 def needed_keys(
-    spec: ModelSpec, digests: list[bytes], hit: HitLength, tokens: int, groups: Iterable[int] | None = None
+    spec: ModelSpec, digests: list[bytes], hit: HitLength, tokens: int, groups: Iterable[int]
 ) -> set[bytes]:
-    """What a load of this hit or of any of its tails reads, of all shards.
+    """What a load of this hit or of any of its tails reads of these groups, of all shards.
 
     :param tokens: of the prompt, of which one is left to compute.
-    :param groups: None = those that a hit needs.
     """
-    chunk, shards = spec.chunk_tokens, spec.shard.peers()
-    numbers = list(range(len(spec.own.groups)) if groups is None else groups)
-    ends = [(hit.tokens, digests)] if hit.tokens else []
-    ends += [
-        (tail.chunk * chunk + end, [*digests[: tail.chunk], tail.digest])
-        for tail in hit.tails
-        for end in {tail.tokens, tail.shared or tail.tokens}
-    ]
     keys: set[bytes] = set()
-    for end, chunks in ends:
-        usable = spec.usable(end, tokens)
-        for number in numbers if usable else ():
-            rules = spec.groups[number].rules
-            keys.update(object_keys([chunks[at] for at in rules.need(usable or 0, chunk)], [number], shards))
+    for end, position in hit.ends(spec, tokens):
+        tail = hit.tails[position] if position >= 0 else None
+        chunks = digests if tail is None else [*digests[: tail.chunk], tail.digest]
+        for number in groups:
+            need = spec.groups[number].rules.need(end, spec.chunk_tokens)
+            keys.update(object_keys([chunks[at] for at in need], [number], spec.shard.peers()))
     return keys
 
 

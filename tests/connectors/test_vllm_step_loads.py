@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from vllm_fakes import BLOCK, FULL, request, spec_of
 
+from layerflow.agent.hit_plan import HitPlan
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
@@ -20,7 +21,7 @@ from layerflow.spec import GroupSpec, ModelSpec, Plane
 WINDOW = 2 * BLOCK
 SLIDING = GroupSpec("sliding", BLOCK, (2, 3), FULL.planes, WINDOW)
 STATE = GroupSpec("state", 2 * BLOCK, (2, 3), (Plane("kv", "uint8", (64,)),))
-RESIDENT = Hit(128, resident=True)
+RESIDENT = Hit(128, plan=HitPlan(1, 1, np.zeros((2, 2, 1, 2), np.uint64), -1))
 
 
 def layout(spec: ModelSpec, *, waits: bool = True) -> WorkerLayout:

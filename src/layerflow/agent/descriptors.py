@@ -16,9 +16,10 @@ from layerflow.agent.hit_plan import PartPlaces
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.errors import LayerflowError, SpecError
 from layerflow.keys import DIGEST_BYTES
+from layerflow.places import NOWHERE
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
-from layerflow.wire.messages import NOWHERE, LoadPart, PlanPart, SavePart
+from layerflow.wire.messages import LoadPart, PlanPart, SavePart
 
 
 class ObjectDescriptor(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import structlog
 from layerflow.errors import PoolError
 from layerflow.keys import describe_key
 from layerflow.objects import CHECKSUM_AT, HEADER_BYTES, check_header, header_start, pack_header
-from layerflow.pool.base import PLACE
+from layerflow.places import PLACE
 from layerflow.pool.directory import DirectoryEntry
 
 log = structlog.get_logger(__name__)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from layerflow.errors import BadKey, PoolError
 from layerflow.keys import KEY_BYTES
 from layerflow.objects import HEADER_BYTES
+from layerflow.places import NO_PLACE
 from layerflow.pool.base import (
-    NO_PLACE,
     Child,
-    LeasedPlaces,
     Located,
     NewObject,
     Owner,
@@ -102,34 +101,29 @@ class MemoryPool:
 
         An object whose header was overwritten (by an engine that wrote where it must not) is hidden instead.
         """
-        return [None if entry is None else entry.located for entry in self._take(keys, owner, until, lease)[0]]
+        return [None if entry is None else entry.located for entry in self._take(keys, owner, until, lease)]
 
-    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> LeasedPlaces:
-        """As :meth:`acquire` with `lease`, telling places as a plan has them."""
-        found, whole = self._take(keys, owner, until, lease=True)
-        missing = found.count(None)
-        if not missing:
-            return LeasedPlaces(b"".join([entry.place for entry in found if entry]), 0, whole)
-        packed = b"".join([NO_PLACE if entry is None else entry.place for entry in found])
-        return LeasedPlaces(packed, missing, whole)
+    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> bytes:
+        """As :meth:`acquire` with `lease`: a :data:`layerflow.places.PLACE` for each key, of what is pinned here."""
+        found = self._take(keys, owner, until, lease=True)
+        mine = self._directory.pinned_by(owner)
+        return b"".join([entry.place if entry is not None and entry in mine else NO_PLACE for entry in found])
 
-    def _take(
-        self, keys: Sequence[bytes], owner: Owner, until: float, lease: bool
-    ) -> tuple[list[DirectoryEntry | None], bool]:
-        """Pin and count; the entries, and whether all that there are, are pinned."""
+    def _take(self, keys: Sequence[bytes], owner: Owner, until: float, lease: bool) -> list[DirectoryEntry | None]:
+        """Pin and count; the entries, pinned or, beyond the share of leases, not."""
         directory = self._directory
         found = directory.find(keys)
         there = [entry for entry in found if entry is not None]
         if overwritten := self._headers.overwritten(there):
             self.hide(overwritten)
             return self._take(keys, owner, until, lease)
-        fresh, first, whole = directory.pin(there, owner, until, self._most(lease))
+        fresh, first = directory.pin(there, owner, until, self._most(lease))
         self._policy.park(first)
         self._policy.use(fresh)
         if not lease:
             self._misses += len(found) - len(there)
         self._hits += len(there)
-        return found, whole
+        return found
 
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """Pin complete objects without counting a hit or a use; what is not there is left out."""
@@ -146,10 +140,6 @@ class MemoryPool:
         It counts neither a hit nor a use: looking up has.
         """
         return self._directory.share(owner, keys, reader)
-
-    def pins(self, owner: Owner, keys: Iterable[bytes]) -> bool:
-        """Is each of these objects here itself, and pinned by `owner`?"""
-        return self._directory.pins(owner, keys)
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
@@ -285,7 +275,7 @@ class MemoryPool:
 
         Only for an owner that can write no more: its half-written room is handed out again.
         """
-        pins = self._directory.pins_of(owner)
+        pins = len(self._directory.pinned_by(owner))
         self._settle(self._directory.unpin(owner, None))
         return pins + self._withdraw(self._directory.reserved_by(owner))
 

@@ -61,7 +61,7 @@ class StepLoads:
 
     def may(self, hit: Hit) -> bool:
         """May this hit be loaded in the step?"""
-        return self._allowed and (self._one_group or hit.resident)
+        return self._allowed and (self._one_group or hit.plan is not None)
 
     def planned(self, number: int, tracked: Tracked) -> None:
         """The plan of this number loads the request in its step."""
