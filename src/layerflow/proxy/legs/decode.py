@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
@@ -57,55 +57,68 @@ async def decode(
     :raises UpstreamError: see `outlet.begun` whether the client has got something.
     """
     with instance.breaker.watch(), instance.given_up_when_down() as answered:
-        leg = _stream if call.stream else _whole
+        leg = _Leg(instance, call, outlet, usage, settings, first_token, answered)
         try:
-            await leg(instance, call, outlet, usage, settings, first_token, answered)
+            await (_stream if call.stream else _whole)(leg)
         except UpstreamError as error:
             if not call.handoff or outlet.begun:
                 raise
-            raise of_a_handoff(f"decode engine {instance.url}", error) from error
+            raise of_a_handoff(leg.engine, error) from error
 
 
-async def _whole(
-    instance: Instance,
-    call: DecodeCall,
-    outlet: Outlet,
-    usage: PrefillUsage,
-    settings: ProxySettings,
-    first_token: Callable[[], None],
-    answered: Callable[[], None],
-) -> None:
-    engine = f"decode engine {instance.url}"
-    async with post(instance, call.path, call.body, call.headers) as response:
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """One call on its way, whole or as a stream; see :func:`decode`.
+
+    :param answered: told, too, when the first token is there.
+    """
+
+    instance: Instance
+    call: DecodeCall
+    outlet: Outlet
+    usage: PrefillUsage
+    settings: ProxySettings
+    first_token: Callable[[], None]
+    answered: Callable[[], None]
+
+    @property
+    def engine(self) -> str:
+        """For errors."""
+        return f"decode engine {self.instance.url}"
+
+    def post(self) -> AbstractAsyncContextManager[httpx.Response]:
+        """The engine's response."""
+        return post(self.instance, self.call.path, self.call.body, self.call.headers)
+
+    def began(self) -> None:
+        """The answer has begun to be one."""
+        self.answered()
+        self.first_token()
+
+
+async def _whole(leg: _Leg) -> None:
+    outlet, usage, settings = leg.outlet, leg.usage, leg.settings
+    async with leg.post() as response:
         content = bytearray()
         async for piece in response.aiter_raw():
             content += piece
             if len(content) > settings.max_request_bytes:
-                raise UpstreamError(f"{engine} answered with more than {settings.max_request_bytes} bytes")
-        answer = whole_answer(engine, bytes(content))
+                raise UpstreamError(f"{leg.engine} answered with more than {settings.max_request_bytes} bytes")
+        answer = whole_answer(leg.engine, bytes(content))
         cached = await usage.cached_tokens()
         await anyio.lowlevel.checkpoint_if_cancelled()
-        answered()
-        first_token()
+        leg.began()
         await outlet.whole(with_cached(answer, cached), passed_on(response.headers.multi_items()))
 
 
-async def _stream(
-    instance: Instance,
-    call: DecodeCall,
-    outlet: Outlet,
-    usage: PrefillUsage,
-    settings: ProxySettings,
-    first_token: Callable[[], None],
-    answered: Callable[[], None],
-) -> None:
-    engine = f"decode engine {instance.url}"
+async def _stream(leg: _Leg) -> None:
+    outlet, usage, settings = leg.outlet, leg.usage, leg.settings
     deadline = anyio.current_time() + settings.first_token_timeout_s
-    check, waited_s = StreamCheck(engine), settings.first_token_timeout_s
+    check, waited_s = StreamCheck(leg.engine), settings.first_token_timeout_s
     begun = False
     with anyio.CancelScope(deadline=deadline) as patience:
-        async with _complete_at_done(check), post(instance, call.path, call.body, call.headers) as response:
-            _check_type(engine, response)
+        async with _complete_at_done(check), leg.post() as response:
+            _check_type(leg.engine, response)
             headers = passed_on(response.headers.multi_items())
             parser = EventParser(settings.max_request_bytes)
             held: list[Event] = []  # what came before the first token; then what one piece brought
@@ -117,8 +130,7 @@ async def _stream(
                     for event in parser.feed(piece):
                         if check.take(event) and not begun:
                             begun, waited_s = True, settings.idle_timeout_s
-                            answered()
-                            first_token()
+                            leg.began()
                         held.append(event)
                         if check.usage:
                             held[-1] = event_with_cached(event, await usage.cached_tokens())
@@ -135,14 +147,14 @@ async def _stream(
                 if failure is not None:
                     raise failure
                 if len(held) > _MOST_HELD:
-                    raise UpstreamError(f"{engine} sent {len(held)} events without a token")
+                    raise UpstreamError(f"{leg.engine} sent {len(held)} events without a token")
                 if check.done:
                     patience.deadline = anyio.current_time() + _LAST_CHUNK_S
                 elif begun:
                     patience.deadline = anyio.current_time() + waited_s
             check.ended(parser.unfinished)
     if patience.cancelled_caught and not check.done:
-        raise UpstreamError(f"{engine} sent nothing for {waited_s:g} s", 504)
+        raise UpstreamError(f"{leg.engine} sent nothing for {waited_s:g} s", 504)
 
 
 @asynccontextmanager
