@@ -7,6 +7,7 @@ import re
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from enum import StrEnum
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
@@ -35,12 +36,14 @@ UNHEARD = (Loss.POST, Loss.POST_CUT, Loss.POST_KEPT)
 class LossyRelay:
     """Listens at ``port``; serves each connection on a thread of its own.
 
-    :param target: ``host:port`` of the server. :param loss: None = passes everything.
+    :param target: ``host:port`` of the server.
+    :param loss: None = passes everything.
+    :param asked: is what the server does with a question under way? A connection is reset no earlier.
     """
 
-    def __init__(self, target: str, loss: Loss | None) -> None:
+    def __init__(self, target: str, loss: Loss | None, asked: Callable[[], object] = lambda: True) -> None:
         host, _, port = target.rpartition(":")
-        self._target, self.loss = (host, int(port)), loss
+        self._target, self.loss, self._asked = (host, int(port)), loss, asked
         self.questions = 0
         """How many have come."""
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -96,6 +99,8 @@ class LossyRelay:
             if loss is Loss.POST_CUT:
                 return False
             if loss is Loss.RESET:
+                while not (self._asked() or self._closing.wait(0.002)):
+                    pass
                 near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 return False
             answer = _message(far)

@@ -23,6 +23,7 @@ SETTINGS: dict[str, object] = {
     "peers.serve": "true",
     "peers.learn": "true",
     "pd.handoff_lease_s": 30.0,
+    "server.drain_timeout_s": 1,  # which a hand-off that nobody has read uses up
 }
 
 

@@ -17,7 +17,7 @@ TOKENS = 3
 async def losing(loss, prefiller, decoder, **settings):
     """A proxy whose decoders reach its metaserver through a relay."""
     port = free_ports(1)[0]
-    with LossyRelay(f"127.0.0.1:{port}", loss) as relay:
+    with LossyRelay(f"127.0.0.1:{port}", loss, lambda: prefiller.seen) as relay:
         url = f"http://127.0.0.1:{relay.port}/v1/metaserver"
         given = {"order": "decode-first", "port": port, "metaserver_url": url, **settings}
         async with proxied(prefiller, decoder, **given) as scene:

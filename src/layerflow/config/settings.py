@@ -235,9 +235,9 @@ class TransferSettings(Section):
         le=1_000_000,
     )
     copy_way: Literal["auto", "ranges", "staged"] = setting(
-        "auto",
+        "ranges",
         "How scattered blocks move to and from a device: each as a range of one call, or in few large copies by way of "
-        "a buffer on the device; auto: the latter where blocks are small.",
+        "a buffer on the device; auto: the latter where blocks are small, which no device has confirmed yet.",
         live=True,
     )
     step_timeout_ms: Whole = setting(

@@ -57,7 +57,7 @@ class Terms(Message, frozen=True, tag=107):
     stagger_us: int = 0
     follow: str = "asked"
     window_bytes: int = 0
-    copy_way: str = "auto"
+    copy_way: str = "ranges"
 
 
 class Attached(Message, frozen=True, tag=102):
