@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from pool_contract import OBJECT, OTHER, READER, WRITER, PoolContract, key_of, new, outcomes
 
+from layerflow.objects import HEADER_BYTES
 from layerflow.places import NO_PLACE, PLACE
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import Pool, ReserveStatus
@@ -191,4 +192,16 @@ def test_what_a_lease_may_not_pin_has_no_place():
     assert [place != NO_PLACE for place in told] == [True] * 4 + [False] * 2
     assert [place != NO_PLACE for place in places(pool.lease(keys[4:8], OTHER, 9.0))] == [False] * 4
     assert places(pool.lease(keys[:2], OTHER, 9.0)) == told[:2], "what is pinned already costs nothing"
+    pool.validate()
+
+
+def test_a_lease_hides_what_was_overwritten_too():
+    bench = MemoryBench(64 * OBJECT)
+    pool = bench.pool
+    offsets = [each.offset for each in pool.reserve([new(i) for i in range(64)], WRITER)]
+    pool.commit([key_of(i) for i in range(64)], WRITER)
+    bench.memory[offsets[7] : offsets[7] + HEADER_BYTES] = 0xEE
+    told = places(pool.lease([key_of(i) for i in range(64)], READER, 9.0))
+    assert [place == NO_PLACE for place in told] == [number == 7 for number in range(64)]
+    assert pool.statistics().hidden == 1
     pool.validate()

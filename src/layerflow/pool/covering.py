@@ -101,8 +101,7 @@ class CoveringPool(MemoryPool):
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete, or covered by complete ones."""
-        ready = self._directory.ready
-        found = [key in ready for key in keys]
+        found = super().lookup(keys)
         if self._alternatives:
             return [there or bool(self._sources(key)) for key, there in zip(keys, found, strict=True)]
         return found

@@ -192,8 +192,7 @@ class Directory:
 
     def find(self, keys: Sequence[bytes]) -> list[DirectoryEntry | None]:
         """The ready entry of each key; None = there is none."""
-        get = self.ready.get
-        return [get(key) for key in keys]
+        return list(map(self.ready.get, keys))
 
     def pin(
         self, there: Sequence[DirectoryEntry], owner: Owner, until: float, most: float = math.inf

@@ -79,8 +79,7 @@ class MemoryPool:
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete. Does not count as a use."""
-        ready = self._directory.ready
-        return [key in ready for key in keys]
+        return list(map(self._directory.ready.__contains__, keys))
 
     def keys(self) -> list[bytes]:
         """Every complete object."""
@@ -101,29 +100,37 @@ class MemoryPool:
 
         An object whose header was overwritten (by an engine that wrote where it must not) is hidden instead.
         """
-        return [None if entry is None else entry.located for entry in self._take(keys, owner, until, lease)]
-
-    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> bytes:
-        """As :meth:`acquire` with `lease`: a :data:`layerflow.places.PLACE` for each key, of what is pinned here."""
-        found = self._take(keys, owner, until, lease=True)
-        mine = self._directory.pinned_by(owner)
-        return b"".join([entry.place if entry is not None and entry in mine else NO_PLACE for entry in found])
-
-    def _take(self, keys: Sequence[bytes], owner: Owner, until: float, lease: bool) -> list[DirectoryEntry | None]:
-        """Pin and count; the entries, pinned or, beyond the share of leases, not."""
-        directory = self._directory
-        found = directory.find(keys)
+        found = self._directory.find(keys)
         there = [entry for entry in found if entry is not None]
         if overwritten := self._headers.overwritten(there):
             self.hide(overwritten)
-            return self._take(keys, owner, until, lease)
-        fresh, first = directory.pin(there, owner, until, self._most(lease))
-        self._policy.park(first)
-        self._policy.use(fresh)
+            return MemoryPool.acquire(self, keys, owner, until, lease=lease)
+        self._pin(there, owner, until, lease)
         if not lease:
             self._misses += len(found) - len(there)
+        return [None if entry is None else entry.located for entry in found]
+
+    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> bytes:
+        """As :meth:`acquire` with `lease`: a :data:`layerflow.places.PLACE` for each key, of what is pinned here."""
+        while True:
+            found = self._directory.find(keys)
+            there = [entry for entry in found if entry is not None]
+            places = b"".join([entry.place for entry in there])
+            if self._headers.are_current(places) or not (overwritten := self._headers.overwritten(there)):
+                break
+            self.hide(overwritten)
+        self._pin(there, owner, until, lease=True)
+        mine = self._directory.pinned_by(owner)
+        if all(map(mine.__contains__, found)):
+            return places
+        return b"".join([entry.place if entry is not None and entry in mine else NO_PLACE for entry in found])
+
+    def _pin(self, there: Sequence[DirectoryEntry], owner: Owner, until: float, lease: bool) -> None:
+        """Pin these, as far as leases may, and count."""
+        fresh, first = self._directory.pin(there, owner, until, self._most(lease))
+        self._policy.park(first)
+        self._policy.use(fresh)
         self._hits += len(there)
-        return found
 
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """Pin complete objects without counting a hit or a use; what is not there is left out."""
