@@ -141,6 +141,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The same, by pipeline and tensor rank."""
         self.set_xfer_handshake_metadata({rank: metadata[place] for rank, place in enumerate(sorted(metadata))})
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The scheduler has its blocks."""
+        assert self._scheduler is not None
+        self._scheduler.step_loads.free_blocks = gpu_block_pool.get_num_free_blocks
+
     def on_new_request(self, request: Any) -> None:
         """A request has come in."""
         assert self._scheduler is not None
