@@ -369,10 +369,11 @@ class BackendContract(ShapesContract):
         writer = threading.Thread(target=write)
         writer.start()
         try:
-            reader, right = bench.clients[-1], 0
+            reader, right, last = bench.clients[-1], 0, False
             assert begun.wait(PATIENCE_S)
             patience = time.monotonic() + PATIENCE_S
-            while not over.is_set() or (not right and time.monotonic() < patience):
+            while not last or (not right and time.monotonic() < patience):
+                last = over.is_set()
                 known = stored[-2:] + stored[:: max(1, len(stored) // 2)]
                 there = [t for t in known if reader.backend.lookup([t.key], soon())[0]]
                 for thing in there:

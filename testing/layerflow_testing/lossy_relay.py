@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from enum import StrEnum
+
+from layerflow_testing.tcp_relay import TcpRelay
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _END = b"\r\n\r\n"
@@ -33,8 +34,8 @@ UNHEARD = (Loss.POST, Loss.POST_CUT, Loss.POST_KEPT)
 """The server never hears the whole question."""
 
 
-class LossyRelay:
-    """Listens at ``port``; serves each connection on a thread of its own.
+class LossyRelay(TcpRelay):
+    """See the module.
 
     :param target: ``host:port`` of the server.
     :param loss: None = passes everything.
@@ -42,16 +43,11 @@ class LossyRelay:
     """
 
     def __init__(self, target: str, loss: Loss | None, asked: Callable[[], object] = lambda: True) -> None:
-        host, _, port = target.rpartition(":")
-        self._target, self.loss, self._asked = (host, int(port)), loss, asked
+        self.loss, self._asked = loss, asked
         self.questions = 0
         """How many have come."""
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
         self._closing = threading.Event()
-        self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, name="lossy-relay", daemon=True)]
-        self._threads[0].start()
+        super().__init__(target)
 
     def __enter__(self) -> LossyRelay:
         return self
@@ -60,30 +56,12 @@ class LossyRelay:
         self.close()
 
     def close(self) -> None:
-        """Cut everything; its threads have ended when this returns."""
         self._closing.set()
-        for each in [self._listener, *self._open]:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(10)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            self._open.append(near)
-            thread = threading.Thread(target=self._serve, args=(near,), name="lossy-relay", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        super().close()
 
     def _serve(self, near: socket.socket) -> None:
-        with near, contextlib.suppress(OSError):
-            while (question := _message(near)) and self._exchange(near, question):
-                pass
+        while (question := _message(near)) and self._exchange(near, question):
+            pass
 
     def _exchange(self, near: socket.socket, question: bytes) -> bool:
         """Pass one question on, and its answer, as far as they go; whether the connection stays."""
@@ -93,8 +71,7 @@ class LossyRelay:
             self._closing.wait()
         if loss in (Loss.POST, Loss.POST_KEPT):
             return False
-        with socket.create_connection(self._target) as far:
-            self._open.append(far)
+        with self._connect() as far:
             far.sendall(question[: len(question) // 2] if loss is Loss.POST_CUT else question)
             if loss is Loss.POST_CUT:
                 return False

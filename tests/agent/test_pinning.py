@@ -51,9 +51,7 @@ def run(machine: Machine, engine: Engine, name: str) -> None:
     """Load what was saved into other blocks, and see every byte."""
     request = engine.request(name)
     with machine.stream(engine.stream), engine.agent.open_step([request]) as step:
-        for layer in range(LAYERS):
-            assert step.wait_layer(layer)
-            engine.attend(layer)
+        engine.attend_all(step)
     engine.assert_saw_all()
     assert engine.agent.wait_idle(name, PATIENCE_S)
 
@@ -194,9 +192,7 @@ def test_bytes_that_move_beside_a_capture_do_not_disturb_it(machine: Machine, se
             machine.capturing = True
             with machine.stream(engine.stream), engine.agent.open_step([request]) as step:
                 zeroing.held = False
-                for layer in range(LAYERS):
-                    assert step.wait_layer(layer)
-                    engine.attend(layer)
+                engine.attend_all(step)
             engine.assert_saw_all()
             assert engine.agent.wait_idle("two", PATIENCE_S)
             machine.capturing = False

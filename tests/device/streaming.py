@@ -7,7 +7,7 @@ import torch
 from e2e.known import eventually
 
 from device.simulated import Machine, Stream, filled
-from layerflow import Agent, EmbeddedServer, GroupSpec, ModelSpec, Plane, StepRequest
+from layerflow import Agent, EmbeddedServer, GroupSpec, ModelSpec, NoStep, Plane, Step, StepRequest
 
 LAYERS, BLOCKS, SIZE, WIDTH = 4, 48, 16, 64
 PATIENCE_S = 20.0
@@ -52,6 +52,12 @@ class Engine:
             self.seen[layer] = np.stack([self.tensors[layer][plane][table].numpy() for plane in "kv"])
 
         self.stream.put(read)
+
+    def attend_all(self, step: Step | NoStep) -> None:
+        """Every layer, once it is loaded."""
+        for layer in range(LAYERS):
+            assert step.wait_layer(layer)
+            self.attend(layer)
 
     def save(self, name: str) -> None:
         """A step that computes the prompt and saves it."""

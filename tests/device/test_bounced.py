@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,13 +16,6 @@ from layerflow.ops.extents import Extents
 from layerflow.system.memfd import SharedMemory
 
 Ranges = list[tuple[int, int]]
-
-
-@pytest.fixture
-def arena() -> Iterator[SharedMemory]:
-    arena = SharedMemory.create(1 << 20)
-    yield arena
-    arena.close()
 
 
 def extents_of(ranges: Ranges) -> Extents:

@@ -35,9 +35,7 @@ def test_saves_and_loads_come_in_the_order_of_the_engines_own_stream(machine: Ma
         engine.save("one")
         request = engine.request("two")
         with machine.stream(engine.stream), engine.agent.open_step([request]) as step:
-            for layer in range(LAYERS):
-                assert step.wait_layer(layer)
-                engine.attend(layer)
+            engine.attend_all(step)
         engine.assert_saw_all()
         assert engine.agent.wait_idle("two", PATIENCE_S)
     told = engine.agent.statistics()
@@ -56,9 +54,7 @@ def test_the_engines_thread_is_not_held_until_the_bytes_are_there(machine: Machi
     before = len(machine.calls)
     with machine.stream(engine.stream):
         step = engine.agent.open_step([request])
-        for layer in range(LAYERS):
-            assert step.wait_layer(layer)
-            engine.attend(layer)
+        engine.attend_all(step)
         step.close()
     assert len(machine.calls) > before and not engine.seen
     machine.run()
@@ -87,9 +83,7 @@ def test_a_save_leaves_with_its_layer_and_not_with_the_host_clock(machine: Machi
         assert engine.agent.poll().saved == ("one",)
         request = engine.request("two")
         with machine.stream(engine.stream), engine.agent.open_step([request]) as loading:
-            for layer in range(LAYERS):
-                assert loading.wait_layer(layer)
-                engine.attend(layer)
+            engine.attend_all(loading)
         engine.assert_saw_all()
 
 

@@ -54,6 +54,7 @@ class Bench:
             assert self.device.pin(arena.address, arena.nbytes)
         copier = copier_for(paged, arena, self.device)
         assert isinstance(copier, StreamCopier)
+        copier.way = "auto"
         self.copier, self.paged = copier, paged
         self.kernels: list[object] = []
         enqueue_kernels(machine, monkeypatch, self.kernels)
@@ -92,13 +93,6 @@ def enqueue_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch, streams: 
 
     for name in ("select_rows", "copy_rows"):
         monkeypatch.setattr(staged, name, enqueued(getattr(staged, name)))
-
-
-@pytest.fixture
-def arena() -> Iterator[SharedMemory]:
-    arena = SharedMemory.create(1 << 20)
-    yield arena
-    arena.close()
 
 
 @pytest.fixture
@@ -406,9 +400,7 @@ def test_the_servers_setting_is_the_workers_way(monkeypatch: pytest.MonkeyPatch,
                 engine.save("one")
                 request = engine.request("two")
                 with machine.stream(engine.stream), engine.agent.open_step([request]) as step:
-                    for layer in range(len(engine.tensors)):
-                        assert step.wait_layer(layer)
-                        engine.attend(layer)
+                    engine.attend_all(step)
                 engine.assert_saw_all()
                 assert engine.agent.wait_idle("two", PATIENCE_S)
                 engine.agent.close()
@@ -419,13 +411,13 @@ def test_the_servers_setting_is_the_workers_way(monkeypatch: pytest.MonkeyPatch,
     assert bool(kernels) is (way == "staged")
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_the_doctor_tries_both_ways(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+@pytest.mark.parametrize("broken", ["", "copy_rows", "select_rows", "Staging.save"])
+def test_the_doctor_tries_both_ways(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     machine = Machine()
     monkeypatch.setattr(device_check, "device_for", lambda _: machine.accelerator())
     kernels: list[object] = []
     if broken:
-        monkeypatch.setattr(staged, "copy_rows", lambda *_: None)
+        monkeypatch.setattr(f"layerflow.ops.staged.{broken}", lambda *_: None)
     enqueue_kernels(machine, monkeypatch, kernels)
     with machine.running():
         findings = {finding.check: finding for finding in device_check.examine_device("cpu")}

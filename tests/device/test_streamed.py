@@ -63,13 +63,6 @@ class Bench:
 
 
 @pytest.fixture
-def arena() -> Iterator[SharedMemory]:
-    arena = SharedMemory.create(1 << 20)
-    yield arena
-    arena.close()
-
-
-@pytest.fixture
 def bench(arena: SharedMemory) -> Iterator[Bench]:
     bench = Bench(Machine(), arena)
     yield bench

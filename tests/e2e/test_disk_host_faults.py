@@ -23,12 +23,12 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
-@rounds(3, 50)
+@rounds(5, 50)
 def test_a_killed_host(serve: Callable[..., ServerProcess], folder: Path, rounds: int) -> None:
     kill_hosts(serve(pool__size=ARENA, pool__disk__path=folder, pool__disk__capacity=CAPACITY), rounds, "disk")
 
 
-@rounds(2, 30)
+@rounds(3, 30)
 def test_a_killed_host_over_a_slow_link(serve: Callable[..., ServerProcess], folder: Path, rounds: int) -> None:
     """1 MB over 40 MB/s: steps still copy their first layers when the fetch of the rest dies. Two groups of layers."""
     server = serve(

@@ -24,7 +24,7 @@ MOST_BYTES = 512 << 20
 """What is on disk grows with every round; past this an operator empties the folder while the server is down."""
 
 
-@rounds(2, 50)
+@rounds(4, 50)
 def test_a_killed_server(serve: Callable[..., ServerProcess], tmp_path: Path, rounds: int) -> None:
     folder, copy = tmp_path / "tier", tmp_path / "copy"
     server = serve(pool__size=ARENA, pool__disk__path=folder)

@@ -17,7 +17,7 @@ LAYERS, TOKENS = 6, 200
 COMMON = 999
 
 
-@rounds(3, 50)
+@rounds(6, 50)
 def test_a_killed_engine_leaves_nothing_behind(serve: Callable[..., ServerProcess], rounds: int) -> None:
     # 6 layers of 12.5 KiB over 3 MB/s: a step's saves are under way for 25 ms, and one follows the other.
     server = serve(pool__link_gbps=0.003, pool__lease_ms=300, transfer__max_transfer_bytes="4KiB", pool__size="32MiB")

@@ -42,7 +42,7 @@ def stopped(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("fault", [killed, stopped, restarted])
-@rounds(3, 100)
+@rounds(6, 100)
 def test_a_planned_load_outlives_its_server(
     serve: Callable[..., ServerProcess], fault: Callable[[ServerProcess], None], rounds: int
 ) -> None:

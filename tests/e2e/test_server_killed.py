@@ -18,7 +18,7 @@ PROMPT = 512
 LAYERS = 8
 
 
-@rounds(3, 50)
+@rounds(6, 50)
 def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., ServerProcess], rounds: int) -> None:
     server = serve(**SLOW_LINK)
     random = np.random.default_rng(5)

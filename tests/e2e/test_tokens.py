@@ -27,7 +27,7 @@ SLOW = {
 }
 
 
-@rounds(2, 30)
+@rounds(3, 30)
 def test_a_killed_server_changes_no_token(serve: Callable[..., ServerProcess], rounds: int) -> None:
     server = serve(**SLOW)
     random = np.random.default_rng(23)

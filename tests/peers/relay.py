@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable
 
+from layerflow_testing.tcp_relay import TcpRelay
 
-class Relay:
-    """Listens, and passes bytes both ways.
+
+class Relay(TcpRelay):
+    """Passes bytes both ways.
 
     :param target: ``host:port``.
     :param rate: bytes per second from the target; 0 = as they come.
@@ -18,54 +21,17 @@ class Relay:
     """
 
     def __init__(self, target: str, rate: float = 0, cut_after: int = 0, pause_s: float = 0) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = host, int(port)
         self.rate, self.cut_after, self.pause_s = rate, cut_after, pause_s
         self.passed = 0
         self.cuts = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, name="relay", daemon=True).start()
+        super().__init__(target)
 
-    def close(self) -> None:
-        self._listener.close()
-        self.hang_up()
-
-    def hang_up(self) -> None:
-        """Cut every connection."""
-        for each in self._open:
-            try:
-                each.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection(self._target)
-            self._open += [near, far]
-            self._pump(near, far, self._pass)
-            self._pump(far, near, self._pass_slowly)
-
-    def _pump(self, source: socket.socket, sink: socket.socket, work: Callable[[bytes, socket.socket], None]) -> None:
-        def run() -> None:
-            try:
-                while data := source.recv(1 << 16):
-                    work(data, sink)
-            except OSError:
-                pass
-            finally:
-                for each in (source, sink):
-                    try:
-                        each.shutdown(socket.SHUT_RDWR)
-                    except OSError:
-                        continue
-
-        threading.Thread(target=run, name="relay", daemon=True).start()
+    def _serve(self, near: socket.socket) -> None:
+        with self._connect() as far:
+            there = threading.Thread(target=_pump, args=(near, far, self._pass), name="relay", daemon=True)
+            there.start()
+            _pump(far, near, self._pass_slowly)
+            there.join()
 
     def _pass(self, data: bytes, sink: socket.socket) -> None:
         sink.sendall(data)
@@ -80,3 +46,13 @@ class Relay:
             raise OSError("cut")
         sink.sendall(data)
         self.passed += len(data)
+
+
+def _pump(source: socket.socket, sink: socket.socket, work: Callable[[bytes, socket.socket], None]) -> None:
+    """Until either end hangs up; then both have."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            work(data, sink)
+    for each in (source, sink):
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)

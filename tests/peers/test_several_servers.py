@@ -67,6 +67,14 @@ class Hosts:
     def save(self, rank: int) -> None:
         self.p[rank].run("w", self.chain, Hit(0), save=True)
 
+    def complete(self, name: str) -> None:
+        """A hand-off of which both ranks store their part."""
+        assert self.open(name)
+        self.save(0)
+        self.save(1)
+        self.p_control.end_handoff(name, tokens=TOKENS)
+        assert self.p_control.watch_handoff(name, 10.0).state == "complete"
+
     def load(self, name: str, hit: Hit) -> None:
         for rank in self.d:
             rank.run(f"D-{name}", self.chain, hit, save=False)
@@ -168,11 +176,7 @@ def test_a_part_that_is_refused_refuses_all(hosts: Callable[..., Hosts]) -> None
 def test_a_reader_that_gives_up_releases_both_parts(hosts: Callable[..., Hosts]) -> None:
     """A request that is aborted at D: nothing is kept for it any more, before any lease ends."""
     ends = hosts()
-    assert ends.open("h")
-    ends.save(0)
-    ends.save(1)
-    ends.p_control.end_handoff("h", tokens=TOKENS)
-    assert ends.p_control.watch_handoff("h", 10.0).state == "complete"
+    ends.complete("h")
     hit = ends.d_lookups.wait(ends.ask("h"), 20.0)
     assert hit is not None and hit.tokens
     ends.d_lookups.drop_lease("D-h")
@@ -184,11 +188,7 @@ def test_a_reader_that_gives_up_releases_both_parts(hosts: Callable[..., Hosts])
 def test_a_reader_that_never_came_releases_both_parts(hosts: Callable[..., Hosts], asked: bool) -> None:
     """A request that D rejects, or aborts as it arrives: its server has not attached to those of P yet."""
     ends = hosts()
-    assert ends.open("h")
-    ends.save(0)
-    ends.save(1)
-    ends.p_control.end_handoff("h", tokens=TOKENS)
-    assert ends.p_control.watch_handoff("h", 10.0).state == "complete"
+    ends.complete("h")
     assert not ends.controls[-1].status()["peers"]["reads"]["peers"]
     if asked:
         ends.ask("h")
@@ -202,10 +202,6 @@ def test_a_reader_that_never_came_releases_both_parts(hosts: Callable[..., Hosts
 def test_one_server_that_is_told_releases_both_parts(hosts: Callable[..., Hosts], kept_at: int) -> None:
     """Its last read is over, and one of the servers cannot be told: the servers of P tell each other."""
     ends = hosts()
-    assert ends.open("h")
-    ends.save(0)
-    ends.save(1)
-    ends.p_control.end_handoff("h", tokens=TOKENS)
-    assert ends.p_control.watch_handoff("h", 10.0).state == "complete"
+    ends.complete("h")
     ends.d_lookups.release_handoff("h", [ends.addresses[kept_at]])
     assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]

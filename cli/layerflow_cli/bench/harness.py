@@ -52,10 +52,10 @@ class ServerProcess:
         sets = list(itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in self._settings.items()))
         command = [sys.executable, "-m", "layerflow_cli", "run", *sets]
         environment = os.environ | {"NO_COLOR": "1"}
-        with _held_back(signal.SIGTERM, signal.SIGINT) as came:
+        with _held_back(signal.SIGTERM, signal.SIGINT) as handle_held_back:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:
-            came()
+            handle_held_back()
             assert self.process.stdout is not None
             for line in self.process.stdout:
                 if line.startswith(START_LINE):

@@ -155,7 +155,7 @@ def device(
     moved_mib: Annotated[
         int, typer.Option(min=0, metavar="MIB", help="Moved each way; 0 = 1024 on a device, 64 on the cpu.")
     ] = 0,
-    way: Annotated[Literal["auto", "ranges", "staged"], typer.Option(help="As transfer.copy_way.")] = "auto",
+    way: Annotated[Literal["auto", "ranges", "staged"], typer.Option(help="As transfer.copy_way.")] = "ranges",
     options: Options = None,
     json_file: JsonFile = None,
 ) -> None:

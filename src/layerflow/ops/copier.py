@@ -80,8 +80,9 @@ class CpuCopier:
     :param native: use the C extension; False = the fallback. Default: whether it was built.
     """
 
+    way = "ranges"
+
     def __init__(self, arena: MappedArena, native: bool = copy_native is not None) -> None:
-        self.way = "auto"
         self._array = arena.array  # a view: it keeps the mapping when the arena is closed first
         self._base = arena.address
         self._copy = copy_native if native and copy_native is not None else copy_fallback

@@ -67,7 +67,7 @@ class StreamCopier:
         whole = device.is_pinned(arena.address)
         self._pinned = pinned or _Whole(arena.nbytes, arena.nbytes if whole else 0)
         self._bounce = None if whole or not self._in_one_call else BounceBuffer(device, arena, copy)
-        self.way = "auto"
+        self.way = "ranges"
         self._staging = Staging(
             device, regions, arena.address, (self._engine_views, self._arena_views), self._copy, self._event
         )

@@ -41,7 +41,7 @@ def measure(
     block_kib: Sequence[int] = BLOCK_KIB,
     matrix: int = 0,
     seed: int = 0,
-    way: str = "auto",
+    way: str = "ranges",
 ) -> dict[str, Any]:
     """Move random blocks both ways through the copier that engines use; medians of all turns.
 

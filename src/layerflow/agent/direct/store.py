@@ -194,8 +194,9 @@ class DirectCopier:
     :mod:`layerflow.agent.direct.watchdog`.
     """
 
+    way = "ranges"
+
     def __init__(self, pool: DirectStore, watchdog: Watchdog, step: Step, batch: Batch) -> None:
-        self.way = "auto"
         self._pool = pool
         self._watchdog = watchdog
         self._step = step
