@@ -205,3 +205,4 @@ def test_one_server_that_is_told_releases_both_parts(hosts: Callable[..., Hosts]
     ends.complete("h")
     ends.d_lookups.release_handoff("h", [ends.addresses[kept_at]])
     assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
+    assert ends.p_control.watch_handoff("h", 1.0).state == "released"

@@ -104,6 +104,11 @@ class HandoffParts:
         if message.state == HandoffStatus.COMPLETE.value and message.id not in parts.complete:
             parts.complete.add(message.id)
             self._handoffs.part_stored(parts.handoff)
+        elif message.state == HandoffStatus.RELEASED.value:
+            # A release goes to all servers that keep a part, and may come there before it comes here.
+            self._answer(parts, "it is released")
+            self._handoffs.release(parts.handoff.name)
+            return
         elif message.state not in (HandoffStatus.OPEN.value, HandoffStatus.COMPLETE.value):
             story = f"{message.state}: {message.reason}" if message.reason else message.state
             self._fail(parts, f"its part at {peer.target.name} is {story}")
