@@ -46,19 +46,32 @@ class TestWhere:
         assert loads.may(hit, 200) is allowed
         assert loads.needs_answer is (groups > 1 and recovers and waits)
 
-    @pytest.mark.parametrize(("tokens", "free", "allowed"), [(150, 9, True), (150, 8, False), (161, 9, False)])
-    def test_with_recurrent_state_only_where_blocks_are_left(self, tokens: int, free: int, allowed: bool) -> None:
+    @pytest.mark.parametrize(
+        ("tokens", "ahead", "free", "allowed"),
+        [
+            (150, 0, 9, True),
+            (150, 0, 8, False),
+            (161, 0, 9, False),
+            (150, 3, 12, True),
+            (150, 3, 11, False),
+            (158, 3, 13, True),
+            (158, 3, 12, False),
+        ],
+    )
+    def test_with_recurrent_state_only_where_blocks_are_left(
+        self, tokens: int, ahead: int, free: int, allowed: bool
+    ) -> None:
         """vLLM counts a block less of each group of states than it takes."""
         loads = StepLoads(2, recovers=True)
         loads.meet_workers([layout(spec_of(FULL, STATE))])
         assert loads.may(RESIDENT, tokens), "vLLM has not told how many there are"
-        loads.free_blocks = lambda: free
+        loads.meet_blocks(lambda: free, ahead)
         assert loads.may(RESIDENT, tokens) is allowed
 
     def test_other_groups_are_counted_by_vllm(self) -> None:
         loads = StepLoads(2, recovers=True)
         loads.meet_workers([layout(spec_of(FULL, SLIDING))])
-        loads.free_blocks = lambda: 0
+        loads.meet_blocks(lambda: 0, 0)
         assert loads.may(RESIDENT, 150)
 
 

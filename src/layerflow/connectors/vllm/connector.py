@@ -144,7 +144,10 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The scheduler has its blocks."""
         assert self._scheduler is not None
-        self._scheduler.step_loads.free_blocks = gpu_block_pool.get_num_free_blocks
+        speculative = self._vllm_config.speculative_config
+        # Some ways to guess begin with a token that is no guess.
+        ahead = speculative.num_speculative_tokens + 1 if speculative is not None else 0
+        self._scheduler.step_loads.meet_blocks(gpu_block_pool.get_num_free_blocks, ahead)
 
     def on_new_request(self, request: Any) -> None:
         """A request has come in."""

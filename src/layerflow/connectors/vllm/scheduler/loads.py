@@ -22,7 +22,7 @@ Tables = tuple[list[int], ...]
 
 STATE_BLOCKS = 4
 """Of a group of recurrent states, for one request at most: what vLLM's prefix cache has, what a hit loads, what a chunk
-ends with, and what the step writes."""
+ends with, and what the step writes; what is guessed ahead is not in it."""
 
 
 @dataclass(slots=True)
@@ -47,14 +47,13 @@ class StepLoads:
 
     :param groups: the model's cache groups.
     :param recovers: vLLM's scheduler takes back what was computed on such a load.
-
-    :ivar free_blocks: how many blocks vLLM could give to a request now.
     """
 
     def __init__(self, groups: int, *, recovers: bool) -> None:
         self._one_group = groups == 1
         self._allowed = self._one_group or recovers
-        self.free_blocks: Callable[[], float] = lambda: math.inf
+        self._free_blocks: Callable[[], float] = lambda: math.inf
+        self._ahead = 0
         self._groups: tuple[GroupSpec, ...] = ()
         self._arrivals: dict[str, list[Arrival]] = {}
         self._dropped: set[str] = set()
@@ -70,6 +69,14 @@ class StepLoads:
         groups = {number: group for each in layouts for number, group in each.groups.items()}
         self._groups = tuple(groups.values())
 
+    def meet_blocks(self, free: Callable[[], int], ahead: int) -> None:
+        """vLLM has its blocks.
+
+        :param free: how many it could give to a request now.
+        :param ahead: tokens beyond a request's own for which it takes room: a draft model's guesses.
+        """
+        self._free_blocks, self._ahead = free, ahead
+
     def may(self, hit: Hit, tokens: int) -> bool:
         """May this hit be loaded in the step?
 
@@ -83,12 +90,14 @@ class StepLoads:
         Of a group of such states vLLM takes two new blocks for a hit that is loaded in the step, one for the state that
         comes and one for that in which the step goes on, and looks before whether one is free (0.32; its pull request
         46892). Where there are just too few, its engine ends. In the background it takes the first alone.
+        With a draft model it takes room for its guesses too, and a state for each of them.
         """
         states = sum(group.rules.exact for group in self._groups)
         if not states:
             return True
+        tokens += self._ahead
         others = sum(-(-tokens // group.block_size) for group in self._groups if not group.rules.exact)
-        return self.free_blocks() >= others + states * STATE_BLOCKS
+        return self._free_blocks() >= others + states * (STATE_BLOCKS + self._ahead)
 
     def planned(self, number: int, tracked: Tracked) -> None:
         """The plan of this number loads the request in its step."""
