@@ -1,4 +1,6 @@
-"""Hits of several cache groups of which all, or some, or nothing lies in the arena, and the rest behind it."""
+"""Hits of several cache groups of which all, or some, or nothing lies in the arena, and the rest behind it.
+
+One group is a draft model's: no hit needs it, and a plan has it where it can be loaded."""
 
 from __future__ import annotations
 
@@ -8,22 +10,30 @@ from pathlib import Path
 
 import pytest
 from e2e.known import KnownWorker, Run, eventually, small_spec
+from msgspec.structs import replace
 
 from layerflow.agent import Control
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.keys import Chain, object_key
 from layerflow.server import EmbeddedServer
-from layerflow.spec import Shard
+from layerflow.spec import GroupSpec, ModelSpec, Shard
 from server.support import Embed, observe, worker_on
 
 BLOCK, CHUNK, WINDOW = 4, 16, 20
-FULL, SLIDING = 0, 1
+FULL, SLIDING, DRAFT = 0, 1, 2
 PATIENCE_S = 30.0
 PATIENT = {"transfer__step_timeout_ms": 60_000, "pool__lookup_timeout_ms": 10_000, "pool__lease_ms": 60_000}
 
 
+def spec_of(rank: int = 0, ranks: int = 1) -> ModelSpec:
+    """A full and a sliding group, and a sliding one of a draft model's one layer."""
+    own = small_spec(4, BLOCK, CHUNK, row=8, window=WINDOW)
+    draft = GroupSpec("sliding", BLOCK, (4,), own.groups[SLIDING].planes, WINDOW)
+    return replace(own, groups=(*own.groups, draft), shard=Shard(rank, ranks, drafts=("", "", "draft")))
+
+
 class World:
-    """Workers of a full and a sliding group, one per rank, over an arena with a disk behind it."""
+    """Workers of such a model, one per rank, over an arena with a disk behind it."""
 
     def __init__(self, server: EmbeddedServer, workers: Sequence[KnownWorker], control: Control) -> None:
         self.server = server
@@ -41,8 +51,7 @@ class World:
 
     def only_on_disk(self, digests: Sequence[bytes], group: int, rank: int = 0) -> None:
         """These chunks' objects leave the arena."""
-        shard = Shard(rank, len(self.workers))
-        keys = [object_key(digest, group, shard) for digest in digests]
+        keys = [object_key(digest, group, self.workers[rank].spec.shard) for digest in digests]
         assert self.server.call(lambda: self.server.server.pool.hide(keys)) == len(keys)
 
     def empty_arena(self) -> None:
@@ -83,9 +92,9 @@ class World:
 def planned(run: Run, tokens: int) -> bool:
     """Is there a plan for its hit?
 
-    :raises AssertionError: it is one of other than `tokens` tokens.
+    :raises AssertionError: it is one of other than `tokens` tokens, or without the draft model's layer.
     """
-    assert run.hit.tokens == tokens
+    assert (run.hit.tokens, run.hit.drafts) == (tokens, True)
     return run.hit.plan is not None
 
 
@@ -95,8 +104,7 @@ def worlds(embed: Embed, folder: Path, ranks: int = 1) -> Iterator[World]:
     workers = []
     try:
         for rank in range(ranks):
-            spec = small_spec(4, BLOCK, CHUNK, row=8, window=WINDOW, shard=Shard(rank, ranks))
-            workers.append(worker_on(server, spec=spec, blocks=512, lookup_timeout_s=PATIENCE_S))
+            workers.append(worker_on(server, spec=spec_of(rank, ranks), blocks=512, lookup_timeout_s=PATIENCE_S))
         with closing(observe(server)) as control:
             assert eventually(lambda: control.status()["tier"]["up"], PATIENCE_S)
             yield World(server, workers, control)
@@ -137,8 +145,11 @@ def test_what_the_window_has_passed_is_not_needed(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("group", "chunk", "needed"),
-    [(FULL, 0, True), (FULL, 9, True), (SLIDING, 9, True), (SLIDING, 8, True), (SLIDING, 7, False)],
-)
+    [
+        (FULL, 0, True), (FULL, 9, True), (SLIDING, 9, True), (SLIDING, 8, True), (SLIDING, 7, False),
+        (DRAFT, 9, True), (DRAFT, 8, True), (DRAFT, 7, False),
+    ],
+)  # fmt: skip
 def test_one_object_is_behind_the_arena(world: World, group: int, chunk: int, needed: bool) -> None:
     chain = world.stored(10 * CHUNK + 1)
     world.only_on_disk([chain.digests[chunk]], group)
@@ -160,13 +171,13 @@ def test_the_arena_has_only_the_beginning(world: World) -> None:
     assert not world.load(run)
 
 
-@pytest.mark.parametrize("group", [FULL, SLIDING])
+@pytest.mark.parametrize("group", [FULL, SLIDING, DRAFT])
 def test_the_end_that_the_prompt_goes_on_with_is_behind_the_arena(world: World, group: int) -> None:
     chain = world.stored(4 * CHUNK + 6)
     world.only_on_disk([chain.tail], group)
     run = world.run(chain)
     assert not planned(run, 4 * CHUNK + 5)
-    assert world.pinned == 9, "what is in the arena is leased all the same"
+    assert world.pinned == 14, "what is in the arena is leased all the same"
     assert not world.load(run)
 
 
@@ -189,7 +200,7 @@ def test_a_scheduler_gives_up_a_plan_that_is_not_of_its_hit(world: World) -> Non
         hit = lookups.wait(lookups.ask("r", chain), PATIENCE_S)
         assert hit is not None and (hit.tokens, hit.plan) == (4 * CHUNK + 5, None)
         assert eventually(lambda: not world.server.call(lambda: len(world.server.server._server_context.plans)))
-        assert world.pinned == 9
+        assert world.pinned == 14
         lookups.drop_lease("r")
         assert eventually(lambda: not world.pinned)
 
@@ -198,7 +209,7 @@ def test_one_ranks_object_is_behind_the_arena(embed: Embed, tmp_path: Path) -> N
     with worlds(embed, tmp_path / "tier", ranks=2) as world:
         chain = world.stored(6 * CHUNK + 1)
         for rank in range(2):
-            for group, chunk in ((FULL, 2), (SLIDING, 5)):
+            for group, chunk in ((FULL, 2), (SLIDING, 5), (DRAFT, 4)):
                 world.only_on_disk([chain.digests[chunk]], group, rank)
                 run = world.run(chain)
                 assert not planned(run, 6 * CHUNK)

@@ -30,7 +30,8 @@ class Hit:
     :param until: of a hit that follows: monotonic seconds; what is not stored by then is computed.
     :param reason: where a hand-off was asked for and is not followed: its state, and why. Then the hit is of what is
         stored, as any other.
-    :param drafts: the layers of the engine's draft model can be loaded too; else their blocks stay as they are.
+    :param drafts: the layers of the engine's draft model can be loaded too, of a windowed group where it keeps enough
+        of the chunk in which the hit ends; else their blocks stay as they are.
     :param plan: where its objects lie in the server's arena, pinned for the request; None = not all of them do, or not
         for certain: the server is to be asked when they are loaded.
     """
