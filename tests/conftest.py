@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
@@ -10,6 +11,9 @@ import torch
 
 from layerflow.config.settings import Settings
 from layerflow.server import EmbeddedServer
+
+# Of the processes that tests start: they are many, several run at a time, and none multiplies large matrices.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The folder itself is found as a package called vllm, one without a file, where the real one is not installed.
 _vllm = find_spec("vllm")

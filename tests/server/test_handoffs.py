@@ -30,6 +30,7 @@ class Pair:
         self.p = KnownWorker(server.endpoint, spec=spec, engine="P", context=server.context, **more)
         self.d = KnownWorker(server.endpoint, spec=spec, engine="D", context=server.context, **more)
         self.p_control = Control(server.endpoint, "P", spec, context=server.context, lookup_timeout_s=5.0)
+        self.p_control.status()  # it is connected
         self.d_lookups = Lookups(server.endpoint, "D", spec, context=server.context, timeout_s=5.0)
         assert self.d_lookups.wait_connected(5)
         self.observer = observe(server)
@@ -101,6 +102,46 @@ def test_one_that_nobody_opens_ends_at_the_readers_deadline(pair: Pair) -> None:
     assert hit is not None and not hit.following
     assert (hit.tokens, hit.reason) == (0, "announced and not readable in time")
     assert eventually(lambda: pair.figures()["announced"] == 0)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_one_that_is_released_before_it_is_opened_is_refused_to_the_prefiller(pair: Pair, asked: bool) -> None:
+    """A decoder's client may be gone before the prefiller's scheduler gets to the request: nothing is kept for it."""
+    chain = pair.p.prompt(TOKENS)
+    if asked:
+        pair.ask("h", chain)
+        assert eventually(lambda: pair.figures()["announced"] == 1)
+    pair.p_control.release_handoff("h")
+    opened = pair.p_control.open_handoff("h", chain, len(chain))
+    assert (opened.state, opened.reason) == ("refused", "its reader has released it already")
+    pair.p.serve(chain, look=False)
+    assert eventually(pair.balanced)
+    assert pair.p_control.open_handoff("other", chain, len(chain)).state == "open"
+
+
+def test_a_reader_that_comes_after_another_has_released_it_is_served(pair: Pair) -> None:
+    """A proxy asks a second decoder where the first could not be reached, for the same hand-off."""
+    chain = pair.p.prompt(TOKENS)
+    pair.p_control.release_handoff("h")
+    inquiry = pair.ask("h", chain)
+    assert eventually(lambda: pair.figures()["announced"] == 1)
+    prefilled(pair, "h", chain)
+    hit = pair.d_lookups.wait(inquiry, 5.0)
+    assert hit is not None and hit.following and hit.tokens == TOKENS - 1
+    pair.p_control.release_handoff("h")
+    pair.d_lookups.drop_lease("D-h")
+    assert eventually(pair.balanced)
+
+
+def test_the_name_of_one_that_was_released_early_is_free_again_when_its_lease_would_have_ended(embed: Embed) -> None:
+    pair = Pair(embed(pd__handoff_lease_s=0.1))
+    chain = pair.p.prompt(TOKENS)
+    pair.p_control.release_handoff("h")
+    assert eventually(lambda: pair.p_control.open_handoff("h", chain, len(chain)).state == "open")
+    hit = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
+    assert hit is not None and hit.following
+    assert pair.figures()["open"] == 1
+    pair.close()
 
 
 def test_one_that_its_engine_gives_up_fails_and_its_reader_hears_why(pair: Pair) -> None:

@@ -207,6 +207,10 @@ class Dispatcher:
                 moved.append(Progress(step.number, *place))
         return moved
 
+    def has_moved(self) -> bool:
+        """Is there any progress?"""
+        return any(step.announced and step.progress != step.reported for step in self._open_steps.steps())
+
     def sampling(self) -> bool:
         """While a prefetch window is set and something loads, frontiers matter. Steps that ended are to be measured."""
         attachment = self.attachment
@@ -276,6 +280,7 @@ class Dispatcher:
             copier = self.access.copiers[batch.direction]
         if step is None or copier is None:
             self.link.news.failed.append(Failure(batch.batch, "cancelled: the step is over"))
+            self.link.ring()
             return
         job = CopyTask(batch, step, copier, self.lanes.links[batch.direction], self.link.news)
         if batch.direction == LOAD:

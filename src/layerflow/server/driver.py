@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from layerflow.flow.commands import (
     WriteBegun,
     Written,
 )
-from layerflow.flow.events import Event, Tick
+from layerflow.flow.events import BatchDone, Event, FrontierReached, Tick
 from layerflow.flow.limits import Limits
 from layerflow.observe.metrics.metrics import Metrics
 from layerflow.pool.base import Pool
@@ -117,7 +118,7 @@ class Driver:
         self._pool.drop_owner(self._books.pop(key).owner)
 
     def handle(self, *events: Event) -> None:
-        """Tell the core, then do what it wants; each session gets one Grant, or two of many batches, and one Notice.
+        """Tell the core, then do what it wants; each session gets one Grant, or two where loads begin, and one Notice.
 
         :raises InvalidTransition: the first impossible event; all others were handled.
         """
@@ -128,7 +129,8 @@ class Driver:
             while self._later:
                 event = self._later.popleft()
                 try:
-                    commands = self.flow.handle(event, time.monotonic(), FIRST_BATCHES)
+                    most = sys.maxsize if isinstance(event, _REFILLS) else FIRST_BATCHES
+                    commands = self.flow.handle(event, time.monotonic(), most)
                 except InvalidTransition as error:
                     refused = refused or error
                     continue
@@ -305,6 +307,9 @@ class Driver:
 
 FIRST_BATCHES = 4
 """Of an event. They leave before the others are made out, at some 10 us each: a load begins so much earlier."""
+
+_REFILLS = (BatchDone, FrontierReached)
+"""Events that make room for further batches of a load: its lane has some left, or tells in time."""
 
 SHED = "shed"
 _WAYS = ("load", "save")

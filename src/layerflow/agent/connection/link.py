@@ -218,6 +218,7 @@ class Link:
             poller.register(descriptor, select.POLLIN)
         beat_s, next_beat = welcome.heartbeat_ms / 1e3, time.monotonic()
         self._heard_at = next_beat
+        sampled = False
         while True:
             with self._turn:
                 now = time.monotonic()
@@ -227,16 +228,20 @@ class Link:
                     self._heard_at = now
                 self._listener.tick(now, silent=now - self._heard_at > welcome.liveness_ms / 1e3)
                 if now >= next_beat:
-                    next_beat = now + beat_s
+                    next_beat, sampled = now + beat_s, False
                     self._outbox.append(codec.encode(Beat(now, self._listener.pinned_bytes)))
-                self._flush(dealer)
+                # Ends of batches wait for whom they concern to ring, or there would be a report a sample.
+                if not sampled or self._listener.has_moved() or self.news.figures:
+                    self._flush(dealer)
                 if self._closing:
                     return
                 # What came while something was sent, the descriptor does not tell any more.
                 patience = 0 if _pending(dealer) else max(1, round((next_beat - now) * 1e3))
-                if patience and self._listener.sampling():
+                sampling = patience > 0 and self._listener.sampling()
+                if sampling:
                     patience = FRONTIER_SAMPLE_MS
             ready = dict(poller.poll(patience))
+            sampled = sampling and not ready
             if self._wakeup_fd in ready:
                 self._look()
             with self._turn:

@@ -62,6 +62,10 @@ class LinkListener(Protocol):
         """Open steps that moved on since the last report."""
         ...
 
+    def has_moved(self) -> bool:
+        """Is there any?"""
+        ...
+
     def tick(self, now: float, silent: bool) -> None:
         """Time passed. `silent`: the server is there but has not answered heartbeats for its ``liveness_ms``."""
         ...

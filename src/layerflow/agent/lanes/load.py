@@ -42,6 +42,7 @@ class LoadLane:
         self._told = told
         self._untold = 0
         self._untold_since = 0.0
+        self._told_few = False
         self._seconds_per_byte = 0.0
         self._jobs: queue.SimpleQueue[CopyTask | PlannedLoads | bool] = queue.SimpleQueue()
         self._waiting: list[CopyTask] = []
@@ -114,6 +115,7 @@ class LoadLane:
                 taken = True
                 if isinstance(job, CopyTask):
                     self._waiting.append(job)
+                    self._told_few = False
                 elif isinstance(job, PlannedLoads):
                     self.planned.add(job)
                 elif job is False:
@@ -159,9 +161,12 @@ class LoadLane:
             return False
         if not self._waiting or self._untold >= TOLD_BYTES:
             return True
-        # A server that has more to grant hears of it before this lane runs dry.
+        # A server that has more to grant hears of it before this lane runs dry: once, then again behind its answer.
         first = self._waiting[0]
-        return first.news is not None and not first.step.all_granted and self.has_few
+        if self._told_few or first.news is None or first.step.all_granted or not self.has_few:
+            return False
+        self._told_few = True
+        return True
 
     def _report(self, job: CopyTask, failure: str, event: DeviceEvent | None) -> None:
         self._tell(job, failure, event)

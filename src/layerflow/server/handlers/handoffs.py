@@ -117,7 +117,7 @@ def end_handoff(context: ServerContext, session: ClientSession, message: wire.En
 
 def release_handoff(context: ServerContext, message: wire.ReleaseHandoff) -> None:
     """Nobody needs it any more, here or at the servers that keep it."""
-    context.handoffs.release(message.handoff)
+    context.handoffs.release(message.handoff, time.monotonic() + context.pd().handoff_lease_s)
     if context.peers is not None:
         context.peers.release_handoff(message.handoff, message.servers)
 

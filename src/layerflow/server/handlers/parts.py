@@ -34,7 +34,7 @@ def keep_part(
             else:
                 handoffs.end(message.handoff, message.engine, message.tokens, "", time.monotonic())
         case wire.PeerReleaseHandoff():
-            handoffs.release(message.handoff)
+            handoffs.release(message.handoff, time.monotonic() + context.pd().handoff_lease_s)
 
 
 def _open(context: ServerContext, reader: Reader, message: wire.PeerOpenHandoff) -> None:

@@ -19,7 +19,9 @@ import structlog
 
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.server.handoffs.contents import take
+from layerflow.server.handoffs.early import ReleasedEarly
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatistics, HandoffStatus, Told
+from layerflow.server.handoffs.kept import KeptObjects
 from layerflow.spec import ModelSpec
 
 ENDED_GRACE_S = 0.5
@@ -60,8 +62,8 @@ class Handoffs:
         self._by_name: dict[str, Handoff] = {}
         self._over: deque[Handoff] = deque()
         self._waiting: dict[bytes, list[Handoff]] = {}
-        self._kept: Counter[bytes] = Counter()
-        self._kept_bytes = 0
+        self._kept = KeptObjects()
+        self._released_early = ReleasedEarly()
         self._counts: Counter[str] = Counter()
 
     # Asked ---------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ class Handoffs:
             announced=states[HandoffStatus.ANNOUNCED],
             open=states[HandoffStatus.OPEN],
             complete=states[HandoffStatus.COMPLETE],
-            kept_bytes=self._kept_bytes,
+            kept_bytes=self._kept.nbytes,
             opened=counts["opened"],
             completed=counts["completed"],
             claimed=counts["claimed"],
@@ -110,7 +112,7 @@ class Handoffs:
     def announce(self, name: str, until: float) -> Handoff:
         """The hand-off of this name; one that nobody knows is announced, and forgotten at `until`."""
         known = self._by_name.get(name)
-        if known is None:
+        if self._released_early.forget(name) or known is None:
             known = self._by_name[name] = Handoff(name, next(self._serials))
             known.due = until
         elif known.status is HandoffStatus.ANNOUNCED:
@@ -157,6 +159,9 @@ class Handoffs:
         known = self._by_name.get(name)
         if known is not None and known.status.readable:
             return self._refused(name, f"a hand-off of this name is {known.status.value} already")
+        if self._released_early.holds(name, time.monotonic()):
+            return self._refused(name, "its reader has released it already")
+        self._released_early.forget(name)
         if why := self._make_share(objects):
             return self._refused(name, why)
         handoff = known if known is not None and known.status is HandoffStatus.ANNOUNCED else None
@@ -173,10 +178,7 @@ class Handoffs:
         handoff.objects = dict(objects)
         handoff.status = HandoffStatus.OPEN
         self._by_name[name] = handoff
-        for key, new in objects.items():
-            if not self._kept[key]:
-                self._kept_bytes += new.nbytes
-            self._kept[key] += 1
+        self._kept.add(objects)
         for key in handoff.pending:
             self._waiting.setdefault(key, []).append(handoff)
         self._counts["opened"] += 1
@@ -234,9 +236,11 @@ class Handoffs:
         handoff.parts -= 1
         self._settle(handoff, time.monotonic())
 
-    def release(self, name: str) -> None:
-        """Nobody needs it any more."""
+    def release(self, name: str, until: float) -> None:
+        """Nobody needs it any more. One that nobody has opened is refused to who opens it before `until`."""
         handoff = self._by_name.get(name)
+        if handoff is None or handoff.status is HandoffStatus.ANNOUNCED:
+            self._released_early.add(name, until)
         if handoff is not None and (handoff.status.readable or handoff.status is HandoffStatus.ANNOUNCED):
             self._close(handoff, HandoffStatus.RELEASED, "")
 
@@ -311,7 +315,7 @@ class Handoffs:
     def _make_share(self, objects: Mapping[bytes, NewObject]) -> str:
         """Revoke the oldest complete ones until these objects are within the share; why they cannot be, else empty."""
         most = self._share() * self._room_bytes
-        if self._beyond(objects) <= most:
+        if self._kept.nbytes_with(objects) <= most:
             return ""
         fixed = {key: new.nbytes for key, new in objects.items()}
         for handoff in self.live():
@@ -322,12 +326,9 @@ class Handoffs:
                 f"hand-offs that are not complete would keep {sum(fixed.values())} bytes; pd.handoff_share allows "
                 f"{most:.0f}"
             )
-        while self._beyond(objects) > most and self._revoke_oldest():
+        while self._kept.nbytes_with(objects) > most and self._revoke_oldest():
             pass
         return ""
-
-    def _beyond(self, objects: Mapping[bytes, NewObject]) -> int:
-        return self._kept_bytes + sum(new.nbytes for key, new in objects.items() if not self._kept[key])
 
     def _revoke_oldest(self) -> bool:
         """Take back the complete one that was opened first, one that a reader has come for before others."""
@@ -368,11 +369,7 @@ class Handoffs:
         if promised:
             self._withdraw(promised, handoff.owner, f"hand-off {handoff.name!r} {handoff.story()}")
         self._pool.release(handoff.owner)
-        for key, new in handoff.objects.items():
-            self._kept[key] -= 1
-            if not self._kept[key]:
-                del self._kept[key]
-                self._kept_bytes -= new.nbytes
+        self._kept.discard(handoff.objects)
         handoff.objects, handoff.pending = {}, set()
         self._over.append(handoff)
         if len(self._over) > REMEMBERED:
