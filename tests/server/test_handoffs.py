@@ -123,6 +123,7 @@ def test_a_reader_that_comes_after_another_has_released_it_is_served(pair: Pair)
     """A proxy asks a second decoder where the first could not be reached, for the same hand-off."""
     chain = pair.p.prompt(TOKENS)
     pair.p_control.release_handoff("h")
+    pair.p_control.status()  # the server has heard it
     inquiry = pair.ask("h", chain)
     assert eventually(lambda: pair.figures()["announced"] == 1)
     prefilled(pair, "h", chain)

@@ -4,9 +4,12 @@ One group is a draft model's: no hit needs it, and a plan has it where it can be
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from e2e.known import KnownWorker, Run, eventually, small_spec
@@ -59,8 +62,13 @@ class World:
         self._control.purge()
 
     def run(self, chain: Chain) -> Run:
-        """Look the prompt up."""
-        return self.worker.admit(chain)
+        """Look the prompt up; nothing comes from the disk before there is an answer."""
+        host = self._tier["host"]["pid"]
+        os.kill(host, signal.SIGSTOP)
+        try:
+            return self.worker.admit(chain)
+        finally:
+            os.kill(host, signal.SIGCONT)
 
     def load(self, run: Run) -> bool:
         """Load and check it; did it begin without asking the server?
@@ -84,8 +92,8 @@ class World:
         return found
 
     @property
-    def _tier(self) -> dict[str, object]:
-        found: dict[str, object] = self._control.status()["tier"]
+    def _tier(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._control.status()["tier"]
         return found
 
 
