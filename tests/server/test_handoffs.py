@@ -30,7 +30,7 @@ class Pair:
         self.p = KnownWorker(server.endpoint, spec=spec, engine="P", context=server.context, **more)
         self.d = KnownWorker(server.endpoint, spec=spec, engine="D", context=server.context, **more)
         self.p_control = Control(server.endpoint, "P", spec, context=server.context, lookup_timeout_s=5.0)
-        self.p_control.status()  # it is connected
+        self.p_control.status()  # connects it: what it only tells is not sent before
         self.d_lookups = Lookups(server.endpoint, "D", spec, context=server.context, timeout_s=5.0)
         assert self.d_lookups.wait_connected(5)
         self.observer = observe(server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import structlog
 
@@ -19,6 +20,7 @@ from layerflow.agent.lanes.lanes import Lanes
 from layerflow.agent.lanes.task import CopyTask
 from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.planned.steps import PlannedSteps
+from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import AgentCounters
 from layerflow.boxes import Box
@@ -198,18 +200,19 @@ class Dispatcher:
     def progress(self) -> list[Progress]:
         """Frontiers that moved, and computed layers."""
         moved = []
-        for step in self._open_steps.steps():
-            if not step.announced:
-                continue
-            place = step.progress
-            if place != step.reported:
-                step.reported = place
-                moved.append(Progress(step.number, *place))
+        for step, place in self._moved_on():
+            step.reported = place
+            moved.append(Progress(step.number, *place))
         return moved
 
     def has_moved(self) -> bool:
         """Is there any progress?"""
-        return any(step.announced and step.progress != step.reported for step in self._open_steps.steps())
+        return any(True for _ in self._moved_on())
+
+    def _moved_on(self) -> Iterator[tuple[Step, tuple[int, int]]]:
+        for step in self._open_steps.steps():
+            if step.announced and (place := step.progress) != step.reported:
+                yield step, place
 
     def sampling(self) -> bool:
         """While a prefetch window is set and something loads, frontiers matter. Steps that ended are to be measured."""

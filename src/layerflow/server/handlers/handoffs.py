@@ -117,9 +117,14 @@ def end_handoff(context: ServerContext, session: ClientSession, message: wire.En
 
 def release_handoff(context: ServerContext, message: wire.ReleaseHandoff) -> None:
     """Nobody needs it any more, here or at the servers that keep it."""
-    context.handoffs.release(message.handoff, time.monotonic() + context.pd().handoff_lease_s)
+    release(context, message.handoff)
     if context.peers is not None:
         context.peers.release_handoff(message.handoff, message.servers)
+
+
+def release(context: ServerContext, name: str) -> None:
+    """Nobody needs what this server keeps of it, nor what would be kept if it were opened within a lease from now."""
+    context.handoffs.release(name, time.monotonic() + context.pd().handoff_lease_s)
 
 
 def watch_handoff(context: ServerContext, session: ClientSession, message: wire.WatchHandoff) -> None:

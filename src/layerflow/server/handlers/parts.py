@@ -6,7 +6,7 @@ import time
 
 from layerflow.errors import ProtocolError
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handlers.handoffs import ENDS, keep
+from layerflow.server.handlers.handoffs import ENDS, keep, release
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.server.peers.lending.readers import Reader
 from layerflow.wire import messages as wire
@@ -34,7 +34,7 @@ def keep_part(
             else:
                 handoffs.end(message.handoff, message.engine, message.tokens, "", time.monotonic())
         case wire.PeerReleaseHandoff():
-            handoffs.release(message.handoff, time.monotonic() + context.pd().handoff_lease_s)
+            release(context, message.handoff)
 
 
 def _open(context: ServerContext, reader: Reader, message: wire.PeerOpenHandoff) -> None:

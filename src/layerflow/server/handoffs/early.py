@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-REMEMBERED = 4096
-"""Names; beyond them the oldest is forgotten, and costs its room until its lease ends."""
+from layerflow.server.handoffs.handoff import REMEMBERED
 
 
 class ReleasedEarly:
-    """Their names, each until a time. `now` is monotonic seconds."""
+    """Their names, each until a time; the last so many. `now` is monotonic seconds."""
 
     def __init__(self) -> None:
         self._until: dict[str, float] = {}
@@ -20,8 +19,11 @@ class ReleasedEarly:
         self._until[name] = until
 
     def holds(self, name: str, now: float) -> bool:
-        """Was it released, and not too long ago?"""
-        return self._until.get(name, now) > now
+        """Was it released, and not too long ago? What was is forgotten."""
+        if self._until.get(name, now) > now:
+            return True
+        self._until.pop(name, None)
+        return False
 
     def forget(self, name: str) -> bool:
         """A reader has come for it again; False = it was not released."""

@@ -53,6 +53,9 @@ class HandoffStatistics:
     released: int
 
 
+REMEMBERED = 4096
+"""Hand-offs that are over and can still be asked about: the last so many."""
+
 Told = Callable[["Handoff"], None]
 
 

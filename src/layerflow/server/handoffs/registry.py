@@ -20,15 +20,12 @@ import structlog
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.server.handoffs.contents import take
 from layerflow.server.handoffs.early import ReleasedEarly
-from layerflow.server.handoffs.handoff import Handoff, HandoffStatistics, HandoffStatus, Told
+from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatistics, HandoffStatus, Told
 from layerflow.server.handoffs.kept import KeptObjects
 from layerflow.spec import ModelSpec
 
 ENDED_GRACE_S = 0.5
 """Once its engine has ended it, a hand-off waits so long for steps that save the rest: their socket is another one."""
-REMEMBERED = 4096
-"""Hand-offs that are over and whose end can still be asked for: the last so many."""
-
 
 Withdraw = Callable[[Sequence[bytes], Owner, str], None]
 log = structlog.get_logger("layerflow.server.handoffs")
@@ -161,7 +158,6 @@ class Handoffs:
             return self._refused(name, f"a hand-off of this name is {known.status.value} already")
         if self._released_early.holds(name, time.monotonic()):
             return self._refused(name, "its reader has released it already")
-        self._released_early.forget(name)
         if why := self._make_share(objects):
             return self._refused(name, why)
         handoff = known if known is not None and known.status is HandoffStatus.ANNOUNCED else None
@@ -235,6 +231,11 @@ class Handoffs:
         """Everything of a part of it, at another server, is stored."""
         handoff.parts -= 1
         self._settle(handoff, time.monotonic())
+
+    def part_released(self, handoff: Handoff) -> None:
+        """Nobody needs a part of it, at another server, any more: nor the rest."""
+        if handoff.status.readable:
+            self._close(handoff, HandoffStatus.RELEASED, "")
 
     def release(self, name: str, until: float) -> None:
         """Nobody needs it any more. One that nobody has opened is refused to who opens it before `until`."""

@@ -107,7 +107,7 @@ class HandoffParts:
         elif message.state == HandoffStatus.RELEASED.value:
             # A release goes to all servers that keep a part, and may come there before it comes here.
             self._answer(parts, "it is released")
-            self._handoffs.give_up(parts.handoff, "")
+            self._handoffs.part_released(parts.handoff)
             return
         elif message.state not in (HandoffStatus.OPEN.value, HandoffStatus.COMPLETE.value):
             story = f"{message.state}: {message.reason}" if message.reason else message.state
