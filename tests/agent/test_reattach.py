@@ -9,6 +9,7 @@ from e2e.known import KnownWorker, eventually, small_spec, step_of
 from layerflow.agent.lanes.task import CopyTask
 from layerflow.flow.events import BatchDone, BatchFailed, Event
 from layerflow.server import EmbeddedServer
+from layerflow.wire.messages import STRANGER
 
 
 def test_a_batch_is_reported_to_the_server_that_granted_it(embed: Callable[..., EmbeddedServer]) -> None:
@@ -26,8 +27,7 @@ def test_a_batch_is_reported_to_the_server_that_granted_it(embed: Callable[..., 
         step.close()
         assert eventually(lambda: len(jobs) >= 8 and len(dispatcher.lanes.save._passing) > 4)
         attachments = worker.agent.statistics().attachments
-        server.call(_spy, server, told)
-        server.call(_hang_up, server)
+        server.call(_hang_up, server, told)
         assert worker.agent.wait_idle(run.name, 10)
         assert eventually(lambda: worker.agent.statistics().attachments > attachments)
         assert dispatcher.lanes.save._passing, "every save had passed before the new session: nothing was shown"
@@ -38,7 +38,8 @@ def test_a_batch_is_reported_to_the_server_that_granted_it(embed: Callable[..., 
         ended = [event.batch for event in told if isinstance(event, BatchDone | BatchFailed)]
         assert ended, "the second session has moved nothing"
         assert not late & set(ended)
-        assert server.server.metrics.summary().get("protocol_errors_total", {}) == {}
+        # What the lost session's own socket was still saying as the server hung up is a stranger's.
+        assert server.server.metrics.summary().get("protocol_errors_total", {}).keys() <= {STRANGER}
 
 
 def _spy(server: EmbeddedServer, told: list[Event]) -> None:
@@ -53,7 +54,8 @@ def _spy(server: EmbeddedServer, told: list[Event]) -> None:
     driver.handle = spied  # type: ignore[method-assign]
 
 
-def _hang_up(server: EmbeddedServer) -> None:
+def _hang_up(server: EmbeddedServer, told: list[Event]) -> None:
+    """Drop the session, and keep in `told` what the driver hears from then on."""
     fd_server = server.server._fd_server
     assert fd_server is not None
     for session in server.server.sessions:
@@ -62,3 +64,4 @@ def _hang_up(server: EmbeddedServer) -> None:
             for connection, token in list(fd_server._connections.items()):
                 if token == session.token:
                     fd_server._forget(connection)
+    _spy(server, told)
