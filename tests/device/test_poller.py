@@ -125,18 +125,7 @@ def test_every_event_of_many_threads_is_reported(poller: Poller) -> None:
     assert poller.statistics().fired == 200
 
 
-def test_armed_it_samples_its_sources_and_disarmed_it_parks(poller: Poller) -> None:
-    sampled = threading.Semaphore(0)
-    poller.add_source(sampled.release)
-    poller.arm()
-    for _ in range(3):
-        assert sampled.acquire(timeout=PATIENCE)
-    poller.disarm()
-    signal = Signal()
-    poller.watch(CpuEvent(done=True), signal)  # wakes it if it has parked already
-    signal.wait()
-    poller.remove_source(sampled.release)
-    assert poller.statistics().armed == 0
+def test_without_events_it_parks_and_looks_no_more_until_woken(poller: Poller) -> None:
     eventually(lambda: poller.statistics().parked)
     sweeps = poller.statistics().sweeps
     again = Signal()

@@ -21,8 +21,6 @@ DEFAULT_INTERVAL_US = 50
 DEFAULT_MAX_INTERVAL_US = 1000
 _BACK_OFF = 1.5
 
-Source = Callable[[], object]
-
 
 def _nothing() -> None:
     """For a device whose threads need no preparing."""
@@ -33,16 +31,14 @@ class PollerStatistics:
     """A snapshot.
 
     :param watching: events not yet seen done.
-    :param armed: calls of :meth:`Poller.arm` not yet undone.
     :param parked: the thread sleeps until it is woken.
     :param interval_us: between two sweeps, in microseconds.
     :param sweeps: times that it looked, since the start.
     :param fired: callbacks called.
-    :param failed: callbacks, sources and events that raised.
+    :param failed: callbacks and events that raised.
     """
 
     watching: int
-    armed: int
     parked: bool
     interval_us: float
     sweeps: int
@@ -61,8 +57,7 @@ class Poller:
     """One thread for all events of one device.
 
     It looks every `interval_us` while something moves and backs off to `max_interval_us` while nothing does;
-    with nothing to watch and not armed, it parks. Waking a parked poller costs the waker a system call (and on
-    a busy machine its core), so whoever serves the engine's thread arms the poller first, from another thread.
+    with nothing to watch it parks.
 
     :param name: of the thread.
     :param interval_us: shortest interval between two sweeps, microseconds.
@@ -84,9 +79,7 @@ class Poller:
         self._interval = self._shortest
         self._incoming: deque[_Watched] = deque()
         self._watched: list[_Watched] = []
-        self._sources: tuple[Source, ...] = ()
         self._condition = threading.Condition()
-        self._armed = 0
         self._parked = False
         self._closed = False
         self._sweeps = self._fired = self._failed = 0
@@ -115,28 +108,6 @@ class Poller:
         if self._parked:
             self._wake()
 
-    def add_source(self, source: Source) -> None:
-        """Call `source()` in every sweep while armed. What it returns, if true, counts as movement."""
-        with self._condition:
-            self._sources = (*self._sources, source)
-
-    def remove_source(self, source: Source) -> None:
-        """Undo :meth:`add_source`; a sweep that has begun may still call it once."""
-        with self._condition:
-            self._sources = tuple(other for other in self._sources if other != source)
-
-    def arm(self) -> None:
-        """Keep looking, at the shortest interval first, until as many :meth:`disarm` calls. From any thread."""
-        with self._condition:
-            self._armed += 1
-            self._interval = self._shortest
-            self._condition.notify()
-
-    def disarm(self) -> None:
-        """Undo one :meth:`arm`."""
-        with self._condition:
-            self._armed = max(0, self._armed - 1)
-
     def close(self, timeout: float | None = 5.0) -> bool:
         """End the thread; callbacks of events that are not done yet are never called. Whether it has ended."""
         with self._condition:
@@ -153,7 +124,6 @@ class Poller:
         """A snapshot, from any thread."""
         return PollerStatistics(
             watching=len(self._watched) + len(self._incoming),
-            armed=self._armed,
             parked=self._parked,
             interval_us=self._interval * 1e6,
             sweeps=self._sweeps,
@@ -173,7 +143,7 @@ class Poller:
                 self._interval = self._shortest
             else:
                 self._interval = min(self._interval * _BACK_OFF, self._longest)
-            if self._watched or self._incoming or self._armed:
+            if self._watched or self._incoming:
                 time.sleep(self._interval)
             else:
                 self._park()
@@ -181,7 +151,7 @@ class Poller:
     def _park(self) -> None:
         with self._condition:
             self._parked = True
-            while not (self._incoming or self._armed or self._closed):
+            while not (self._incoming or self._closed):
                 self._condition.wait()
             self._parked = False
             self._interval = self._shortest
@@ -190,9 +160,6 @@ class Poller:
         """Look at everything once; whether anything moved."""
         self._sweeps += 1
         moved = bool(self._incoming)
-        if self._armed:
-            for source in self._sources:
-                moved = bool(self._guarded(source)) or moved
         waiting = self._watched
         while self._incoming:
             waiting.append(self._incoming.popleft())
@@ -214,11 +181,10 @@ class Poller:
             self._guarded(watched.callback, *watched.args)
         return done
 
-    def _guarded(self, function: Callable[..., object], *args: Any) -> object:
+    def _guarded(self, function: Callable[..., object], *args: Any) -> None:
         """One failure hurts one caller: a callback that raises is logged and the thread goes on."""
         try:
-            return function(*args)
+            function(*args)
         except Exception:
             self._failed += 1
             log.exception("poller_callback_failed", function=getattr(function, "__qualname__", repr(function)))
-            return None

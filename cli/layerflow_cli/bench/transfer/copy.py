@@ -7,9 +7,7 @@ other. The two kinds of copies take turns, so that a noisy machine is noisy for 
 from __future__ import annotations
 
 import hashlib
-import statistics
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +21,7 @@ from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.system.memfd import SharedMemory
+from layerflow_cli.bench.transfer.turns import Call, median_seconds
 
 BLOCK_KIB = (16, 64, 256)
 TOKENS = 16  # of one block
@@ -31,8 +30,6 @@ LANES = 2
 TWICE = ("two_lanes", "two_contiguous", "two_cores")
 REPEATS = 3  # of one copy, where threads are compared
 HASHED = bytes(4 << 20)  # a few milliseconds of work that runs without the GIL
-
-Call = Callable[[], object]
 
 
 def measure(
@@ -108,7 +105,7 @@ class _Field:
             "load": self.load,
             "extents": lambda: self.lists[0].extents(0, 0, len(self.lists[0])),
         }
-        seconds = _take_turns(calls, turns)
+        seconds = median_seconds(calls, turns)
         gbps = {name: self.moved / seconds[name] / 1e9 for name in ("there", "back", "save", "load")}
         memcpy = max(gbps["there"], gbps["back"])
         return {
@@ -123,7 +120,7 @@ class _Field:
     def two_lanes(self, turns: int) -> dict[str, float]:
         work = dict(zip(TWICE, (self.save, self.contiguous, _hash), strict=True))
         calls = {f"{name}, {lanes}": _lanes(call, lanes) for name, call in work.items() for lanes in (1, LANES)}
-        seconds = _take_turns(calls, turns)
+        seconds = median_seconds(calls, turns)
         return {name: LANES * seconds[f"{name}, 1"] / seconds[f"{name}, {LANES}"] for name in work}
 
 
@@ -146,14 +143,3 @@ def _lanes(work: Callable[[int], None], lanes: int) -> Call:
             thread.join()
 
     return call
-
-
-def _take_turns(calls: dict[str, Call], turns: int) -> dict[str, float]:
-    """Median seconds of each call; the first turn warms up and does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(turns + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}

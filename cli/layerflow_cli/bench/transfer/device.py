@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from layerflow.ops.extents import BlockList, Extents
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.system.memfd import SharedMemory
+from layerflow_cli.bench.transfer.turns import median_seconds
 
 BLOCK_KIB = (16, 64, 256)
 TOKENS = 16  # of one block
@@ -30,8 +31,6 @@ BATCH_BYTES = 64 << 20  # of one batch, as lanes copy at most
 MATRIX_ON_DEVICE, MATRIX_ON_CPU = 4096, 512
 PRODUCTS = 20  # of one turn
 WAITS = 200
-
-Call = Callable[[], object]
 
 
 def measure(
@@ -151,7 +150,7 @@ class _Field:
 
     def figures(self, turns: int) -> dict[str, Any]:
         before = self.target.copies.counts
-        seconds = _take_turns(
+        seconds = median_seconds(
             {
                 "h2d": self.load,
                 "d2h": self.save,
@@ -214,14 +213,3 @@ def _ranges(batch: Extents) -> int:
 def _synchronize(event: Any) -> None:
     if event is not None:
         event.synchronize()
-
-
-def _take_turns(calls: dict[str, Call], turns: int) -> dict[str, float]:
-    """Median seconds of each call; the first turn warms up and does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(turns + 1):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
