@@ -41,7 +41,9 @@ def is_placed(spec: ModelSpec, places: Places, tokens: int, tail: int) -> bool:
     there = places[..., 0] != NOWHERE
     for number, group in enumerate(spec.groups):
         need = group.rules.need(tokens, spec.chunk_tokens)
-        chunks = there[need.start : need.stop - (tail >= 0), number]
-        if not chunks.all() or (tail >= 0 and not there[tail, number].all()):
+        stop = need.stop - (tail >= 0)
+        if stop > len(there) or not there[need.start : stop, number].all():
+            return False
+        if tail >= 0 and not there[tail, number].all():
             return False
     return True

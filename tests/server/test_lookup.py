@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from layerflow.agent.connection.control_connection import MOST_LOOKS, PresenceView, hit_of
 from layerflow.agent.values import Hit
-from layerflow.hits import MAX_TAILS, HitLength, find_hit
-from layerflow.keys import Chain, object_key
+from layerflow.hits import MAX_TAILS, SLICE_KEYS, HitLength, Tail, find_hit
+from layerflow.keys import Chain, object_key, object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool.base import NewObject
 from layerflow.pool.memory import MemoryPool
@@ -202,6 +203,16 @@ def test_a_lease_holds_all_that_a_load_reads(world: World) -> None:
     assert find_hit(world.pool, world.spec, ROOT, world.chain.digests, tokens) == hit
     world.pool.expire(5.0)
     assert world.pool.statistics().pinned == 0
+
+
+def test_what_a_hit_leases_comes_in_slices_its_tails_too() -> None:
+    spec = spec_of([0, 0], shards=64)
+    digests = [struct.pack("<QQ", 0, number) for number in range(40)]
+    tails = tuple(Tail(40, 2, struct.pack("<QQ", 1, number)) for number in range(MAX_TAILS))
+    slices = list(hit_keys(spec, digests, HitLength(40 * CHUNK, tails)))
+    assert max(map(len, slices)) <= SLICE_KEYS
+    wanted = [*digests, *(tail.digest for tail in tails)]
+    assert [key for few in slices for key in few] == object_keys(wanted, range(2), spec.shard.peers())
 
 
 def test_tails_of_other_prompts_are_offered_but_bounded() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -109,6 +110,23 @@ def test_leases_are_counted_and_come_back(embed: Embed) -> None:
         looker.drop_lease("a")
         assert looker.lookup("c", chain).tokens == 39
         looker.close()
+
+
+def test_a_hit_counts_as_a_lease_however_its_plan_ends(embed: Embed) -> None:
+    server = embed(server__max_leases=2)
+    with (
+        worker_on(server, spec=small_spec()) as worker,
+        closing(Control(server.endpoint, "e2e", spec=worker.agent.spec, context=server.context)) as looker,
+    ):
+        chain = worker.prompt(40)
+        worker.serve(chain)
+        assert looker.lookup("a", chain).plan and looker.lookup("a", chain).plan, "the first one is given up"
+        hit = looker.lookup("b", chain)
+        assert hit.plan is not None
+        looker._tell(wire.DropLease("b", hit.plan.number, 60_000))
+        assert looker.lookup("c", chain).tokens == 0
+        looker.drop_lease("b")
+        assert looker.lookup("c", chain).tokens == 39
 
 
 def test_the_idlest_client_makes_room(embed: Embed) -> None:

@@ -60,3 +60,13 @@ def test_places_of_another_model_are_none(nbytes: int) -> None:
     assert unpack_places(bytes(nbytes), spec) is None
     places = unpack_places(bytes(128), spec)
     assert places is not None and places.shape == (2, 2, 2, 2) and places.dtype == np.uint64
+
+
+def test_a_hit_of_more_chunks_than_there_are_places_is_not_placed() -> None:
+    spec = spec_of(["wide"], 1)
+    places = unpack_places(PLACE.pack(64, 1) * 4, spec)
+    assert places is not None
+    assert is_placed(spec, places, 4 * CHUNK, -1) and is_placed(spec, places, 3 * CHUNK + 2, 3)
+    assert not is_placed(spec, places, 4 * CHUNK + 1, -1)
+    assert not is_placed(spec, places, 9 * CHUNK, -1)
+    assert not is_placed(spec, places, 9 * CHUNK + 2, 3)

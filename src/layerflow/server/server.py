@@ -376,10 +376,14 @@ class Server:
         if self._idle is not None:
             self._idle.set()
 
-    def _plan_ended(self, asker: int, request: str) -> None:
+    def _plan_ended(self, asker: int, request: str, until: float | None) -> None:
         session = self.sessions.get(asker)
-        if session is not None and session.leases.get(request) == float("inf"):
+        if session is None or session.leases.get(request) != float("inf"):
+            return
+        if until is None:
             del session.leases[request]
+        else:
+            session.leases[request] = until
 
     def _terms(self) -> wire.Terms:
         return terms_of(self.settings, self.sessions.workers())

@@ -109,8 +109,8 @@ def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[
             yield made[first * width : stop * width]
         else:
             yield object_keys(digests[first:stop], groups, shards)
-    if hit.tails:
-        yield object_keys([tail.digest for tail in hit.tails], groups, shards)
+    for first in range(0, len(hit.tails), step):
+        yield object_keys([tail.digest for tail in hit.tails[first : first + step]], groups, shards)
 
 
 def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, parent: bytes = b"") -> NewObject:

@@ -50,10 +50,11 @@ def plan_owner(engine: str, number: int) -> tuple[str, str, int]:
 class Plans:
     """All plans that pin something.
 
-    :param ended: told of each plan that has ended: the session that was told it, and the request.
+    :param ended: told where a session has no plan for a request any more: the session, the request, and until when
+        what it named stays leased (None = it does not).
     """
 
-    def __init__(self, pool: Pool, ended: Callable[[int, str], None]) -> None:
+    def __init__(self, pool: Pool, ended: Callable[[int, str, float | None], None]) -> None:
         self._pool = pool
         self._ended = ended
         # A number of another server must mean nothing here.
@@ -116,10 +117,12 @@ class Plans:
         del self._plans[plan.number]
         mine = self._by_request[plan.engine, plan.request]
         mine.remove(plan.number)
+        last = all(self._plans[number].asker != plan.asker for number in mine)
         if not mine:
             del self._by_request[plan.engine, plan.request]
         if until is None:
             self._pool.release(plan.owner)
         else:
             self._pool.hand_over(plan.owner, lease_owner(plan.engine, plan.request), until)
-        self._ended(plan.asker, plan.request)
+        if last:
+            self._ended(plan.asker, plan.request, until)
