@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("1bd13b4e8ec175d802cce265abab18cb")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("7685fc29c71a0f726e6bc4c0eeb76d6d")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from importlib.util import find_spec
 
 import pytest
 import torch
+from e2e.forked import Forker
 
 from layerflow.config.settings import Settings
 from layerflow.server import EmbeddedServer
+from layerflow_cli.bench.harness import ServerProcess
 
 # Of the processes that tests start: they are many, several run at a time, and none multiplies large matrices.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +29,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    with closing(Forker()) as forker:
+        yield forker
+
+
+@pytest.fixture
+def forked_servers(forker: Forker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each :class:`ServerProcess` of the test is forked."""
+    monkeypatch.setattr(ServerProcess, "_popen", lambda _, command, environment: forker.popen(command, environment))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Protocol
 
@@ -66,11 +66,26 @@ class HitLength:
     """The answer: tokens over full chunks, and candidates for more, longest first.
 
     :param drafts: a draft model's layers are there too, for all of these.
+    :param keys: by group, those of the prompt's full chunks that were searched for: by chunk, then by shard.
     """
 
     tokens: int
     tails: tuple[Tail, ...]
     drafts: bool = False
+    keys: Sequence[list[bytes]] = field(default=(), compare=False, repr=False)
+
+    def ends(self, spec: ModelSpec, prompt: int) -> Iterator[tuple[int, int]]:
+        """What a load may read: tokens, and the position of the tail that they end in (-1 = of none).
+
+        :param prompt: its tokens, of which one is left to compute.
+        """
+        if self.tokens:
+            yield self.tokens, -1
+        for position, tail in enumerate(self.tails):
+            for held in {tail.tokens, tail.shared or tail.tokens}:
+                tokens = spec.usable(tail.chunk * spec.chunk_tokens + held, prompt)
+                if tokens:
+                    yield tokens, position
 
     def surely(self, spec: ModelSpec, prompt: int) -> int:
         """Tokens over full chunks and shared blocks; a whole tail may add to it."""
@@ -133,7 +148,7 @@ def search_hit(
     """:func:`find_hit` in slices: it stops after every :data:`SLICE_KEYS` keys or so, and returns the hit."""
     whole, spec = spec, spec.own
     rules = [group.rules for group in spec.groups]
-    present = yield from _presence(pool, spec, digests)
+    keys, present = yield from _presence(pool, spec, digests)
     # A group that needs every chunk from the first on bounds the search for all.
     bound = len(digests)
     for kind, row in zip(rules, present, strict=True):
@@ -171,8 +186,8 @@ def search_hit(
             tried = 0
         hit = _usable(spec, (chunk - 1) * spec.chunk_tokens, spec.chunk_tokens, tokens) if chunk else 0
         if hit and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
-            return HitLength(hit, tuple(tails), _has_drafts(pool, whole, digests, hit, tails, tokens))
-    return HitLength(0, tuple(tails), _has_drafts(pool, whole, digests, 0, tails, tokens))
+            return HitLength(hit, tuple(tails), _has_drafts(pool, whole, digests, hit, tails, tokens), keys)
+    return HitLength(0, tuple(tails), _has_drafts(pool, whole, digests, 0, tails, tokens), keys)
 
 
 def _has_drafts(
@@ -185,27 +200,19 @@ def _has_drafts(
 
 
 def needed_keys(
-    spec: ModelSpec, digests: list[bytes], hit: HitLength, tokens: int, groups: Iterable[int] | None = None
+    spec: ModelSpec, digests: list[bytes], hit: HitLength, tokens: int, groups: Iterable[int]
 ) -> set[bytes]:
-    """What a load of this hit or of any of its tails reads, of all shards.
+    """What a load of this hit or of any of its tails reads of these groups, of all shards.
 
     :param tokens: of the prompt, of which one is left to compute.
-    :param groups: None = those that a hit needs.
     """
-    chunk, shards = spec.chunk_tokens, spec.shard.peers()
-    numbers = list(range(len(spec.own.groups)) if groups is None else groups)
-    ends = [(hit.tokens, digests)] if hit.tokens else []
-    ends += [
-        (tail.chunk * chunk + end, [*digests[: tail.chunk], tail.digest])
-        for tail in hit.tails
-        for end in {tail.tokens, tail.shared or tail.tokens}
-    ]
     keys: set[bytes] = set()
-    for end, chunks in ends:
-        usable = spec.usable(end, tokens)
-        for number in numbers if usable else ():
-            rules = spec.groups[number].rules
-            keys.update(object_keys([chunks[at] for at in rules.need(usable or 0, chunk)], [number], shards))
+    for end, position in hit.ends(spec, tokens):
+        tail = hit.tails[position] if position >= 0 else None
+        chunks = digests if tail is None else [*digests[: tail.chunk], tail.digest]
+        for number in groups:
+            need = spec.groups[number].rules.need(end, spec.chunk_tokens)
+            keys.update(object_keys([chunks[at] for at in need], [number], spec.shard.peers()))
     return keys
 
 
@@ -220,21 +227,26 @@ def _usable(spec: ModelSpec, start: int, held: int, tokens: int, shared: int = 0
     return hit
 
 
-def _presence(pool: LookupSource, spec: ModelSpec, digests: list[bytes]) -> Generator[None, None, list[list[bool]]]:
-    """Per group: by chunk, whether every shard has the object."""
+def _presence(
+    pool: LookupSource, spec: ModelSpec, digests: list[bytes]
+) -> Generator[None, None, tuple[list[list[bytes]], list[list[bool]]]]:
+    """Per group: the keys by chunk and shard, and by chunk, whether every shard has the object."""
     shards = spec.shard.peers()
     count, step = len(shards), max(1, SLICE_KEYS // len(shards))
+    keys: list[list[bytes]] = []
     rows: list[list[bool]] = []
     for group in range(len(spec.groups)):
+        names: list[bytes] = []
         row: list[bool] = []
         for first in range(0, len(digests), step):
             if rows or first:
                 yield
-            few = digests[first : first + step]
-            found = pool.lookup(object_keys(few, (group,), shards))
-            row += found if count == 1 else [all(found[at : at + count]) for at in range(0, len(found), count)]
+            few = object_keys(digests[first : first + step], (group,), shards)
+            names += few
+            row += map(all, zip(*[iter(pool.lookup(few))] * count, strict=True))
+        keys.append(names)
         rows.append(row)
-    return rows
+    return keys, rows
 
 
 def _sharing(pool: LookupSource, spec: ModelSpec, own: bytes, room: int) -> list[tuple[int, bool, tuple[int, bytes]]]:

@@ -17,8 +17,9 @@ from layerflow.agent.step.transfers import LOAD
 from layerflow.device import device_for
 from layerflow.device.base import Device
 from layerflow.keys import Chain
+from layerflow.places import NOWHERE
 from layerflow.wire import codec
-from layerflow.wire.messages import NOWHERE, Batch, Plan, PlanPart
+from layerflow.wire.messages import Batch, Plan, PlanPart
 
 SPEC = small_spec(2)
 BLOCKS = 8

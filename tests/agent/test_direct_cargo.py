@@ -11,8 +11,9 @@ from layerflow.agent.step.leases import LeasedObject, LeasedParts, StepLeases, p
 from layerflow.errors import LayerflowError
 from layerflow.keys import object_key
 from layerflow.objects import object_bytes
+from layerflow.places import NOWHERE
 from layerflow.wire import codec
-from layerflow.wire.messages import NOWHERE, Plan, PlanPart
+from layerflow.wire.messages import Plan, PlanPart
 
 SPEC = small_spec()
 GROUP = SPEC.groups[0]

@@ -22,9 +22,10 @@ from layerflow.agent.descriptors import (
 )
 from layerflow.errors import LayerflowError, SpecError
 from layerflow.keys import Chain
+from layerflow.places import NOWHERE
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.wire import codec
-from layerflow.wire.messages import NOWHERE, PlanPart
+from layerflow.wire.messages import PlanPart
 
 ROOT = b"r" * 16
 PLANE = (Plane("kv", "uint8", (1,)),)

@@ -20,9 +20,10 @@ from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.agent.values import StepRequest
 from layerflow.errors import SpecError
 from layerflow.keys import Chain
+from layerflow.places import NOWHERE
 from layerflow.server import EmbeddedServer
 from layerflow.wire import codec
-from layerflow.wire.messages import NOWHERE, Batch, PlanPart
+from layerflow.wire.messages import Batch, PlanPart
 
 Embed = Callable[..., EmbeddedServer]
 LONG_S = 20.0

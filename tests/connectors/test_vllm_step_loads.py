@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from vllm_fakes import BLOCK, FULL, request, spec_of
 
+from layerflow.agent.hit_plan import HitPlan
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
@@ -20,11 +22,11 @@ from layerflow.spec import GroupSpec, ModelSpec, Plane
 WINDOW = 2 * BLOCK
 SLIDING = GroupSpec("sliding", BLOCK, (2, 3), FULL.planes, WINDOW)
 STATE = GroupSpec("state", 2 * BLOCK, (2, 3), (Plane("kv", "uint8", (64,)),))
-RESIDENT = Hit(128, resident=True)
+RESIDENT = Hit(128, plan=HitPlan(1, 1, np.zeros((2, 2, 1, 2), np.uint64), -1))
 
 
 def layout(spec: ModelSpec, *, waits: bool = True) -> WorkerLayout:
-    return WorkerLayout(b"", tuple(range(len(spec.groups))), "ipc:///nowhere", waits)
+    return WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(len(spec.groups))), "ipc:///nowhere", waits)
 
 
 class TestWhere:
@@ -41,8 +43,36 @@ class TestWhere:
     def test_in_the_step(self, groups: int, recovers: bool, waits: bool, hit: Hit, allowed: bool) -> None:
         loads = StepLoads(groups, recovers=recovers)
         loads.meet_workers([layout(spec_of()), layout(spec_of(), waits=waits)])
-        assert loads.may(hit) is allowed
+        assert loads.may(hit, 200) is allowed
         assert loads.needs_answer is (groups > 1 and recovers and waits)
+
+    @pytest.mark.parametrize(
+        ("tokens", "ahead", "free", "allowed"),
+        [
+            (150, 0, 9, True),
+            (150, 0, 8, False),
+            (161, 0, 9, False),
+            (150, 3, 12, True),
+            (150, 3, 11, False),
+            (158, 3, 13, True),
+            (158, 3, 12, False),
+        ],
+    )
+    def test_with_recurrent_state_only_where_blocks_are_left(
+        self, tokens: int, ahead: int, free: int, allowed: bool
+    ) -> None:
+        """vLLM counts a block less of each group of states than it takes."""
+        loads = StepLoads(2, recovers=True)
+        loads.meet_workers([layout(spec_of(FULL, STATE))])
+        assert loads.may(RESIDENT, tokens), "vLLM has not told how many there are"
+        loads.meet_blocks(lambda: free, ahead)
+        assert loads.may(RESIDENT, tokens) is allowed
+
+    def test_other_groups_are_counted_by_vllm(self) -> None:
+        loads = StepLoads(2, recovers=True)
+        loads.meet_workers([layout(spec_of(FULL, SLIDING))])
+        loads.meet_blocks(lambda: 0, 0)
+        assert loads.may(RESIDENT, 150)
 
 
 class TestWhoseLoadsHaveFailed:

@@ -12,6 +12,10 @@ import pytest
 from layerflow_cli.bench.harness import ServerProcess
 
 
+@pytest.fixture(autouse=True)
+def _forked(forked_servers: None) -> None: ...
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., ServerProcess]]:
     """Start ``layerflow run`` processes; all are stopped at the end. ``pool__size=...`` is ``pool.size``."""

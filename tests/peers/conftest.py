@@ -93,6 +93,10 @@ class Pair:
         self.owner.close()
 
 
+@pytest.fixture(autouse=True)
+def _forked(forked_servers: None) -> None: ...
+
+
 @pytest.fixture
 def link() -> str:
     """What bytes come over; a test is parametrised with ``LINKS`` where that matters."""

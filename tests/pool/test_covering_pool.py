@@ -7,6 +7,7 @@ from pool_contract import OBJECT, READER, WRITER, PoolContract
 
 from layerflow.boxes import Box
 from layerflow.keys import object_key, several_key
+from layerflow.places import NO_PLACE
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import NewObject, Pool
 from layerflow.pool.covering import MOST_PARTITIONS, CoveringPool
@@ -104,6 +105,14 @@ def test_pieces_are_pinned(pool: CoveringPool) -> None:
         store(pool, bytes([n]) * 24)
     assert pool.lookup([*halves, whole]) == [False, False, False]
     pool.validate()
+
+
+def test_a_lease_pins_pieces_and_tells_no_place_of_them(pool: CoveringPool) -> None:
+    [whole], halves = keys(1), keys(2)
+    store(pool, *halves)
+    assert pool.lease([whole], READER, FOREVER) == NO_PLACE
+    assert pool.statistics().pinned == 2
+    assert NO_PLACE not in pool.lease(halves, READER, FOREVER)
 
 
 def test_hiding_it_hides_its_pieces(pool: CoveringPool) -> None:

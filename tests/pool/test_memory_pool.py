@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from pool_contract import OBJECT, OTHER, READER, WRITER, PoolContract, key_of, new, outcomes
 
+from layerflow.objects import HEADER_BYTES
+from layerflow.places import NO_PLACE, PLACE
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import Pool, ReserveStatus
 from layerflow.pool.memory import MemoryPool
@@ -158,4 +160,48 @@ def test_leases_leave_room_for_saves_however_many_requests_wait():
         pool.release(("waits", request))
     pool.release(OTHER)
     assert pool.statistics().pinned == 0
+    pool.validate()
+
+
+def places(packed: bytes) -> list[bytes]:
+    return [packed[at : at + PLACE.size] for at in range(0, len(packed), PLACE.size)]
+
+
+def test_a_lease_tells_where_things_lie_and_of_which_generation():
+    pool = MemoryPool(Arena(16 * OBJECT))
+    offsets = [each.offset for each in pool.reserve([new(i) for i in range(3)], WRITER)]
+    pool.commit([key_of(0), key_of(1)], WRITER)
+    told = places(pool.lease([key_of(1), key_of("absent"), key_of(0), key_of(2), key_of(1)], READER, 9.0))
+    assert told[1] == told[3] == NO_PLACE, "not there, and not complete"
+    assert [PLACE.unpack(told[at])[0] for at in (0, 2, 4)] == [offsets[1], offsets[0], offsets[1]]
+    pool.hide([key_of(1)])
+    pool.release(READER)
+    pool.revoke([key_of(2)], WRITER)
+    assert pool.reserve([new(1)], WRITER)[0].offset == offsets[1]
+    pool.commit([key_of(1)], WRITER)
+    [again] = places(pool.lease([key_of(1)], READER, 9.0))
+    assert PLACE.unpack(again)[0] == offsets[1] and again != told[0], "another generation of the place"
+
+
+def test_what_a_lease_may_not_pin_has_no_place():
+    pool = MemoryPool(Arena(16 * OBJECT), lease_share=0.25)
+    pool.reserve([new(i) for i in range(16)], WRITER)
+    keys = [key_of(i) for i in range(16)]
+    pool.commit(keys, WRITER)
+    told = places(pool.lease(keys[:6], READER, 9.0))
+    assert [place != NO_PLACE for place in told] == [True] * 4 + [False] * 2
+    assert [place != NO_PLACE for place in places(pool.lease(keys[4:8], OTHER, 9.0))] == [False] * 4
+    assert places(pool.lease(keys[:2], OTHER, 9.0)) == told[:2], "what is pinned already costs nothing"
+    pool.validate()
+
+
+def test_a_lease_hides_what_was_overwritten_too():
+    bench = MemoryBench(64 * OBJECT)
+    pool = bench.pool
+    offsets = [each.offset for each in pool.reserve([new(i) for i in range(64)], WRITER)]
+    pool.commit([key_of(i) for i in range(64)], WRITER)
+    bench.memory[offsets[7] : offsets[7] + HEADER_BYTES] = 0xEE
+    told = places(pool.lease([key_of(i) for i in range(64)], READER, 9.0))
+    assert [place == NO_PLACE for place in told] == [number == 7 for number in range(64)]
+    assert pool.statistics().hidden == 1
     pool.validate()

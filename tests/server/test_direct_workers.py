@@ -16,6 +16,7 @@ from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
 from layerflow.config.settings import Settings
 from layerflow.errors import RemoteError
 from layerflow.flow.events import Direction
+from layerflow.places import NOWHERE
 from layerflow.server import EmbeddedServer, behind
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
@@ -136,6 +137,6 @@ def test_a_server_without_it_refuses(embed: Callable[..., EmbeddedServer]) -> No
 def test_a_worker_may_go_through_the_arena_all_the_same(context: EmbeddedServer) -> None:
     worker = Worker(context, direct=False)
     plan = worker.ask(opening(1, [], [save(1)]), wire.Plan)
-    assert codec.unpack_u64(plan.saves[0].offsets, 1, "").tolist() != [wire.NOWHERE]
+    assert codec.unpack_u64(plan.saves[0].offsets, 1, "").tolist() != [NOWHERE]
     assert context.call(context.server.pool.statistics).half_written == 1  # type: ignore[attr-defined]
     worker.close()

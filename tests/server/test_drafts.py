@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from e2e.drafted import DRAFT_LAYER, LAYERS, drafted
-from e2e.known import POISON, KnownWorker, Run, eventually
+from e2e.drafted import CHUNK, DRAFT_LAYER, LAYERS, drafted
+from e2e.known import POISON, KnownWorker, Run, eventually, step_of
+from msgspec.structs import replace
 
 from layerflow.agent import Control, Follow
 from layerflow.agent.connection.lookups import Lookups
@@ -47,16 +48,18 @@ def assert_loaded(d: KnownWorker, run: Run, drafts: bool) -> None:
     for layer in range(LAYERS):
         assert d.wrong_bytes(run, layer, 0, run.hit.tokens) == 0
     if d.spec.num_layers > LAYERS and drafts:
-        assert d.wrong_bytes(run, DRAFT_LAYER, 0, run.hit.tokens) == 0
+        assert d.wrong_bytes(run, DRAFT_LAYER, d.readable(run, DRAFT_LAYER), run.hit.tokens) == 0
     elif d.spec.num_layers > LAYERS:
         table = run.tables[1]
         assert (d.tensors[DRAFT_LAYER]["k"][table] == POISON).all(), "nothing may be written there"
 
 
-def load(d: KnownWorker, run: Run, drafts: bool) -> None:
+def load(d: KnownWorker, run: Run, drafts: bool) -> bool:
+    """Did the load begin by its hit's plan?"""
     with d.agent.open_step([run.request(save=False)]) as step:
         assert step.wait_all().ready
         assert_loaded(d, run, drafts)
+        return step_of(step).residents is not None
 
 
 @pytest.mark.parametrize(("p_has", "d_has", "drafts"), PAIRS)
@@ -66,7 +69,7 @@ def test_a_hit_is_the_models_own_whatever_the_draft_model(p_has: str, d_has: str
     p.serve(chain, look=False)
     run = d.admit(same(d, chain))
     assert (run.hit.tokens, run.hit.drafts) == (TOKENS - 1, drafts)
-    load(d, run, drafts)
+    assert load(d, run, drafts), "what no hit needs, no plan needs"
 
 
 def test_what_another_draft_model_lacks_is_stored_beside(worker: Start) -> None:
@@ -77,7 +80,45 @@ def test_what_another_draft_model_lacks_is_stored_beside(worker: Start) -> None:
     d.serve(same(d, chain), look=False)
     run = again.admit(same(again, chain))
     assert (run.hit.tokens, run.hit.drafts) == (TOKENS - 1, True)
-    load(again, run, True)
+    assert load(again, run, True)
+
+
+@pytest.mark.parametrize(
+    ("shared", "drafts"),
+    [(2 * CHUNK, True), (2 * CHUNK + 4, False), (2 * CHUNK + 12, False), (TOKENS - 1, True)],
+)
+def test_where_a_draft_models_window_keeps_less_of_a_chunk(shared: int, drafts: bool, worker: Start) -> None:
+    """A hit may end at any block of the model's own layers; of the draft model's only a chunk's end is stored."""
+    p, d = (worker(drafted("one", window=6), engine) for engine in "PD")
+    chain = p.prompt(TOKENS)
+    p.serve(chain, look=False)
+    run = d.admit(same(d, p.prompt(TOKENS, chain, TOKENS if shared == TOKENS - 1 else shared)))
+    assert run.hit.tokens == shared
+    assert load(d, run, drafts)
+
+
+def test_ranks_that_share_the_models_objects_have_draft_layers_each(worker: Start) -> None:
+    """A plan tells of as many objects as there are draft layers. A hit without these is loaded as the server plans."""
+
+    def ranks(engine: str, draft: str) -> list[KnownWorker]:
+        spec = drafted(draft)
+        shards = [replace(spec.shard, tp_rank=rank, tp_size=2) for rank in range(2)]
+        return [worker(replace(spec, shard=shard), engine) for shard in shards]
+
+    first, second, third = ranks("P", ""), ranks("D", "one"), ranks("E", "one")
+    chain = first[0].prompt(TOKENS)
+    for rank in first:
+        rank.serve(same(rank, chain), look=False)
+    for rank in second:
+        run = rank.admit(same(rank, chain))
+        assert (run.hit.tokens, run.hit.drafts) == (TOKENS - 1, False)
+        assert not load(rank, run, False)
+    for rank in second:
+        rank.serve(same(rank, chain), look=False)
+    for rank in third:
+        run = rank.admit(same(rank, chain))
+        assert (run.hit.tokens, run.hit.drafts) == (TOKENS - 1, True)
+        assert load(rank, run, True)
 
 
 @pytest.mark.parametrize("open_yet", [True, False], ids=["following", "complete"])
@@ -99,8 +140,10 @@ def test_a_hand_off_brings_draft_layers_to_those_that_have_them(
         mine = same(d, chain)
         hit = lookups.wait(lookups.ask("D-h", mine, Follow(time.monotonic() + 20, "h")), 5.0)
         assert hit is not None and (hit.tokens, hit.drafts, hit.reason) == (TOKENS - 1, drafts, "")
+        assert (hit.plan is None) is open_yet, "what is still to be stored has no place yet"
         run = Run("D-h", mine, hit, d.admit(mine, look=False).tables)
         with d.agent.open_step([run.request(save=False)], 20.0) as step:
+            assert (step_of(step).residents is None) is open_yet
             if open_yet:
                 p.serve(chain, look=False)
                 p_control.end_handoff("h", tokens=TOKENS)

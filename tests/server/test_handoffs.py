@@ -159,6 +159,22 @@ def test_one_that_its_engine_gives_up_fails_and_its_reader_hears_why(pair: Pair)
     assert eventually(pair.balanced)
 
 
+def test_one_that_is_complete_is_loaded_by_its_plan_and_one_that_is_open_is_not(pair: Pair) -> None:
+    chain, later = pair.p.prompt(TOKENS), pair.p.prompt(TOKENS)
+    assert pair.p_control.open_handoff("later", later, len(later))
+    hit = pair.d_lookups.wait(pair.ask("later", later), 5.0)
+    assert hit is not None and hit.following and hit.plan is None
+    prefilled(pair, "h", chain)
+    following = Following(pair, "h", chain)
+    assert following.run.hit.plan is not None
+    assert following.step.residents is not None  # type: ignore[union-attr]
+    assert following.finish() == 0 and not following.run.failed
+    for name in ("h", "later"):
+        pair.p_control.release_handoff(name)
+        pair.d_lookups.drop_lease(f"D-{name}")
+    assert eventually(pair.balanced)
+
+
 class Following:
     """A request of D that loads what P's step is still storing."""
 

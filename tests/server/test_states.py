@@ -183,24 +183,24 @@ def test_every_rank_keeps_its_own_state(embed: Embed, boundary: int) -> None:
         assert [first.serve(longer), second.serve(longer)] == [boundary] * 2
 
 
-def test_a_hit_is_resident_where_its_lease_pins_all_of_it(embed: Embed) -> None:
+def test_a_hit_has_a_plan_where_its_lease_pins_all_of_it(embed: Embed) -> None:
     with HybridWorker(embed(pool__size="64KiB", pool__lease_share=0.05)) as worker:
         stored = worker.prompt(16 * CHUNK)
         worker.serve(stored, keep=[2 * CHUNK, 16 * CHUNK])
         hit = worker.agent.lookup("short", worker.prompt(3 * CHUNK, like=worker.prompt(2 * CHUNK, like=stored)))
-        assert (hit.tokens, hit.resident) == (2 * CHUNK, True)
+        assert (hit.tokens, hit.plan is not None) == (2 * CHUNK, True)
         hit = worker.agent.lookup("long", worker.prompt(17 * CHUNK, like=stored))
-        assert (hit.tokens, hit.resident) == (16 * CHUNK, False), "leases may not pin so much"
+        assert (hit.tokens, hit.plan) == (16 * CHUNK, None), "leases may not pin so much"
 
 
-def test_what_comes_from_behind_the_arena_is_not_resident(embed: Embed, tmp_path: Path) -> None:
+def test_what_comes_from_behind_the_arena_has_no_plan(embed: Embed, tmp_path: Path) -> None:
     folder = {"path": str(tmp_path / "tier")}
     server = embed(pool__disk=folder)
     with HybridWorker(server) as worker, closing(observe(server)) as control:
         assert eventually(lambda: control.status()["tier"]["up"])
         stored = worker.prompt(40)
         worker.serve(stored, keep=[32])
-        assert worker.agent.lookup("r", stored).resident
+        assert worker.agent.lookup("r", stored).plan
         assert eventually(
             lambda: control.status()["tier"]["written_objects"] and not control.status()["tier"]["backlog_bytes"]
         )
@@ -209,4 +209,4 @@ def test_what_comes_from_behind_the_arena_is_not_resident(embed: Embed, tmp_path
     with HybridWorker(server) as worker, closing(observe(server)) as control:
         assert eventually(lambda: control.status()["tier"]["indexed_objects"])
         hit = worker.agent.lookup("r", worker.agent.chain(stored.tokens))
-        assert (hit.tokens, hit.resident) == (32, False)
+        assert (hit.tokens, hit.plan) == (32, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,10 @@ from engines import Engine
 from scenario import Prompt
 
 from layerflow.agent.connection.control import fetch_status
+from layerflow_cli.bench.harness import ServerProcess
 
 SETTLE_S = 10.0
+RECOVERY_S = 30.0
 MAX_TOKENS = 6
 
 
@@ -88,3 +90,14 @@ def settled(endpoint: str) -> dict[str, Any]:
             return status
         assert time.monotonic() < deadline, f"saves that never end: {status['flow']}, {status['pool']}"
         time.sleep(0.005)
+
+
+def until(server: ServerProcess, what: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Wait until a server's status says so."""
+    deadline = time.monotonic() + RECOVERY_S
+    while True:
+        status = fetch_status(server.endpoint)
+        if what(status):
+            return status
+        assert time.monotonic() < deadline, status
+        time.sleep(0.002)

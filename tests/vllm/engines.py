@@ -122,6 +122,10 @@ class Engine:
         """The answers to what was begun."""
         return self._hear(ANSWER_S)
 
+    def margins(self, *prompts: Prompt, max_tokens: int) -> list[list[tuple[int, float]]]:
+        """The tokens of each answer, and by how much each is likelier than any other, in log probability."""
+        return self._ask("margins", list(prompts), max_tokens)
+
     def preemptions(self) -> int:
         """How often vLLM has taken a running request's blocks away."""
         return self._ask("preemptions")

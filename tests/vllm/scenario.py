@@ -154,6 +154,25 @@ class Scenario:
         finally:
             connector.on_new_request = arrived
 
+    def margins(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[tuple[int, float]]]:
+        """The tokens of each answer, and by how much each is likelier than any other, in log probability."""
+        from vllm import SamplingParams
+
+        names = {str(next(self._names)): index for index, _ in enumerate(prompts)}
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, detokenize=False, ignore_eos=True)
+        for name, index in names.items():
+            self._add(name, prompts[index], sampling, PLAIN)
+        answers: list[list[tuple[int, float]]] = [[] for _ in prompts]
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    made = output.outputs[0]
+                    best = [sorted((each.logprob for each in row.values()), reverse=True) for row in made.logprobs]
+                    answers[names[output.request_id]] = [
+                        (token, row[0] - row[1]) for token, row in zip(made.token_ids, best, strict=True)
+                    ]
+        return answers
+
     def preemptions(self) -> int:
         """How often a running request's blocks were taken away."""
         return self._preemptions

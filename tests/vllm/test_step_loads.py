@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from comparison import MAX_TOKENS, Comparison, prompt, settled
+from churn import Churn
+from comparison import MAX_TOKENS, Comparison, prompt, settled, until
 from engines import Engine, connector
-from test_faults import SLOW, loading, until
+from test_faults import SLOW, loading
 
 from layerflow.agent.connection.control import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
@@ -248,28 +249,11 @@ def test_loads_fail_under_aborts_and_preemption(ahead: bool, serve: Serve, vllm:
     server = serve(pool__link_gbps=0.05, transfer__max_transfer_bytes="64KiB", pool__lease_ms=600_000)
     small = {"num_gpu_blocks_override": 108, "max_num_seqs": 16, "max_model_len": 1024} | PREFIX_CACHE
     engine = vllm("gemma3", kv_transfer_config=layerwise(server), ahead=ahead, **small)
-    source = random.Random(7)
-    heads = [prompt(seed, 200) for seed in range(10)]
-    prompts = [
-        source.choice(heads)[: source.randrange(60, 201)] + prompt(100 + number, source.randrange(1, 120))
-        for number in range(100)
-    ]
-    aborts = {number: source.randrange(0, 120) for number in source.sample(range(100), 25)}
-    wanted = plain("gemma3", **small).generate(*prompts, max_tokens=20)
+    churn = Churn(100, 20, shared=range(60, 201), aborted=25, steps=120, seed=7)
+    churn.learn(plain("gemma3", **small))
     engine.break_loads(1 / 3)
     for _ in range(2):
-        engine.begin(prompts, 20, aborts)
-        answers = engine.finish()
-        wrong = [
-            number
-            for number, (answer, right) in enumerate(zip(answers, wanted, strict=True))
-            if answer.tokens != right.tokens and not (answer.reason == "abort" and number in aborts)
-        ]
-        assert not wrong
-        engine.reset()
-        settled(server.endpoint)
-        until(server, lambda status: status["pool"]["pinned"] == 0)
+        churn.serve(server, engine)
     assert "step_loads_taken_back" in engine.output()
     engine.break_loads(0)
-    assert [answer.tokens for answer in engine.generate(*prompts, max_tokens=20)] == [each.tokens for each in wanted]
-    engine.assert_no_block_lost()
+    churn.serve(server, engine, aborting=False)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -53,7 +53,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "layerflow_cli", "run", *sets]
         environment = os.environ | {"NO_COLOR": "1"}
         with _held_back(signal.SIGTERM, signal.SIGINT) as handle_held_back:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+            self.process = self._popen(command, environment)
         try:
             handle_held_back()
             assert self.process.stdout is not None
@@ -64,6 +64,9 @@ class ServerProcess:
         except BaseException:  # interrupted, or not listening: nobody else knows of it yet
             self.kill()
             raise
+
+    def _popen(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
     def restart(self, **changed: object) -> None:
         """Start it again at the same endpoint, after :meth:`kill`. ``peers__link="nixl"`` changes ``peers.link``."""

@@ -16,9 +16,10 @@ from layerflow.agent.hit_plan import PartPlaces
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.errors import LayerflowError, SpecError
 from layerflow.keys import DIGEST_BYTES
+from layerflow.places import NOWHERE
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
-from layerflow.wire.messages import NOWHERE, LoadPart, PlanPart, SavePart
+from layerflow.wire.messages import LoadPart, PlanPart, SavePart
 
 
 class ObjectDescriptor(msgspec.Struct, frozen=True):
@@ -121,6 +122,8 @@ def describe_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Par
             )
         _check_hit(spec, request, stop)
         for number, group in enumerate(spec.groups if request.hit.drafts else spec.own.groups):
+            if spec.shard.draft_of(number) and not _can_end(group, request.hit, stop, spec.chunk_tokens):
+                continue
             pieces = tuple(_load_pieces(spec, group, request, start, stop))
             if pieces:
                 ends_partial = pieces[-1].tokens != spec.chunk_tokens
@@ -296,6 +299,13 @@ def _load_pieces(
         blocks = range(base // size + lo, base // size + hi)
         pieces.append(ObjectDescriptor(digest, blocks, lo - kept.start, held))
     return pieces
+
+
+def _can_end(group: GroupSpec, hit: Hit, stop: int, chunk: int) -> bool:
+    """Does a draft group keep enough for a load up to `stop`? Where hits end, the model's own groups say."""
+    number = (stop - 1) // chunk
+    held = hit.tail_tokens if number == hit.tail_chunk else chunk
+    return group.rules.inside(held, stop - number * chunk)
 
 
 def _check_hit(spec: ModelSpec, request: StepRequest, stop: int) -> None:

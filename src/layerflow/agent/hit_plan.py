@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from layerflow.keys import covered_by
+from layerflow.places import NOWHERE, Places, is_placed, unpack_places
 from layerflow.spec import ModelSpec
-from layerflow.wire.messages import NOWHERE, Found
-
-Places = npt.NDArray[np.uint64]
+from layerflow.wire.messages import Found
 
 
 class HitPlan:
@@ -25,7 +23,7 @@ class HitPlan:
 
     :param number: the server's.
     :param incarnation: of the arena.
-    :param rows: uint64, shape ``(objects, groups, shards, 2)``: offset and generation, the hit's chunks first.
+    :param rows: see :data:`layerflow.places.Places`.
     :param tail: the row of the object that the hit ends in, where that is not the prompt's own full chunk; else -1.
 
     :ivar void: it was given up; nothing may begin by it.
@@ -43,17 +41,17 @@ class HitPlan:
         self.users: set[int] = set()
 
     @classmethod
-    def of(cls, found: Found, tail: int, spec: ModelSpec) -> HitPlan | None:
-        """What the answer brings; None where it brings none.
+    def of(cls, found: Found, tokens: int, tail: int, spec: ModelSpec) -> HitPlan | None:
+        """What the answer brings for this hit of those that it tells of; None where some of it is not in the arena.
 
         :param tail: position of the tail that the hit ends with; -1 = with none.
         """
         spec = spec if found.drafts else spec.own
-        width = 16 * len(spec.groups) * len(spec.shard.peers())
-        if not found.plan or not found.places or len(found.places) % width:
+        rows = unpack_places(found.places, spec) if found.plan else None
+        if rows is None:
             return None
-        rows = np.frombuffer(found.places, "<u8").reshape(-1, len(spec.groups), len(spec.shard.peers()), 2)
-        return cls(found.plan, found.incarnation, rows, len(rows) - len(found.tails) + tail if tail >= 0 else -1)
+        row = len(rows) - len(found.tails) + tail if tail >= 0 else -1
+        return cls(found.plan, found.incarnation, rows, row) if is_placed(spec, rows, tokens, row) else None
 
     def part(self, group: int, chunks: Sequence[int], tail_chunk: int) -> PartPlaces | None:
         """Places of these chunks' objects of one group; None where the plan has no such rows.

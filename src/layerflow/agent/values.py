@@ -30,10 +30,10 @@ class Hit:
     :param until: of a hit that follows: monotonic seconds; what is not stored by then is computed.
     :param reason: where a hand-off was asked for and is not followed: its state, and why. Then the hit is of what is
         stored, as any other.
-    :param resident: the server has answered that all of it lies in its arena, pinned for the request; only of models
-        with several cache groups.
-    :param drafts: the layers of the engine's draft model can be loaded too; else their blocks stay as they are.
-    :param plan: where its objects lie; None = the server is to be asked when they are loaded.
+    :param drafts: the layers of the engine's draft model can be loaded too, of a windowed group where it keeps enough
+        of the chunk in which the hit ends; else their blocks stay as they are.
+    :param plan: where its objects lie in the server's arena, pinned for the request; None = not all of them do, or not
+        for certain: the server is to be asked when they are loaded.
     """
 
     tokens: int
@@ -44,7 +44,6 @@ class Hit:
     shared_digest: bytes = b""
     following: bool = False
     reason: str = ""
-    resident: bool = False
     until: float = 0.0
     drafts: bool = False
     plan: HitPlan | None = field(default=None, compare=False, repr=False)

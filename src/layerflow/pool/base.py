@@ -8,8 +8,7 @@ An *owner* is any hashable name of a reader or writer, e.g. ``("session", 3)`` o
 from __future__ import annotations
 
 import enum
-import struct
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -40,31 +39,6 @@ class Located(NamedTuple):
     blocks: int
     tokens: int
     pieces: tuple[tuple[Box, int], ...] = ()
-
-
-PLACE = struct.Struct("<QQ")
-"""An object's place in a plan: the offset of its header, and the generation of that place."""
-
-NO_PLACE = PLACE.pack(2**64 - 1, 0)
-"""Of an object that is not there, or that others stand in for."""
-
-
-def places_of(packed: bytes) -> list[bytes]:
-    """One by one."""
-    return [packed[at : at + PLACE.size] for at in range(0, len(packed), PLACE.size)]
-
-
-class LeasedPlaces(NamedTuple):
-    """What a hit leases.
-
-    :param packed: a place (:data:`PLACE`) for each key.
-    :param missing: keys that are not there.
-    :param pinned: everything that is there is pinned, and stored under its own key.
-    """
-
-    packed: bytes
-    missing: int
-    pinned: bool
 
 
 class Tail(NamedTuple):
@@ -195,8 +169,8 @@ class Pool(Protocol):
         """
         ...
 
-    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> LeasedPlaces:
-        """As :meth:`acquire` with `lease`, telling places as a plan has them."""
+    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> bytes:
+        """As :meth:`acquire` with `lease`: a :data:`layerflow.places.PLACE` for each key, of what is pinned here."""
         ...
 
     def hand_over(self, owner: Owner, heir: Owner, until: float) -> None:
@@ -212,10 +186,6 @@ class Pool(Protocol):
 
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """As :meth:`acquire`, for bookkeeping: counts neither a hit nor a use; what is not there is left out."""
-        ...
-
-    def pins(self, owner: Owner, keys: Iterable[bytes]) -> bool:
-        """Is each of these objects here itself, and pinned by `owner`?"""
         ...
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:

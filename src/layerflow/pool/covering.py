@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from layerflow.boxes import Box, cover
 from layerflow.keys import DIGEST_BYTES, covered_by, several_key
-from layerflow.pool.base import NO_PLACE, LeasedPlaces, Located, Owner, Tail, places_of
+from layerflow.pool.base import Located, Owner, Tail
 from layerflow.pool.memory import ArenaMemory, MemoryPool
 from layerflow.presence import PresenceWriter
 from layerflow.spec import ModelSpec, Shard
@@ -101,8 +101,7 @@ class CoveringPool(MemoryPool):
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete, or covered by complete ones."""
-        ready = self._directory.ready
-        found = [key in ready for key in keys]
+        found = super().lookup(keys)
         if self._alternatives:
             return [there or bool(self._sources(key)) for key, there in zip(keys, found, strict=True)]
         return found
@@ -128,14 +127,14 @@ class CoveringPool(MemoryPool):
                     places[at] = self._acquire_pieces(keys[at], owner, until, lease)
         return places
 
-    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> LeasedPlaces:
+    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> bytes:
         """As the base class; what covers an object is pinned, and has no place in a plan."""
-        leased = super().lease(keys, owner, until)
-        if self._alternatives and leased.missing:
-            lacking = [key for key, place in zip(keys, places_of(leased.packed), strict=True) if place == NO_PLACE]
-            pieces = [self._acquire_pieces(key, owner, until, lease=True) for key in lacking]
-            return leased._replace(missing=pieces.count(None), pinned=leased.pinned and not any(pieces))
-        return leased
+        places = super().lease(keys, owner, until)
+        if self._alternatives:
+            for key, there in zip(keys, super().lookup(keys), strict=True):
+                if not there:
+                    self._acquire_pieces(key, owner, until, lease=True)
+        return places
 
     def hide(self, keys: Sequence[bytes]) -> int:
         """As the base class; of an object that is covered, what covers it."""

@@ -11,12 +11,13 @@ import enum
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from layerflow.errors import PoolError
 from layerflow.keys import DIGEST_BYTES
-from layerflow.pool.base import NO_PLACE, Child, Located, NewObject, Owner, Tail
+from layerflow.places import NO_PLACE
+from layerflow.pool.base import Child, Located, NewObject, Owner, Tail
 from layerflow.pool.eviction import Evictable
 from layerflow.pool.sharing import SharedBlocks
 from layerflow.presence import PresenceWriter, tail_marks
@@ -191,22 +192,20 @@ class Directory:
 
     def find(self, keys: Sequence[bytes]) -> list[DirectoryEntry | None]:
         """The ready entry of each key; None = there is none."""
-        get = self.ready.get
-        return [get(key) for key in keys]
+        return list(map(self.ready.get, keys))
 
     def pin(
         self, there: Sequence[DirectoryEntry], owner: Owner, until: float, most: float = math.inf
-    ) -> tuple[list[DirectoryEntry], list[DirectoryEntry], bool]:
+    ) -> tuple[list[DirectoryEntry], list[DirectoryEntry]]:
         """Pin ready entries. All pins of an owner end together, at the latest end that it asked for.
 
         :param most: bytes pinned by all owners; what would go beyond is not pinned.
-        :returns: the entries that `owner` newly pinned, those of them that nobody had pinned before, and whether all
-            of `there` are pinned now.
+        :returns: the entries that `owner` newly pinned, and those of them that nobody had pinned before.
         """
         pins = self._pins.get(owner) or OwnerPins()
         mine, before = pins.entries, len(pins.entries)
         # A dict keeps its order, and what is in it already stays where it is: the new ones are the last.
-        within, whole = self._within(most, there)
+        within = self._within(most, there)
         mine.update(dict.fromkeys(within))
         fresh = list(islice(mine, before, None))
         first = [entry for entry in fresh if not entry.readers]
@@ -219,7 +218,7 @@ class Directory:
         if within and until > pins.until:
             pins.until = until
             self._end_at(owner, until)
-        return fresh, first, whole
+        return fresh, first
 
     def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
         """`reader` pins, without an end, what `owner` pins of these keys; None, and nothing changes: not all of them.
@@ -272,14 +271,9 @@ class Directory:
             chosen.extend(entry for entry in self._hidden.get(key, ()) if entry in mine)
         return self._drop(owner, list(dict.fromkeys(reversed(chosen))))
 
-    def pins_of(self, owner: Owner) -> int:
-        """How many entries `owner` pins."""
-        return len(self._pins[owner].entries) if owner in self._pins else 0
-
-    def pins(self, owner: Owner, keys: Iterable[bytes]) -> bool:
-        """Does `owner` pin what is ready under each of these keys?"""
-        mine, ready = self._pins.get(owner, OwnerPins()).entries, self.ready
-        return all((entry := ready.get(key)) is not None and entry in mine for key in keys)
+    def pinned_by(self, owner: Owner) -> Collection[DirectoryEntry]:
+        """What `owner` pins."""
+        return self._pins[owner].entries if owner in self._pins else ()
 
     def expire(self, now: float) -> tuple[int, list[DirectoryEntry]]:
         """Drop pins that run out at or before `now`: how many, and the entries now unpinned."""
@@ -324,21 +318,19 @@ class Directory:
             heapq.heappush(self._due, (until, self._serial, owner))
             self._compact()
 
-    def _within(self, most: float, entries: Sequence[DirectoryEntry]) -> tuple[Sequence[DirectoryEntry], bool]:
-        """Those that can be pinned while all pins stay within `most` bytes, and whether these are all: what is pinned
-        already costs nothing."""
+    def _within(self, most: float, entries: Sequence[DirectoryEntry]) -> Sequence[DirectoryEntry]:
+        """Those that can be pinned while all pins stay within `most` bytes: what is pinned already costs nothing."""
         left = most - self.pinned_bytes
         if left >= sum([entry.room for entry in entries]):
-            return entries, True
-        within, whole = [], True
+            return entries
+        within = []
         for entry in dict.fromkeys(entries):
             if not entry.readers:
                 if entry.room > left:
-                    whole = False
                     continue
                 left -= entry.room
             within.append(entry)
-        return within, whole
+        return within
 
     def _compact(self) -> None:
         """Released pins stay listed until they would have run out; drop them once they are the bulk."""

@@ -99,7 +99,8 @@ class S3Fifo(Generic[ItemT]):
                 small_bytes += item.room
         self._small_bytes += small_bytes
         self._main_bytes += main_bytes
-        self._by_room.update([item.room for item in items])
+        for room, count in _rooms(items).items():
+            self._by_room[room] += count
 
     def victim(self) -> ItemT | None:
         """The object to evict now, taken out of the order; None where nothing may go."""
@@ -143,9 +144,17 @@ class S3Fifo(Generic[ItemT]):
 
     def _uncount(self, items: Collection[ItemT]) -> None:
         by_room = self._by_room
-        for room, count in Counter([item.room for item in items]).items():
+        for room, count in _rooms(items).items():
             left = by_room[room] - count
             if left:
                 by_room[room] = left
             else:
                 del by_room[room]
+
+
+def _rooms(items: Iterable[Evictable]) -> dict[int, int]:
+    """How many of them give back so many bytes; of a prompt's chunks all give back the same."""
+    rooms = [item.room for item in items]
+    if rooms and rooms.count(rooms[0]) == len(rooms):
+        return {rooms[0]: len(rooms)}
+    return Counter(rooms)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from layerflow.errors import BadKey, PoolError
 from layerflow.keys import KEY_BYTES
 from layerflow.objects import HEADER_BYTES
+from layerflow.places import NO_PLACE
 from layerflow.pool.base import (
-    NO_PLACE,
     Child,
-    LeasedPlaces,
     Located,
     NewObject,
     Owner,
@@ -80,8 +79,7 @@ class MemoryPool:
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete. Does not count as a use."""
-        ready = self._directory.ready
-        return [key in ready for key in keys]
+        return list(map(self._directory.ready.__contains__, keys))
 
     def keys(self) -> list[bytes]:
         """Every complete object."""
@@ -102,34 +100,37 @@ class MemoryPool:
 
         An object whose header was overwritten (by an engine that wrote where it must not) is hidden instead.
         """
-        return [None if entry is None else entry.located for entry in self._take(keys, owner, until, lease)[0]]
-
-    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> LeasedPlaces:
-        """As :meth:`acquire` with `lease`, telling places as a plan has them."""
-        found, whole = self._take(keys, owner, until, lease=True)
-        missing = found.count(None)
-        if not missing:
-            return LeasedPlaces(b"".join([entry.place for entry in found if entry]), 0, whole)
-        packed = b"".join([NO_PLACE if entry is None else entry.place for entry in found])
-        return LeasedPlaces(packed, missing, whole)
-
-    def _take(
-        self, keys: Sequence[bytes], owner: Owner, until: float, lease: bool
-    ) -> tuple[list[DirectoryEntry | None], bool]:
-        """Pin and count; the entries, and whether all that there are, are pinned."""
-        directory = self._directory
-        found = directory.find(keys)
+        found = self._directory.find(keys)
         there = [entry for entry in found if entry is not None]
         if overwritten := self._headers.overwritten(there):
             self.hide(overwritten)
-            return self._take(keys, owner, until, lease)
-        fresh, first, whole = directory.pin(there, owner, until, self._most(lease))
-        self._policy.park(first)
-        self._policy.use(fresh)
+            return MemoryPool.acquire(self, keys, owner, until, lease=lease)
+        self._pin(there, owner, until, lease)
         if not lease:
             self._misses += len(found) - len(there)
+        return [None if entry is None else entry.located for entry in found]
+
+    def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> bytes:
+        """As :meth:`acquire` with `lease`: a :data:`layerflow.places.PLACE` for each key, of what is pinned here."""
+        while True:
+            found = self._directory.find(keys)
+            there = [entry for entry in found if entry is not None]
+            places = b"".join([entry.place for entry in there])
+            if self._headers.are_current(places) or not (overwritten := self._headers.overwritten(there)):
+                break
+            self.hide(overwritten)
+        self._pin(there, owner, until, lease=True)
+        mine = self._directory.pinned_by(owner)
+        if all(map(mine.__contains__, found)):
+            return places
+        return b"".join([entry.place if entry is not None and entry in mine else NO_PLACE for entry in found])
+
+    def _pin(self, there: Sequence[DirectoryEntry], owner: Owner, until: float, lease: bool) -> None:
+        """Pin these, as far as leases may, and count."""
+        fresh, first = self._directory.pin(there, owner, until, self._most(lease))
+        self._policy.park(first)
+        self._policy.use(fresh)
         self._hits += len(there)
-        return found, whole
 
     def hold(self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False) -> None:
         """Pin complete objects without counting a hit or a use; what is not there is left out."""
@@ -146,10 +147,6 @@ class MemoryPool:
         It counts neither a hit nor a use: looking up has.
         """
         return self._directory.share(owner, keys, reader)
-
-    def pins(self, owner: Owner, keys: Iterable[bytes]) -> bool:
-        """Is each of these objects here itself, and pinned by `owner`?"""
-        return self._directory.pins(owner, keys)
 
     def release(self, owner: Owner, keys: Sequence[bytes] | None = None) -> None:
         """Drop the owner's pins on `keys` (None = all of them). Unknown pins are ignored."""
@@ -285,7 +282,7 @@ class MemoryPool:
 
         Only for an owner that can write no more: its half-written room is handed out again.
         """
-        pins = self._directory.pins_of(owner)
+        pins = len(self._directory.pinned_by(owner))
         self._settle(self._directory.unpin(owner, None))
         return pins + self._withdraw(self._directory.reserved_by(owner))
 

@@ -146,19 +146,20 @@ class Control:
             self._lock.release()
 
     def _take(self, request: str, hit: Hit, found: Found, lease_ms: int) -> Hit:
-        """Hold the hit's plan, or give it up where it is none of this prompt."""
-        void = [found.plan] if found.plan and hit.plan is None else []
+        """Hold the hit's plan, or give it up where it is none of this hit: what is there of it stays leased."""
         if hit.plan is not None:
-            void += self.plans.give(request, hit.plan, time.monotonic() + lease_ms / 1e3)
-        self._give_up([(request, number) for number in void])
+            void = self.plans.give(request, hit.plan, time.monotonic() + lease_ms / 1e3)
+            self._give_up([(request, number) for number in void])
+        elif found.plan:
+            self._give_up([(request, found.plan)], lease_ms if hit.tokens else 0)
         return hit
 
-    def _give_up(self, plans: Iterable[tuple[str, int]]) -> None:
+    def _give_up(self, plans: Iterable[tuple[str, int]], lease_ms: int = 0) -> None:
         """Tell the server, if it is there: else it has nothing that is pinned for them."""
         if self._connection is not None:
             with contextlib.suppress(ServerLost):
                 for request, number in plans:
-                    self._connection.conversation.send(DropLease(request, number))
+                    self._connection.conversation.send(DropLease(request, number, lease_ms))
 
     def written(self, chain: Chain, timeout_s: float) -> Hit:
         """How much of a prompt another node of the pool can load, once nothing of it is on its way there.

@@ -162,8 +162,7 @@ class _SeenKeys:
 
 def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Follow | None = None) -> Hit:
     """What is stored may be longer than what is the prompt's: only its own tokens tell which of the tails fits."""
-    resident = isinstance(found, Found) and found.resident
-    best, ends_in = Hit(found.tokens, resident=resident), -1
+    best, ends_in = Hit(found.tokens), -1
     tails: Sequence[Tail | TailHit] = found.tails
     for position, tail in enumerate(tails):
         start, shared = tail.chunk * chain.chunk_tokens, tail.shared
@@ -174,10 +173,10 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Foll
             continue
         ends_in = position
         if shared == tail.tokens:
-            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, resident=resident)
+            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest)
         else:
             digest = chain.partial(tail.chunk, shared)
-            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, digest, resident=resident)
+            best = Hit(tokens, tail.chunk, tail.tokens, tail.digest, shared, digest)
     if found.drafts:
         best = replace(best, drafts=True)
     if not isinstance(found, Found):
@@ -186,7 +185,7 @@ def hit_of(found: HitLength | Found, chain: Chain, spec: ModelSpec, follow: Foll
         following = found.following and best.tokens > 0
         until = follow.deadline if following and follow is not None else 0.0
         best = replace(best, following=following, reason=found.reason, until=until)
-    plan = HitPlan.of(found, ends_in, spec) if best.tokens else None
+    plan = HitPlan.of(found, best.tokens, ends_in, spec) if best.tokens else None
     return best if plan is None else replace(best, plan=plan)
 
 

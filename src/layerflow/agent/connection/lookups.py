@@ -336,10 +336,12 @@ class Lookups:
 
     def _settle_plan(self, inquiry: Inquiry, found: Found) -> None:
         """A plan that nobody will use is given up at once."""
-        if not found.plan or (inquiry.hit and inquiry.hit.plan and self._current.get(inquiry.request) is inquiry):
+        wanted, hit = self._current.get(inquiry.request) is inquiry, inquiry.hit
+        if not found.plan or hit is None or (wanted and hit.plan is not None):
             return
-        # Workers may be about to load what was seen: for them it is leased.
-        lease_ms = self._connection.lease_ms if inquiry.spent and self._connection is not None else 0
+        # What is here of a hit that is not here whole, or of what was seen and is about to be loaded, stays leased.
+        leased = inquiry.spent or (wanted and hit.tokens)
+        lease_ms = self._connection.lease_ms if leased and self._connection is not None else 0
         self._tell(DropLease(inquiry.request, found.plan, lease_ms))
 
     def _connected(self) -> ControlConnection | None:

@@ -14,9 +14,10 @@ from layerflow.hosts.backend import ObjectLocation
 from layerflow.keys import object_key
 from layerflow.objects import layer_bytes
 from layerflow.ops.paged import Int64
+from layerflow.places import NOWHERE
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
-from layerflow.wire.messages import NOWHERE, LoadPart, Plan, PlanPart, SavePart
+from layerflow.wire.messages import LoadPart, Plan, PlanPart, SavePart
 
 
 class LeasedObject(NamedTuple):

@@ -141,6 +141,14 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The same, by pipeline and tensor rank."""
         self.set_xfer_handshake_metadata({rank: metadata[place] for rank, place in enumerate(sorted(metadata))})
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The scheduler has its blocks."""
+        assert self._scheduler is not None
+        speculative = self._vllm_config.speculative_config
+        # Some ways to guess begin with a token that is no guess.
+        ahead = speculative.num_speculative_tokens + 1 if speculative is not None else 0
+        self._scheduler.step_loads.meet_blocks(gpu_block_pool.get_num_free_blocks, ahead)
+
     def on_new_request(self, request: Any) -> None:
         """A request has come in."""
         assert self._scheduler is not None

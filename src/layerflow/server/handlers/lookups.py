@@ -10,8 +10,9 @@ from collections.abc import Callable, Generator
 import msgspec
 
 from layerflow.errors import ProtocolError
-from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, needed_keys, search_hit
+from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES
+from layerflow.places import is_placed, unpack_places
 from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.handlers.context import Refused, ServerContext
 from layerflow.server.handlers.following import Asked, FollowLookups
@@ -279,13 +280,11 @@ class Lookups:
         for _ in range(MOST_SEARCHES):
             before = self._departures()
             hit = yield from search()
-            places, resident = yield from self._lease(session, message, digests, hit)
+            places = yield from self._lease(session, message, digests, hit)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or self._departures() == before:
                 break
-        # What is still to be stored has no place yet that a worker could load from by itself.
-        places = b"" if following else places
-        self._found(session, message, hit, heard, places=places, resident=resident, following=following, reason=reason)
+        self._found(session, message, hit, heard, places=places, following=following, reason=reason)
 
     def _departures(self) -> int:
         """How many objects have left the pool since the start."""
@@ -309,32 +308,29 @@ class Lookups:
 
     def _lease(
         self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength
-    ) -> Generator[None, None, tuple[bytes, bool]]:
-        """Pin what is here of a hit.
-
-        :returns: the places of its objects, empty where it cannot have a plan; and is that all which it needs? Asked
-            for by models of several groups only.
-        """
+    ) -> Generator[None, None, bytes]:
+        """Pin what is here of a hit; the places of its objects, empty where no load of it could do with those alone."""
         assert session.spec is not None
         spec = session.spec if hit.drafts else session.spec.own
-        places: list[bytes] = []
+        if not (hit.tokens or hit.tails):
+            return b""
+        pool, tier = self._context.pool, self._context.tier
+        until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
+        session.leases[message.request] = until
+        packed: list[bytes] = []
+        for keys in hit_keys(spec, digests, hit):
+            packed.append(pool.lease(keys, owner, until))
+            if tier is not None:
+                tier.lease(keys, owner, until)
+            yield
         # A plan's columns are the shards of the whole spec.
-        whole, resident = len(spec.shard.peers()) == len(session.spec.shard.peers()), False
-        if hit.tokens or hit.tails:
-            pool, tier = self._context.pool, self._context.tier
-            until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
-            session.leases[message.request] = until
-            for keys in hit_keys(spec, digests, hit):
-                leased = pool.lease(keys, owner, until)
-                places.append(leased.packed)
-                # Without a tier, what is missing is what no kind of the model needs.
-                whole = whole and leased.pinned and not (leased.missing and tier is not None)
-                if tier is not None:
-                    tier.lease(keys, owner, until)
-                yield
-            if len(spec.groups) > 1:
-                resident = pool.pins(owner, needed_keys(spec, digests, hit, message.tokens, range(len(spec.groups))))
-        return b"".join(places) if whole else b"", resident
+        if len(spec.shard.peers()) != len(session.spec.shard.peers()):
+            return b""
+        places = unpack_places(told := b"".join(packed), spec)
+        assert places is not None
+        first = len(places) - len(hit.tails)
+        ends = ((tokens, first + tail if tail >= 0 else -1) for tokens, tail in hit.ends(spec, message.tokens))
+        return told if any(is_placed(spec, places, tokens, row) for tokens, row in ends) else b""
 
     def _found(
         self,
@@ -344,12 +340,11 @@ class Lookups:
         heard: float,
         *,
         places: bytes,
-        resident: bool,
         following: bool,
         reason: str,
     ) -> None:
         context, engine = self._context, session.engine
-        told = msgspec.structs.replace(_found(message.id, hit), resident=resident, following=following, reason=reason)
+        told = msgspec.structs.replace(_found(message.id, hit), following=following, reason=reason)
         workers = context.sessions.workers_of(engine) if places else []
         if workers and not any(worker.direct for worker in workers):
             number = context.plans.keep(engine, message.request, session.number, [each.number for each in workers])

@@ -222,10 +222,10 @@ class Handoffs:
         self._settle(handoff, now)
 
     def give_up(self, handoff: Handoff, reason: str) -> None:
-        """A part of it, at another server, will not be whole: neither is it."""
+        """A part of it, at another server, will not be whole: neither is it. No reason: that part is released."""
         if handoff.status.readable:
             over = HandoffStatus.FAILED if handoff.status is HandoffStatus.OPEN else HandoffStatus.REVOKED
-            self._close(handoff, over, reason)
+            self._close(handoff, over if reason else HandoffStatus.RELEASED, reason)
 
     def part_stored(self, handoff: Handoff) -> None:
         """Everything of a part of it, at another server, is stored."""

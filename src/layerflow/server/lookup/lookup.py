@@ -97,13 +97,20 @@ class TierLookup:
 def hit_keys(spec: ModelSpec, digests: list[bytes], hit: HitLength) -> Iterator[list[bytes]]:
     """Everything that a load of this hit (or of one of its tails) would read, there or not, in slices."""
     reach = max((tail.chunk * spec.chunk_tokens for tail in hit.tails), default=0)
-    chunks = digests[: -(-max(hit.tokens, reach) // spec.chunk_tokens)]
-    wanted = [*chunks, *(tail.digest for tail in hit.tails)]
+    chunks = -(-max(hit.tokens, reach) // spec.chunk_tokens)
     groups, shards = range(len(spec.groups)), spec.shard.peers()
-    step = max(1, SLICE_KEYS // (len(groups) * len(shards)))
-    for first in range(0, len(wanted), step):
-        few = wanted[first : first + step]
-        yield object_keys(few, groups, shards)
+    width = len(shards)
+    step = max(1, SLICE_KEYS // (len(groups) * width))
+    # Of one group they are made already: of what is hashed once, dictionaries know the hash.
+    made = hit.keys[0] if len(hit.keys) == len(groups) == 1 else None
+    for first in range(0, chunks, step):
+        stop = min(first + step, chunks)
+        if made is not None:
+            yield made[first * width : stop * width]
+        else:
+            yield object_keys(digests[first:stop], groups, shards)
+    if hit.tails:
+        yield object_keys([tail.digest for tail in hit.tails], groups, shards)
 
 
 def stored_object(spec: ModelSpec, group: int, key: bytes, tokens: int = 0, parent: bytes = b"") -> NewObject:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from layerflow.errors import ProtocolError
 from layerflow.flow.events import Need, Part
+from layerflow.places import NOWHERE
 from layerflow.pool.base import Located, NewObject, Pool
 from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.lookup.lookup import stored_object
@@ -13,7 +14,7 @@ from layerflow.server.lookup.plans import plan_owner
 from layerflow.server.planner.book import StepBook
 from layerflow.server.planner.check import MAX_STEP_S, Wanted
 from layerflow.wire import codec
-from layerflow.wire.messages import NOWHERE, Covered, OpenStep, PlanPart
+from layerflow.wire.messages import Covered, OpenStep, PlanPart
 
 if TYPE_CHECKING:
     from layerflow.server.handoffs.follows import Follows, PendingFollow

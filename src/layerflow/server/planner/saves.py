@@ -7,11 +7,12 @@ from itertools import compress
 
 from layerflow.boxes import Replica
 from layerflow.flow.events import Part
+from layerflow.places import NOWHERE
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
 from layerflow.server.planner.book import StepBook
 from layerflow.server.planner.check import Wanted
 from layerflow.wire import codec
-from layerflow.wire.messages import NOWHERE, PlanPart
+from layerflow.wire.messages import PlanPart
 
 MOST_MISSED = 16_384
 """Objects that are remembered; of more, the oldest are their worker's turn again."""

@@ -6,9 +6,6 @@ from typing import Annotated
 
 import msgspec
 
-NOWHERE = 2**64 - 1
-"""The offset of an object that is not there (load) or need not be written (save)."""
-
 BROKEN = "broken"
 """How a Failure's reason begins when the load failed because of the object itself: it is hidden from lookup."""
 

@@ -92,12 +92,12 @@ class Found(Message, frozen=True, tag=103):
     :param tails: longer hits: up to what is shared, and to all of it where the digest is that of the prompt's tokens.
     :param following: some of it is still being stored: the step that loads it follows that, layer by layer.
     :param reason: of a Lookup with a hand-off that it does not follow: the hand-off's state, and why.
-    :param resident: every object that any of these hits needs lies in the arena, and the lease pins it.
-    :param plan: above 0: the hit brings its plan, of this number. Its objects are pinned until each worker of the
-        engine has opened its steps with it, or until it is dropped.
+    :param plan: above 0: the hit brings its plan, of this number: everything that one of these hits needs lies in the
+        arena. What has a place is pinned until each worker of the engine has opened its steps with it, or until it is
+        dropped.
     :param incarnation: of the arena in which they lie.
-    :param places: of each object, two uint64: the offset of its header and the generation of that place, or NOWHERE and
-        0. By chunk, the hit's (of the longest tail's) first and then the tails; then by group, then by shard.
+    :param places: of each object, a :data:`layerflow.places.PLACE`. By chunk, the hit's (of the longest tail's) first
+        and then the tails; then by group, then by shard. What some of these hits do not need may have none.
     :param drafts: the layers of the engine's draft model are there too, for all of these; of specs that have some.
     """
 
@@ -106,7 +106,6 @@ class Found(Message, frozen=True, tag=103):
     tails: list[TailHit]
     following: bool = False
     reason: str = ""
-    resident: bool = False
     plan: int = 0
     incarnation: int = 0
     places: bytes = b""

@@ -17,7 +17,7 @@ from layerflow.agent.descriptors import PartDescriptor
 from layerflow.connectors.vllm.plan.planned import NO_SAVES, PlannedSaves
 from layerflow.connectors.vllm.plan.verdicts import Verdict
 from layerflow.flow.cost.estimators import ComputeCost, LinkCost
-from layerflow.spec import ModelSpec
+from layerflow.spec import GroupSpec, ModelSpec
 
 ChunkKey = tuple[int, bytes]
 """A chunk's layerflow group and digest."""
@@ -149,6 +149,11 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     def model_spec(self) -> ModelSpec:
         """What this worker caches."""
         return msgspec.msgpack.decode(self.spec, type=ModelSpec)
+
+    @property
+    def groups(self) -> dict[int, GroupSpec]:
+        """What it caches of each of vLLM's groups."""
+        return dict(zip(self.vllm_groups, self.model_spec.groups, strict=True))
 
 
 NO_NEWS = WorkerReport()

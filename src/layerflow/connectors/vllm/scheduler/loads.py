@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +15,14 @@ from layerflow.agent.values import Hit, StepRequest
 from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.errors import SpecError
-from layerflow.spec import ModelSpec
+from layerflow.spec import GroupSpec, ModelSpec
 
 Tables = tuple[list[int], ...]
 """Block ids per vLLM group."""
+
+STATE_BLOCKS = 4
+"""Of a group of recurrent states, for one request at most: what vLLM's prefix cache has, what a hit loads, what a chunk
+ends with, and what the step writes; what is guessed ahead is not in it."""
 
 
 @dataclass(slots=True)
@@ -47,6 +52,9 @@ class StepLoads:
     def __init__(self, groups: int, *, recovers: bool) -> None:
         self._one_group = groups == 1
         self._allowed = self._one_group or recovers
+        self._free_blocks: Callable[[], float] = lambda: math.inf
+        self._ahead = 0
+        self._groups: tuple[GroupSpec, ...] = ()
         self._arrivals: dict[str, list[Arrival]] = {}
         self._dropped: set[str] = set()
 
@@ -58,10 +66,38 @@ class StepLoads:
     def meet_workers(self, layouts: Collection[WorkerLayout]) -> None:
         """Layers that nobody waits for one by one cannot be loaded while others compute."""
         self._allowed &= self._one_group or all(layout.waits for layout in layouts)
+        groups = {number: group for each in layouts for number, group in each.groups.items()}
+        self._groups = tuple(groups.values())
 
-    def may(self, hit: Hit) -> bool:
-        """May this hit be loaded in the step?"""
-        return self._allowed and (self._one_group or hit.resident)
+    def meet_blocks(self, free: Callable[[], int], ahead: int) -> None:
+        """vLLM has its blocks.
+
+        :param free: how many it could give to a request now.
+        :param ahead: tokens beyond a request's own for which it takes room: a draft model's guesses.
+        """
+        self._free_blocks, self._ahead = free, ahead
+
+    def may(self, hit: Hit, tokens: int) -> bool:
+        """May this hit be loaded in the step?
+
+        :param tokens: of the request.
+        """
+        return self._allowed and (self._one_group or hit.plan is not None) and self._has_room(tokens)
+
+    def _has_room(self, tokens: int) -> bool:
+        """Are blocks free for all that vLLM will take, recurrent states included?
+
+        Of a group of such states vLLM takes two new blocks for a hit that is loaded in the step, one for the state that
+        comes and one for that in which the step goes on, and looks before whether one is free (0.32; its pull request
+        46892). Where there are just too few, its engine ends. In the background it takes the first alone.
+        With a draft model it takes room for its guesses too, and a state for each of them.
+        """
+        states = sum(group.rules.exact for group in self._groups)
+        if not states:
+            return True
+        tokens += self._ahead
+        others = sum(-(-tokens // group.block_size) for group in self._groups if not group.rules.exact)
+        return self._free_blocks() >= others + states * (STATE_BLOCKS + self._ahead)
 
     def planned(self, number: int, tracked: Tracked) -> None:
         """The plan of this number loads the request in its step."""

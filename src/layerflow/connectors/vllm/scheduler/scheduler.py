@@ -179,7 +179,7 @@ class SchedulerSide:
         mode = self._advisor.advise(self.options.mode, hit, request.num_tokens)
         if mode is Mode.RECOMPUTE:
             return 0, False
-        tracked.background = mode is Mode.BULK or not self.step_loads.may(hit)
+        tracked.background = mode is Mode.BULK or not self.step_loads.may(hit, request.num_tokens)
         return more, tracked.background
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
