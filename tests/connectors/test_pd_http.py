@@ -108,6 +108,17 @@ class TestCalls:
         ended(calls.post("other", server.url, {}, soon()))
         assert len(server.heard) == 2
 
+    def test_its_end_is_told_once_and_at_once_where_it_has_ended(
+        self, answering: Callable[..., Answering], calls: HttpCalls
+    ) -> None:
+        told, server = threading.Event(), answering()
+        call = calls.get(server.url, soon())
+        call.when_done(told.set)
+        assert told.wait(SOON_S) and call.done
+        seen: list[bool] = []
+        call.when_done(lambda: seen.append(call.done))
+        assert seen == [True]
+
     @pytest.mark.parametrize("status", [404, 500, 502, 302])
     def test_another_status_is_a_failure(
         self, status: int, answering: Callable[..., Answering], calls: HttpCalls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,15 @@ class FakeCall:
         self.kind, self.url, self.body = kind, url, body
         self.done, self.error, self.answer = False, "", None
         self.waits: list[float] = []
+        self._then: list[Callable[[], None]] = []
+
+    def end(self, answer: Any = None, error: str = "") -> None:
+        self.done, self.answer, self.error = True, answer, error
+        for then in self._then:
+            then()
+
+    def when_done(self, then: Callable[[], None]) -> None:
+        self._then.append(then)
 
     def wait(self, timeout_s: float) -> bool:
         self.waits.append(timeout_s)
@@ -363,6 +373,13 @@ class TestDecodeFirst:
         d.side.finished(made)
         assert calls.forgotten == d.lookups.released
 
+    def test_an_abort_before_the_metaserver_answers_tells_the_servers_that_the_options_name(self) -> None:
+        d = house(options=PdOptions(prefill_servers=("tcp://p:7",)))
+        made = d.arrive(kv_transfer_params=self.PARAMS)
+        finish(made, "FINISHED_ABORTED")
+        d.side.finished(made)
+        assert d.lookups.released_at == [("tcp://p:7",)]
+
 
 class TestBootstrap:
     PARAMS = TO_DECODE | {"remote_bootstrap_addr": "http://p:8998", "remote_engine_id": "p0"}
@@ -389,6 +406,40 @@ class TestBootstrap:
         made = d.arrive(hit=Hit(0), kv_transfer_params=self.PARAMS)
         calls.calls[0].error, calls.calls[0].done = "refused", True
         assert d.side.matched(made, 0) == (0, False)
+
+    @pytest.mark.parametrize("tokens", [1, TOKENS], ids=["rejected", "aborted"])
+    def test_an_answer_that_comes_after_an_abort_names_who_else_is_told(self, tokens: int, calls: FakeCalls) -> None:
+        d = house()
+        made = d.arrive(tokens=tokens, kv_transfer_params=self.PARAMS)
+        finish(made, "FINISHED_ABORTED", 0)
+        d.side.finished(made)
+        [name] = d.lookups.released
+        assert (d.lookups.released_at, d.control.released) == ([()], [])
+        calls.calls[0].end(concurrent.query_answer({0: "p0"}, ("tcp://p:7", "tcp://q:7"), "i"))
+        assert d.control.released == [(name, ("tcp://p:7", "tcp://q:7"))]
+
+    @pytest.mark.parametrize("servers", [(), None], ids=["its-own", "refused"])
+    def test_an_answer_after_an_abort_that_names_none_tells_nobody(
+        self, servers: tuple[str, ...] | None, calls: FakeCalls
+    ) -> None:
+        d = house()
+        made = d.arrive(kv_transfer_params=self.PARAMS)
+        finish(made, "FINISHED_ABORTED", 0)
+        d.side.finished(made)
+        if servers is None:
+            calls.calls[0].end(error="refused")
+        else:
+            calls.calls[0].end(concurrent.query_answer({0: "p0"}, servers, "i"))
+        assert d.control.released == []
+
+    def test_a_prefill_whose_servers_are_known_is_not_released_twice(self, calls: FakeCalls) -> None:
+        d = house()
+        made = d.arrive(kv_transfer_params=self.PARAMS)
+        calls.calls[0].end(concurrent.query_answer({0: "p0"}, ("tcp://p:7",), "i"))
+        d.side.matched(made, 0)
+        finish(made, "FINISHED_ABORTED", 0)
+        d.side.finished(made)
+        assert (d.lookups.released_at, d.control.released) == ([("tcp://p:7",)], [])
 
 
 class TestErrors:

@@ -57,12 +57,14 @@ class FakeAgent:
         self.aborted: list[str] = []
         self.touches = True
         self.opened_saves = 0
+        self.opened: list[tuple[bool, bool]] = []
 
     def open_descriptors(
         self, loads: Any, saves: Any, work: Any = None, timeout_s: Any = None, after: Any = None
     ) -> LoadingStep:
         self.timeouts.append(timeout_s)
         self.opened_saves += len(saves)
+        self.opened.append((bool(loads), bool(saves)))
         self.steps.append(LoadingStep(list(loads)))
         return self.steps[-1]
 
@@ -158,3 +160,16 @@ def test_saves_that_a_decode_engine_waits_for_are_not_deferred(
     assert plan.promised is promised
     side.prepare(plan)
     assert bool(agent.opened_saves) is promised
+
+
+def test_a_step_that_loads_a_hand_off_saves_nothing_for_another(side: worker.WorkerSide, agent: FakeAgent) -> None:
+    """Else two engines could wait for each other's saves, each for its own loads first."""
+    planner, plan = SavePlanner(spec_of(), [0], Options()), loading()
+    prefilled = tracked(request("p", 2 * BLOCK), spec_of())
+    part = PrefillPart(handoff="h", convention=Convention.TWO_PHASE, prompt="")
+    prefilled.handoff = PrefillHandoff(part, 2 * BLOCK)
+    planner.open(prefilled)
+    planner.step(output({"p": 2 * BLOCK}, state=BlockState({"p": ([3, 4],)})), plan)
+    side.prepare(plan)
+    side.begin(plan)
+    assert sorted(agent.opened) == [(False, True), (True, False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,12 +34,16 @@ class FakeControl:
 
     def __init__(self, *_: Any) -> None:
         self.resets = 0
+        self.released: list[tuple[str, tuple[str, ...]]] = []
         self.away = self.closed = False
 
     def reset(self, timeout_s: float) -> None:
         if self.away:
             raise SessionError("nobody is there")
         self.resets += 1
+
+    def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
+        self.released.append((handoff, tuple(servers)))
 
     def close(self) -> None:
         self.closed = True
@@ -91,6 +96,10 @@ class House:
     @property
     def lookups(self) -> FakeLookups:
         return self.side._lookups  # type: ignore[return-value]
+
+    @property
+    def control(self) -> FakeControl:
+        return self.side._control  # type: ignore[return-value]
 
     @property
     def advisor(self) -> FakeAdvisor:

@@ -206,3 +206,17 @@ def test_one_server_that_is_told_releases_both_parts(hosts: Callable[..., Hosts]
     ends.d_lookups.release_handoff("h", [ends.addresses[kept_at]])
     assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
     assert ends.p_control.watch_handoff("h", 1.0).state == "released"
+
+
+def test_what_is_released_while_the_readers_server_is_dead_is_released_once_it_is_back(
+    hosts: Callable[..., Hosts],
+) -> None:
+    """Its engine calls nothing more; the new server has to attach to those of P first."""
+    ends = hosts()
+    ends.complete("h")
+    ends.servers[-1].kill()
+    ends.d_lookups.release_handoff("h", ends.addresses)
+    assert ends.p_control.watch_handoff("h", 0.0).state == "complete"
+    ends.servers[-1].restart()
+    assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
+    assert ends.p_control.watch_handoff("h", 1.0).state == "released"

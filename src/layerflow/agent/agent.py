@@ -343,6 +343,7 @@ class Agent:
             hit_tokens=counters.hit_tokens,
             copies=self.device.copies.counts,
             pinned_bytes=self._dispatcher.pinned_bytes,
+            unheard_releases=self._control.unheard_releases,
         )
 
     def close(self) -> None:

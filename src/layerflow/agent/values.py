@@ -186,6 +186,7 @@ class AgentStatistics:
 
     :ivar copies: between the arena and the device: batches, calls of its driver, copies of a single range, and batches
         through a pinned buffer.
+    :ivar unheard_releases: hand-offs that no server could be told to release before their leases had ended them.
     :ivar pinned_bytes: how far, from its start, the arena is pinned for the device; -1 = there is none to pin it for.
     """
 
@@ -200,6 +201,7 @@ class AgentStatistics:
     hit_tokens: int
     copies: CopyCounts
     pinned_bytes: int = -1
+    unheard_releases: int = 0
 
 
 @dataclass(slots=True)

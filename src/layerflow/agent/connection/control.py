@@ -23,6 +23,7 @@ from layerflow.agent.connection.handoffs import (
     state_of,
 )
 from layerflow.agent.connection.handshake import ClientKeys
+from layerflow.agent.connection.releases import Releases
 from layerflow.agent.hit_plan import PlansInHand
 from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError
@@ -88,7 +89,13 @@ class Control:
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._connection: ControlConnection | None = None
+        self._releases = Releases()
         self._away_until = 0.0
+
+    @property
+    def unheard_releases(self) -> int:
+        """Hand-offs that the server was never told to release, for it was away until their leases had ended them."""
+        return self._releases.unheard
 
     def connect(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
         """Connect anew, so that the first lookup does not pay for it; False if the server did not answer."""
@@ -125,6 +132,7 @@ class Control:
             self._give_up(self.plans.overdue(time.monotonic()))
             message = connection.question(next(self._ids), request, chain, follow)
             if follow is not None and follow.handoff:
+                self._releases.forget(follow.handoff)
                 deadline = max(deadline, follow.deadline + self._lookup_timeout_s)
             found = cast(Found, self._exchange(message, Found, deadline))
             return self._take(request, hit_of(found, chain, self._spec, follow), found, message.lease_ms)
@@ -217,11 +225,22 @@ class Control:
         self._tell(EndHandoff(handoff, tokens, reason))
 
     def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
-        """Nobody needs it any more.
+        """Nobody needs it any more. Where the server is away it hears of it when this client is next connected.
+
+        The last 4096 are kept for that, for 30 s each; what is given up is logged, and counted as
+        :attr:`unheard_releases`.
 
         :param servers: that keep it, where they are others than this client's own, which tells them.
         """
-        self._tell(ReleaseHandoff(handoff, list(servers)))
+        with self._lock:
+            self._releases.add(ReleaseHandoff(handoff, list(servers)), next(self._ids))
+            if self._connection is None and time.monotonic() < self._away_until:
+                return
+            try:
+                self._connected(time.monotonic() + self._lookup_timeout_s, at_once=True)
+            except LayerflowError:
+                self._drop()
+                self._away_until = time.monotonic() + AWAY_S
 
     def watch_handoff(self, handoff: str, timeout_s: float, *, ended: bool = True) -> Handoff:
         """Wait until a hand-off has ended (or, not `ended`, until it is open); its state after `timeout_s` at most.
@@ -285,8 +304,9 @@ class Control:
         """Hang up; leases expire by themselves."""
         with self._lock:
             self._drop()
+            self._releases.close()
 
-    def _tell(self, message: DropLease | EndHandoff | ReleaseHandoff) -> None:
+    def _tell(self, message: DropLease | EndHandoff) -> None:
         with self._lock:
             if self._connection is not None:
                 with contextlib.suppress(ServerLost):
@@ -305,22 +325,31 @@ class Control:
     ) -> ToClient:
         """Ask once; once more over a new connection if a restarted server does not know this client."""
         try:
-            conversation = self._connected(deadline).conversation
-            conversation.send(message)
-            return conversation.expect(kind, deadline, message.id)
+            return self._ask_once(message, kind, deadline)
         except RemoteError as error:
             if error.code != STRANGER:
                 raise
             self._drop()
-            conversation = self._connected(deadline).conversation
-            conversation.send(message)
-            return conversation.expect(kind, deadline, message.id)
+            return self._ask_once(message, kind, deadline)
         except LayerflowError:
             self._drop()
             raise
 
-    def _connected(self, deadline: float) -> ControlConnection:
-        if self._connection is not None and self._connection.hung_up():
+    def _ask_once(
+        self,
+        message: Lookup | StatusRequest | Purge | Reset | OpenHandoff | WatchHandoff,
+        kind: type[Message],
+        deadline: float,
+    ) -> ToClient:
+        conversation = self._connected(deadline).conversation
+        conversation.send(message)
+        answer = conversation.expect(kind, deadline, message.id)
+        self._releases.heard(message.id)
+        return answer
+
+    def _connected(self, deadline: float, *, at_once: bool = False) -> ControlConnection:
+        """:param at_once: look now whether the server has hung up."""
+        if self._connection is not None and self._connection.hung_up(at_once=at_once):
             self._drop()
         if self._connection is None:
             # However long the answer may take: a server that is there says hello at once.
@@ -328,12 +357,14 @@ class Control:
             self._connection = ControlConnection.connect(
                 self._context, self._endpoint, self._engine, self._spec, by, keys=self._keys
             )
+        self._releases.say(self._connection.conversation, deadline)
         return self._connection
 
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.hang_up()
             self._connection = None
+            self._releases.interrupted()
 
 
 def fetch_status(endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:

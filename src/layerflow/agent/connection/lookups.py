@@ -10,6 +10,7 @@ it, and the lease follows a moment later. In between, eviction may take what was
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -31,6 +32,7 @@ from layerflow.agent.connection.handoffs import (
     opening_of,
     state_of,
 )
+from layerflow.agent.connection.releases import Releases
 from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import DeadlineExceeded, LayerflowError
 from layerflow.keys import Chain
@@ -113,6 +115,7 @@ class Lookups:
         self._handed: set[str] = set()  # requests whose plan the workers have
         self._connection: ControlConnection | None = None
         self._dialled: deque[ControlConnection] = deque()
+        self._releases = Releases()
         self._closing = threading.Event()
         self._dialler: threading.Thread
         self._dial()
@@ -137,6 +140,8 @@ class Lookups:
         until = now + self._timeout_s if follow is None or not waits else max(now, follow.deadline) + self._timeout_s
         inquiry = Inquiry(request, chain, now, until, waits, follow)
         self._abandon(request)
+        if follow is not None and waits:
+            self._releases.forget(follow.handoff)
         connection = self._reachable()
         if connection is None or (follow is None and connection.misses(chain)):
             inquiry.hit = MISS
@@ -220,8 +225,22 @@ class Lookups:
         self._tell(EndHandoff(handoff, tokens, reason))
 
     def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
-        """As :meth:`layerflow.agent.Control.release_handoff`."""
-        self._tell(ReleaseHandoff(handoff, list(servers)))
+        """As :meth:`layerflow.agent.Control.release_handoff`. Returns at once.
+
+        Where the server is away it hears of it as soon as it is connected again, whatever is called here.
+        """
+        self._releases.add(ReleaseHandoff(handoff, list(servers)), next(self._numbers))
+        connection = self._reachable(at_once=True)
+        if connection is not None:
+            try:
+                self._releases.say(connection.conversation)
+            except LayerflowError as error:
+                self._lost(str(error))
+
+    @property
+    def unheard_releases(self) -> int:
+        """As :attr:`layerflow.agent.Control.unheard_releases`."""
+        return self._releases.unheard
 
     def drop_lease(self, request: str) -> None:
         """The request's hit will not be loaded. Returns at once; nothing happens if the server is away."""
@@ -238,6 +257,7 @@ class Lookups:
         if connection is not None:
             connection.hang_up()
         self._connection = None
+        self._releases.close()
 
     def _abandon(self, request: str) -> None:
         """What was asked for the request is not loaded; its answer may be yet to come."""
@@ -246,7 +266,7 @@ class Lookups:
             inquiry.hit.plan.void = True
             self._tell(DropLease(request, inquiry.hit.plan.number))
 
-    def _tell(self, message: DropLease | EndHandoff | ReleaseHandoff) -> None:
+    def _tell(self, message: DropLease | EndHandoff) -> None:
         if self._connection is not None:
             try:
                 self._connection.conversation.send(message)
@@ -288,6 +308,8 @@ class Lookups:
 
     def _heard(self, frame: bytes) -> None:
         message = codec.decode_reply(frame, MAX_REPLY_BYTES)
+        if isinstance(message, (Found, HandoffState)):
+            self._releases.heard(message.id)
         if isinstance(message, Found):
             inquiry = self._open.pop(message.id, None)
             if inquiry is not None:
@@ -327,9 +349,9 @@ class Lookups:
             self._connection = self._dialled.popleft()
         return self._connection
 
-    def _reachable(self) -> ControlConnection | None:
+    def _reachable(self, *, at_once: bool = False) -> ControlConnection | None:
         connection = self._connected()
-        if connection is not None and connection.hung_up():
+        if connection is not None and connection.hung_up(at_once=at_once):
             self._lost("the server has hung up")
             return None
         return connection
@@ -346,6 +368,7 @@ class Lookups:
         if self._connection is not None:
             self._connection.hang_up()
             self._connection = None
+            self._releases.interrupted()
             self._dial()
 
     def _dial(self) -> None:
@@ -356,9 +379,12 @@ class Lookups:
         while not self._closing.is_set():
             try:
                 deadline = time.monotonic() + CONNECT_TIMEOUT_S
-                self._dialled.append(
-                    ControlConnection.connect(self._context, self._endpoint, self._engine, self._spec, deadline)
+                connection = ControlConnection.connect(
+                    self._context, self._endpoint, self._engine, self._spec, deadline
                 )
+                # Here, for the scheduler may call nothing for long. What it releases meanwhile it says itself.
+                hand_over = functools.partial(self._dialled.append, connection)
+                self._releases.say(connection.conversation, deadline, hand_over)
             except LayerflowError:
                 self._closing.wait(RETRY_S)
             else:

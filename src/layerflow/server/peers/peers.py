@@ -92,8 +92,6 @@ class Peers:
 
     async def close(self) -> bool:
         """Leave. Whether nothing of it can touch the arena any more."""
-        if self.reading is not None:
-            self.reading.close()
         fenced = await self.source.close() if self.source is not None else True
         if self.lending is not None:
             fenced = await self.lending.exporting.close() and fenced

@@ -20,6 +20,7 @@ from layerflow.connectors.vllm.pd.layouts import first_difference
 from layerflow.errors import InvalidTransition, ProtocolError
 
 if TYPE_CHECKING:
+    from layerflow.agent.connection.control import Control
     from layerflow.agent.connection.lookups import Lookups
 
 log = structlog.get_logger("layerflow.vllm.pd")
@@ -88,12 +89,15 @@ class DecodeHandoff:
 class Decoding:
     """One per scheduler's side, for its thread.
 
+    :param control: releases what is known only when its request is over, on any thread.
     :param layout: this engine's, see :mod:`.layouts`.
     :param incarnation: of this engine.
     """
 
-    def __init__(self, lookups: Lookups, *, layout: dict[str, str], sizes: Sizes, incarnation: str) -> None:
-        self._lookups = lookups
+    def __init__(
+        self, lookups: Lookups, control: Control, *, layout: dict[str, str], sizes: Sizes, incarnation: str
+    ) -> None:
+        self._lookups, self._control = lookups, control
         self._layout = layout
         self._sizes = sizes
         self._incarnation = incarnation
@@ -132,9 +136,7 @@ class Decoding:
         if not query.done:
             return True
         try:
-            if query.error:
-                raise ProtocolError(query.error)
-            handoff.servers = concurrent.servers_in(query.answer, handoff.part.engine)
+            handoff.servers = _found(handoff.part, query)
         except ProtocolError as error:
             self.lose(handoff, str(error))
         else:
@@ -200,14 +202,42 @@ class Decoding:
         handoff.become(DecodeStatus.RELEASED)
         self._calls.forget(handoff.part.handoff)
         self._lookups.release_handoff(handoff.part.handoff, _keepers(handoff.part, handoff.servers))
+        if handoff.query is not None and not handoff.servers:
+            self._release_once_found(handoff.part, handoff.query)
 
     def forsake(self, part: DecodePart) -> None:
         """A hand-off that this engine was told of and has no use for."""
         self._lookups.release_handoff(part.handoff, _keepers(part))
+        if part.bootstrap:
+            self._release_once_found(part, self._calls.get(part.bootstrap, time.monotonic() + part.deadline_s))
+
+    def _release_once_found(self, part: DecodePart, query: HttpCall) -> None:
+        """The prefill engine's servers are told too, when they are known: the scheduler may call nothing by then."""
+
+        def release() -> None:
+            try:
+                servers = _found(part, query)
+            except ProtocolError as error:
+                log.warning("handoff_not_released", handoff=part.handoff, server=part.bootstrap, reason=str(error))
+            else:
+                if servers:
+                    self._control.release_handoff(part.handoff, servers)
+
+        query.when_done(release)
 
     def close(self) -> None:
         """End what is under way."""
         self._calls.close()
+
+
+def _found(part: DecodePart, query: HttpCall) -> tuple[str, ...]:
+    """The servers that the prefill engine has named.
+
+    :raises ProtocolError: it has named none that can be used.
+    """
+    if query.error:
+        raise ProtocolError(query.error)
+    return concurrent.servers_in(query.answer, part.engine)
 
 
 def _keepers(part: DecodePart, learned: Iterable[str] = ()) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -53,6 +53,10 @@ class HttpCall:
     def answer(self) -> Any:
         """The body, from JSON; only of a call that is done and has no error."""
         return self._future.result()
+
+    def when_done(self, then: Callable[[], None]) -> None:
+        """Call it once this has ended, well or not: at once if it has, else on the calls' own thread."""
+        self._future.add_done_callback(lambda _: then())
 
     def cancel(self) -> None:
         """Nobody waits for it any more: the connection is closed."""

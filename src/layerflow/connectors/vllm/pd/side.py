@@ -35,6 +35,7 @@ from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from layerflow.agent.connection.control import Control
     from layerflow.agent.connection.lookups import Inquiry, Lookups
 
 Handoff = PrefillHandoff | DecodeHandoff | RefusedPart
@@ -106,7 +107,7 @@ class HandoffSide:
             answer = query_answer(engines, self.options.servers, self._incarnation)
             self._bootstrap = BootstrapServer(port, lambda: answer)
 
-    def meet(self, lookups: Lookups, spec: ModelSpec, *, partial: bool = True) -> None:
+    def meet(self, lookups: Lookups, control: Control, spec: ModelSpec, *, partial: bool = True) -> None:
         """The workers are known.
 
         :param partial: a prompt's last, partial chunk is saved.
@@ -132,7 +133,7 @@ class HandoffSide:
             others=self.options.other_servers,
             incarnation=self._incarnation,
         )
-        self._decoding = Decoding(lookups, layout=layout, sizes=sizes, incarnation=self._incarnation)
+        self._decoding = Decoding(lookups, control, layout=layout, sizes=sizes, incarnation=self._incarnation)
 
     # -- a request arrives ------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ class SchedulerSide:
         self._control = Control(first.endpoint, self._engine_id, spec)
         self._advisor = LoadPolicy(spec)
         self._saves = SavePlanner(spec, first.vllm_groups, self.options)
-        self._handoffs.meet(self._lookups, spec, partial=self.options.save_partial)
+        self._handoffs.meet(self._lookups, self._control, spec, partial=self.options.save_partial)
         wait_s, compute_s = self.options.lookup_wait_s, self._advisor.compute_seconds
         self._search = HitSearch(self._lookups, self._handoffs, wait_s, compute_s)
         if self.events is not None:

@@ -11,11 +11,10 @@ from layerflow.config.settings import Settings
 from layerflow.server.peers.reading.attachment import Attachment, AttachmentState
 from layerflow.server.peers.reading.questions import PeerAnswer
 from layerflow.server.peers.reading.source import PeerSource
-from layerflow.wire import messages as wire
 from layerflow.wire.messages import MAX_PEER_KEYS
 
 ATTACH_POLL_S = 0.02
-"""How often a lookup with a hand-off, or a release of one, looks whether its server is attached by now."""
+"""How often a lookup with a hand-off looks whether its server can be read from by now."""
 
 
 class HandoffReading:
@@ -26,13 +25,6 @@ class HandoffReading:
 
     def __init__(self, settings: Callable[[], Settings], source: PeerSource) -> None:
         self._settings, self._source = settings, source
-        self._to_release: dict[Attachment, dict[str, float]] = {}  # names, and until when
-        self._releasing: asyncio.TimerHandle | None = None
-
-    def close(self) -> None:
-        """Tell nobody any more."""
-        if self._releasing is not None:
-            self._releasing.cancel()
 
     def ask(
         self,
@@ -84,25 +76,7 @@ class HandoffReading:
         self._give_back(name, servers)
         until = time.monotonic() + self._settings().pd.handoff_lease_s
         for peer in servers:
-            self._to_release.setdefault(peer, {})[name] = until
-        if self._releasing is None:
-            self._release_waiting()
-
-    def _release_waiting(self) -> None:
-        """Tell the servers that are attached by now; the others later."""
-        now, self._releasing = time.monotonic(), None
-        for peer, names in list(self._to_release.items()):
-            if peer.up:
-                for name in names:
-                    peer.send(wire.PeerReleaseHandoff(name))
-                names.clear()
-            left = {name: until for name, until in names.items() if until > now}
-            if left:
-                self._to_release[peer] = left
-            else:
-                del self._to_release[peer]
-        if self._to_release:
-            self._releasing = asyncio.get_running_loop().call_later(ATTACH_POLL_S, self._release_waiting)
+            self._source.releases.tell(peer, name, until)
 
     def _ask_one(
         self,

@@ -26,6 +26,7 @@ from layerflow.server.peers.reading.link_costs import LinkCosts
 from layerflow.server.peers.reading.offers import MARGIN, Offer, Offers, RemoteLease
 from layerflow.server.peers.reading.parts import HandoffParts
 from layerflow.server.peers.reading.questions import PeerAnswer, PeerQuestions
+from layerflow.server.peers.reading.releases import PeerReleases
 from layerflow.server.tier.fetches import AtPeer, Fetches
 from layerflow.server.tier.index import NegativeCache
 from layerflow.server.tier.process import HostProcess
@@ -81,6 +82,7 @@ class PeerSource:
         self._failed_reads = NegativeCache()
         self._resting: dict[Attachment, float] = {}
         self.questions = PeerQuestions(self.offers, self.release)
+        self.releases = PeerReleases()
         self.comparison = Comparison(models)
         self.partitions = PeerSizes(pool)
         self._parts = parts
@@ -101,6 +103,7 @@ class PeerSource:
             peer.close()
         if self._expiry is not None:
             self._expiry.cancel()
+        self.releases.close()
         return await self.host.close()
 
     def add(self, target: PeerTarget) -> Attachment:
@@ -263,6 +266,7 @@ class PeerSource:
 
     def peer_up(self, peer: Attachment) -> None:
         """It can be read from: are its models those of this server?"""
+        self.releases.peer_up(peer)
         self.comparison.peer_up(peer)
 
     def compare(self, spec: ModelSpec) -> None:
