@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from layerflow.errors import ProtocolError
-from layerflow.hits import BlockDigests, HitLength, search_hit
+from layerflow.hits import HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES, covered_by
 from layerflow.pool import base
 from layerflow.pool.base import Pool
 from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.handlers.asked import Asked
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import REPLACED
 from layerflow.server.handlers.turns import Work
@@ -83,15 +84,6 @@ class SavingLookup:
                     self.used.add((session, step))
                     return True
         return False
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A checked lookup of a client."""
-
-    message: wire.Lookup
-    digests: list[bytes]
-    blocks: BlockDigests
 
 
 class Answers(Protocol):

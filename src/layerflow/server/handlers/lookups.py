@@ -9,13 +9,13 @@ from collections.abc import Callable, Generator
 
 import msgspec
 
-from layerflow.errors import ProtocolError
-from layerflow.hits import NO_BLOCKS, BlockDigests, HitLength, search_hit
-from layerflow.keys import DIGEST_BYTES
+from layerflow.hits import BlockDigests, HitLength, search_hit
 from layerflow.places import is_placed, unpack_places
+from layerflow.pool.base import Owner
 from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.handlers.context import Refused, ServerContext
-from layerflow.server.handlers.following import Asked, FollowLookups
+from layerflow.server.handlers.asked import Asked, check_leases, check_lookup
+from layerflow.server.handlers.context import ServerContext
+from layerflow.server.handlers.following import FollowLookups
 from layerflow.server.handlers.remote import RemoteLookups
 from layerflow.server.handlers.turns import Work
 from layerflow.server.lookup.lookup import (
@@ -27,10 +27,8 @@ from layerflow.server.lookup.lookup import (
     prompt_keys,
 )
 from layerflow.server.lookup.pieces import bring_pieces
-from layerflow.server.lookup.plans import lease_owner
+from layerflow.server.lookup.plans import lease_owner, lookup_owner
 from layerflow.server.peers.reading.questions import PeerAnswer
-from layerflow.spec import ModelSpec
-from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
 
@@ -56,53 +54,23 @@ class Lookups:
         self._remote = RemoteLookups(context, self, self._go_on)
 
     def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
-        if session.spec is None:
-            raise Refused("not_attached", "attach a spec before looking up")
-        limits = self._context.settings()
-        asked_for = (len(message.digests) // DIGEST_BYTES + 1) * len(session.spec.groups)
-        asked_for *= len(session.spec.shard.peers())
-        if asked_for > limits.max_lookup_objects:
-            raise Refused(
-                "quota",
-                f"request {message.request!r}: chunks x groups x shards are {asked_for} objects, "
-                f"server.max_lookup_objects is {limits.max_lookup_objects}; look up a shorter prompt",
-            )
-        digests = codec.split_digests(message.digests, f"request {message.request!r}")
-        chunks = message.tokens // session.spec.chunk_tokens
-        if len(message.root) != DIGEST_BYTES or message.tokens < 0 or len(digests) != chunks:
-            raise ProtocolError(
-                f"request {message.request!r}: {len(digests)} digests and a root of {len(message.root)} bytes for "
-                f"{message.tokens} tokens; {chunks} digests and {DIGEST_BYTES} bytes belong"
-            )
-        if len(message.tail) not in (0, DIGEST_BYTES) or (
-            message.tail and not message.tokens % session.spec.chunk_tokens
-        ):
-            raise ProtocolError(
-                f"request {message.request!r}: a tail digest of {len(message.tail)} bytes for {message.tokens} tokens; "
-                f"{DIGEST_BYTES} bytes where the full chunks leave tokens, else none"
-            )
-        blocks = _blocks_of(message, session.spec)
-        most_ms = int(limits.max_deadline_s * 1e3)
-        if not 0 < message.lease_ms <= most_ms:
-            raise ProtocolError(
-                f"request {message.request!r}: lease_ms must be 1 to {most_ms}, which is server.max_deadline_s"
-            )
+        asked = check_lookup(session, message, self._context.settings())
         if message.written_ms:
-            self._written(session, message, digests, most_ms)
+            self._written(session, message, asked.digests)
             return
-        self._check_leases(session, message.request, limits.max_leases)
+        check_leases(session, message.request, self._context.settings().max_leases)
         peers = self._context.peers
         elsewhere = message.servers if peers is None else [each for each in message.servers if not peers.is_own(each)]
         if message.handoff and elsewhere:
-            yield from self._remote.look_up(session, Asked(message, digests, blocks))
+            yield from self._remote.look_up(session, asked)
             return
         if message.handoff:
-            yield from self._following.look_up(session, Asked(message, digests, blocks))
+            yield from self._following.look_up(session, asked)
             return
         if message.follow_ms > 0 and self._context.pd().follow == "auto":
-            yield from self._following.look_up_unasked(session, Asked(message, digests, blocks))
+            yield from self._following.look_up_unasked(session, asked)
             return
-        yield from self._look(session, message, digests, blocks)
+        yield from self._look(session, message, asked.digests, asked.blocks)
 
     def stored(self, session: ClientSession, asked: Asked, reason: str) -> Work:
         """Answer with what is stored; `reason`: why a hand-off is not followed."""
@@ -182,13 +150,11 @@ class Lookups:
         if asker is not None:
             self._context.turns.start(number, self._guarded(asker, message, lambda *_: work))
 
-    def _written(self, session: ClientSession, message: wire.Lookup, digests: list[bytes], most_ms: int) -> None:
+    def _written(self, session: ClientSession, message: wire.Lookup, digests: list[bytes]) -> None:
         """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
         context, spec, number = self._context, session.spec, session.number
         tier = context.tier.tier if context.tier is not None else None
         assert spec is not None
-        if not 0 < message.written_ms <= most_ms:
-            raise ProtocolError(f"request {message.request!r}: written_ms must be 0 to {most_ms}")
         if tier is None:
             context.send(session, wire.Found(message.id, 0, []))
             return
@@ -277,51 +243,55 @@ class Lookups:
         reason: str = "",
     ) -> Work:
         """Search, lease and answer. What leaves the pool between two slices is searched for again."""
+        pool, resets = self._context.pool, session.resets
+        owner = lookup_owner(session.engine, message.request, session.number, message.id)
         for _ in range(MOST_SEARCHES):
             before = self._departures()
             hit = yield from search()
-            places = yield from self._lease(session, message, digests, hit)
+            until = time.monotonic() + message.lease_ms / 1e3
+            places = yield from self._lease(session, message, digests, hit, owner, until)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
             if self._context.tier is not None or self._departures() == before:
                 break
-        self._found(session, message, hit, heard, places=places, following=following, reason=reason)
+        if session.resets != resets:  # these are keys of weights that were replaced meanwhile
+            pool.release(owner)
+            self._context.send(session, wire.Found(message.id, 0, []))
+            return
+        plan = self._plan(session, message, owner) if places else 0
+        if not plan:
+            pool.hand_over(owner, lease_owner(session.engine, message.request), until)
+        self._found(session, message, hit, heard, plan=plan, places=places, following=following, reason=reason)
 
     def _departures(self) -> int:
         """How many objects have left the pool since the start."""
         figures = self._context.pool.statistics()
         return figures.evictions + figures.hidden
 
-    def _check_leases(self, session: ClientSession, request: str, most: int) -> None:
-        """:raises Refused: the client holds so many leases already."""
-        leases = session.leases
-        if request in leases or len(leases) < most:
-            return
-        now = time.monotonic()
-        for name in [name for name, until in leases.items() if until <= now]:
-            del leases[name]
-        if len(leases) >= most:
-            raise Refused(
-                "quota",
-                f"request {request!r}: this client holds server.max_leases = {most} leases; drop those that are not "
-                "needed, or look up with a shorter lease_ms",
-            )
-
     def _lease(
-        self, session: ClientSession, message: wire.Lookup, digests: list[bytes], hit: HitLength
+        self,
+        session: ClientSession,
+        message: wire.Lookup,
+        digests: list[bytes],
+        hit: HitLength,
+        owner: Owner,
+        until: float,
     ) -> Generator[None, None, bytes]:
-        """Pin what is here of a hit; the places of its objects, empty where no load of it could do with those alone."""
+        """Pin what is here of a hit; the places of its objects, empty where no load of it could do with those alone.
+
+        :param owner: has the pins, until `until` (monotonic seconds).
+        """
         assert session.spec is not None
         spec = session.spec if hit.drafts else session.spec.own
         if not (hit.tokens or hit.tails):
             return b""
         pool, tier = self._context.pool, self._context.tier
-        until, owner = time.monotonic() + message.lease_ms / 1e3, lease_owner(session.engine, message.request)
         session.leases[message.request] = until
+        coming = lease_owner(session.engine, message.request)
         packed: list[bytes] = []
         for keys in hit_keys(spec, digests, hit):
             packed.append(pool.lease(keys, owner, until))
             if tier is not None:
-                tier.lease(keys, owner, until)
+                tier.lease(keys, coming, until)
             yield
         # A plan's columns are the shards of the whole spec.
         if len(spec.shard.peers()) != len(session.spec.shard.peers()):
@@ -332,6 +302,16 @@ class Lookups:
         ends = ((tokens, first + tail if tail >= 0 else -1) for tokens, tail in hit.ends(spec, message.tokens))
         return told if any(is_placed(spec, places, tokens, row) for tokens, row in ends) else b""
 
+    def _plan(self, session: ClientSession, message: wire.Lookup, owner: Owner) -> int:
+        """Make what `owner` pins a plan's: its number; 0: no worker could use one."""
+        context, engine = self._context, session.engine
+        workers = context.sessions.workers_of(engine)
+        if not workers or any(worker.direct for worker in workers):
+            return 0
+        session.leases[message.request] = math.inf
+        numbers = [worker.number for worker in workers]
+        return context.plans.keep(engine, message.request, session.number, numbers, owner)
+
     def _found(
         self,
         session: ClientSession,
@@ -339,17 +319,15 @@ class Lookups:
         hit: HitLength,
         heard: float,
         *,
+        plan: int,
         places: bytes,
         following: bool,
         reason: str,
     ) -> None:
-        context, engine = self._context, session.engine
+        context = self._context
         told = msgspec.structs.replace(_found(message.id, hit), following=following, reason=reason)
-        workers = context.sessions.workers_of(engine) if places else []
-        if workers and not any(worker.direct for worker in workers):
-            number = context.plans.keep(engine, message.request, session.number, [each.number for each in workers])
-            session.leases[message.request] = math.inf
-            told = msgspec.structs.replace(told, plan=number, incarnation=context.incarnation, places=places)
+        if plan:
+            told = msgspec.structs.replace(told, plan=plan, incarnation=context.incarnation, places=places)
         context.send(session, told)
         assert session.spec is not None
         tokens = hit.surely(session.spec, message.tokens)
@@ -359,22 +337,3 @@ class Lookups:
 def _found(number: int, hit: HitLength) -> wire.Found:
     tails = [wire.TailHit(tail.chunk, tail.tokens, tail.digest, tail.shared) for tail in hit.tails]
     return wire.Found(number, hit.tokens, tails, drafts=hit.drafts)
-
-
-def _blocks_of(message: wire.Lookup, spec: ModelSpec) -> BlockDigests:
-    """The prompt's block digests, as far as the client has sent them.
-
-    :raises ProtocolError: more than the prompt has, or none that a hit could end at.
-    """
-    if not message.block_digests:
-        return NO_BLOCKS
-    unit = spec.block_tokens
-    left = message.tokens - message.blocks_from * spec.chunk_tokens
-    count, rest = divmod(len(message.block_digests), DIGEST_BYTES)
-    if not unit or rest or message.blocks_from < 0 or count * unit > left:
-        raise ProtocolError(
-            f"request {message.request!r}: {len(message.block_digests)} bytes of block digests from chunk "
-            f"{message.blocks_from} on, of {message.tokens} tokens; {DIGEST_BYTES} bytes for each {unit or 'no'} "
-            "tokens belong"
-        )
-    return BlockDigests(message.blocks_from, message.block_digests, spec.chunk_tokens // unit)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.handlers.asked import Asked
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handlers.following import Asked
 from layerflow.server.handlers.forget import REPLACED
 from layerflow.server.handlers.turns import Work
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus

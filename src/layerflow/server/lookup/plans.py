@@ -42,6 +42,14 @@ def lease_owner(engine: str, request: str) -> tuple[str, str, str]:
     return ("lease", engine, request)
 
 
+def lookup_owner(engine: str, request: str, asker: int, number: int) -> tuple[str, str, str, int, int]:
+    """Who pins what a lookup has leased until it is answered: ranks of one engine may ask for a request side by side.
+
+    It begins as :func:`lease_owner` does: the engine's leases are dropped together.
+    """
+    return (*lease_owner(engine, request), asker, number)
+
+
 def plan_owner(engine: str, number: int) -> tuple[str, str, int]:
     """Who pins what a plan names."""
     return ("plan", engine, number)
@@ -65,10 +73,11 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def keep(self, engine: str, request: str, asker: int, workers: Collection[int]) -> int:
-        """What the request's lease pins is a plan's from now on: its number."""
+    def keep(self, engine: str, request: str, asker: int, workers: Collection[int], owner: Owner) -> int:
+        """What `owner` and the request's lease pin is a plan's from now on: its number."""
         plan = HeldPlan(next(self._numbers), engine, request, asker, set(workers))
-        self._pool.hand_over(lease_owner(engine, request), plan.owner, float("inf"))
+        for giver in (owner, lease_owner(engine, request)):
+            self._pool.hand_over(giver, plan.owner, float("inf"))
         self._plans[plan.number] = plan
         self._by_request.setdefault((engine, request), set()).add(plan.number)
         return plan.number

@@ -1,0 +1,99 @@
+"""What a lookup asks for, checked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from layerflow.config.settings import ServerSettings
+from layerflow.errors import ProtocolError
+from layerflow.hits import NO_BLOCKS, BlockDigests
+from layerflow.keys import DIGEST_BYTES
+from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.handlers.context import Refused
+from layerflow.spec import ModelSpec
+from layerflow.wire import codec
+from layerflow.wire import messages as wire
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked lookup of a client."""
+
+    message: wire.Lookup
+    digests: list[bytes]
+    blocks: BlockDigests
+
+
+def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSettings) -> Asked:
+    """What the client asks for.
+
+    :raises ProtocolError: it cannot be asked so.
+    """
+    if session.spec is None:
+        raise Refused("not_attached", "attach a spec before looking up")
+    spec = session.spec
+    asked_for = (len(message.digests) // DIGEST_BYTES + 1) * len(spec.groups)
+    asked_for *= len(spec.shard.peers())
+    if asked_for > limits.max_lookup_objects:
+        raise Refused(
+            "quota",
+            f"request {message.request!r}: chunks x groups x shards are {asked_for} objects, "
+            f"server.max_lookup_objects is {limits.max_lookup_objects}; look up a shorter prompt",
+        )
+    digests = codec.split_digests(message.digests, f"request {message.request!r}")
+    chunks = message.tokens // spec.chunk_tokens
+    if len(message.root) != DIGEST_BYTES or message.tokens < 0 or len(digests) != chunks:
+        raise ProtocolError(
+            f"request {message.request!r}: {len(digests)} digests and a root of {len(message.root)} bytes for "
+            f"{message.tokens} tokens; {chunks} digests and {DIGEST_BYTES} bytes belong"
+        )
+    if len(message.tail) not in (0, DIGEST_BYTES) or (message.tail and not message.tokens % spec.chunk_tokens):
+        raise ProtocolError(
+            f"request {message.request!r}: a tail digest of {len(message.tail)} bytes for {message.tokens} tokens; "
+            f"{DIGEST_BYTES} bytes where the full chunks leave tokens, else none"
+        )
+    blocks = _blocks_of(message, spec)
+    most_ms = int(limits.max_deadline_s * 1e3)
+    if not 0 < message.lease_ms <= most_ms:
+        raise ProtocolError(
+            f"request {message.request!r}: lease_ms must be 1 to {most_ms}, which is server.max_deadline_s"
+        )
+    if not 0 <= message.written_ms <= most_ms:
+        raise ProtocolError(f"request {message.request!r}: written_ms must be 0 to {most_ms}")
+    return Asked(message, digests, blocks)
+
+
+def check_leases(session: ClientSession, request: str, most: int) -> None:
+    """:raises Refused: the client holds so many leases already."""
+    leases = session.leases
+    if request in leases or len(leases) < most:
+        return
+    now = time.monotonic()
+    for name in [name for name, until in leases.items() if until <= now]:
+        del leases[name]
+    if len(leases) >= most:
+        raise Refused(
+            "quota",
+            f"request {request!r}: this client holds server.max_leases = {most} leases; drop those that are not "
+            "needed, or look up with a shorter lease_ms",
+        )
+
+
+def _blocks_of(message: wire.Lookup, spec: ModelSpec) -> BlockDigests:
+    """The prompt's block digests, as far as the client has sent them.
+
+    :raises ProtocolError: more than the prompt has, or none that a hit could end at.
+    """
+    if not message.block_digests:
+        return NO_BLOCKS
+    unit = spec.block_tokens
+    left = message.tokens - message.blocks_from * spec.chunk_tokens
+    count, rest = divmod(len(message.block_digests), DIGEST_BYTES)
+    if not unit or rest or message.blocks_from < 0 or count * unit > left:
+        raise ProtocolError(
+            f"request {message.request!r}: {len(message.block_digests)} bytes of block digests from chunk "
+            f"{message.blocks_from} on, of {message.tokens} tokens; {DIGEST_BYTES} bytes for each {unit or 'no'} "
+            "tokens belong"
+        )
+    return BlockDigests(message.blocks_from, message.block_digests, spec.chunk_tokens // unit)

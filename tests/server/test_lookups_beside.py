@@ -1,0 +1,88 @@
+"""Lookups whose slices run in turn with others'."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from e2e.known import KnownWorker, eventually
+
+from layerflow.agent import Hit
+from layerflow.agent.connection.lookups import Lookups
+from layerflow.keys import Chain
+from layerflow.server import EmbeddedServer
+from layerflow.server.handlers import turns
+from layerflow.server.handlers.forget import reset_engine
+from server.support import Embed, worker_on
+
+PATIENCE_S = 30.0
+CLIENTS = 3
+
+
+@pytest.fixture
+def server(embed: Embed, monkeypatch: pytest.MonkeyPatch) -> EmbeddedServer:
+    """Each slice ends where it may."""
+    monkeypatch.setattr(turns, "SLICE_S", 0.0)
+    return embed(transfer__step_timeout_ms=60_000, pool__lookup_timeout_ms=10_000, pool__lease_ms=60_000)
+
+
+def connect(server: EmbeddedServer, worker: KnownWorker) -> Lookups:
+    return Lookups(server.endpoint, "e2e", worker.spec, context=server.context, timeout_s=PATIENCE_S)
+
+
+def ask_together(server: EmbeddedServer, clients: list[Lookups], request: str, chain: Chain) -> list[Hit]:
+    """All are waiting before the server reads the first."""
+    go_on, stands = threading.Event(), threading.Event()
+    pause = threading.Thread(target=server.call, args=(lambda: (stands.set(), go_on.wait(PATIENCE_S)),))
+    pause.start()
+    assert stands.wait(PATIENCE_S)
+    asked = [client.ask(request, chain) for client in clients]
+    go_on.set()
+    pause.join()
+    hits = [client.wait(inquiry, PATIENCE_S) for client, inquiry in zip(clients, asked, strict=True)]
+    return [hit for hit in hits if hit is not None]
+
+
+def test_ranks_that_ask_for_one_request_have_a_plan_each(server: EmbeddedServer) -> None:
+    with ExitStack() as stack:
+        worker = stack.enter_context(worker_on(server, lookup_timeout_s=PATIENCE_S))
+        chain = worker.prompt(100)
+        worker.serve(chain, look=False)
+        clients = [stack.enter_context(closing(connect(server, worker))) for _ in range(CLIENTS)]
+        assert all(client.wait_connected(PATIENCE_S) for client in clients)
+        hits = ask_together(server, clients, "load", chain)
+        assert [hit.plan is not None and hit.tokens > 0 for hit in hits] == [True] * CLIENTS
+        for client, hit in zip(clients, hits, strict=True):
+            run = replace(worker.admit(chain, look=False), hit=hit)
+            with worker.agent.open_step([run.request(save=False)], PATIENCE_S) as step:
+                assert worker.forward(step, [run]) == 0
+            assert worker.agent.wait_idle(run.name, PATIENCE_S)
+            assert not run.failed
+            client.drop_lease("load")
+        assert eventually(lambda: not server.call(lambda: server.server.pool.statistics().pinned), PATIENCE_S)
+
+
+def test_what_a_reset_overtakes_hits_nothing(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between two slices of a lookup, whose keys are those of the old weights."""
+    with worker_on(server, lookup_timeout_s=PATIENCE_S) as worker:
+        chain = worker.prompt(100)
+        worker.serve(chain, look=False)
+        pool, context = server.server.pool, server.server._server_context
+        lease = pool.lease
+        overtaken: list[object] = []
+
+        def overtake(*leased: Any) -> bytes:
+            places = lease(*leased)
+            overtaken.append(reset_engine(context, "e2e"))
+            return places
+
+        monkeypatch.setattr(pool, "lease", overtake)
+        with closing(connect(server, worker)) as client:
+            assert client.wait_connected(PATIENCE_S)
+            hit = client.wait(client.ask("load", chain), PATIENCE_S)
+            assert overtaken
+            assert hit is not None and (hit.tokens, hit.plan) == (0, None)
+            assert not server.call(lambda: pool.statistics().pinned)
