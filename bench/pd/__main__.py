@@ -12,7 +12,7 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from bench.pd.engines import Engines, Starter, has_nixl
@@ -33,19 +33,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    links = "settings of P's and of D's server, 'KEY=VALUE ...' each: the part follow_two_servers"
-    parser.add_argument("--links", nargs="*", default=[], metavar="SETTINGS", help=links)
+    link = "of the part follow_two_servers: between P's and D's server; none leaves that part out"
+    parser.add_argument("--link", choices=("tcp", "mooncake", "nixl", "none"), default="tcp", help=link)
     chosen = parser.parse_args()
     children: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="bench-pd-") as folder, stopped_at_the_end(children):
-        contenders = start(Starter(Path(folder), children), chosen.links)
+        contenders = start(Starter(Path(folder), children), chosen.link)
         times = asyncio.run(measure(contenders, chosen.rounds, chosen.tokens))
     report = summary(times)
     chosen.out.write_text(json.dumps(report, indent=1))
     print(json.dumps({key: value for key, value in report.items() if key != "samples"}, indent=1))
 
 
-def start(starter: Starter, links: Sequence[str]) -> dict[str, tuple[Engines, Turn]]:
+def start(starter: Starter, link: str) -> dict[str, tuple[Engines, Turn]]:
     """Every contender with the turn of a prompt through it; started one after the other, stopped until its turn."""
     made: dict[str, tuple[Engines, Turn]] = {}
 
@@ -54,11 +54,11 @@ def start(starter: Starter, links: Sequence[str]) -> dict[str, tuple[Engines, Tu
 
     alone = starter.single()
     add("single", alone, single)
-    pair = starter.over_layerflow("pair", [])
+    pair = starter.over_layerflow("pair")
     add("pool", pair, lambda engines, prompt: two_phases(engines, prompt, None))
     add("follow", pair, at_once)
-    if links:
-        add("follow_two_servers", starter.over_layerflow("far", list(links)), at_once)
+    if link != "none":
+        add("follow_two_servers", starter.over_layerflow("far", link), at_once)
     if has_nixl():
         add("nixl", starter.over_nixl(), lambda engines, prompt: two_phases(engines, prompt, SIX_KEYS))
     for engines, _ in made.values():

@@ -64,9 +64,13 @@ class Starter:
         child, url = self._vllm("single", None)
         return Engines("", url, children=[child])
 
-    def over_layerflow(self, name: str, links: list[str]) -> Engines:
-        """P and D, on one server, or on two where `links` has settings for both (``--set`` arguments)."""
-        servers = [self._layerflow(f"{name}-{number}", sets) for number, sets in enumerate(links or [""])]
+    def over_layerflow(self, name: str, link: str = "") -> Engines:
+        """P and D, on one server; with a `link`, on two, of which D's reads from P's over it."""
+        theirs: list[list[str]] = [[]]
+        if link:
+            over = [f"peers.link={link}", f"peers.trusted_network={str(link != 'tcp').lower()}"]
+            theirs = [[*over, "peers.serve=true", "peers.link_address=127.0.0.1:0"], [*over, "peers.learn=true"]]
+        servers = [self._layerflow(f"{name}-{number}", sets) for number, sets in enumerate(theirs)]
         endpoints = [endpoint for _, endpoint in servers]
         prefill = self._vllm(f"{name}-prefill", self._transfer(endpoints[0], "kv_producer"))
         decode = self._vllm(f"{name}-decode", self._transfer(endpoints[-1], "kv_consumer"))
@@ -100,10 +104,10 @@ class Starter:
         child = self._start(name, command, ENVIRONMENT | (more or {}), f"{url}/health")
         return child, url
 
-    def _layerflow(self, name: str, sets: str) -> tuple[Child, str]:
+    def _layerflow(self, name: str, sets: list[str]) -> tuple[Child, str]:
         endpoint, http = f"ipc://{self._folder}/{name}", free_port()
         command = [sys.executable, "-m", "layerflow_cli", "run", "--endpoint", endpoint, "--http-port", str(http)]
-        command += ["--pool-size", POOL, *(word for each in sets.split() for word in ("--set", each))]
+        command += ["--pool-size", POOL, *(word for each in sets for word in ("--set", each))]
         return self._start(name, command, {}, f"http://127.0.0.1:{http}/healthz"), endpoint
 
     def _start(self, name: str, command: list[Any], environment: dict[str, str], health: str) -> Child:
