@@ -41,8 +41,8 @@ test-backends: $(STAMP)
 	tests/npu/run.sh past-the-arena
 
 lint: $(STAMP)
-	$(BIN)/ruff check src cli testing tests
-	$(BIN)/ruff format --check src cli testing tests
+	$(BIN)/ruff check src cli testing tests bench examples
+	$(BIN)/ruff format --check src cli testing tests bench examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/lint-imports --no-logo --config imports-acyclic.toml

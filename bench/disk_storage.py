@@ -25,8 +25,8 @@ import structlog
 
 from layerflow.hosts.backend import OK, ObjectLocation
 from layerflow.hosts.disk.backend import Disk
-from layerflow.system.memfd import SharedMemory
 from layerflow.objects import HEADER_BYTES
+from layerflow.system.memfd import SharedMemory
 
 SHAPES = {"100 KB": (8, 12_800), "1 MB": (24, 43_690), "10 MB": (60, 174_762)}  # layers, bytes of one
 SEGMENT = 64 << 20
