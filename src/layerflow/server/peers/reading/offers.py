@@ -36,6 +36,10 @@ class RemoteLease:
     layers: dict[int, int] = field(default_factory=dict)
     brought: set[bytes] = field(default_factory=set)
 
+    def reading(self) -> Iterator[int]:
+        """The fetches that read it, one after the other: one that has ended by then, as others failed, is left out."""
+        return (number for number in list(self.fetches) if number in self.fetches)
+
     def stored_layers(self, keys: Iterable[bytes]) -> int:
         """How many leading layers of all these are stored; -1 = all of them, from the beginning."""
         return min((self.layers[at] for key in keys if (at := self.offers[key].position) in self.layers), default=-1)

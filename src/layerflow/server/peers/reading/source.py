@@ -252,7 +252,7 @@ class PeerSource:
             if other.handoff == lease.handoff and other is not lease and not other.over:
                 self._give_up(other, why)
                 self.release(other)
-        for number in list(lease.fetches):
+        for number in lease.reading():
             objects = self.fetches.objects_of(number)
             coming = [at for at, new in enumerate(objects) if self._is_coming(new.key, number)]
             self.failures["fetch_failed"] += len(coming)
@@ -318,7 +318,7 @@ class PeerSource:
         lease.progressed(
             unpack_u32(message.positions, len(message.positions) // 4, "positions").tolist(), message.layers
         )
-        for number in list(lease.fetches):
+        for number in lease.reading():
             layers = lease.stored_layers(new.key for new in self.fetches.objects_of(number))
             if layers >= 0:
                 self._emit([FetchAvailable(number, layers)])

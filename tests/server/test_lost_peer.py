@@ -1,0 +1,44 @@
+"""A peer is lost while several fetches read one lease, and the end of one ends the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from layerflow.flow.events import Event, FetchFailed
+from layerflow.pool.base import NewObject
+from layerflow.server.peers.reading.attachment import Attachment
+from layerflow.server.peers.reading.offers import Offers, RemoteLease
+from layerflow.server.peers.reading.source import PeerSource
+from layerflow.server.tier.fetches import Fetches
+
+FETCHES = (3, 4, 5)
+
+
+class Source:
+    """What giving up touches; the core ends all fetches of a load with the first that fails."""
+
+    _is_coming = PeerSource._is_coming
+
+    def __init__(self) -> None:
+        self.offers = Offers()
+        self.failures: Counter[str] = Counter()
+        self.lease = RemoteLease(cast(Attachment, None), 1, b"", 10.0, 10.0, fetches=set(FETCHES))
+        objects = {number: [NewObject(bytes([number]) * 24, 64, 1, 16)] for number in FETCHES}
+        self.fetches = cast(Fetches, SimpleNamespace(objects_of=objects.__getitem__, coming=lambda key: None))
+        self.told: list[Event] = []
+        self._objects = objects
+
+    def _emit(self, events: Sequence[Event]) -> None:
+        self.told += events
+        self._objects.clear()
+        self.lease.fetches.clear()
+
+
+def test_a_fetch_that_another_has_ended_is_not_failed_again() -> None:
+    source: Any = Source()
+    PeerSource._give_up(source, source.lease, "it is silent")
+    assert [type(event) for event in source.told] == [FetchFailed]
+    assert source.lease.over
