@@ -106,6 +106,17 @@ def planned(run: Run, tokens: int) -> bool:
     return run.hit.plan is not None
 
 
+def load_twice(world: World, chain: Chain, tokens: int, *, placed: bool) -> None:
+    """Load a hit, of which at first all or not all is `placed`; what was brought is there for the next one."""
+    run = world.run(chain)
+    assert planned(run, tokens) is placed
+    assert world.load(run) is placed
+    assert world.come()
+    again = world.run(chain)
+    assert planned(again, tokens)
+    assert world.load(again)
+
+
 @contextmanager
 def worlds(embed: Embed, folder: Path, ranks: int = 1) -> Iterator[World]:
     server = embed(**PATIENT, pool__disk={"path": str(folder)})
@@ -161,13 +172,7 @@ def test_what_the_window_has_passed_is_not_needed(world: World) -> None:
 def test_one_object_is_behind_the_arena(world: World, group: int, chunk: int, needed: bool) -> None:
     chain = world.stored(10 * CHUNK + 1)
     world.only_on_disk([chain.digests[chunk]], group)
-    run = world.run(chain)
-    assert planned(run, 10 * CHUNK) is not needed
-    assert world.load(run) is not needed
-    assert world.come()
-    run = world.run(chain)
-    assert planned(run, 10 * CHUNK)
-    assert world.load(run)
+    load_twice(world, chain, 10 * CHUNK, placed=not needed)
 
 
 def test_the_arena_has_only_the_beginning(world: World) -> None:
@@ -219,13 +224,7 @@ def test_one_ranks_object_is_behind_the_arena(embed: Embed, tmp_path: Path) -> N
         for rank in range(2):
             for group, chunk in ((FULL, 2), (SLIDING, 5), (DRAFT, 4)):
                 world.only_on_disk([chain.digests[chunk]], group, rank)
-                run = world.run(chain)
-                assert not planned(run, 6 * CHUNK)
-                assert not world.load(run)
-                assert world.come()
-                again = world.run(chain)
-                assert planned(again, 6 * CHUNK)
-                assert world.load(again)
+                load_twice(world, chain, 6 * CHUNK, placed=False)
 
 
 def test_another_prompts_end_is_behind_the_arena(world: World) -> None:

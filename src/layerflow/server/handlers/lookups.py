@@ -54,11 +54,12 @@ class Lookups:
         self._remote = RemoteLookups(context, self, self._go_on)
 
     def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
-        asked = check_lookup(session, message, self._context.settings())
+        limits = self._context.settings()
+        asked = check_lookup(session, message, limits)
         if message.written_ms:
             self._written(session, message, asked.digests)
             return
-        check_leases(session, message.request, self._context.settings().max_leases)
+        check_leases(session, message.request, limits.max_leases)
         peers = self._context.peers
         elsewhere = message.servers if peers is None else [each for each in message.servers if not peers.is_own(each)]
         if message.handoff and elsewhere:
