@@ -14,7 +14,8 @@ TOKENS = 256
 def test_saves_go_on_while_requests_wait_with_hits_on_all_there_is(embed: Embed, share: float) -> None:
     server = embed(pool__size="1MiB", pool__lease_share=share, pool__lease_ms=600_000)
     control = observe(server)
-    with worker_on(server, spec=small_spec(4)) as worker:
+    # A lookup that a busy machine makes late would turn all of the next second into misses.
+    with worker_on(server, spec=small_spec(4), lookup_timeout_s=30.0) as worker:
         stored = []
         while not control.status()["pool"]["evictions"]:
             stored.append(worker.prompt(TOKENS))
