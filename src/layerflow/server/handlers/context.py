@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from layerflow.config.pd import PdSettings
 from layerflow.config.settings import ServerSettings
-from layerflow.errors import ProtocolError
 from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
@@ -46,14 +45,6 @@ class LogLimit:
         self._written += 1
         left_out, self._left_out = self._left_out, 0
         return left_out
-
-
-class Refused(ProtocolError):
-    """A well-formed message that cannot be done now; `code` is the Problem's code."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(slots=True)
