@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import os
+import resource
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
 from layerflow.server import behind
+from layerflow.server.clients.account import Accounts, Allowance
 from layerflow.server.clients.clients import Clients
 from layerflow.server.clients.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
 from layerflow.server.driver import Driver
@@ -71,7 +73,8 @@ class Server:
         # A table of the arena alone would hide from clients what lies behind it.
         self._presence = PresenceWriter(self._arena.nbytes) if tier is None and not settings.peers.attach else None
         self.pool = CoveringPool(self._arena, self._presence, lease_share=settings.pool.lease_share)
-        self.sessions = Sessions()
+        self.accounts = Accounts(self._allowance)
+        self.sessions = Sessions(self.accounts)
         self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
         self.handoffs = Handoffs(
             self.pool,
@@ -203,6 +206,11 @@ class Server:
 
     def _limits(self, settings: Settings) -> Limits:
         return limits_of(settings, self._arena.nbytes)
+
+    def _allowance(self) -> Allowance:
+        server = self.settings.server
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return Allowance(server.max_client_bytes, server.max_clients_bytes, descriptors)
 
     def apply(self, settings: Settings) -> None:
         """Take new values of the live keys; steps in flight go on under the new limits.
@@ -377,7 +385,7 @@ class Server:
             self.peers.hung_up(address)
         session = self.sessions.at(address)
         if session is not None:
-            self._server_context.turns.start(session.number, self._disconnect(session))
+            self._server_context.turns.start(session.account, self._disconnect(session), always=True)
 
     def _disconnect(self, session: ClientSession) -> Work:
         """Behind what the client has said before it hung up."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from layerflow.config.pd import PdSettings
 from layerflow.config.settings import ServerSettings
-from layerflow.errors import ProtocolError
 from layerflow.observe.log_limit import LogLimit
 from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
@@ -24,14 +23,6 @@ from layerflow.wire.messages import Message
 if TYPE_CHECKING:
     from layerflow.server.peers.peers import Peers
     from layerflow.server.sources import Sources
-
-
-class Refused(ProtocolError):
-    """A well-formed message that cannot be done now; `code` is the Problem's code."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(slots=True)
