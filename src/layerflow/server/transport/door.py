@@ -265,14 +265,14 @@ class Door:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return str(accepted.getpeername()[0])
         if not peer_user_is_own(accepted):
-            self._say("door_stranger", effect="another user's process was turned away")
+            self._log("door_stranger", effect="another user's process was turned away")
             return None
         return f"pid {peer_process(accepted)}"
 
     def _turn_away(self, why: str, advice: str) -> None:
         """No room: those who come wait in the kernel's queue for a while."""
         self._turned_away += 1
-        self._say("connection_turned_away", reason=why, advice=advice, pause_s=PAUSE_S)
+        self._log("connection_turned_away", reason=why, advice=advice, pause_s=PAUSE_S)
         self._pause(PAUSE_S)
 
     def _pause(self, seconds: float) -> None:
@@ -493,10 +493,10 @@ class Door:
         if connection.closed:
             return
         self._hung_up_on += 1
-        self._say("client_hung_up_on", who=connection.who, reason=why)
+        self._log("client_hung_up_on", who=connection.who, reason=why)
         self._end(connection)
 
-    def _say(self, event: str, **more: object) -> None:
+    def _log(self, event: str, **more: object) -> None:
         unlogged = self._log_limit.admit(time.monotonic())
         if unlogged is not None:
             log.warning(event, unlogged=unlogged, **more)

@@ -179,7 +179,7 @@ class FdServer:
                 process = self._process(connection)
             except OSError as error:
                 # Its death could not be seen, and a hang-up is none: it may try again.
-                self._say("fd_server_handover_failed", error=str(error))
+                self._log("fd_server_handover_failed", error=str(error))
                 self._forget(connection)
                 return
         if not self._on_entered(token, wanted):
@@ -190,7 +190,7 @@ class FdServer:
         try:
             socket.send_fds(connection, [_SIZE.pack(room.nbytes)], [room.fd] if room.nbytes else [])
         except OSError as error:
-            self._say("fd_server_handover_failed", error=str(error))
+            self._log("fd_server_handover_failed", error=str(error))
             self._forget(connection)
             if process is not None:
                 os.close(process)
@@ -245,7 +245,7 @@ class FdServer:
         """Does the client belong to this server's user, or to root?"""
         if peer_user_is_own(connection):
             return True
-        self._say("fd_server_stranger", uid=peer_user(connection))
+        self._log("fd_server_stranger", uid=peer_user(connection))
         return False
 
     def _process(self, connection: socket.socket) -> int | None:
@@ -258,14 +258,14 @@ class FdServer:
         except OSError as error:
             if error.errno not in _FOREIGN:
                 raise
-            self._say("fd_server_no_pidfd", error=str(error), effect="its hang-up counts as its death")
+            self._log("fd_server_no_pidfd", error=str(error), effect="its hang-up counts as its death")
             return None
         if not leaves(process, FOR_WORKERS // 2):
             os.close(process)
             raise OSError(errno.EMFILE, "few file descriptors are left")
         return process
 
-    def _say(self, event: str, **more: object) -> None:
+    def _log(self, event: str, **more: object) -> None:
         unlogged = self._log_limit.admit(time.monotonic())
         if unlogged is not None:
             log.warning(event, unlogged=unlogged, **more)
