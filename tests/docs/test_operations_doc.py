@@ -22,7 +22,7 @@ def exported() -> dict[str, str]:
 
 def of_the_proxy() -> dict[str, str]:
     """The same of the proxy."""
-    text = ProxyMetrics(Registry(ProxySettings(), time.monotonic)).render().decode()
+    text = ProxyMetrics(Registry(ProxySettings(), time.monotonic)).render(addresses=True).decode()
     return dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M))
 
 
