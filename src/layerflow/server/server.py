@@ -378,7 +378,8 @@ class Server:
             unlogged = self._server_context.log_limit.admit(time.monotonic())
             if unlogged is not None:
                 self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
-            self._doors[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
+            number = codec.number_of(frame) if session is not None and frame is not None else -1
+            self._doors[door].send(identity, codec.encode(wire.Problem(number, code, str(error))))
 
     def _hung_up(self, address: Address) -> None:
         """A client's connection has ended."""

@@ -26,6 +26,7 @@ from layerflow.connectors.vllm.worker.deferred import Deferred
 from layerflow.connectors.vllm.worker.failures import FailedLoads, all_failed
 from layerflow.connectors.vllm.worker.figures import StepCounters
 from layerflow.connectors.vllm.worker.hooks import LayerHooks
+from layerflow.connectors.vllm.worker.landing import LandingLoads
 from layerflow.connectors.vllm.worker.order import LoadOrder, RunnerOrder
 from layerflow.connectors.vllm.worker.stats import TransferStats
 from layerflow.connectors.vllm.worker.stored import StoredChunks
@@ -107,6 +108,7 @@ class WorkerSide:
         self._leaving: set[str] = set()
         self._failures = FailedLoads(several_groups=several_groups)
         self._ran: set[int] = set()
+        self._landing = LandingLoads()
         self._held: dict[int, list[Step]] = {}
         self._met = False
         self._loads_of: dict[int, tuple[str, ...]] = {}
@@ -319,6 +321,7 @@ class WorkerSide:
 
     def failed_blocks(self) -> set[int]:
         """Block ids that hold no valid bytes, since the last call."""
+        self._take_landed()
         return self._failures.take_blocks()
 
     def stats(self) -> TransferStats | None:
@@ -335,19 +338,21 @@ class WorkerSide:
         self._met = True
         told, self._hooks_told = self._hooks_told, True
         asking = {} if told else {self._rank: self._hooks.asking}
-        if self._in_haste and not (self._failures.shares or self._ran or layouts or asking):
+        self._take_landed()
+        ran = frozenset(number for number in self._ran if not self._landing.waits(number))
+        if self._in_haste and not (self._failures.shares or ran or layouts or asking):
             return None
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
         stored = {}
         if self._stored is not None:
             self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
             stored = self._stored.take()
-        if not (self._overlaps or drained or stored or self._failures.shares or self._ran or layouts or asking):
+        if not (self._overlaps or drained or stored or self._failures.shares or ran or layouts or asking):
             return None
         for request, _ in drained:
             del self._saving[request]
         overlaps, self._overlaps = self._overlaps, {}
-        ran, self._ran = frozenset(self._ran), set()
+        self._ran -= ran
         return WorkerReport(
             overlaps=overlaps,
             drained=drained,
@@ -413,11 +418,13 @@ class WorkerSide:
         if plan.tails:
             tails = self._agent.open_descriptors(plan.tails, [], after=after)
             self._tails = self._remember(tails, requests_of(plan.tails))
+            self._landing.opened(plan.number, tails)
         if plan.loads or plan.saves:
             saves, drafts = self._divided(plan.saves.parts)
             opened = self._agent.open_descriptors(plan.loads, saves, work=plan.work, after=after)
             self._step = self._remember(opened, requests_of(plan.loads))
             self._drafts = self._agent.open_descriptors([], drafts) if drafts else None
+            self._landing.opened(plan.number, opened)
             self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
             for step in (self._step, self._drafts):
                 if isinstance(step, Step) and step.saves:
@@ -503,13 +510,13 @@ class WorkerSide:
             step.fence(reason)
             for layer in range(step.num_layers):  # what is enqueued already lands before vLLM writes these blocks again
                 step.order(layer)
-        self._report(parts, all_failed(parts, reason), background=False)
+        self._report(parts, all_failed(parts, reason), step, background=False)
 
     def _wait_drafts(self, step: Step | NoStep) -> None:
         """Loads of a draft model that vLLM has left out land before its blocks are used again."""
         if isinstance(step, Step) and step.loads:
             for layer in self._hooks.drafts - self._hooks.asked:
-                step.wait_layer(layer)
+                self._landing.told(step, step.wait_layer(layer))  # nobody has computed on what has failed of these
 
     def _doubt_reads(self) -> None:
         """VLLM may prepare its next step now, without asking."""
@@ -571,16 +578,26 @@ class WorkerSide:
 
     def _check(self, step: Step | NoStep, outcome: LoadResult, *, background: bool = False) -> None:
         if not outcome.ready and isinstance(step, Step):
-            self._report(step.loads, outcome, background=background)
+            self._report(step.loads, outcome, step, background=background)
 
-    def _report(self, parts: Sequence[PartDescriptor], outcome: LoadResult, *, background: bool) -> None:
+    def _report(
+        self, parts: Sequence[PartDescriptor], outcome: LoadResult, step: Step | NoStep | None, *, background: bool
+    ) -> None:
         """A failed load: tell vLLM what to compute, and publish nothing that was computed from it."""
         self._failures.add(parts, outcome, background=background)
+        if isinstance(step, Step) and not background:
+            self._landing.told(step, outcome)
         self._counters.add("failed_loads", len({failed.request for failed in outcome.failed}))
         # Other requests of the step may share these blocks, so nothing of the step is published.
         for mine in (self._step, self._tails, self._drafts):
             if isinstance(mine, Step):
                 mine.cancel_saves("a load of the step has failed")
+
+    def _take_landed(self) -> None:
+        """Loads that have failed behind the waits of a step that is over."""
+        for step, outcome in self._landing.take() if self._landing else ():
+            self._failures.add(step.loads, outcome, background=False)
+            self._counters.add("failed_loads", len({failed.request for failed in outcome.failed}))
 
     def _hear(self) -> None:
         while self._late_steps:
