@@ -338,8 +338,12 @@ class Door:
                     found = zmtp.next()
                 except ProtocolError as error:
                     self._flush_handshake(connection)  # which may tell it why
-                    event = "curve_key_refused" if isinstance(error, Rejected) else "client_hung_up_on"
-                    self._hang_up(connection, str(error), event)
+                    if isinstance(error, Rejected):
+                        self._hung_up_on += 1
+                        self._end(connection)
+                        self._log("curve_key_refused", connection.who, reason=str(error))
+                    else:
+                        self._hang_up(connection, str(error))
                     return
                 if zmtp.output:
                     self._flush_handshake(connection)
@@ -494,11 +498,11 @@ class Door:
             elif connection.unread and now - connection.unread_since > UNREAD_S:
                 self._hang_up(connection, f"it has read nothing for {UNREAD_S:g} s")
 
-    def _hang_up(self, connection: Connection, why: str, event: str = "client_hung_up_on") -> None:
+    def _hang_up(self, connection: Connection, why: str) -> None:
         if not connection.closed:
             self._hung_up_on += 1
             self._end(connection)
-            self._log(event, connection.who, reason=why)
+            self._log("client_hung_up_on", connection.who, reason=why)
 
     def _log(self, event: str, who: str, **more: object) -> None:
         """Last of all: a log that cannot be written stops nothing."""
