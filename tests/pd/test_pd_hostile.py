@@ -121,7 +121,7 @@ def attack(pair: Pair, order: str, seed: int, count: int) -> Attack:
         found.run()
         assert 200 in found.statuses and 400 in found.statuses
         health = httpx.get(proxy.url + "/health", trust_env=False).json()
-        assert {each["state"] for each in health["prefill"] + health["decode"]} == {"up"}, proxy.tail()
+        assert "down" not in {each["state"] for each in health["prefill"] + health["decode"]}, proxy.tail()
     for engine in (pair.prefill, pair.decode):
         assert engine.process.poll() is None, engine.tail()
         assert httpx.get(engine.url + "/health", trust_env=False, timeout=ANSWER_S).status_code == 200
