@@ -12,9 +12,10 @@ from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
 from layerflow.server.clients.sessions import ClientSession, Sessions
+from layerflow.server.clients.turns import Turns
 from layerflow.server.driver import Driver
-from layerflow.server.handlers.turns import Turns
 from layerflow.server.handoffs.registry import Handoffs
+from layerflow.server.log_limit import LogLimit
 from layerflow.server.lookup.plans import Plans
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
@@ -22,29 +23,6 @@ from layerflow.wire.messages import Message
 if TYPE_CHECKING:
     from layerflow.server.peers.peers import Peers
     from layerflow.server.sources import Sources
-
-
-LINES_PER_S = 20
-
-
-class LogLimit:
-    """At most :data:`LINES_PER_S` lines a second: a client that sends nonsense must not fill the disk with them."""
-
-    def __init__(self) -> None:
-        self._second = 0
-        self._written = 0
-        self._left_out = 0
-
-    def admit(self, now: float) -> int | None:
-        """May a line be written at `now` (seconds)? None = no; else how many were left out since the last one."""
-        if int(now) != self._second:
-            self._second, self._written = int(now), 0
-        if self._written >= LINES_PER_S:
-            self._left_out += 1
-            return None
-        self._written += 1
-        left_out, self._left_out = self._left_out, 0
-        return left_out
 
 
 @dataclass(slots=True)
@@ -77,7 +55,7 @@ class ServerContext:
     handoffs: Handoffs
     pd: Callable[[], PdSettings]
     lease_s: Callable[[], float]
-    turns: Turns = field(default_factory=Turns)
+    turns: Turns
     log_limit: LogLimit = field(default_factory=LogLimit)
     tier: Sources | None = None
     peers: Peers | None = None
