@@ -314,8 +314,8 @@ class Lending:
         else:
             wanted: dict[bytes, int] = {}  # a key that is named again is lent once
             for start in range(0, len(keys), KEYS_PER_SLICE):
-                few = {keys[at]: at for at in range(start, min(start + KEYS_PER_SLICE, len(keys)))}
-                few = {key: at for key, at in few.items() if wanted.setdefault(key, at) == at}
+                part = range(start, min(start + KEYS_PER_SLICE, len(keys)))
+                few = {keys[at]: at for at in part if wanted.setdefault(keys[at], at) == at}
                 why = self._pin(few, lease, items) or why
                 if storing is not None:
                     missing = [key for key, at in few.items() if items[at].state == wire.MISSING]
