@@ -28,6 +28,7 @@ class ClientSession:
     :param token: what it names itself by at the fd server.
     :param at_fd_server: it is connected there, so the death of its process will be seen.
     :param entered: it was given the arena there.
+    :param entered_at: when, monotonic seconds.
     :param direct: it moves bytes past the arena.
     :param open_steps: by number, the bytes that each of its unfinished steps asked to be moved.
     :param leases: by request, when the lease of its last hit runs out (monotonic seconds).
@@ -50,6 +51,7 @@ class ClientSession:
     direct: bool = False
     at_fd_server: bool = False
     entered: bool = False
+    entered_at: float = 0.0
     silent: bool = False
     open_steps: dict[int, int] = field(default_factory=dict)
     leases: dict[str, float] = field(default_factory=dict)

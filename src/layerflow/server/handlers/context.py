@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from layerflow.config.pd import PdSettings
 from layerflow.config.settings import ServerSettings
+from layerflow.observe.log_limit import LogLimit
 from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool

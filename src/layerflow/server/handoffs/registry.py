@@ -189,7 +189,7 @@ class Handoffs:
         :param charge: of the client that opens it; released when it is over.
         """
         known = self._by_name.get(name)
-        if known is not None and (known.status.readable or known.engine):
+        if known is not None and known in self._live and known.engine:
             return self._refused(name, f"a hand-off of this name is {known.status.value} already")
         if self._released_early.holds(name, time.monotonic()):
             return self._refused(name, "its reader has released it already")

@@ -132,6 +132,12 @@ class Peers:
             work = self.lending.handle(reader, message)
         self.lending.hear(reader, message, work, nbytes)
 
+    def hung_up(self, address: Address) -> None:
+        """The connection from that address has ended."""
+        reader = self.reader(address)
+        if self.lending is not None and reader is not None:
+            self.lending.lose(reader, "hung_up")
+
     def look_after(self, lag: float) -> None:
         """Now and then: readers that fell silent, and learned servers that nobody needs.
 
