@@ -25,6 +25,12 @@ from server.support import Embed
 SPEC = small_spec(2, content="owners")
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An importer has all the time that a busy machine needs to start it."""
+    monkeypatch.setattr(reading, "GRACE_S", 60.0)
+
+
 class Owner:
     """A server that answers heartbeats, and lookups where it is told to.
 

@@ -31,11 +31,10 @@ from layerflow.server import behind
 from layerflow.server.clients.account import Accounts, Allowance
 from layerflow.server.clients.clients import Clients
 from layerflow.server.clients.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
-from layerflow.server.clients.turns import Turns
+from layerflow.server.clients.turns import Turns, Work
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handlers.turns import Work
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.housekeeping import housekeep
 from layerflow.server.lookup.plans import Plans

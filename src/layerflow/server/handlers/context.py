@@ -16,7 +16,6 @@ from layerflow.server.clients.sessions import ClientSession, Sessions
 from layerflow.server.clients.turns import Turns
 from layerflow.server.driver import Driver
 from layerflow.server.handoffs.registry import Handoffs
-from layerflow.server.log_limit import LogLimit
 from layerflow.server.lookup.plans import Plans
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message

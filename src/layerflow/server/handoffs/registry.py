@@ -19,13 +19,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 import structlog
 
+from layerflow.observe.log_limit import LogLimit
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.server.clients.account import Charge
 from layerflow.server.handoffs.contents import Prompt, take
 from layerflow.server.handoffs.early import ReleasedEarly
 from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatistics, HandoffStatus, Told
 from layerflow.server.handoffs.kept import KeptObjects
-from layerflow.server.log_limit import LogLimit
 from layerflow.spec import ModelSpec
 
 ENDED_GRACE_S = 0.5

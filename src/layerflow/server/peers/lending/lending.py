@@ -19,6 +19,7 @@ import structlog
 from layerflow._version import __version__
 from layerflow.config.settings import Settings
 from layerflow.errors import LayerflowError, ProtocolError
+from layerflow.observe.log_limit import LogLimit
 from layerflow.pool.base import Pool
 from layerflow.server.clients.account import Accounts, Refused
 from layerflow.server.clients.sessions import Address
@@ -27,7 +28,6 @@ from layerflow.server.handoffs.contents import first_difference
 from layerflow.server.handoffs.follows import Follows
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.server.handoffs.registry import Handoffs
-from layerflow.server.log_limit import LogLimit
 from layerflow.server.peers.lending.exporting import Exporting
 from layerflow.server.peers.lending.items import LentItem, found_of, lent, open_item, whole_item
 from layerflow.server.peers.lending.open_objects import OpenObjects

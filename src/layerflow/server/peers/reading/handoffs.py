@@ -14,7 +14,7 @@ from layerflow.server.peers.reading.questions import PeerAnswer
 from layerflow.server.peers.reading.source import PeerSource
 from layerflow.wire.messages import MAX_PEER_KEYS
 
-GRACE_S = 3.0
+GRACE_S = 5.0
 """How long an exporter or an importer may take to start anew before the lookups that wait for it are answered."""
 
 
