@@ -187,6 +187,7 @@ def file_digest(path: Path, stop: threading.Event | None = None) -> str:
                 if _stamp(os.fstat(file.fileno())) != _stamp(before):
                     raise SpecError(f"{path} was written to while it was read; its content cannot be told")
                 if kept is not None and time.time() - max(before.st_mtime, before.st_ctime) > SETTLED_S:
+                    kept.truncate(0)
                     os.pwrite(kept.fileno(), digest.encode(), 0)
                 return digest
     except OSError as error:
@@ -246,7 +247,7 @@ def _kept(stat: os.stat_result) -> Iterator[BinaryIO | None]:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _prune(folder)
             opened = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            entry = stack.enter_context(os.fdopen(opened, "r+b", buffering=0))  # type: ignore[arg-type]
+            entry = stack.enter_context(os.fdopen(opened, "r+b", buffering=0))
             fcntl.flock(entry, fcntl.LOCK_EX)
         yield entry
 
@@ -262,7 +263,7 @@ def _tensor_digest(name: str, tensor: torch.Tensor | np.ndarray) -> bytes:
     head = f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\0"
     hasher = hashlib.sha256(head.encode())
     if isinstance(tensor, np.ndarray):
-        hasher.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+        hasher.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
     else:
         hasher.update(tensor_bytes(tensor))
     return hasher.digest()
@@ -272,4 +273,4 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor's elements in order, copied to the host."""
     import torch  # noqa: PLC0415  the ground floor does not load torch; a caller with a tensor has loaded it
 
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -14,7 +14,6 @@ from vllm_fakes import pieces
 
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.identity.adapters import Adapters
-from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.errors import ConfigError
 
 
@@ -178,13 +177,3 @@ class TestRequests:
         made = house.arrive(resumable=True)
         assert house.lookups.asked == []
         assert house.side.matched(made, 0) == (0, False)
-
-    def test_images_are_known_by_what_vllm_calls_them_and_by_whose_they_are(self) -> None:
-        house = House()
-        image = SimpleNamespace(mm_position=SimpleNamespace(offset=70, length=4), identifier="cat")
-        made = house.arrive(mm_features=[image])
-        assert house.side.spec is not None
-        ours, theirs = (RequestKeys(media_salt=salt).chain(house.side.spec, made) for salt in ("", "engine:"))
-        assert ours.digests == house.lookups.asked[0].chain.digests
-        assert ours.digests[0] == theirs.digests[0]
-        assert ours.digests[1] != theirs.digests[1]

@@ -1,13 +1,13 @@
 """What a worker computes with besides its weights, read from the model that vLLM has loaded.
 
-The configuration is taken as it is once the model stands: after ``--hf-config-path``, ``--hf-overrides``, ``params.json``,
-vLLM's own patches and those that a model's constructor makes. What a model is called, where it lies, which tokens end a
-text and which library wrote the file is left out.
+The configuration is taken as it is once the model is loaded: after ``--hf-config-path``, ``--hf-overrides``,
+``params.json``, vLLM's own patches and those that a model's constructor makes. What a model is called, where it lies,
+which tokens end a text and which library wrote the file is left out.
 
 ``max_model_len`` is a size, and engines of other lengths share what they store. But some code computes otherwise beyond
-some length (LongRoPE's factors, Llama-4's attention temperature). Which code that is, is seen in the loaded classes: where
-none of them reads the length, nothing follows from it. Where one does, its parameter enters the key if it is known; else
-the length itself does.
+some length (LongRoPE's factors, Llama-4's attention temperature). Which code that is, is seen in the loaded classes:
+where none of them reads the length, nothing follows from it. Where one does, its parameter enters the key if it is
+known; else the length itself does.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _BY_POSITION = frozenset(
 """Rotary embeddings whose row of a position depends on nothing but that: how long their table is does not matter."""
 
 _UNUSED = VOLATILE_KEYS | {
-    LENGTH, "auto_map", "id2label", "label2id", "task_specific_params", "finetuning_task", "problem_type", "tokenizer_class",
-    "prefix", "model", "dtype", "torch_dtype", "_attn_implementation", "_attn_implementation_internal",
+    LENGTH, "auto_map", "id2label", "label2id", "task_specific_params", "finetuning_task", "problem_type",
+    "tokenizer_class", "prefix", "dtype", "torch_dtype", "_attn_implementation", "_attn_implementation_internal",
 }  # fmt: skip
 """Of a configuration: names, and what stands elsewhere in the key (the dtype, the code, a draft model's weights)."""
 
@@ -174,7 +174,9 @@ def _length_facts(model_config: Any, modules: Collection[nn.Module], classes: Co
             values = {_json(plain(_at(module, path))) for module in modules if isinstance(module, kind)}
             yield _fact("length", [kind.__name__, path, sorted(values)])
     if unknown or not modules:
-        reason = f"{', '.join(unknown)} may compute otherwise beyond some length" if modules else "the model was not found"
+        reason = (
+            f"{', '.join(unknown)} may compute otherwise beyond some length" if modules else "the model was not found"
+        )
         log.info("max_model_len_in_key", max_model_len=model_config.max_model_len, reason=reason)
         yield _fact(LENGTH, model_config.max_model_len)
 

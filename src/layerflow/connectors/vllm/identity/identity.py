@@ -29,9 +29,7 @@ _MEDIA = (
 )
 """Of vLLM's MultiModalConfig: what changes an input's embeddings, and is not in its processed data."""
 
-_NAME_IT = (
-    "; set model_content in kv_connector_extra_config to a name that changes whenever the weights do"
-)
+_NAME_IT = "; set model_content in kv_connector_extra_config to a name that changes whenever the weights do"
 
 
 class Checkpoint(NamedTuple):

@@ -59,7 +59,7 @@ class Inputs:
         return content
 
     def _data_digest(self, modality: str, data: Any) -> bytes:
-        """Digest of what the encoder reads; UNKNOWN where vLLM's scheduler does not have it, or has an address of it."""
+        """Digest of what the encoder reads; UNKNOWN where vLLM's scheduler has nothing of it, or its address."""
         if data is None:
             return UNKNOWN
         known = self._hashed.get(id(data))

@@ -88,7 +88,7 @@ class Tracked:
     @property
     def ends_early(self) -> bool:
         """The prompt goes on behind what has keys: with an input of unknown content."""
-        return len(self.chain) < self.request.num_prompt_tokens
+        return len(self.chain) < int(self.request.num_prompt_tokens)
 
     def know_tokens(self) -> None:
         """Hash the output that has come since: a preempted request continues from it."""
