@@ -81,14 +81,15 @@ def model_content(path: Path) -> str:
     return folder_content(path, "config.json")
 
 
-def folder_content(path: Path, config_name: str) -> str:
+def folder_content(path: Path, config_name: str, stop: threading.Event | None = None) -> str:
     """:func:`model_content` for folders whose configuration has another name (adapters).
 
-    :raises SpecError: as there.
+    :param stop: set by another thread, it ends this call.
+    :raises SpecError: as there, or `stop` was set.
     """
     config = read_json(path / config_name)
     facts = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
-    return _combined(facts, [digest.encode() for digest in file_digests(weight_files(path))])
+    return _combined(facts, [digest.encode() for digest in file_digests(weight_files(path), stop)])
 
 
 def weights_content(files: Sequence[Path], stop: threading.Event | None = None) -> str:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_vllm_scheduler import House, fakes  # noqa: F401  the stand-ins are an autouse fixture
 from vllm_fakes import pieces
 
 from layerflow.agent.values import Hit
+from layerflow.connectors.vllm.identity import adapters
 from layerflow.connectors.vllm.identity.adapters import Adapters
 from layerflow.errors import ConfigError
+
+PATIENCE_S = 20.0
 
 
 def written(folder: Path, weight: int) -> Path:
@@ -95,6 +100,48 @@ class TestContent:
         (written(tmp_path / "a", 1) / "adapter_config.json").unlink()
         with pytest.raises(ConfigError, match="cannot be told"):
             Adapters().content(lora(tmp_path / "a"))
+
+
+class TestLargeAdapters:
+    """They are read behind the scheduler's thread; until that is done their requests are not cached."""
+
+    @pytest.fixture(autouse=True)
+    def behind(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+        """All are large, and are read once this is set."""
+        go, folder_content = threading.Event(), adapters.folder_content
+
+        def late(*given: Any) -> str:
+            go.wait(PATIENCE_S)
+            return folder_content(*given)
+
+        monkeypatch.setattr(adapters, "SMALL_BYTES", 0)
+        monkeypatch.setattr(adapters, "folder_content", late)
+        return go
+
+    def read(self, known: Adapters) -> None:
+        for reading in known._readings.values():
+            assert reading.wait(PATIENCE_S)
+
+    def test_they_have_a_content_once_they_are_read(self, behind: threading.Event, tmp_path: Path) -> None:
+        known, asked = Adapters(), lora(written(tmp_path / "a", 1))
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="being read"):
+                known.content(asked)
+        assert not known.lost(asked)
+        behind.set()
+        self.read(known)
+        assert known.content(asked) == known.content(asked) != ""
+
+    def test_files_that_were_replaced_meanwhile_may_be_either(self, behind: threading.Event, tmp_path: Path) -> None:
+        known, asked = Adapters(), lora(written(tmp_path / "a", 1))
+        with pytest.raises(ConfigError, match="being read"):
+            known.content(asked)
+        written(tmp_path / "a", 2)
+        behind.set()
+        self.read(known)
+        with pytest.raises(ConfigError, match="new id"):
+            known.content(asked)
+        assert known.lost(asked)
 
 
 class TestMixed:

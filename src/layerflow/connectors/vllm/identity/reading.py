@@ -1,4 +1,4 @@
-"""Reads an engine's weights behind its start, so that no start waits long for their digest."""
+"""Reads weights on a thread of its own: no start, and no request, waits long for their digest."""
 
 from __future__ import annotations
 

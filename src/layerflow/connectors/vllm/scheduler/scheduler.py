@@ -372,6 +372,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Hang up."""
+        self._keys.close()
         self._handoffs.close()
         if self._lookups is not None:
             self._lookups.close()
