@@ -45,7 +45,7 @@ class OwnedThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __repr__(self) -> str:
-        state = "running" if self.alive else "ended" if self.started else "not started"
+        state = "running" if self.alive else "ended" if self.ident else "not started"
         return f"<OwnedThread {self.name} {state}, {self._restarts} restarts>"
 
     @property
@@ -54,9 +54,9 @@ class OwnedThread:
         return self._thread.name
 
     @property
-    def started(self) -> bool:
-        """Has :meth:`start` been called?"""
-        return self._thread.ident is not None
+    def ident(self) -> int | None:
+        """As of :class:`threading.Thread`; None = it was not started."""
+        return self._thread.ident
 
     @property
     def alive(self) -> bool:
@@ -98,7 +98,7 @@ class OwnedThread:
         """Wait until it has ended by itself; False after `timeout_s`."""
         if self.current:
             return False
-        if self.started:
+        if self.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

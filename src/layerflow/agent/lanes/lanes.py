@@ -51,7 +51,7 @@ class CopyEnds:
             trace(job, "load" if direction == LOAD else "save", min(began, now), now)
             self._landed_at[direction] = now
         if job.batch.direction == LOAD:
-            job.step.fail_replaced()
+            job.step.landed(job.batch)
         self._ended(job, failure)
 
     def _device_failed(self, error: BaseException, job: CopyTask, failure: str) -> None:
@@ -59,7 +59,7 @@ class CopyEnds:
         reason = f"{BROKEN}: {type(error).__name__}: {error}"
         log.error("batch_copy_failed", step=job.batch.step, batch=job.batch.batch, error=reason)
         if job.batch.direction == LOAD:
-            job.step.load_failed(job.step.group_of(job.batch.layer), job.batch.lo, job.batch.hi, reason)
+            job.step.landed(job.batch, reason)
         self._ended(job, failure or reason)
 
 
@@ -76,10 +76,12 @@ class Lanes:
         self._counters = counters
         self._loaded = loaded
         self.links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
-        self.poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
+        self.poller = (
+            Poller(device.kind, prepare=device.leave_captures, lost=link.give_up) if device.kind != "cpu" else None
+        )
         ends = CopyEnds(self.poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
-        self.load = LoadLane(ends.copied, self._loaded_some)
-        self.save = SaveLane(ends.copied, self._saved_some)
+        self.load = LoadLane(ends.copied, self._loaded_some, link.give_up)
+        self.save = SaveLane(ends.copied, self._saved_some, link.give_up)
 
     def close(self) -> None:
         """Stop the lanes and the poller."""
@@ -100,6 +102,7 @@ class Lanes:
         batch = job.batch
         if batch.direction == SAVE:
             job.step.reads.ended(batch)
+            failure = failure or job.step.saves_spoilt
         else:
             self._loaded(job.step)
         if job.news is None:
