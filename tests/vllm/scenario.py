@@ -163,6 +163,7 @@ class Scenario:
         """What a pooling model makes of prompts that arrive together, as nested lists."""
         asked = [{"prompt_token_ids": list(each)} for each in prompts]
         outputs = self._llm.encode(asked, pooling_task=task, use_tqdm=False)
+        self.free_blocks()  # what a prompt without further steps has saved is told in steps that compute nothing
         return [output.outputs.data.float().tolist() for output in outputs]
 
     def generate_embedded(self, prompts: Sequence[Prompt], max_tokens: int) -> list[tuple[int, ...]]:
