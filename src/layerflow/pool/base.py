@@ -259,6 +259,11 @@ class Pool(Protocol):
         """Hide every complete object; how many."""
         ...
 
+    @property
+    def departures(self) -> int:
+        """How many complete objects have been evicted or hidden since the start."""
+        ...
+
     def statistics(self) -> PoolStatistics:
         """A snapshot."""
         ...

@@ -306,6 +306,11 @@ class MemoryPool:
 
     # Looking -------------------------------------------------------------------------------------
 
+    @property
+    def departures(self) -> int:
+        """How many complete objects have been evicted or hidden since the start."""
+        return self._room.evictions + self._hidden
+
     def statistics(self) -> PoolStatistics:
         """A snapshot. `used_bytes` counts whole slots; `pinned` counts hidden objects that are still read."""
         directory = self._directory

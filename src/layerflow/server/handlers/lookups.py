@@ -26,6 +26,7 @@ from layerflow.server.lookup.lookup import (
     find_and_bring,
     hit_keys,
     prompt_keys,
+    prompt_objects,
 )
 from layerflow.server.lookup.pieces import bring_pieces
 from layerflow.server.lookup.plans import lease_owner, lookup_owner
@@ -126,7 +127,7 @@ class Lookups:
 
         number, resets = session.number, session.resets
         charge = session.account.charge(f"request {message.request!r}: a lookup that waits", kept_bytes(message))
-        objects = len(prompt_keys(session.spec, [*digests, message.tail] if message.tail else digests))
+        objects = prompt_objects(session.spec, len(digests) + bool(message.tail))
 
         def answer(found: frozenset[bytes]) -> None:
             charge.release()
@@ -266,12 +267,12 @@ class Lookups:
         pool, resets = self._context.pool, session.resets
         owner = lookup_owner(session.engine, message.request, session.number, message.id)
         for _ in range(MOST_SEARCHES):
-            before = self._departures()
+            before = pool.departures
             hit = yield from search()
             until = time.monotonic() + message.lease_ms / 1e3
             places = yield from self._lease(session, message, digests, hit, owner, until)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
-            if self._context.tier is not None or self._departures() == before:
+            if self._context.tier is not None or pool.departures == before:
                 break
         if session.resets != resets:  # these are keys of weights that were replaced meanwhile
             pool.release(owner)
@@ -281,11 +282,6 @@ class Lookups:
         if not plan:
             pool.hand_over(owner, lease_owner(session.engine, message.request), until)
         self._found(session, message, hit, heard, plan=plan, places=places, following=following, reason=reason)
-
-    def _departures(self) -> int:
-        """How many objects have left the pool since the start."""
-        figures = self._context.pool.statistics()
-        return figures.evictions + figures.hidden
 
     def _lease(
         self,

@@ -45,6 +45,8 @@ class Handlers:
         self._context = context
         self._log = structlog.get_logger("layerflow.server")
         self._answering: set[asyncio.Task[None]] = set()
+        self._windows_due = False
+        self._told_window = -1
         self._lookups = Lookups(context, self._guarded)
         if context.peers is not None:
             context.peers.keep_part = functools.partial(keep_part, context)
@@ -97,14 +99,24 @@ class Handlers:
         if context.tier is not None and not any(other.engine == session.engine for other in context.sessions):
             context.tier.drop_leases(session.engine)
         if session.memory:
-            self._tell_windows()
+            self._workers_changed()
         context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())
 
-    def _tell_windows(self, but: ClientSession | None = None) -> None:
-        """Workers share what may be in flight by plans: each has another window when one comes or goes."""
+    def _workers_changed(self) -> None:
+        """Workers share what may be in flight by plans: they are told where their windows change, once per turn."""
+        if not self._windows_due:
+            self._windows_due = True
+            asyncio.get_running_loop().call_soon(self._tell_windows)
+
+    def _tell_windows(self) -> None:
+        self._windows_due = False
+        terms = self._context.terms()
+        if terms.window_bytes == self._told_window:
+            return
+        self._told_window = terms.window_bytes
         for worker in self._context.sessions:
-            if worker.memory and worker is not but:
-                self._context.send(worker, self._context.terms())
+            if worker.memory:
+                self._context.send(worker, terms)
 
     def _refuse(self, session: ClientSession, message: ToServer, code: str, error: LayerflowError) -> None:
         self._context.metrics.protocol_error(code)
@@ -253,4 +265,4 @@ class Handlers:
         attached = wire.Attached(context.arena_bytes if message.memory else 0, context.terms(), context.incarnation)
         context.send(session, attached)
         if message.memory:
-            self._tell_windows(session)
+            self._workers_changed()
