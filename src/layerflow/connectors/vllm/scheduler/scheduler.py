@@ -10,7 +10,8 @@ Loads can fail, also on another rank, while later steps are planned already: :mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -19,10 +20,11 @@ from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.values import MISS
+from layerflow.connectors.vllm.guard import attempt, guarded
 from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
-from layerflow.connectors.vllm.plan.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.plan import NO_NEWS, Promise, StepPlan, UnkeptLoad, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.plan.verdicts import Verdicts
 from layerflow.connectors.vllm.scheduler.keys import PromptKeys
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
@@ -43,6 +45,20 @@ CONNECT_S = 2.0
 """How long vLLM's start may wait for a server, so that the first prompt finds it."""
 
 log = structlog.get_logger("layerflow.vllm")
+
+
+def _nothing() -> None:
+    """What most hooks answer."""
+
+
+def _no_hit() -> tuple[int | None, bool]:
+    """A prompt is computed."""
+    return 0, False
+
+
+def _frees() -> tuple[bool, dict[str, Any] | None]:
+    """vLLM frees the request's blocks; a step that takes them ends the saves that read them."""
+    return False, None
 
 
 class SchedulerSide:
@@ -81,6 +97,7 @@ class SchedulerSide:
         self._may_load = options.load and (groups == 1 or can_fail_in_background)
         self._tracked: dict[str, Tracked] = {}
         self._loading: list[Tracked] = []
+        self._promised: dict[str, Promise] = {}
         self._leaving: list[str] = []
         self._aborted: list[str] = []
         self._ranks = 0
@@ -131,6 +148,7 @@ class SchedulerSide:
 
     # -- a request arrives ------------------------------------------------------------------------
 
+    @guarded(_nothing)
     def arrived(self, request: Any) -> None:
         """Hash the prompt and start its lookup before its answer is waited for."""
         if self._unmet is not None:
@@ -155,6 +173,7 @@ class SchedulerSide:
         if may_load and self._search is not None and not self._handoffs.seeks(tracked):
             self._search.ask(tracked)
 
+    @guarded(_no_hit)
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those vLLM has, None = not known yet; and whether in the background."""
         if self._unmet is not None and request.request_id in self._unmet:
@@ -182,12 +201,16 @@ class SchedulerSide:
         tracked.background = mode is Mode.BULK or not self.step_loads.may(hit, request.num_tokens)
         return more, tracked.background
 
+    @guarded(_nothing)
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """vLLM has given the request its blocks: the load is on, or not."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._lookups is None:
             return
         tracked.tables = blocks.get_block_ids()
+        if num_external > 0:  # first: whatever follows, it is loaded, or reported as failed
+            promised = Promise(tracked.tables, tracked.local, num_external, tracked.background)
+            self._promised[tracked.id] = promised
         if tracked.hit is MISS:
             return
         if self._saves is not None:
@@ -202,10 +225,16 @@ class SchedulerSide:
     # -- a step -----------------------------------------------------------------------------------
 
     def plan(self, output: Any) -> StepPlan:
-        """What the step moves.
+        """What the step moves, and which loads that vLLM was promised it does not.
 
         :param output: vLLM's SchedulerOutput.
         """
+        plan = self._plan(output)
+        plan.unkept = self._unkept()
+        return plan
+
+    @guarded(StepPlan)
+    def _plan(self, output: Any) -> StepPlan:
         if self._search is not None:
             self._search.pass_over(idle=not output.num_scheduled_tokens)
         plan = StepPlan(replaced=self._replaced, restarts=self._handoffs.restarts)
@@ -215,9 +244,13 @@ class SchedulerSide:
         plan.verdicts = self._verdicts.take()
         plan.fresh = self._saves.fresh(output, self._loading)
         plan.rewritten = are_rewritten(self._saves.spec, output, self._loading)
-        for tracked in self._loading:
-            self._load(tracked, plan, output.num_scheduled_tokens.get(tracked.id, 0))
-        self._loading.clear()
+        loading, self._loading = self._loading, []
+        for tracked in loading:
+            tokens = output.num_scheduled_tokens.get(tracked.id, 0)
+            if attempt(functools.partial(self._load, tracked, plan, tokens), "build_connector_meta"):
+                self._promised.pop(tracked.id, None)
+            else:
+                self._forsake(tracked)
         self._saves.step(output, plan)
         # Another connector of a MultiConnector may load in this step, and its failures are not told to these workers.
         loads = bool(plan.loads or plan.tails or getattr(output, "has_sync_kv_loads", False))
@@ -230,6 +263,7 @@ class SchedulerSide:
         self._leaving, self._aborted = [], []
         return plan
 
+    @guarded(_nothing)
     def heard(self, output: Any) -> None:
         """What the workers report after a step.
 
@@ -264,6 +298,7 @@ class SchedulerSide:
         if news.costs is not None and self._advisor is not None:
             self._advisor.adopt(*news.costs)
 
+    @guarded(_frees)
     def finished(self, request: Any, tables: tuple[list[int], ...] = ()) -> tuple[bool, dict[str, Any] | None]:
         """The request is over: must its blocks stay until :attr:`StepPlan.leaving` is answered; what its response says.
 
@@ -285,6 +320,7 @@ class SchedulerSide:
             self._drop(tracked.id)
         if tracked.load is not None:
             self._loading.remove(tracked)
+            self._promised.pop(tracked.id, None)
         stays = self._saves is not None and self._saves.reading(tracked.id) and not tracked.arriving
         if stays:
             self._leaving.append(tracked.id)
@@ -293,6 +329,7 @@ class SchedulerSide:
             self._aborted.append(tracked.id)
         return stays, merged(tracked.summary(), self._handoffs.finished(tracked, tables))
 
+    @guarded(lambda: False)
     def reset(self) -> bool:
         """The weights are being replaced under the same name: nothing computed with the old ones is loaded again.
 
@@ -358,6 +395,40 @@ class SchedulerSide:
             if self._keys.lost(tracked.request):
                 tracked.may_save = False
                 self._end(tracked)
+
+    def hook_failed(self, hook: str, subject: Any) -> None:
+        """See :class:`..guard.Side`."""
+        name = getattr(subject, "request_id", "")
+        if self._unmet is not None:
+            self._unmet.pop(name, None)
+        tracked = self._tracked.get(name)
+        if tracked is not None:
+            self._forsake(tracked)
+        if hook == "_plan":
+            self._loading.clear()
+
+    def _forsake(self, tracked: Tracked) -> None:
+        """The request is computed without layerflow from here on: what it has open ends, as far as that can be done."""
+        del self._tracked[tracked.id]
+        if tracked in self._loading:
+            self._loading.remove(tracked)
+        ends: list[Callable[[], object]] = [
+            functools.partial(self._handoffs.give_up, tracked, "connector has failed on this request"),
+            functools.partial(self._handoffs.finished, tracked, tracked.tables),
+            functools.partial(self._drop, tracked.id),
+        ]
+        if self._saves is not None:
+            ends.append(functools.partial(self._saves.close, tracked))
+        for end in ends:
+            attempt(end, "request_finished")
+
+    def _unkept(self) -> dict[str, UnkeptLoad]:
+        """Loads that vLLM was promised, and that no plan has."""
+        if not self._promised:  # nearly always
+            return {}
+        promised, self._promised = self._promised, {}
+        size = self.spec.groups[0].block_size if self.spec is not None else 1
+        return {name: promise.unkept(size) for name, promise in promised.items()}
 
     def close(self) -> None:
         """Hang up."""
