@@ -57,6 +57,11 @@ class SavePlanner:
         """May a save of this request, which may be over, still read its blocks on some rank?"""
         return request in self._reading
 
+    @property
+    def any_reading(self) -> bool:
+        """May a save of any request still read, on some rank?"""
+        return bool(self._reading)
+
     def drained(self, request: str, number: int, ranks: int, of: int) -> None:
         """Saves for the request have ended on some ranks, up to and including those of a plan.
 

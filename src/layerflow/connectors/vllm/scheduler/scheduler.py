@@ -11,6 +11,7 @@ Loads can fail, also on another rank, while later steps are planned already: :mo
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import structlog
 from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
+from layerflow.agent.descriptors import check_name
 from layerflow.agent.values import MISS
 from layerflow.connectors.vllm.guard import attempt, guarded
 from layerflow.connectors.vllm.identity.identity import RequestKeys
@@ -26,6 +28,7 @@ from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
 from layerflow.connectors.vllm.plan.plan import NO_NEWS, Promise, StepPlan, UnkeptLoad, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.plan.verdicts import Verdicts
+from layerflow.connectors.vllm.scheduler.holders import BlockHolders
 from layerflow.connectors.vllm.scheduler.keys import PromptKeys
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
@@ -37,6 +40,9 @@ from layerflow.spec import ModelSpec
 
 if TYPE_CHECKING:
     from layerflow.connectors.vllm.scheduler.events import ChunkEvents
+
+QUIET_S, QUIET_LOOK_S = 5.0, 0.02
+"""How long a reset waits for saves to end, and how often it looks; a worker's saves begin 5 ms behind a short step."""
 
 TELL_S = 0.5
 """How long a reset may wait for the server; it is complete without it."""
@@ -72,6 +78,7 @@ class SchedulerSide:
     :param events: takes what is stored, where vLLM's KV cache events are on.
     :param keys: hashes its requests.
     :param handoffs: between prefill and decode engines.
+    :param drains_holders: vLLM lets requests run first that hold blocks for their loaded prompt.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class SchedulerSide:
         events: ChunkEvents | None = None,
         keys: RequestKeys | None = None,
         handoffs: HandoffSide | None = None,
+        drains_holders: bool = True,
     ) -> None:
         self.options = options
         self.events = events
@@ -94,6 +102,7 @@ class SchedulerSide:
         self._keys = PromptKeys(keys or RequestKeys(), options.model_content)
         self._handoffs = handoffs or HandoffSide()
         self._trusts_sight = trusts_sight
+        self._holders = None if drains_holders else BlockHolders()
         self._may_load = options.load and (groups == 1 or can_fail_in_background)
         self._tracked: dict[str, Tracked] = {}
         self._loading: list[Tracked] = []
@@ -159,6 +168,7 @@ class SchedulerSide:
         if request.prompt_embeds is not None or not request.prompt_token_ids:
             return self._handoffs.without_keys(part)
         try:
+            check_name(request.request_id)
             chain = self._keys.chain(request)
         except LayerflowError as error:
             self._handoffs.without_keys(part)
@@ -179,6 +189,8 @@ class SchedulerSide:
         if self._unmet is not None and request.request_id in self._unmet:
             return None, False  # a step, be it empty, brings the workers' layouts
         tracked = self._tracked.get(request.request_id)
+        if self._holders is not None and self._holders.go_first(request, self.step_loads.has_blocks):
+            return None, False
         if tracked is None or self._search is None or self._advisor is None:
             return 0, False
         if self._search.undecided(tracked):
@@ -211,6 +223,8 @@ class SchedulerSide:
         if num_external > 0:  # first: whatever follows, it is loaded, or reported as failed
             promised = Promise(tracked.tables, tracked.local, num_external, tracked.background)
             self._promised[tracked.id] = promised
+            if self._holders is not None and tracked.background:
+                self._holders.loading(tracked.id)
         if tracked.hit is MISS:
             return
         if self._saves is not None:
@@ -237,6 +251,8 @@ class SchedulerSide:
     def _plan(self, output: Any) -> StepPlan:
         if self._search is not None:
             self._search.pass_over(idle=not output.num_scheduled_tokens)
+        if self._holders is not None:
+            self._holders.planned(output.num_scheduled_tokens)
         plan = StepPlan(replaced=self._replaced, restarts=self._handoffs.restarts)
         self._replaced = False
         if self._saves is None:
@@ -276,6 +292,8 @@ class SchedulerSide:
         if self._unmet is not None:
             self._met(news.layouts)
         for request in output.finished_recving or ():
+            if self._holders is not None:
+                self._holders.loaded(request)
             if request in self._tracked:
                 self._tracked[request].arriving = False
                 if request not in news.failed:
@@ -309,6 +327,8 @@ class SchedulerSide:
         if self._unmet is not None:
             self._unmet.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
+        if self._holders is not None:
+            self._holders.finished(request.request_id)
         if tracked is None:
             return False, None
         if self._saves is not None:
@@ -347,10 +367,29 @@ class SchedulerSide:
         if self.events is not None:
             self.events.cleared()
         try:
-            self._control.reset(TELL_S)
-        except LayerflowError as error:
+            return self._quiesce(self._control)
+        except LayerflowError as error:  # without a server the workers have cut off what they had under way
             log.warning("reset_not_told", error=str(error))
         return True
+
+    def _quiesce(self, control: Control) -> bool:
+        """Tell the server, and wait until no worker touches its engine's memory, which vLLM may unmap next.
+
+        False: some still do. Workers report to this side with steps only, and none follows: the server is asked. Saves
+        that were to begin a moment behind the last step have begun, and are cut off as well, when it says so twice.
+        """
+        told = control.reset(TELL_S)
+        if self._saves is None or not self._saves.any_reading:
+            return True
+        until, quiet = time.monotonic() + QUIET_S, 0
+        while time.monotonic() < until:
+            quiet = 0 if told["steps"] else quiet + 1
+            if quiet > 1:
+                return True
+            time.sleep(QUIET_LOOK_S)
+            told = control.reset(TELL_S)
+        log.warning("reset_while_saving", steps=told["steps"], waited_s=QUIET_S)
+        return False
 
     def _end(self, tracked: Tracked) -> None:
         """Nothing of the request is loaded or saved any more, unless it starts anew."""
@@ -390,7 +429,7 @@ class SchedulerSide:
 
     def _unknown(self, request: Any, error: LayerflowError) -> None:
         """The request has no keys; where its adapter is to blame, others of that adapter have none any more."""
-        log.warning("request_not_cached", request=request.request_id, error=str(error))
+        log.warning("request_not_cached", request=ascii(request.request_id)[1:-1][:200], error=str(error))
         for tracked in self._tracked.values():
             if self._keys.lost(tracked.request):
                 tracked.may_save = False
