@@ -47,6 +47,7 @@ from layerflow.server.transport.security import Curve, open_curve
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
+from layerflow.wire.zmtp import Mechanism, Null
 
 if TYPE_CHECKING:
     from layerflow.server.peers.peers import Peers
@@ -292,15 +293,15 @@ class Server:
         local.bind(server.endpoint)
         endpoints = [server.endpoint]
         if server.tcp_endpoint:
-            remote = self._router(REMOTE)
+            self._curve = open_curve(server)
+            remote = self._door(REMOTE, self._curve.mechanism)
             self._doors[REMOTE] = remote
-            self._curve = open_curve(self._context, remote.socket, server)
             endpoints.append(remote.bind(server.tcp_endpoint))
         for door in self._doors.values():
             door.start()
         return endpoints
 
-    def _door(self, name: str) -> Door:
+    def _door(self, name: str, mechanism: Callable[[], Mechanism] = Null) -> Door:
         def known(identity: bytes) -> bool:
             address = (name, identity)
             return self.sessions.at(address) is not None or (
@@ -312,6 +313,7 @@ class Server:
             lambda identity: self._hung_up((name, identity)),
             known,
             self.settings.server.max_message_bytes,
+            mechanism,
         )
 
     def _router(self, name: str) -> Router:
@@ -322,8 +324,6 @@ class Server:
         for door in self._doors.values():
             door.close()
         self._doors.clear()
-        if self._curve is not None:
-            self._curve.close()
         if self._own_context:
             self._context.term()
         if self._fd_server is not None:
