@@ -129,8 +129,13 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers can only wait for their blocks if the hooks run: not inside one replayed graph."""
-        return parse_options(extra_config, producer=True, consumer=True).mode != "bulk"
+        """A batch that may be replayed as one whole graph waits for its loads before it, and saves behind it.
+
+        vLLM 0.32 tells whether a pass may be one. On earlier versions layers wait for their blocks in hooks, which do
+        not run inside such a graph.
+        """
+        options = parse_options(extra_config, producer=True, consumer=True)
+        return release(vllm.__version__) < (0, 32) and options.load and options.mode != "bulk"
 
     # -- the scheduler's process ----------------------------------------------------------------------
 
@@ -213,8 +218,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         engine_id = self._kv_transfer_config.engine_id
         if not endpoint:
             endpoint = embedded_endpoint(engine_id)
-            if layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0:
+            if self._server is None and layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0:
                 self._server = embed(self.options, engine_id)
+        if self._worker is not None:  # vLLM has made its cache anew
+            self._worker.let_go()
+            self._worker.close()
         agent = Agent(endpoint, layout.spec, layout.tensors, engine_id)
         # With some caches vLLM zeroes new blocks while it prepares a step, and where steps overlap the one before may
         # still run then.
@@ -271,7 +279,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if this.replayed:
                 self._worker.wait_whole()
             if self._vllm_config.device_config.device_type == "npu":
-                self._worker.wait_unasked(forward_context.attn_metadata)
+                self._worker.wait_unasked(getattr(forward_context, "attn_metadata", None))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Before a layer's attention."""

@@ -19,6 +19,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def nothing() -> None:
+    """What most hooks answer."""
+
+
 class Side(Protocol):
     """The scheduler's side, or a worker's."""
 

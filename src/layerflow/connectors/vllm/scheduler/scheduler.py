@@ -22,7 +22,7 @@ from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
 from layerflow.agent.descriptors import check_name
 from layerflow.agent.values import MISS
-from layerflow.connectors.vllm.guard import attempt, guarded
+from layerflow.connectors.vllm.guard import attempt, guarded, nothing
 from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
@@ -51,10 +51,6 @@ CONNECT_S = 2.0
 """How long vLLM's start may wait for a server, so that the first prompt finds it."""
 
 log = structlog.get_logger("layerflow.vllm")
-
-
-def _nothing() -> None:
-    """What most hooks answer."""
 
 
 def _no_hit() -> tuple[int | None, bool]:
@@ -157,7 +153,7 @@ class SchedulerSide:
 
     # -- a request arrives ------------------------------------------------------------------------
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def arrived(self, request: Any) -> None:
         """Hash the prompt and start its lookup before its answer is waited for."""
         if self._unmet is not None:
@@ -213,7 +209,7 @@ class SchedulerSide:
         tracked.background = mode is Mode.BULK or not self.step_loads.may(hit, request.num_tokens)
         return more, tracked.background
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """vLLM has given the request its blocks: the load is on, or not."""
         tracked = self._tracked.get(request.request_id)
@@ -280,7 +276,7 @@ class SchedulerSide:
         self._leaving, self._aborted = [], []
         return plan
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def heard(self, output: Any) -> None:
         """What the workers report after a step.
 
