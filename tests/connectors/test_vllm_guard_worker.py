@@ -1,4 +1,4 @@
-"""An error in a worker's hook ends no engine: its step's loads have failed, and saves are given up; the next is well."""
+"""An error in a hook of a worker ends no engine: the loads of its step have failed, and the next step is well."""
 
 from __future__ import annotations
 

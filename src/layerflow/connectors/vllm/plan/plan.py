@@ -210,6 +210,9 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 NO_NEWS = WorkerReport()
 
+NOT_NAMED = WorkerLayout(b"", (), "")
+"""From a worker whose weights have no digest yet: its layout comes with a later step's report."""
+
 
 def requests_of(parts: Iterable[PartDescriptor]) -> tuple[str, ...]:
     """Whose parts these are, each once."""

@@ -143,6 +143,8 @@ class SavePlanner:
             # Tokens that are not known yet (speculated, or sampled by a step in flight) are not final.
             final = min(vllm.num_computed_tokens + output.num_scheduled_tokens[request], vllm.num_tokens)
             upto = final if self._options.save_decode else min(final, vllm.num_prompt_tokens)
+            if tracked.ends_early:
+                upto = min(upto, len(tracked.chain))
             tables.follow(tracked)
             if upto > tracked.saved:
                 more = functools.partial(self._more, asked, tracked, upto, output)
@@ -150,7 +152,7 @@ class SavePlanner:
                     self.close(tracked)  # nothing more of it is saved; the others' saves are
                     continue
             plan.promised |= isinstance(tracked.handoff, PrefillHandoff)
-            if upto >= vllm.num_prompt_tokens and not self._options.save_decode:
+            if upto >= min(vllm.num_prompt_tokens, len(tracked.chain)) and not self._options.save_decode:
                 self.close(tracked)
         if not asked:
             return
