@@ -144,6 +144,7 @@ class Lend(msgspec.Struct, tag="lend", frozen=True):
     :param keys: 24 bytes each. :param offsets: u64 each: the header's place in the arena. :param nbytes: u64 each.
     :param blocks: u32 each; 0 = the object is being saved, and has no header yet.
     :param stored: u64 each: so many leading bytes may be read.
+    :param lease_key: with which what is read is tagged.
     """
 
     lease: int
@@ -153,6 +154,7 @@ class Lend(msgspec.Struct, tag="lend", frozen=True):
     nbytes: bytes
     blocks: bytes
     stored: bytes
+    lease_key: bytes
 
 
 class Extend(msgspec.Struct, tag="extend", frozen=True):

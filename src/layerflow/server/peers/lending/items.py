@@ -38,7 +38,7 @@ def lent_item(view: memoryview, key: bytes, place: Located | None, pending: Open
     return LentItem(key, wire.MISSING)
 
 
-def lent(lease: int, token: bytes, items: Sequence[LentItem]) -> Lend:
+def lent(lease: int, token: bytes, lease_key: bytes, items: Sequence[LentItem]) -> Lend:
     """What the exporter is told: of all keys, so that positions are those of the lookup."""
     return Lend(
         lease,
@@ -48,11 +48,18 @@ def lent(lease: int, token: bytes, items: Sequence[LentItem]) -> Lend:
         pack_u64([item.nbytes for item in items]),
         pack_u32([item.blocks if item.state == wire.STORED else 0 for item in items]),
         pack_u64([item.stored for item in items]),
+        lease_key,
     )
 
 
 def found_of(
-    message: wire.PeerLookup, lease: int, token: bytes, items: Sequence[LentItem], reason: str, failed: bool
+    message: wire.PeerLookup,
+    lease: int,
+    token: bytes,
+    items: Sequence[LentItem],
+    reason: str,
+    failed: bool,
+    lease_key: bytes,
 ) -> wire.PeerFound:
     return wire.PeerFound(
         message.id,
@@ -67,4 +74,5 @@ def found_of(
         pack_u32([item.save for item in items]),
         reason,
         failed,
+        lease_key,
     )

@@ -34,6 +34,7 @@ from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Extend, Withdraw, split_keys
 from layerflow.wire.messages import Message
+from layerflow.wire.peer_link import LINK_KEY_BYTES
 
 log = structlog.get_logger("layerflow.server.peers")
 
@@ -176,7 +177,7 @@ class Lending:
         return {
             "leases": self.leases,
             **self.counts(),
-            "endpoints": [f"{one.link}://{one.address}" for one in self.exporting.endpoints],
+            "endpoints": self.exporting.shown,
             "exporter": dataclasses.asdict(exporter.state),
             "exporter_figures": dict(exporter.statistics),
             "who": [
@@ -239,19 +240,20 @@ class Lending:
         """
         keys = split_keys(message.keys)
         lease = Lease(self._numbers + 1, reader, message.lease_ms / 1e3)
-        whole, why = self._pin(keys, lease) if self.exporting.endpoints else ([None] * len(keys), "no exporter")
+        whole, why = self._pin(keys, lease) if self.exporting.address else ([None] * len(keys), "no exporter")
         still = {key: at for at, key in enumerate(keys) if whole[at] is None}
-        pending = self._open.lend(lease, still, storing) if storing is not None and self.exporting.endpoints else {}
+        pending = self._open.lend(lease, still, storing) if storing is not None and self.exporting.address else {}
         items = [lent_item(self._view, key, place, pending.get(key)) for key, place in zip(keys, whole, strict=True)]
-        token = b""
+        token = lease_key = b""
         if any(item.state != wire.MISSING for item in items):
             self._numbers += 1
             self._set_timer(lease)
             reader.leases[lease.number] = lease
             self.lent_objects += sum(item.state != wire.MISSING for item in items)
-            token = secrets.token_bytes(wire.PEER_TOKEN_BYTES)
-            self.exporting.send(lent(lease.number, token, items))
-        self._send(reader.address, found_of(message, lease.number if token else 0, token, items, reason or why, failed))
+            token, lease_key = secrets.token_bytes(wire.PEER_TOKEN_BYTES), secrets.token_bytes(LINK_KEY_BYTES)
+            self.exporting.send(lent(lease.number, token, lease_key, items))
+        found = found_of(message, lease.number if token else 0, token, items, reason or why, failed, lease_key)
+        self._send(reader.address, found)
 
     def _pin(self, keys: Sequence[bytes], lease: Lease) -> tuple[list[Located | None], str]:
         """Pin what is whole here, as far as the share allows; what was left out, and why."""
@@ -339,6 +341,6 @@ class Lending:
                 server.heartbeat_ms,
                 server.liveness_ms,
                 self._arena_bytes,
-                self.exporting.endpoints,
+                self.exporting.endpoints(reader.link_name),
             ),
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from layerflow.server.clients.sessions import Address
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire import messages as wire
+from layerflow.wire.peer_link import READER_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +35,7 @@ class Reader:
 
     :param number: below 0: those of sessions are above.
     :param heard: when it last said anything, monotonic seconds.
+    :param link_name: of it on the link.
     """
 
     address: Address
@@ -42,6 +45,7 @@ class Reader:
     heard: float
     leases: dict[int, Lease] = field(default_factory=dict)
     lookups: int = 0
+    link_name: bytes = field(default_factory=lambda: secrets.token_bytes(READER_BYTES))
 
 
 class OwnSizes:
