@@ -235,8 +235,13 @@ class BackendCalls:
     def __init__(self, suspect: Callable[[], None]) -> None:
         self.suspect = suspect
 
-    def results(self, name: str, count: int, call: Callable[[], list[ObjectResult]]) -> list[ObjectResult]:
-        """The backend's verdicts on `count` objects; an exception is the failure of all of them."""
+    def results(
+        self, name: str, count: int, call: Callable[[], list[ObjectResult]], undo: Callable[[], None] | None = None
+    ) -> list[ObjectResult]:
+        """The backend's verdicts on `count` objects; an exception is the failure of all of them.
+
+        :param undo: called then: what the backend had done until then is not known.
+        """
         try:
             results = call()
             if len(results) != count:
@@ -248,6 +253,8 @@ class BackendCalls:
         except Exception as error:
             log.exception("backend_call_failed", call=name, objects=count, error=describe(error))
             reason = f"{name}: {describe(error)}"
+        if undo is not None:
+            undo()
         return [ObjectResult(ObjectStatus.FAILED, reason)] * count
 
     def quietly(self, name: str, call: Callable[[], None]) -> None:

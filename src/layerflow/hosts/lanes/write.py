@@ -59,7 +59,10 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
         until = time.monotonic() + OPEN_PATIENCE_S
         with self.under_way(0):
             results = self._backend_calls.results(
-                "open_write", len(places), lambda: self._backend.open_write(places, until)
+                "open_write",
+                len(places),
+                lambda: self._backend.open_write(places, until),
+                lambda: self._undo(message.id, places),
             )
         self._settle(job, positions, results, self._refused.setdefault(message.id, []))
 
@@ -73,7 +76,10 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
         if lo == hi:
             with self.under_way(0) as until:
                 results = self._backend_calls.results(
-                    "commit", len(places), lambda: self._backend.commit(places, until)
+                    "commit",
+                    len(places),
+                    lambda: self._backend.commit(places, until),
+                    lambda: self._undo(message.id, places),
                 )
             self._settle(job, mine, results, failed)
             published += [job.places.pop(at) for at in mine if at in job.places]
@@ -95,6 +101,15 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
         if places:
             with self.under_way(0):
                 self._backend_calls.quietly("revoke", lambda: self._backend.revoke(places))
+
+    def _undo(self, number: int, places: Sequence[ObjectLocation]) -> None:
+        """After a call of job `number` that raised: any of these may be open at the backend, and none stays so.
+
+        What another job has opened is that job's: this one was told, or would have been, that it exists.
+        """
+        others = {place.key for other, job in self._jobs.items() if other != number for place in job.places.values()}
+        mine = [place for place in places if place.key not in others]
+        self._backend_calls.quietly("revoke", lambda: self._backend.revoke(mine))
 
     def _end(self, number: int) -> None:
         self._refused.pop(number, None)
