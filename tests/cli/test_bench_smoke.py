@@ -40,8 +40,13 @@ def test_flow():
 
 
 def test_copy():
-    result = copy.measure(moved_bytes=1 << 20, turns=1, block_kib=(16,))
+    result = copy.measure(moved_bytes=1 << 20, turns=1, block_kib=(16,), object_mib=(1, 2))
     assert result["16KiB"]["save_gbps"] > 0 and result["16KiB"]["load_gbps"] > 0
+    assert set(result["slots"]) == {"1MiB, 16KiB", "2MiB, 16KiB"}
+    assert result["slots_worst"] == min(
+        min(of["save_of_random"], of["load_of_random"]) for of in result["slots"].values()
+    )
+    assert len(copy.present(result)) == 3
 
 
 def test_device():
