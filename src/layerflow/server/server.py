@@ -47,6 +47,7 @@ from layerflow.server.transport.security import Curve, open_curve
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
+from layerflow.wire.rights import HERE, NotAllowed, Rights
 
 if TYPE_CHECKING:
     from layerflow.server.peers.peers import Peers
@@ -349,13 +350,19 @@ class Server:
     def _hear(self, door: str, identity: bytes, frame: bytes | None) -> None:
         address = (door, identity)
         session = self.sessions.at(address)
-        if session is not None:
-            session.heard = time.monotonic()
-            session.silent = False
+        reader = self.peers.reader(address) if self.peers is not None else None
         try:
+            rights = self._rights(door, identity)
+            known = session or reader
+            if known is not None and known.rights != rights:
+                session = None
+                raise ProtocolError("another client goes by this identity; connect with another one")
+            if session is not None:
+                session.heard = time.monotonic()
+                session.silent = False
             if frame is None:
                 raise ProtocolError("a message is one frame, not several")
-            if self.peers is not None and (reader := self.peers.reader(address)) is not None:
+            if self.peers is not None and reader is not None:
                 self.peers.heard(reader, codec.decode_request(frame, self.settings.server.max_message_bytes))
             elif session is not None:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
@@ -364,19 +371,35 @@ class Server:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
                 if isinstance(message, wire.PeerHello) and self.peers is not None:
                     self._clients.take_greeting(address)
-                    self.peers.hello(address, message)
+                    self.peers.hello(address, message, rights)
                 else:
-                    self._clients.hello(address, message)
+                    self._clients.hello(address, message, rights)
             else:
                 self._clients.greet(address, frame)
         except ProtocolError as error:
-            known = "malformed" if session is not None else STRANGER
-            code = "version" if isinstance(error, VersionMismatch) else known
+            code = "malformed" if session is not None else STRANGER
+            if isinstance(error, NotAllowed):
+                code = error.code
+            elif isinstance(error, VersionMismatch):
+                code = "version"
             self.metrics.protocol_error(code)
             unlogged = self._server_context.log_limit.admit(time.monotonic())
             if unlogged is not None:
                 self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
             self._doors[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
+
+    def _rights(self, door: str, identity: bytes) -> Rights:
+        """What a client may do whose message is handled now.
+
+        :raises ProtocolError: it has shown no key that is allowed.
+        """
+        listening = self._doors[door]
+        if door == LOCAL or isinstance(listening, Door) or self._curve is None:
+            return HERE
+        rights = self._curve.allowed.get(listening.key_of(identity).encode())
+        if rights is None:
+            raise ProtocolError("no key of the allow-list was shown")
+        return rights
 
     def _hung_up(self, address: Address) -> None:
         """A client's connection has ended."""

@@ -35,6 +35,7 @@ from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Extend, Withdraw, split_keys
 from layerflow.wire.messages import Message
 from layerflow.wire.peer_link import LINK_KEY_BYTES
+from layerflow.wire.rights import Rights
 
 log = structlog.get_logger("layerflow.server.peers")
 
@@ -86,7 +87,7 @@ class Lending:
         """That pin something, those included that are being ended."""
         return sum(len(reader.leases) for reader in self.readers.values()) + len(self._ending)
 
-    def hello(self, address: Address, message: wire.PeerHello) -> None:
+    def hello(self, address: Address, message: wire.PeerHello, rights: Rights) -> None:
         """A server introduces itself.
 
         :raises ProtocolError: there is no room for more.
@@ -94,7 +95,7 @@ class Lending:
         most = self._settings().peers.max_readers
         if len(self.readers) >= most:
             raise ProtocolError(f"peers.max_readers = {most} servers read here already")
-        reader = Reader(address, next(self._readers), message.name, message.pid, time.monotonic())
+        reader = Reader(address, next(self._readers), message.name, message.pid, time.monotonic(), rights)
         self.readers[address] = reader
         log.info("peer_reader", reader=reader.name, pid=reader.pid, door=address[0])
         self._welcome(reader)

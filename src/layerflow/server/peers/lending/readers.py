@@ -11,6 +11,7 @@ from layerflow.server.clients.sessions import Address
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire import messages as wire
 from layerflow.wire.peer_link import READER_BYTES
+from layerflow.wire.rights import Rights
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +36,7 @@ class Reader:
 
     :param number: below 0: those of sessions are above.
     :param heard: when it last said anything, monotonic seconds.
-    :param link_name: of it on the link.
+    :param rights: what it may do. :param link_name: of it on the link.
     """
 
     address: Address
@@ -43,6 +44,7 @@ class Reader:
     name: str
     pid: int
     heard: float
+    rights: Rights
     leases: dict[int, Lease] = field(default_factory=dict)
     lookups: int = 0
     link_name: bytes = field(default_factory=lambda: secrets.token_bytes(READER_BYTES))
