@@ -36,7 +36,11 @@ def test_overlap(shape):
 
 
 def test_flow():
-    assert flow.measure(requests=(2,), layers=2)["events_per_s"] > 0
+    result = flow.measure(requests=(2,), layers=2, sessions=(1, 40))
+    assert result["events_per_s"] > 0
+    for figures in result["by_sessions"].values():
+        assert figures["us_per_event"] > 0 and figures["tries_per_event"] <= 1 and figures["events"] > 1000
+    assert len(flow.present(result)) > 1
 
 
 def test_copy():

@@ -16,6 +16,7 @@ from layerflow.proxy.app import make_app
 from layerflow.proxy.context import Cut, ProxyContext, make_context
 from layerflow.proxy.instances.probes import probe_all
 from layerflow.proxy.metaserver import Metaserver
+from layerflow.system.descriptors import FOR_HTTP, prepare_descriptors
 
 _BACKLOG = 2048
 _log = structlog.get_logger("layerflow.proxy")
@@ -39,7 +40,7 @@ async def serve_proxy(
     listener = listen(settings.host, settings.port, _BACKLOG, advice)
     with contextlib.closing(listener):
         context.port = listener.getsockname()[1]
-        server = UvicornServer(make_app(context), _BACKLOG, lambda: started(url_of(listener)))
+        server = UvicornServer(make_app(context), _BACKLOG, lambda: started(url_of(listener)), _most_connections())
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(probe_all, context.instances, settings)
@@ -49,6 +50,11 @@ async def serve_proxy(
         finally:
             with anyio.CancelScope(shield=True):
                 await context.instances.close()
+
+
+def _most_connections() -> int:
+    """From clients: each request has up to three more connections, to engines."""
+    return max(16, min(_BACKLOG, (prepare_descriptors() - FOR_HTTP) // 4))
 
 
 async def serve_until_signal(settings: ProxySettings, started: Callable[[str], None]) -> None:

@@ -96,6 +96,8 @@ class Server:
         if settings.peers.serve or settings.peers.attach or settings.peers.learn:
             from layerflow.server.peers.peers import Peers  # noqa: PLC0415 - most servers have none
 
+            # The first socket starts libzmq's threads, which end the process where no descriptor is left for them.
+            self._context.socket(zmq.DEALER).close()
             self.peers = Peers(
                 lambda: self.settings,
                 self._context,
