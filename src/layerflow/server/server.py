@@ -379,11 +379,10 @@ class Server:
             else:
                 self._clients.greet(address, frame)
         except ProtocolError as error:
-            code = "malformed" if session is not None else STRANGER
+            known_code = "malformed" if session is not None else STRANGER
+            code = "version" if isinstance(error, VersionMismatch) else known_code
             if isinstance(error, NotAllowed):
                 code = error.code
-            elif isinstance(error, VersionMismatch):
-                code = "version"
             self.metrics.protocol_error(code)
             unlogged = self._server_context.log_limit.admit(time.monotonic())
             if unlogged is not None:

@@ -23,6 +23,7 @@ from layerflow.hosts.peer.greeting import greet
 from layerflow.hosts.peer.link import Lender, LentLink, LinkFailed
 from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive, send
 from layerflow.system.memfd import SharedMemory
+from layerflow.system.threads import OwnedThread
 from layerflow.wire.peer_link import (
     GONE,
     HEAD,
@@ -103,7 +104,7 @@ class Links:
 
     def start(self) -> None:
         """Accept, on a thread."""
-        threading.Thread(target=self._accept_all, name="layerflow-accept", daemon=True).start()
+        OwnedThread("layerflow-accept", self._accept, lost=lambda _: self._ended()).start()
 
     def statistics(self) -> dict[str, float]:
         """Counters and gauges."""
@@ -117,14 +118,6 @@ class Links:
                 "refused_links_total": self._refused,
                 "failed_accepts_total": self._failed_accepts,
             }
-
-    def _accept_all(self) -> None:
-        try:
-            self._accept()
-        except Exception as error:
-            log.exception("links_ended", error=f"{type(error).__name__}: {error}")
-        finally:
-            self._ended()
 
     def _accept(self) -> None:
         """:raises OSError: the listener is gone."""

@@ -14,6 +14,7 @@ from layerflow.hosts.peer.link import Items, Lender, LentLink, LinkFailed
 from layerflow.hosts.peer.streams import send
 from layerflow.hosts.peer.windowed.plane import DataPlane, Window
 from layerflow.system.memfd import SharedMemory
+from layerflow.system.threads import OwnedThread
 from layerflow.wire.peer_link import STAMP, pack_window
 
 TURN_BYTES = 2 << 20
@@ -24,6 +25,8 @@ SECTIONS = 64
 """Readers at once."""
 SERVE_S = 3.0
 """For so long after it was last heard of a reader may be reading, in seconds."""
+RESTART_S = 0.1
+"""Before the library is served again after an error of its own."""
 POLL_S = 2e-4
 """Between two looks at a library that has no thread of its own, while somebody may be reading."""
 
@@ -43,7 +46,7 @@ class WindowLender(Lender):
         self._free = list(range(SECTIONS))[::-1]
         self._busy_until = 0.0
         if plane.serve is not DataPlane.serve:
-            threading.Thread(target=self._serve, name="layerflow-plane", daemon=True).start()
+            OwnedThread("layerflow-plane", self._serve, restart_s=RESTART_S).start()
 
     def open(self, incarnation: bytes) -> LentLink:
         with self._lock:
