@@ -148,8 +148,12 @@ class Pool(Protocol):
         """Which objects are complete. Does not count as a use."""
         ...
 
-    def tails(self, parent: bytes) -> list[Tail]:
-        """Complete partial chunks that follow `parent`, longest first."""
+    def tails(self, parent: bytes, most: int = ..., *, undigested: bool = False) -> Iterator[Tail]:
+        """Complete partial chunks that follow `parent`, longest first. Nothing may change while they are taken.
+
+        :param most: tokens that each has at most.
+        :param undigested: only those whose block digests are not known; :meth:`sharing` finds the others.
+        """
         ...
 
     def sharing(self, block: bytes) -> Iterator[Child]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from layerflow.boxes import Box, cover
 from layerflow.keys import DIGEST_BYTES, covered_by, several_key
 from layerflow.pool.base import Located, Owner, Tail
 from layerflow.pool.memory import ArenaMemory, MemoryPool
+from layerflow.pool.tails import ANY_LENGTH, merged, renamed
 from layerflow.presence import PresenceWriter
 from layerflow.spec import ModelSpec, Shard
 
@@ -106,15 +107,15 @@ class CoveringPool(MemoryPool):
             return [there or bool(self._sources(key)) for key, there in zip(keys, found, strict=True)]
         return found
 
-    def tails(self, parent: bytes) -> list[Tail]:
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
         """As the base class; those that another partition has stored too."""
-        tails = super().tails(parent)
-        if self._alternatives:
-            end = parent[DIGEST_BYTES:]
-            for _, other in self._others(parent):
-                tails += [Tail(tail.tokens, tail.key[:DIGEST_BYTES] + end) for tail in super().tails(other)]
-            tails = sorted(dict.fromkeys(tails), key=lambda tail: (-tail.tokens, tail.key))
-        return tails
+        tails = super().tails(parent, most, undigested=undigested)
+        if not self._alternatives:
+            return tails
+        others = [
+            super(CoveringPool, self).tails(other, most, undigested=undigested) for _, other in self._others(parent)
+        ]
+        return merged(tails, *(renamed(of_other, parent) for of_other in others))
 
     def acquire(
         self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False

@@ -23,6 +23,7 @@ from layerflow.pool.base import (
 from layerflow.pool.directory import Directory, DirectoryEntry, ObjectState
 from layerflow.pool.headers import Headers
 from layerflow.pool.room import Room
+from layerflow.pool.tails import ANY_LENGTH
 from layerflow.presence import Presence, PresenceWriter
 
 _UINT32 = 1 << 32
@@ -85,9 +86,9 @@ class MemoryPool:
         """Every complete object."""
         return list(self._directory.ready)
 
-    def tails(self, parent: bytes) -> list[Tail]:
-        """Complete partial chunks that follow `parent`, longest first."""
-        return self._directory.tails(parent)
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
+        """Complete partial chunks that follow `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
+        return self._directory.tails(parent, most, undigested=undigested)
 
     def sharing(self, block: bytes) -> Iterator[Child]:
         """Complete chunks whose first block has this digest, newest first."""

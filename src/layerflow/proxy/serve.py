@@ -12,7 +12,8 @@ import structlog
 from layerflow.config.proxy import ProxySettings
 from layerflow.errors import ConfigError
 from layerflow.http_server import UvicornServer, listen, url_of
-from layerflow.proxy.app import make_app
+from layerflow.proxy import admin_socket
+from layerflow.proxy.app import make_admin_app, make_app
 from layerflow.proxy.context import Cut, ProxyContext, make_context
 from layerflow.proxy.instances.probes import probe_all
 from layerflow.proxy.metaserver import Metaserver
@@ -41,12 +42,17 @@ async def serve_proxy(
     with contextlib.closing(listener):
         context.port = listener.getsockname()[1]
         server = UvicornServer(make_app(context), _BACKLOG, lambda: started(url_of(listener)), _most_connections())
+        host = listener.getsockname()[0]
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(probe_all, context.instances, settings)
-                tasks.start_soon(_stop, context, server, shutdown, at_once)
-                await server.serve_on(listener)
-                tasks.cancel_scope.cancel()
+            with admin_socket.listening(settings.admin_socket, host, context.port) as operators:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(probe_all, context.instances, settings)
+                    if operators is not None:
+                        admin = UvicornServer(make_admin_app(context), _BACKLOG, lambda: None)
+                        tasks.start_soon(admin.serve_on, operators)
+                    tasks.start_soon(_stop, context, server, shutdown, at_once)
+                    await server.serve_on(listener)
+                    tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await context.instances.close()

@@ -387,7 +387,8 @@ class Server:
             unlogged = self._server_context.log_limit.admit(time.monotonic())
             if unlogged is not None:
                 self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
-            self._doors[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
+            number = codec.number_of(frame) if session is not None and frame is not None else -1
+            self._doors[door].send(identity, codec.encode(wire.Problem(number, code, str(error))))
 
     def _rights(self, door: str, identity: bytes) -> Rights:
         """What a client may do whose message is handled now.

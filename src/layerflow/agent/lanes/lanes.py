@@ -51,7 +51,7 @@ class CopyEnds:
             trace(job, "load" if direction == LOAD else "save", min(began, now), now)
             self._landed_at[direction] = now
         if job.batch.direction == LOAD:
-            job.step.fail_replaced()
+            job.step.landed(job.batch)
         self._ended(job, failure)
 
     def _device_failed(self, error: BaseException, job: CopyTask, failure: str) -> None:
@@ -59,7 +59,7 @@ class CopyEnds:
         reason = f"{BROKEN}: {type(error).__name__}: {error}"
         log.error("batch_copy_failed", step=job.batch.step, batch=job.batch.batch, error=reason)
         if job.batch.direction == LOAD:
-            job.step.load_failed(job.step.group_of(job.batch.layer), job.batch.lo, job.batch.hi, reason)
+            job.step.landed(job.batch, reason)
         self._ended(job, failure or reason)
 
 
@@ -102,6 +102,7 @@ class Lanes:
         batch = job.batch
         if batch.direction == SAVE:
             job.step.reads.ended(batch)
+            failure = failure or job.step.saves_spoilt
         else:
             self._loaded(job.step)
         if job.news is None:

@@ -17,6 +17,7 @@ from layerflow.hits import HitLength, search_hit
 from layerflow.keys import DIGEST_BYTES, covered_by
 from layerflow.pool import base
 from layerflow.pool.base import Pool
+from layerflow.pool.tails import ANY_LENGTH, merged
 from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.handlers.asked import Asked
 from layerflow.server.handlers.context import ServerContext
@@ -42,11 +43,12 @@ class HandoffLookup:
         pending = self.handoff.pending
         return [there or key in pending for key, there in zip(keys, self.pool.lookup(keys), strict=True)]
 
-    def tails(self, parent: bytes) -> list[base.Tail]:
-        """Partial chunks that follow `parent`, longest first."""
-        own = [base.Tail(new.tokens, new.key) for new in self.handoff.objects.values() if new.parent == parent]
-        found = {*self.pool.tails(parent), *own}
-        return sorted(found, key=lambda tail: (-tail.tokens, tail.key))
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
+        """Partial chunks that follow `parent`, longest first; those of the hand-off whatever is known of them."""
+        objects = self.handoff.objects.values()
+        own = [base.Tail(new.tokens, new.key) for new in objects if new.parent == parent and new.tokens <= most]
+        own.sort(key=lambda tail: -tail.tokens)
+        return merged(self.pool.tails(parent, most, undigested=undigested), own)
 
     def sharing(self, block: bytes) -> Iterator[base.Child]:
         """Chunks whose first block has this digest, newest first."""
@@ -68,9 +70,9 @@ class SavingLookup:
         """Which objects are there, or will be."""
         return [there or self._saved(key) for key, there in zip(keys, self.context.pool.lookup(keys), strict=True)]
 
-    def tails(self, parent: bytes) -> list[base.Tail]:
-        """Partial chunks that follow `parent`, longest first."""
-        return self.context.pool.tails(parent)
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
+        """Partial chunks that follow `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
+        return self.context.pool.tails(parent, most, undigested=undigested)
 
     def sharing(self, block: bytes) -> Iterator[base.Child]:
         """Chunks whose first block has this digest, newest first."""

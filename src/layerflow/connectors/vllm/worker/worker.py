@@ -24,6 +24,7 @@ from layerflow.connectors.vllm.plan.verdicts import Verdict
 from layerflow.connectors.vllm.worker.deferred import Deferred
 from layerflow.connectors.vllm.worker.failures import FailedLoads, all_failed
 from layerflow.connectors.vllm.worker.figures import StepCounters
+from layerflow.connectors.vllm.worker.landing import LandingLoads
 from layerflow.connectors.vllm.worker.order import LoadOrder
 from layerflow.connectors.vllm.worker.stats import TransferStats
 from layerflow.connectors.vllm.worker.stored import StoredChunks
@@ -86,6 +87,7 @@ class WorkerSide:
         self._leaving: set[str] = set()
         self._failures = FailedLoads(several_groups=several_groups)
         self._ran: set[int] = set()
+        self._landing = LandingLoads()
         self._held: dict[int, Step] = {}
         self._met = False
         self._loads_of: dict[int, tuple[str, ...]] = {}
@@ -236,6 +238,7 @@ class WorkerSide:
 
     def failed_blocks(self) -> set[int]:
         """Block ids that hold no valid bytes, since the last call."""
+        self._take_landed()
         return self._failures.take_blocks()
 
     def stats(self) -> TransferStats | None:
@@ -250,19 +253,21 @@ class WorkerSide:
         """For the scheduler's side; None = nothing new, or it can wait for the next step."""
         layouts = () if self._met else (self.greeting,)
         self._met = True
-        if self._in_haste and not (self._failures.shares or self._ran or layouts):
+        self._take_landed()
+        ran = frozenset(number for number in self._ran if not self._landing.waits(number))
+        if self._in_haste and not (self._failures.shares or ran or layouts):
             return None
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
         stored = {}
         if self._stored is not None:
             self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
             stored = self._stored.take()
-        if not (self._overlaps or drained or stored or self._failures.shares or self._ran or layouts):
+        if not (self._overlaps or drained or stored or self._failures.shares or ran or layouts):
             return None
         for request, _ in drained:
             del self._saving[request]
         overlaps, self._overlaps = self._overlaps, {}
-        ran, self._ran = frozenset(self._ran), set()
+        self._ran -= ran
         return WorkerReport(
             overlaps=overlaps,
             drained=drained,
@@ -323,9 +328,11 @@ class WorkerSide:
         if plan.tails:
             tails = self._agent.open_descriptors(plan.tails, [], after=after)
             self._tails = self._remember(tails, requests_of(plan.tails))
+            self._landing.opened(plan.number, tails)
         if plan.loads or plan.saves:
             opened = self._agent.open_descriptors(plan.loads, plan.saves.parts, work=plan.work, after=after)
             self._step = self._remember(opened, requests_of(plan.loads))
+            self._landing.opened(plan.number, opened)
             self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
             if plan.unsure and plan.saves and isinstance(opened, Step):
                 opened.hold_saves()
@@ -372,11 +379,19 @@ class WorkerSide:
         if outcome.ready or isinstance(step, NoStep):
             return
         self._failures.add(step, outcome, background=background)
+        if not background:
+            self._landing.told(step, outcome)
         self._counters.add("failed_loads", len({failed.request for failed in outcome.failed}))
         # Other requests of the step may share these blocks, so nothing of the step is published.
         for mine in (self._step, self._tails):
             if isinstance(mine, Step):
                 mine.cancel_saves("a load of the step has failed")
+
+    def _take_landed(self) -> None:
+        """Loads that have failed behind the waits of a step that is over."""
+        for step, outcome in self._landing.take() if self._landing else ():
+            self._failures.add(step, outcome, background=False)
+            self._counters.add("failed_loads", len({failed.request for failed in outcome.failed}))
 
     def _hear(self) -> None:
         while self._late_steps:
