@@ -122,7 +122,7 @@ class BackendInfo:
 
     :param details: for people: version, address, sizes; JSON-ready, shown by ``layerflow status``.
     :param index: the objects it holds, where nobody else can add to it; None = others share it, ask. What it finds
-        later it tells; see :meth:`Backend.report_found`.
+        later, and what leaves it, it tells, also while it cannot be reached; see :meth:`Backend.report_found`.
     """
 
     details: dict[str, str | int | float | bool]

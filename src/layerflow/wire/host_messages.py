@@ -195,13 +195,15 @@ class ObjectFailure(msgspec.Struct, array_like=True, frozen=True):
 class Up(msgspec.Struct, tag="up", frozen=True):
     """Attached, or reachable again. Said first of all, and after each Down.
 
-    :param indexed: the backend has an index of its own and is not shared: `Indexed` messages follow until
-        one says `last`. From then on Gone, Written and, where the index is read slowly, more of Held keep the
-        server's copy exact.
+    :param indexed: the backend has an index of its own and is not shared: the first time `Indexed` messages follow
+        until one says `last`. From then on Evicted, Written and, where the index is read slowly, more of Indexed keep
+        the server's copy exact, whether the backend can be reached or not.
+    :param generation: of that index. A server that has all of it needs nothing more.
     """
 
     details: dict[str, Any]
     indexed: bool = False
+    generation: int = 0
 
 
 class Down(msgspec.Struct, tag="down", frozen=True):
