@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm_fakes import BLOCK, FULL, FakeLookups, output, pieces, request, spec_of
+from vllm_fakes import BLOCK, FULL, FakeLookups, hooked, output, pieces, request, spec_of
 
 from layerflow.agent.values import MISS, Hit
 from layerflow.connectors.vllm.options import Options
@@ -90,6 +90,7 @@ class House:
         self.side = SchedulerSide(Options(**options), "engine", count, can_fail_in_background=fails, handoffs=handoffs)
         layout = WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(count)), "ipc:///nowhere")
         self.side.meet_workers([layout] * ranks)
+        self.side.step_loads.seen(hooked(spec, ranks))
         self.tables = tuple([*BLOCKS] for _ in spec.groups)
         self.requests: dict[str, SimpleNamespace] = {}
 
@@ -468,7 +469,7 @@ class TestLateLayouts:
         self.hear(side, WorkerReport(layouts=tuple(layouts)))
         inquiry = side._lookups.asked[0]  # type: ignore[union-attr]
         inquiry.hit = Hit(128)  # type: ignore[misc]
-        assert side.matched(made, 0) == (128, False)
+        assert side.matched(made, 0) == (128, True), "nor have they seen a layer ask for its loaded blocks"
 
     def test_all_ranks_must_have_told(self) -> None:
         side, layouts = self.side(ranks=2)

@@ -13,7 +13,7 @@ from e2e.known import KnownWorker, eventually, small_spec
 from structlog.testing import capture_logs
 
 from layerflow.agent.connection.handshake import ClientKeys, Handshake, dial
-from layerflow.errors import ConfigError, DeadlineExceeded, RemoteError
+from layerflow.errors import ConfigError, RemoteError
 from layerflow.keys import Chain, root_digest
 from layerflow.server import EmbeddedServer
 from layerflow.server.transport.security import read_allowed
@@ -232,30 +232,3 @@ def test_a_reader_introduces_itself_as_no_client(doors: Doors) -> None:
     client = doors.dialled("reads")
     with pytest.raises(RemoteError, match=r"not_allowed.*role look"):
         client.introduce("vllm-0", "test", soon())
-
-
-def test_a_session_is_not_taken_over_by_another_key(doors: Doors) -> None:
-    """ZMQ lets each client choose the identity by which the server knows it."""
-
-    def named(name: str) -> Handshake:
-        dealer, keys = doors.server.context.socket(zmq.DEALER), doors._keys[name]
-        dealer.setsockopt(zmq.ROUTING_ID, b"chosen")
-        dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = keys.server, keys.public, keys.secret
-        dealer.connect(doors.server.endpoints[1])
-        doors._open.append(dealer)
-        return Handshake(dealer)
-
-    first = named("acts")
-    first.introduce("vllm-0", "test", soon())
-    first.send(wire.StatusRequest(1))
-    assert first.expect(wire.Status, soon(), 1)
-    doors._open.pop().close(linger=0)
-    while True:  # until the server has seen the first one's end, its identity is taken
-        thief = named("looks")
-        thief.send(wire.Reset(2))
-        try:
-            with pytest.raises(RemoteError, match="another client goes by this identity"):
-                thief.expect(wire.Status, time.monotonic() + 0.5)
-            return
-        except DeadlineExceeded:
-            doors._open.pop().close(linger=0)

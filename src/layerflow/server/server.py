@@ -48,6 +48,7 @@ from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
 from layerflow.wire.rights import HERE, NotAllowed, Rights
+from layerflow.wire.zmtp import Mechanism, Null
 
 if TYPE_CHECKING:
     from layerflow.server.peers.peers import Peers
@@ -293,15 +294,15 @@ class Server:
         local.bind(server.endpoint)
         endpoints = [server.endpoint]
         if server.tcp_endpoint:
-            remote = self._router(REMOTE)
+            self._curve = open_curve(server)
+            remote = self._door(REMOTE, self._curve.mechanism)
             self._doors[REMOTE] = remote
-            self._curve = open_curve(self._context, remote.socket, server)
             endpoints.append(remote.bind(server.tcp_endpoint))
         for door in self._doors.values():
             door.start()
         return endpoints
 
-    def _door(self, name: str) -> Door:
+    def _door(self, name: str, mechanism: Callable[[], Mechanism] = Null) -> Door:
         def known(identity: bytes) -> bool:
             address = (name, identity)
             return self.sessions.at(address) is not None or (
@@ -313,6 +314,7 @@ class Server:
             lambda identity: self._hung_up((name, identity)),
             known,
             self.settings.server.max_message_bytes,
+            mechanism,
         )
 
     def _router(self, name: str) -> Router:
@@ -323,8 +325,6 @@ class Server:
         for door in self._doors.values():
             door.close()
         self._doors.clear()
-        if self._curve is not None:
-            self._curve.close()
         if self._own_context:
             self._context.term()
         if self._fd_server is not None:
@@ -353,15 +353,10 @@ class Server:
         address = (door, identity)
         session = self.sessions.at(address)
         reader = self.peers.reader(address) if self.peers is not None else None
+        if session is not None:
+            session.heard = time.monotonic()
+            session.silent = False
         try:
-            rights = self._rights(door, identity)
-            known = session or reader
-            if known is not None and known.rights != rights:
-                session = None
-                raise ProtocolError("another client goes by this identity; connect with another one")
-            if session is not None:
-                session.heard = time.monotonic()
-                session.silent = False
             if frame is None:
                 raise ProtocolError("a message is one frame, not several")
             if self.peers is not None and reader is not None:
@@ -373,9 +368,9 @@ class Server:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
                 if isinstance(message, wire.PeerHello) and self.peers is not None:
                     self._clients.take_greeting(address)
-                    self.peers.hello(address, message, rights)
+                    self.peers.hello(address, message, self._rights(address))
                 else:
-                    self._clients.hello(address, message, rights)
+                    self._clients.hello(address, message, self._rights(address))
             else:
                 self._clients.greet(address, frame)
         except ProtocolError as error:
@@ -390,17 +385,18 @@ class Server:
             number = codec.number_of(frame) if session is not None and frame is not None else -1
             self._doors[door].send(identity, codec.encode(wire.Problem(number, code, str(error))))
 
-    def _rights(self, door: str, identity: bytes) -> Rights:
-        """What a client may do whose message is handled now.
+    def _rights(self, address: Address) -> Rights:
+        """What a client may do, by the door and the key it came with.
 
-        :raises ProtocolError: it has shown no key that is allowed.
+        :raises ProtocolError: it is gone.
         """
-        listening = self._doors[door]
-        if door == LOCAL or isinstance(listening, Door) or self._curve is None:
+        name, identity = address
+        door = self._doors[name]
+        if name == LOCAL or self._curve is None or not isinstance(door, Door):
             return HERE
-        rights = self._curve.allowed.get(listening.key_of(identity).encode())
+        rights = self._curve.allowed.get(door.key_of(identity))
         if rights is None:
-            raise ProtocolError("no key of the allow-list was shown")
+            raise ProtocolError("a client without a key, or one that has left")
         return rights
 
     def _hung_up(self, address: Address) -> None:

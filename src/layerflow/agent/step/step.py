@@ -222,7 +222,15 @@ class Step(StepTransfers):
         in a step before it. Layers are saved as always but for the last one of each group, without which no object of
         the group is complete.
         """
-        self._withheld = frozenset({group: layer for layer, group in enumerate(self._groups)}.values())
+        self._withheld = self._last_layers()
+
+    def publish_when_closed(self) -> None:
+        """Publish nothing of this step before :meth:`close`. Call before its first layer.
+
+        For engines that may turn out to compute a layer twice in one forward pass: what was read behind the first time
+        is given up by :meth:`cancel_saves`, and until the pass has ended no object is complete.
+        """
+        self._until_closed = self._last_layers()
 
     def close(self, ok: bool | None = None) -> None:
         """The forward pass ended; saves drain on their own.
@@ -338,6 +346,10 @@ class Step(StepTransfers):
     def _take_grants(self) -> None:
         if self.loads and self.residents is None and not self._arrivals.all_granted():
             self._attend()
+
+    def _last_layers(self) -> frozenset[int]:
+        """Of each group."""
+        return frozenset({group: layer for layer, group in enumerate(self._groups)}.values())
 
     def _no_such(self, layer: object) -> SpecError:
         last = len(self._groups) - 1

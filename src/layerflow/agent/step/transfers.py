@@ -49,8 +49,8 @@ class StepTransfers:
     :ivar reads: which blocks the saves have still to read.
     :ivar residents: the objects of its loads, where their places are known without the server's plan.
     :ivar saves_cancelled: why no save batch starts any more; "" = they start.
-    :ivar saves_spoilt: why saves that end from now on have failed, although they were read; "" = they have not.
     :ivar saves_overdue: a save did not end when it was cut off. It has failed, whatever becomes of it.
+    :ivar saves_spoilt: why saves that end from now on have failed, although they were read; "" = they have not.
     :ivar words: what must be unchanged in the arena before and behind each load batch: offsets, and the words there.
     """
 
@@ -65,6 +65,7 @@ class StepTransfers:
         "_local",
         "_save_patience",
         "_times",
+        "_until_closed",
         "_withheld",
         "after",
         "blocks",
@@ -115,6 +116,7 @@ class StepTransfers:
         self._save_patience: float | None = None
         self._flying = 0  # load batches that the device was told to copy, and has not copied as far as is known
         self._withheld: frozenset[int] = frozenset()
+        self._until_closed: frozenset[int] = frozenset()
         self._condition = threading.Condition()
         self._times = LayerTimes(len(groups))
         self._arrivals = LoadState(loads, groups, block_bytes)
@@ -310,7 +312,9 @@ class StepTransfers:
 
     def computed(self, layer: int) -> Any:
         """None until the layer's KV is written and may be saved; then True, or the device event behind it."""
-        return self._times.done[layer] if layer not in self._withheld else None
+        if layer in self._withheld or (layer in self._until_closed and not self.closed):
+            return None
+        return self._times.done[layer]
 
     @property
     def saves_pressed(self) -> bool:

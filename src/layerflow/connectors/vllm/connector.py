@@ -17,6 +17,7 @@ from vllm import config as vllm_configs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.forward_context import is_forward_context_available
 
 from layerflow.agent import Agent
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
@@ -33,6 +34,7 @@ from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.versions import check_version, release
 from layerflow.connectors.vllm.worker.hook_times import ENVIRONMENT, HookTimes
+from layerflow.connectors.vllm.worker.hooks import forward_pass
 from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
 from layerflow.connectors.vllm.worker.worker import WorkerSide
@@ -230,6 +232,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
             waits=waits_by_layer(self._vllm_config, layout),
             events=self._events,
+            splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
         )
 
     def get_handshake_metadata(self) -> Any:
@@ -242,12 +245,13 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The step is about to be prepared."""
         if self._worker is not None:
-            self._worker.prepare(kv_connector_metadata)
+            self._worker.prepare(kv_connector_metadata, inside=is_forward_context_available())
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """The step is prepared."""
-        moves = self._worker is not None and self._worker.begin(connector_metadata)
-        self._bound = connector_metadata if moves else None
+        inside = is_forward_context_available()
+        hooked = self._worker is not None and self._worker.begin(connector_metadata, inside=inside)
+        self._bound = connector_metadata if hooked else None
 
     def has_connector_metadata(self) -> bool:
         """False spares the step the per-layer hooks."""
@@ -259,9 +263,12 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """The forward pass is next, or has been where nothing of the step is loaded."""
-        self._forward = forward_context.attn_metadata is not None
+        this = forward_pass(forward_context, kwargs)
+        self._forward = this.computes
         if self._worker is not None:
             self._worker.wait_tails()
+            if this.replayed:
+                self._worker.wait_whole()
             if self._vllm_config.device_config.device_type == "npu":
                 self._worker.wait_unasked(forward_context.attn_metadata)
 
@@ -273,7 +280,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_kv_cache_written(self, layer_name: str = "") -> None:
         """VLLM-Ascend, between a layer's writes and its attention; its plain attention does not say which layer's."""
         if self._worker is not None:
-            self._worker.layer_done(layer_name)
+            self._worker.layer_written(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """After it."""

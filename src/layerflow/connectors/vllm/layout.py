@@ -125,19 +125,16 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
 
 
 def waits_by_layer(vllm_config: Any, layout: Layout) -> bool:
-    """Does every layer, but those of recurrent state, wait for its own blocks before its attention?
+    """May hits be loaded in the step, once the layers have been seen to ask for their blocks?
 
-    vLLM's own attention layers do; those that a model brings along (DeepSeek-V4) call no connector.
+    Not on vLLM-Ascend with several cache groups: its scheduler cannot take back what was computed on a failed load.
     """
-    from vllm.model_executor.layers.attention import Attention, MLAAttention  # noqa: PLC0415 - as above
+    return vllm_config.device_config.device_type != "npu" or len(set(layout.vllm_groups)) == 1
 
-    groups = [group for group, _ in layout.spec.layer_places()]
-    layers = vllm_config.compilation_config.static_forward_context
-    return vllm_config.device_config.device_type != "npu" and all(
-        isinstance(layers.get(name), Attention | MLAAttention)
-        for name, number in layout.numbers.items()
-        if not layout.spec.groups[groups[number]].rules.exact
-    )
+
+def model_layer(name: str) -> int:
+    """The number of the model's layer that a cache belongs to: the first one in its name."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
 
 
 def chunk_tokens(groups: Sequence[GroupSpec], wanted: int = 0) -> int:
@@ -282,8 +279,8 @@ def _layer_spec(group_spec: Any, name: str) -> Any:
 
 
 def _forward_order(name: str) -> tuple[int, str]:
-    """Layers as the forward pass meets them: by the first number in their name."""
-    return next((int(part) for part in name.split(".") if part.isdecimal()), 0), name
+    """Layers as the forward pass meets them."""
+    return model_layer(name), name
 
 
 def _planes(name: str, layer_spec: Any, registered: Any, num_blocks: int) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The control socket at ``inproc://`` and ``tcp://``: a ZMQ ROUTER read from asyncio's own loop.
+"""The control socket at ``inproc://``: a ZMQ ROUTER read from asyncio's own loop.
 
 ZMQ's file descriptor is edge-triggered and may fire for any state change, so after every wake-up, every send and every
 other look at the socket's events they are asked again until nothing is left to read.
@@ -41,6 +41,7 @@ class Router:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self.socket.setsockopt(zmq.SNDHWM, 10_000)
         self.socket.setsockopt(zmq.RCVHWM, 10_000)
@@ -48,21 +49,16 @@ class Router:
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
         self._again = False
-        self._heard_from = b"", ""  # of the message that is handled now, with the CURVE key that its sender has shown
         self._many: bytes | None = None  # who sends the message of several frames that is being dropped
 
-    def bind(self, endpoint: str) -> str:
-        """Bind; the endpoint as bound, with the port where ``*`` was asked for.
-
-        :raises ConfigError: the address is in use or not usable.
-        """
+    def bind(self, endpoint: str) -> None:
+        """:raises ConfigError: the endpoint is in use or not usable."""
         try:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"cannot listen on {endpoint}: {error.strerror}; is another server running there?"
             ) from None
-        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def start(self) -> None:
         """Begin reading on the running loop."""
@@ -89,11 +85,6 @@ class Router:
             self._schedule()
         return True
 
-    def key_of(self, identity: bytes) -> str:
-        """The CURVE key, in Z85, of the client whose message is handled now; empty = it has shown none."""
-        heard, key = self._heard_from
-        return key if heard == identity else ""
-
     def pending(self) -> bool:
         """Does a message wait to be read? It will be: asking takes back what the descriptor has to tell of it."""
         waiting = bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
@@ -113,10 +104,9 @@ class Router:
         until = time.monotonic() + READ_S
         while self.pending():  # which schedules: whatever a message's handling raises, those behind it are read
             if self._many is None:
-                identity, frame = self.socket.recv(zmq.NOBLOCK), self.socket.recv(zmq.NOBLOCK, copy=False)
-                self._heard_from = identity, _key_of(frame)
-                if not frame.more:
-                    self._on_message(identity, frame.bytes)
+                identity, frame = self.socket.recv(zmq.NOBLOCK), self.socket.recv(zmq.NOBLOCK)
+                if not self.socket.getsockopt(zmq.RCVMORE):
+                    self._on_message(identity, frame)
                 else:
                     self._many = identity
             if self._many is not None and self._dropped(until):
@@ -136,11 +126,3 @@ class Router:
             if time.monotonic() >= until:
                 return False
         return True
-
-
-def _key_of(frame: zmq.Frame) -> str:
-    """As ZAP's answer names the client; "" = nobody was asked."""
-    try:
-        return str(frame.get("User-Id"))
-    except zmq.ZMQError:
-        return ""

@@ -214,6 +214,7 @@ class SchedulerSide:
             return plan
         plan.verdicts = self._verdicts.take()
         plan.fresh = self._saves.fresh(output, self._loading)
+        plan.prepared = self._saves.prepared(output, plan.fresh)
         plan.rewritten = are_rewritten(self._saves.spec, output, self._loading)
         for tracked in self._loading:
             self._load(tracked, plan, output.num_scheduled_tokens.get(tracked.id, 0))
@@ -248,6 +249,7 @@ class SchedulerSide:
                     self._handoffs.loaded(self._tracked[request])
         lost = bool(output.invalid_block_ids or news.lost)
         self._verdicts.heard(news.ran, failed=lost)
+        self.step_loads.seen(news.asking)
         if lost and self._saves is not None:
             self._saves.again(self._tracked.values())
         self._drop(*self.step_loads.ended(news.ran))
@@ -388,7 +390,9 @@ class SchedulerSide:
     def _load(self, tracked: Tracked, plan: StepPlan, tokens: int) -> None:
         assert self.spec is not None and self._saves is not None and self._search is not None
         self._search.take(tracked)
-        tracked.loaded_tokens += plan_load(self.spec, tracked, self._saves.tables(tracked.tables), tokens, plan)
+        tracked.loaded_tokens += plan_load(
+            self.spec, tracked, self._saves.tables(tracked.tables), tokens, plan, self.step_loads.early_groups
+        )
         if tracked.background:
             plan.timeouts |= self._handoffs.timeout_of(tracked)
         else:
