@@ -151,7 +151,7 @@ def file_digests(files: Iterable[Path], stop: threading.Event | None = None) -> 
                 file = waiting.pop()
                 try:
                     found.append(file_digest(file, stop))
-                except Exception as error:  # noqa: BLE001  raised to the caller
+                except Exception as error:  # noqa: BLE001 - raised to the caller
                     failed.append(error)
 
     count = max(1, min(READERS, len(waiting), (os.cpu_count() or 1) // 2))
