@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from layerflow.keys import Chain
 from layerflow.links import links
 from layerflow.spec import ModelSpec
 from layerflow.wire.peer_link import HEAD
+from layerflow_testing.ports import held_ports
 from peers.conftest import LINKS, Pair
 from peers.relay import Relay
 
@@ -75,9 +75,7 @@ def line(pair: Callable[..., Pair], link: str) -> Iterator[Callable[..., Line]]:
     lines: list[Line] = []
 
     def start(rate: float, owner: dict[str, object] | None = None, **reader: object) -> Line:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        [port] = held_ports(1)
         through = links()[link].maps_arena
         relay = Relay(f"127.0.0.1:{port}", rate if through else 0, pause_s=0 if through or not rate else PAUSE_S)
         sizes = {"pool.size": "64MiB"}

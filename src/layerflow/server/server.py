@@ -31,10 +31,10 @@ from layerflow.server import behind
 from layerflow.server.clients.account import Accounts, Allowance
 from layerflow.server.clients.clients import Clients
 from layerflow.server.clients.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
+from layerflow.server.clients.turns import Turns, Work
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handlers.turns import Work
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.housekeeping import housekeep
 from layerflow.server.lookup.plans import Plans
@@ -76,6 +76,7 @@ class Server:
         self.pool = CoveringPool(self._arena, self._presence, lease_share=settings.pool.lease_share)
         self.accounts = Accounts(self._allowance)
         self.sessions = Sessions(self.accounts)
+        self.turns = Turns()
         self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
         self.handoffs = Handoffs(
             self.pool,
@@ -109,6 +110,8 @@ class Server:
                 emit=self._tier_news,
                 numbers=numbers,
                 storing=(self.handoffs, self.driver.follows),
+                accounts=self.accounts,
+                turns=self.turns,
             )
         sources = None
         if self.tier is not None or (self.peers is not None and self.peers.source is not None):
@@ -133,6 +136,7 @@ class Server:
             plans=Plans(self.pool, self._plan_ended),
             incarnation=secrets.randbits(62) + 1,
             tier=sources,
+            turns=self.turns,
             peers=self.peers,
             direct=bool(behind.direct_options(settings)),
         )
@@ -358,7 +362,8 @@ class Server:
             if frame is None:
                 raise ProtocolError("a message is one frame, not several")
             if self.peers is not None and (reader := self.peers.reader(address)) is not None:
-                self.peers.heard(reader, codec.decode_request(frame, self.settings.server.max_message_bytes))
+                message = codec.decode_request(frame, self.settings.server.max_message_bytes)
+                self.peers.heard(reader, message, len(frame))
             elif session is not None:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
                 self._handlers.handle(session, message, len(frame))

@@ -24,7 +24,7 @@ LAST_WORDS_S = 0.25
 IDLE_S = 600.0
 """A client without memory holds nothing but leases, which expire by themselves; it may be quiet for long."""
 
-ATTACH_S = 10.0
+ATTACH_S = 6.0
 """How long a client that was given the arena may take to attach."""
 
 MAX_GREETED = 1024
