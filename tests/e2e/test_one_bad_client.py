@@ -23,7 +23,6 @@ from layerflow_cli.bench.harness import ServerProcess
 
 PATIENCE_S = 30.0
 MOST_GROWN = 128 << 20
-MANY = 20_000
 SPEC = small_spec()
 
 
@@ -68,20 +67,6 @@ def unread(client: BadClient) -> None:
         client.socket.sendall(asked)
 
 
-def waiting(client: BadClient) -> None:
-    """Lookups of 64 KiB, each of a hand-off that never comes."""
-    digests = os.urandom(4096 * 16)
-    tokens = 4096 * SPEC.chunk_tokens
-    for number in range(2000):
-        name = f"h{number}"
-        client.say(wire.Lookup(number, name, bytes(16), digests, tokens, 1000, b"", handoff=name, follow_ms=600_000))
-
-
-def watches(client: BadClient) -> None:
-    for first in range(0, MANY, 1000):
-        client.say(*(wire.WatchHandoff(first + number, f"h{first + number}", 600_000) for number in range(1000)))
-
-
 def _flood(misuse: Callable[[BadClient], None], client: BadClient) -> None:
     with contextlib.suppress(OSError):  # it is hung up on, or not listened to
         misuse(client)
@@ -101,7 +86,7 @@ def server() -> Iterator[ServerProcess]:
     made.close()
 
 
-@pytest.mark.parametrize("misuse", [endless, unread, waiting, watches])
+@pytest.mark.parametrize("misuse", [endless, unread])
 def test_one_client_costs_the_server_little_and_others_nothing(
     server: ServerProcess, misuse: Callable[[BadClient], None]
 ) -> None:
