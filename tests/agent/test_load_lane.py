@@ -15,7 +15,7 @@ from layerflow.ops.copier import CpuCopier
 @pytest.fixture
 def lane() -> LoadLane:
     """Its thread has ended: the test does what that does."""
-    made = LoadLane(lambda *_: None, lambda: None)
+    made = LoadLane(lambda *_: None, lambda: None, lambda _: None)
     made.close()
     return made
 

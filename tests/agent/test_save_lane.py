@@ -46,7 +46,7 @@ class Pass:
 
 @pytest.fixture
 def lane() -> Iterator[SaveLane]:
-    made = SaveLane(lambda *_: None, lambda _: None)
+    made = SaveLane(lambda *_: None, lambda _: None, lambda _: None)
     yield made
     made._gated.clear()
     made.close()
@@ -161,7 +161,7 @@ def test_cancelled_saves_leave_at_once_to_be_given_up(lane: SaveLane) -> None:
 
 def test_the_end_of_a_pass_is_told_although_another_pass_is_under_way() -> None:
     told = threading.Event()
-    lane = SaveLane(lambda *_: None, lambda _: told.set())
+    lane = SaveLane(lambda *_: None, lambda _: told.set(), lambda _: None)
     try:
         over, running = Pass(), Pass()
         gate(lane, running)

@@ -36,12 +36,21 @@ def test_overlap(shape):
 
 
 def test_flow():
-    assert flow.measure(requests=(2,), layers=2)["events_per_s"] > 0
+    result = flow.measure(requests=(2,), layers=2, sessions=(1, 40))
+    assert result["events_per_s"] > 0
+    for figures in result["by_sessions"].values():
+        assert figures["us_per_event"] > 0 and figures["tries_per_event"] <= 1 and figures["events"] > 1000
+    assert len(flow.present(result)) > 1
 
 
 def test_copy():
-    result = copy.measure(moved_bytes=1 << 20, turns=1, block_kib=(16,))
+    result = copy.measure(moved_bytes=1 << 20, turns=1, block_kib=(16,), object_mib=(1, 2))
     assert result["16KiB"]["save_gbps"] > 0 and result["16KiB"]["load_gbps"] > 0
+    assert set(result["slots"]) == {"1MiB, 16KiB", "2MiB, 16KiB"}
+    assert result["slots_worst"] == min(
+        min(of["save_of_random"], of["load_of_random"]) for of in result["slots"].values()
+    )
+    assert len(copy.present(result)) == 3
 
 
 def test_device():

@@ -89,4 +89,4 @@ def test_closing_does_what_is_held() -> None:
     held.put(lambda: done.append(1))
     held.close()
     assert done == [1]
-    assert not held._thread.is_alive()
+    assert not held._thread.alive

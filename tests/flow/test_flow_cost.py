@@ -82,7 +82,7 @@ def test_finished_steps_leave_nothing():
 
 
 def test_the_benchmark_measures():
-    result = measure(requests=(2, 4), layers=3)
-    assert set(result) == {"events_per_s", "us_per_event", "commands_per_layer"}
+    result = measure(requests=(2, 4), layers=3, sessions=(2,))
+    assert set(result) == {"events_per_s", "us_per_event", "commands_per_layer", "by_sessions", "sessions_ratio"}
     assert result["us_per_event"].keys() == {"2", "4"} and result["events_per_s"] > 0
     assert max(result["commands_per_layer"].values()) <= 4

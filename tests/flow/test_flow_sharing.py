@@ -5,8 +5,20 @@ from __future__ import annotations
 import pytest
 from flow_world import LOAD, SAVE, World, coming, of, submits
 
-from layerflow.flow.commands import Commit, LoadsDone, Revoke
-from layerflow.flow.events import LayersComputed, LoadsFenced, Part, RequestAborted, StepClosed, Tick
+from layerflow.flow import Flow
+from layerflow.flow.commands import Commit, LoadsDone, Revoke, Submit
+from layerflow.flow.events import (
+    BatchDone,
+    LayersComputed,
+    LayerShape,
+    LoadsFenced,
+    Part,
+    RequestAborted,
+    SessionOpened,
+    StepClosed,
+    StepOpened,
+    Tick,
+)
 from layerflow.flow.limits import Limits
 
 SMALL = Limits(max_transfer_bytes=100, max_inflight_bytes=200)
@@ -183,3 +195,46 @@ def test_a_held_commit_does_not_wait_for_the_reports_of_fenced_loads():
     assert [c.step for c in of(out, Commit)] == [2] and not of(out, LoadsDone)
     assert of(world.fail(others), LoadsDone)
     world.drain()
+
+
+def test_room_for_saves_that_are_not_computed_goes_round_between_sessions():
+    """A session that computes fast would otherwise take each time what it has given back."""
+    world = World(Limits(max_transfer_bytes=100, max_inflight_bytes=400))
+    for number in range(3):
+        world.open_session(number, [(0, 100)] * 4)
+    granted = [submits(world.open(number, number, saves=[Part("a", 0, 1)]), SAVE) for number in range(3)]
+    assert [len(batches) for batches in granted] == [1, 0, 0], "there is room for one"
+    (batch,) = granted[0]
+    for _ in range(6):
+        out = world.send(LayersComputed(batch.session, batch.session, batch.layer + 1)) + world.done(batch)
+        (following,) = submits(out, SAVE)
+        assert following.session == (batch.session + 1) % 3
+        batch = following
+    world.drain()
+
+
+@pytest.mark.parametrize("sessions", [1, 10, 200])
+def test_an_event_asks_the_sessions_that_it_concerns_however_many_wait(sessions):
+    layers = 12
+    flow = Flow(Limits(max_transfer_bytes=100, max_inflight_bytes=4000))
+    for number in range(sessions):
+        flow.handle(SessionOpened(number, (LayerShape(0, 100),) * layers), 0.0)
+    waiting: dict[int, list[Submit]] = {number: [] for number in range(sessions)}
+    events = 0
+
+    def say(event):
+        nonlocal events
+        events += 1
+        for batch in submits(flow.handle(event, 0.0)):
+            waiting[batch.session].append(batch)
+
+    for number in range(sessions):
+        say(StepOpened(number, 1, 10.0, 10.0, (), (Part("a", 0, 1),)))
+    for layer in range(layers):
+        for number in range(sessions):
+            say(LayersComputed(number, 1, layer + 1))
+            for batch in [batch for batch in waiting[number] if batch.gate <= layer]:
+                waiting[number].remove(batch)
+                say(BatchDone(number, batch.batch))
+    flow.validate()
+    assert flow.statistics().tries <= 1.25 * events, "of two events for each batch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from layerflow_cli.bench import stagger
@@ -9,8 +10,9 @@ from layerflow_cli.bench.transfer import copy
 
 
 def test_copy_answers_for_each_block_size_and_for_two_lanes() -> None:
-    result = copy.measure(moved_bytes=1 << 20, turns=1, block_kib=(16, 64))
-    assert set(result) == {"16KiB", "64KiB", "two_lanes", "two_contiguous", "two_cores", "native"}
+    result = copy.measure(moved_bytes=1 << 20, turns=1, block_kib=(16, 64), object_mib=(1,))
+    figures = {"16KiB", "64KiB", "two_lanes", "two_contiguous", "two_cores", "native", "slots", "slots_worst"}
+    assert set(result) == figures
     for size in ("16KiB", "64KiB"):
         assert set(result[size]) == {
             "save_gbps",
@@ -23,6 +25,18 @@ def test_copy_answers_for_each_block_size_and_for_two_lanes() -> None:
         }
         assert all(figure > 0 for figure in result[size].values())
     assert all(result[name] == result["16KiB"][name] for name in copy.TWICE), "of the smallest size"
+
+
+def test_objects_lie_in_the_slots_that_an_arena_gives_them_and_arrive() -> None:
+    objects = copy._Objects(16 << 10, 4 << 20, 16 << 20, seed=1)
+    # A slot lies a header's bytes further than the one before, so that layers begin at few distances modulo a page.
+    distances = (objects.extents["slots"].arena - objects.extents["slots"].engine) % 4096
+    assert len(np.unique(distances)) <= 4
+    assert len(np.unique((objects.extents["random"].arena - objects.extents["random"].engine) % 4096)) > 2
+    arena = objects.arena.array
+    arena[:] = 0
+    objects.copier.save(objects.extents["slots"])
+    assert int(arena.sum(dtype=np.int64)) == objects.moved, "each byte of the tensors is 1"
 
 
 def test_what_the_benchmark_moves_arrives() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import platform
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from layerflow.device import CpuEvent, device_for
 from layerflow.errors import ExtentError, InvalidTransition
@@ -191,6 +195,41 @@ def test_native_and_fallback_copy_the_same_bytes(shift: int, size: int) -> None:
         results.append(target)
     np.testing.assert_array_equal(results[0], results[1])
     assert (results[0][shift : shift + size] == source[2 * (size + 64) + 5 :][:size]).all()
+
+
+@pytest.mark.skipif(copy_native is None, reason="the C extension is not built here")
+@settings(max_examples=300, deadline=None)
+@given(
+    sizes=st.lists(
+        st.one_of(st.integers(0, 70_000), st.sampled_from([2048, 8192, 1 << 14, 1 << 16, 1 << 17, (1 << 18) + 64])),
+        min_size=1,
+        max_size=4,
+    ),
+    into=st.integers(0, 4200),
+    out_of=st.integers(0, 4200),
+)
+def test_every_byte_is_copied_wherever_source_and_destination_lie(sizes: list[int], into: int, out_of: int) -> None:
+    assert copy_native is not None
+    starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
+    source = np.random.default_rng(0).integers(0, 256, out_of + sum(sizes), dtype=np.uint8)
+    target = np.full(into + sum(sizes) + 64, GUARD, np.uint8)
+    copy_native(target.ctypes.data, source.ctypes.data, starts + into, starts + out_of, vector(*sizes))
+    assert (target[into : into + sum(sizes)] == source[out_of:]).all()
+    assert (target[:into] == GUARD).all() and (target[into + sum(sizes) :] == GUARD).all()
+
+
+@pytest.mark.skipif(copy_native is None, reason="the C extension is not built here")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="copied in one piece here")
+@pytest.mark.parametrize("nbytes", [1 << 14, 1 << 15, 1 << 16, 1 << 18, 1 << 20, (1 << 16) - 64, 48 << 10, 20 << 10])
+def test_no_stretch_of_a_copy_loads_where_the_low_bits_are_those_of_anothers_stores(nbytes: int) -> None:
+    from layerflow.ops._copy import stretch_bytes
+
+    for distance in range(-4096, 4096, 16):
+        length = stretch_bytes(nbytes, distance % (1 << 64))
+        assert length % 64 == 0 and 4 * length <= nbytes <= 4 * length + 4 * 33 * 64, "the rest is a small one"
+        for apart in (-3, -2, -1, 1, 2, 3):
+            behind = (distance + apart * length) % 4096
+            assert 256 <= behind <= 4096 - 64, (distance, length, apart)
 
 
 @pytest.mark.skipif(copy_native is None, reason="the C extension is not built here")

@@ -8,6 +8,7 @@ import pytest
 
 from layerflow.config.settings import Settings
 from layerflow.server.clients import clients as clients_module
+from layerflow.server.clients.account import Accounts, Allowance
 from layerflow.server.clients.clients import IDLE_S, MAX_GREETED, Clients
 from layerflow.server.clients.sessions import LOCAL, ClientSession, Sessions
 from layerflow.wire import codec
@@ -17,7 +18,7 @@ class World:
     """Clients over sessions of its own; nothing is sent."""
 
     def __init__(self) -> None:
-        self.sessions = Sessions()
+        self.sessions = Sessions(Accounts(lambda: Allowance(1 << 20, 1 << 30, 100)))
         self.lost: list[tuple[int, str]] = []
         self.suspected: list[ClientSession] = []
         nowhere, nobody = Path("/nowhere"), lambda *_: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -15,8 +16,10 @@ from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena, f
 from layerflow.errors import RemoteError, ServerLost, Unsupported
 from layerflow.pool.memory import MemoryPool
 from layerflow.server import EmbeddedServer
+from layerflow.server.clients import clients as clients_module
+from layerflow.server.transport import fd_server as fd_server_module
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.messages import Attach, Missed, Welcome
+from layerflow.wire.messages import Attach, Bye, Missed, Welcome
 from server.support import Embed
 
 PATIENCE_S = 20.0
@@ -141,3 +144,66 @@ def test_a_pool_without_a_table(monkeypatch: pytest.MonkeyPatch, embed: Embed) -
     connection.close()
     assert eventually(lambda: not len(server.server.sessions))
     visitor.conversation.dealer.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "let_in"),
+    [(errno.EMFILE, False), (errno.ENFILE, False), (errno.ENOMEM, False), (errno.ESRCH, True), (errno.EINVAL, True)],
+)
+def test_only_a_process_in_another_namespace_is_trusted_without_a_pidfd(
+    visitor: Visitor, monkeypatch: pytest.MonkeyPatch, code: int, let_in: bool
+) -> None:
+    """Whose death cannot be seen for want of descriptors would count as dead when it hangs up, and may still write."""
+
+    def fail(_: socket.socket) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fd_server_module, "peer_pidfd", fail)
+    if let_in:
+        connection, fd, _ = fetch_arena(visitor.door, visitor.welcome.token, visitor.deadline)
+        os.close(fd)
+        connection.close()
+        return
+    with pytest.raises(ServerLost, match="hung up"):
+        fetch_arena(visitor.door, visitor.welcome.token, visitor.deadline)
+    monkeypatch.undo()
+    connection, fd, _ = fetch_arena(visitor.door, visitor.welcome.token, visitor.deadline)  # it tries again
+    os.close(fd)
+    connection.close()
+
+
+def test_who_takes_the_arena_and_does_not_attach_is_hung_up_on(
+    server: EmbeddedServer, visitor: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients_module, "ATTACH_S", 0.0)
+    connection, fd, _ = fetch_arena(visitor.door, visitor.welcome.token, visitor.deadline)
+    os.close(fd)
+    connection.settimeout(PATIENCE_S)
+    assert connection.recv(1) == b""
+    assert eventually(lambda: not len(server.server.sessions))
+    connection.close()
+
+
+def test_who_has_the_arena_counts_before_it_attaches(embed: Embed) -> None:
+    server = embed(server__max_sessions=1)
+    first, second = Visitor(server), Visitor(server)
+    connection, fd, _ = fetch_arena(first.door, first.welcome.token, first.deadline)
+    os.close(fd)
+    with pytest.raises(ServerLost, match="hung up"):
+        fetch_arena(second.door, second.welcome.token, second.deadline)
+    with pytest.raises(RemoteError, match="max_sessions"):
+        second.attach(memory=True)
+    connection.close()
+    for visitor in (first, second):
+        visitor.conversation.dealer.close()
+
+
+def test_a_connection_whose_session_has_ended_is_closed(server: EmbeddedServer, visitor: Visitor) -> None:
+    """A client could else take a new session, and one more descriptor, as often as it likes."""
+    connection, fd, _ = fetch_presence(visitor.door, visitor.welcome.token, visitor.deadline)
+    assert fd is not None
+    os.close(fd)
+    visitor.conversation.send(Bye())
+    connection.settimeout(PATIENCE_S)
+    assert connection.recv(1) == b""
+    connection.close()

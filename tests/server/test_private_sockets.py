@@ -52,6 +52,13 @@ def test_sockets_are_the_user_s_own_whatever_the_umask(tmp_path: Path) -> None:
     assert modes == {"control": 0o600, "control.arena": 0o600}
 
 
+def test_the_process_s_umask_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of an embedding engine's other threads, too."""
+    monkeypatch.setattr(os, "umask", lambda _: pytest.fail("the umask was changed"))
+    with EmbeddedServer(endpoint=f"ipc://{tmp_path}/own/control"):
+        pass
+
+
 def test_an_embedded_server_looks_at_its_directory_too(
     embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ MEASUREMENTS = {
     "engine-cost": "What a step costs the engine's own thread.",
     "copy": "How fast scattered blocks move, against one contiguous copy.",
     "device": "How fast scattered blocks move to and from a device, against one contiguous pinned copy.",
-    "flow": "Events per second of the core, and commands per layer.",
+    "flow": "Events per second of the core, commands per layer, and what sessions that share the caps cost.",
     "miss": "What a lookup that finds nothing costs.",
     "lookup": "What a lookup that hits costs the server's loop.",
     "link": "How fast bytes pass between two arenas, against two blocking sockets or the library's own read.",
@@ -30,7 +30,7 @@ MEASUREMENTS = {
     "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",
 }
 TRANSFERS = {name: f"transfer.{name}" for name in ("copy", "device", "link")}
-WITH_OPTIONS = ("device", "link", "overlap", "pd", "pool", "stagger")
+WITH_OPTIONS = ("device", "flow", "link", "overlap", "pd", "pool", "stagger")
 Options = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="An argument of the measurement; may be repeated."),
@@ -145,6 +145,17 @@ def stagger(
 ) -> None:
     given = {"ranks": ranks, "layers": layers, "spacing_us": spacing_us, "device": on}
     _run("stagger", given, options or [], json_file)
+
+
+@bench.command(help=f"{MEASUREMENTS['flow']}\n\n\b\nExample:\n  layerflow bench flow --sessions 1,100 --json flow.json")
+def flow(
+    sessions: Annotated[
+        str, typer.Option(metavar="N,...", help="Numbers of sessions to compare under the default caps.")
+    ] = "1,10,100,1000",
+    options: Options = None,
+    json_file: JsonFile = None,
+) -> None:
+    _run("flow", {}, [f"sessions={sessions}", *(options or [])], json_file)
 
 
 @bench.command(

@@ -142,7 +142,10 @@ class Dispatcher:
             except Exception:
                 log.exception("cut_failed", step=step.number)
         if access is not None:
-            access.copiers[SAVE].drain()
+            try:
+                access.copiers[SAVE].drain()
+            except Exception:
+                log.exception("copier_broken", incarnation=lost.incarnation if lost is not None else 0)
 
     def judged(self, dead: bool) -> None:
         """Has the lost server's process ended, for certain? If not, nothing is loaded from its arena any more."""

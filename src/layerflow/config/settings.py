@@ -155,6 +155,17 @@ class ServerSettings(Section):
     max_leases: Whole = setting(
         16_384, "Requests whose hits one client may have leased.", unit="requests", ge=1, le=1 << 24
     )
+    max_client_bytes: Size = setting(
+        64 << 20,
+        "Memory that one client may make the server keep: messages, lookups and watches that wait, plans.",
+        unit="bytes",
+        ge=1 << 20,
+        le=1 << 40,
+        live=True,
+    )
+    max_clients_bytes: Size = setting(
+        1 << 30, "The same of all clients together.", unit="bytes", ge=1 << 20, le=1 << 40, live=True
+    )
     max_deadline_s: Real = setting(
         3600.0, "Longest deadline of a step, and longest lease, that a client may ask for.", unit="s", ge=1, le=86_400
     )
@@ -190,6 +201,12 @@ class ServerSettings(Section):
             raise ValueError(
                 f"liveness_ms = {self.liveness_ms} should be at least twice heartbeat_ms = {self.heartbeat_ms}: "
                 "one late heartbeat must not cut a session"
+            )
+        if not self.max_message_bytes <= self.max_client_bytes <= self.max_clients_bytes:
+            raise ValueError(
+                f"max_client_bytes = {format_size(self.max_client_bytes)} should be at least max_message_bytes = "
+                f"{format_size(self.max_message_bytes)}, so that each message may wait, and at most "
+                f"max_clients_bytes = {format_size(self.max_clients_bytes)}"
             )
         if self.tcp_endpoint and not (self.curve_secret_key_file and self.curve_allowed_keys_file):
             raise ValueError(

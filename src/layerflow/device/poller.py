@@ -14,12 +14,14 @@ import structlog
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import use_precise_timers
 from layerflow.errors import InvalidTransition
+from layerflow.system.threads import OwnedThread
 
 log = structlog.get_logger(__name__)
 
 DEFAULT_INTERVAL_US = 50
 DEFAULT_MAX_INTERVAL_US = 1000
 _BACK_OFF = 1.5
+_RESTART_S = 0.05
 
 
 def _nothing() -> None:
@@ -63,6 +65,7 @@ class Poller:
     :param interval_us: shortest interval between two sweeps, microseconds.
     :param max_interval_us: longest interval.
     :param prepare: called first on the thread.
+    :param lost: told that the thread has failed; it begins anew, with the events that it watches.
     """
 
     def __init__(
@@ -72,19 +75,19 @@ class Poller:
         interval_us: float = DEFAULT_INTERVAL_US,
         max_interval_us: float = DEFAULT_MAX_INTERVAL_US,
         prepare: Callable[[], object] = _nothing,
+        lost: Callable[[BaseException], object] | None = None,
     ) -> None:
         self._prepare = prepare
         self._shortest = interval_us * 1e-6
         self._longest = max_interval_us * 1e-6
         self._interval = self._shortest
         self._incoming: deque[_Watched] = deque()
-        self._watched: list[_Watched] = []
+        self._watched: deque[_Watched] = deque()
         self._condition = threading.Condition()
         self._parked = False
         self._closed = False
         self._sweeps = self._fired = self._failed = 0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = OwnedThread(name, self._run, lost=lost, restart_s=_RESTART_S).start()
 
     def watch(
         self,
@@ -113,12 +116,11 @@ class Poller:
         with self._condition:
             self._closed = True
             self._condition.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+        ended = self._thread.join(timeout)
         dropped = len(self._watched) + len(self._incoming)
         if dropped:
             log.warning("poller_closed_with_events", dropped=dropped)
-        return not self._thread.is_alive()
+        return ended
 
     def statistics(self) -> PollerStatistics:
         """A snapshot, from any thread."""
@@ -159,12 +161,16 @@ class Poller:
     def _sweep(self) -> bool:
         """Look at everything once; whether anything moved."""
         self._sweeps += 1
-        moved = bool(self._incoming)
-        waiting = self._watched
+        moved, waiting = bool(self._incoming), self._watched
         while self._incoming:
             waiting.append(self._incoming.popleft())
-        self._watched = [watched for watched in waiting if not self._settle(watched)]
-        return moved or len(self._watched) < len(waiting)
+        for _ in range(len(waiting)):
+            watched = waiting.popleft()  # whatever its callback does, it is called once
+            if self._settle(watched):
+                moved = True
+            else:
+                waiting.append(watched)
+        return moved
 
     def _settle(self, watched: _Watched) -> bool:
         """Whether the watched event needs no further look."""

@@ -32,15 +32,16 @@ class Budget:
     :ivar gated: the part of it that cannot move yet.
     :ivar most_gated: how much that may be, over all sessions.
     :ivar sessions: how many share it.
-    :ivar freed: room for gated batches has become free, or a session's share larger.
+    :ivar regrown: the sessions' shares may have become larger.
+    :ivar ungated: sessions that have fewer gated bytes than when this was last cleared.
     :ivar ceiling: the most that may be charged: loads, saves, and both; more than the limits while batches that
         were granted under earlier limits are in flight.
     :raises ConfigError: for limits that no transfer could meet.
     """
 
     __slots__ = (
-        "batches", "ceiling", "charged", "freed", "gated", "half", "inflight", "limits", "max_batch", "most_gated",
-        "sessions",
+        "batches", "ceiling", "charged", "gated", "half", "inflight", "limits", "max_batch", "most_gated", "regrown",
+        "sessions", "ungated",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -48,7 +49,8 @@ class Budget:
         self.batches = [0, 0]
         self.charged = [0, 0]
         self.gated = [0, 0]
-        self.freed = False
+        self.regrown = False
+        self.ungated: dict[Session, None] = {}
         self.sessions = 0
         self.change(limits)
 
@@ -80,11 +82,15 @@ class Budget:
             nbytes += max(0, self.max_batch[Direction.SAVE] - saves)
         return loads + saves + nbytes <= self.limits.max_inflight_bytes
 
-    def fits_gated(self, session: Session, direction: Direction, nbytes: int) -> bool:
-        """Whether the session may be granted a batch that cannot move yet, as far as other gated ones go."""
-        own, most = session.gated[direction], self.most_gated[direction]
+    def has_gated_room(self, direction: Direction, nbytes: int) -> bool:
+        """Whether all gated batches together leave room for one more of `nbytes`."""
+        return self.gated[direction] + nbytes <= self.most_gated[direction]
+
+    def within_share(self, session: Session, direction: Direction, nbytes: int) -> bool:
+        """Whether the session's own gated batches leave it room for one more of `nbytes`."""
+        own = session.gated[direction]
         # A share may be smaller than one batch, which must not keep every session from being granted any.
-        return self.gated[direction] + nbytes <= most and (not own or own + nbytes <= most // self.sessions)
+        return not own or own + nbytes <= self.most_gated[direction] // self.sessions
 
     def take(self, batch: InFlightBatch) -> None:
         """A batch was granted."""
@@ -131,7 +137,7 @@ class Budget:
         job = batch.transfer.job
         self.gated[job.direction] -= batch.nbytes
         job.step.session.gated[job.direction] -= batch.nbytes
-        self.freed = True
+        self.ungated[job.step.session] = None
 
 
 _gate = attrgetter("gate")

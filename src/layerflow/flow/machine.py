@@ -299,7 +299,9 @@ class Flow:
             step.computed = count
             if step.saves is not None:
                 self._state.budget.open_gates(step.saves)
-                self._state.permit(step.session, Direction.SAVE)
+                head = step.saves.head()
+                if head is not None and head.layer < count:
+                    self._state.permit(step.session, Direction.SAVE)
         self._advance(step, count - 1)
 
     def _advance(self, step: Step, layer: int) -> None:

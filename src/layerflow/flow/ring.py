@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
+from layerflow.flow.budget import Budget
 from layerflow.flow.events import Direction
 from layerflow.flow.graph.session import Session
 from layerflow.flow.host_events import Hop
@@ -57,27 +58,63 @@ class Ring(Generic[Q]):
 
 
 class SessionRing(Ring[Session]):
-    """Sessions in turn. Those for whose batches, which cannot move yet, there is no room are parked beside it."""
+    """Sessions in turn, and beside the ring those whose next batch cannot move yet and has no room.
 
-    __slots__ = ("_parked",)
+    Where all gated batches together leave no room, sessions stand in line: the first of the line comes back as soon as
+    its batch fits, and no other session is granted a gated batch before it. A session whose own share is used up comes
+    back, or stands in line, once some of its own gated batches can move. So an event tries the sessions that it
+    concerns and the first of the line, however many wait.
+    """
+
+    __slots__ = ("direction", "line", "over_share")
 
     def __init__(self, direction: Direction) -> None:
         super().__init__(direction)
-        self._parked: dict[Session, None] = {}
+        self.direction = direction
+        self.line: dict[Session, int] = {}  #: bytes of the batch that each waits with, longest waiting first
+        self.over_share: dict[Session, int] = {}  #: the same, in no order
 
     def leave(self, session: Session) -> None:
         """The session has no permitted work; unused credit is lost."""
-        self._parked.pop(session, None)
+        self.line.pop(session, None)
+        self.over_share.pop(session, None)
         super().leave(session)
 
-    def park(self, session: Session) -> None:
-        """The session leaves, and comes back when there is room for batches that cannot move yet."""
-        self.leave(session)
-        self._parked[session] = None
+    def may_gate(self, session: Session) -> bool:
+        """Whether no other session waits longer for room for gated batches."""
+        return not self.line or next(iter(self.line)) is session
 
-    def join_parked(self) -> None:
-        """There is such room now."""
-        for session in self._parked:
-            if session.pending[self._direction]:
-                self.join(session)
-        self._parked.clear()
+    def waits(self, session: Session) -> bool:
+        """Whether the session waits for room for a gated batch."""
+        return session in self.line or session in self.over_share
+
+    def park(self, session: Session, nbytes: int, budget: Budget) -> None:
+        """The session leaves the ring.
+
+        :param nbytes: of the gated batch for which there is no room; 0 = it has none, and waits for nothing.
+        """
+        super().leave(session)
+        if nbytes and budget.within_share(session, self.direction, nbytes):
+            self.over_share.pop(session, None)
+            self.line[session] = nbytes  # whoever stands in line already keeps the place
+            return
+        self.line.pop(session, None)
+        if nbytes:
+            self.over_share[session] = nbytes
+        else:
+            self.over_share.pop(session, None)
+
+    def wake(self, budget: Budget) -> None:
+        """Sessions that are within their share again stand in line."""
+        over = self.over_share
+        for session in list(over) if budget.regrown else [session for session in budget.ungated if session in over]:
+            nbytes = over[session]
+            if budget.within_share(session, self.direction, nbytes):
+                del over[session]
+                self.line[session] = nbytes
+
+    def admit(self, budget: Budget) -> None:
+        """The first of the line, which is not empty, comes back where its batch fits."""
+        session, nbytes = next(iter(self.line.items()))
+        if budget.has_gated_room(self.direction, nbytes):
+            self.join(session)

@@ -26,6 +26,7 @@ from layerflow.flow.ring import SessionRing
 class Counters:
     """Totals since the core was made. Parts are (request, group) pairs of one step and direction."""
 
+    tries: int = 0
     batches: int = 0
     batches_failed: int = 0
     loaded_bytes: int = 0
@@ -59,6 +60,7 @@ class FlowStatistics:
     :param write_backlog_bytes: of objects that are on their way to the backend.
     :param shed_writes: objects for which the backlog had no room.
     :param following: follows that are not over. :param follows: how many began.
+    :param tries: how often a session was asked for its next batch.
     :param late_reports: events about steps, batches or sessions that are gone; harmless.
     """
 
@@ -75,6 +77,7 @@ class FlowStatistics:
     write_inflight_bytes: int
     write_backlog_bytes: int
     following: int
+    tries: int
     batches: int
     batches_failed: int
     loaded_bytes: int

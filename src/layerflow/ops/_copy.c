@@ -32,6 +32,8 @@
 #define STREAM_MIN_BYTES 2048
 #define LINE 64
 #define PARTS 4   /* stretches of one extent that advance together: more pages and DRAM rows in flight */
+#define MEETS 320 /* of 4 KiB: from one line before a store to four behind it a load waits for it */
+#define MOST_SHORTER 32 /* lines that a stretch may give up, to be copied after the others */
 #define AHEAD 256 /* bytes that each stretch's prefetch runs ahead of its copy, into the next extent at the end */
 
 #if STREAMING
@@ -46,6 +48,29 @@ static void stream_line(char *dst, const char *src) {
     _mm_stream_si128((__m128i *)(dst + 48), d);
 }
 
+/*
+ * How long each of the stretches of `n` bytes is, where the destination lies `distance` behind the source.
+ *
+ * A load whose address has the low 12 bits of a store that has not left the core waits for that store, as if it read
+ * the same bytes. A load of one stretch meets the stores of another where distance + k * length is a few lines past a
+ * multiple of 4 KiB; blocks of 16 KiB and more would be cut at multiples of 4 KiB, and the slots of an arena put
+ * objects a few lines from the engine's pages. So a stretch is made some lines shorter until none meets another.
+ */
+static size_t stretch(size_t n, uintptr_t distance) {
+    size_t longest = n / LINE / PARTS, fewest = longest > 2 * MOST_SHORTER ? longest - MOST_SHORTER : longest / 2;
+    for (size_t lines = longest; lines > fewest; lines--) {
+        uintptr_t behind = distance + LINE, before = behind, part = lines * LINE;
+        int meets = 0;
+        for (int k = 1; k < PARTS; k++) {
+            behind += part, before -= part;
+            meets |= (behind & 4095) < MEETS || (before & 4095) < MEETS;
+        }
+        if (!meets)
+            return part;
+    }
+    return longest * LINE;
+}
+
 /* Copies `n` bytes; `next` is where the next extent's source starts. */
 static void move(char *dst, const char *src, size_t n, const char *next) {
     if (n < STREAM_MIN_BYTES) {
@@ -55,7 +80,8 @@ static void move(char *dst, const char *src, size_t n, const char *next) {
     size_t head = (size_t)(-(uintptr_t)dst) & (LINE - 1);
     memcpy(dst, src, head);
     dst += head, src += head, n -= head;
-    size_t part = n / LINE / PARTS * LINE, last = part - AHEAD;
+    size_t part = stretch(n, (uintptr_t)dst - (uintptr_t)src), last = part - AHEAD;
+    size_t whole = (n - PARTS * part) / LINE * LINE;
     for (size_t at = 0; at < part; at += LINE) {
         const char *ahead = at < last ? src + at + AHEAD : next + (at - last);
         for (size_t p = 0; p < PARTS; p++) {
@@ -63,7 +89,10 @@ static void move(char *dst, const char *src, size_t n, const char *next) {
             stream_line(dst + p * part + at, src + p * part + at);
         }
     }
-    memcpy(dst + PARTS * part, src + PARTS * part, n - PARTS * part);
+    dst += PARTS * part, src += PARTS * part, n -= PARTS * part;
+    for (size_t at = 0; at < whole; at += LINE)
+        stream_line(dst + at, src + at);
+    memcpy(dst + whole, src + whole, n - whole);
 }
 #else
 static void move(char *dst, const char *src, size_t n, const char *next) {
@@ -300,6 +329,19 @@ static PyObject *acquire(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *stretch_bytes(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_ssize_t nbytes;
+    unsigned long long distance;
+    if (!PyArg_ParseTuple(args, "nK:stretch_bytes", &nbytes, &distance))
+        return NULL;
+#if STREAMING
+    if (nbytes >= STREAM_MIN_BYTES)
+        return PyLong_FromSize_t(stretch((size_t)nbytes, (uintptr_t)distance));
+#endif
+    return PyLong_FromSsize_t(nbytes);
+}
+
 static PyMethodDef methods[] = {
     {"acquire", acquire, METH_NOARGS,
      "acquire()\n--\n\n"
@@ -318,6 +360,10 @@ static PyMethodDef methods[] = {
      "words_at, words: int64 arrays of equal length. Eight bytes at src_base + words_at[i] must be words[i], before the\n"
      "first batch and behind each: the first batch of which that is not so does not count, and no further one begins.\n"
      "Returns how many batches were copied. Others may read landed and write halt meanwhile."},
+    {"stretch_bytes", stretch_bytes, METH_VARARGS,
+     "stretch_bytes(nbytes, distance)\n--\n\n"
+     "Bytes of each of the four stretches in which an extent of nbytes is copied whose destination, at a multiple of\n"
+     "64, lies distance (modulo 2**64) behind its source; nbytes where it is copied in one piece."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import os
+import resource
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -27,16 +28,19 @@ from layerflow.pool.arena import Arena, Warmer
 from layerflow.pool.covering import CoveringPool
 from layerflow.presence import PresenceWriter
 from layerflow.server import behind
+from layerflow.server.clients.account import Accounts, Allowance
 from layerflow.server.clients.clients import Clients
 from layerflow.server.clients.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
+from layerflow.server.handlers.turns import Work
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.housekeeping import housekeep
 from layerflow.server.lookup.plans import Plans
 from layerflow.server.status import status_of
 from layerflow.server.terms import limits_of, terms_of
+from layerflow.server.transport.door import Door
 from layerflow.server.transport.fd_server import NO_ROOM, FdServer, SharedRegion
 from layerflow.server.transport.router import Router
 from layerflow.server.transport.security import Curve, open_curve
@@ -69,7 +73,8 @@ class Server:
         # A table of the arena alone would hide from clients what lies behind it.
         self._presence = PresenceWriter(self._arena.nbytes) if tier is None and not settings.peers.attach else None
         self.pool = CoveringPool(self._arena, self._presence, lease_share=settings.pool.lease_share)
-        self.sessions = Sessions()
+        self.accounts = Accounts(self._allowance)
+        self.sessions = Sessions(self.accounts)
         self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
         self.handoffs = Handoffs(
             self.pool,
@@ -130,13 +135,13 @@ class Server:
         )
         self._handlers = Handlers(self._server_context)
         self.metrics.limits(self._limits(settings))
-        self._routers: dict[str, Router] = {}
+        self._doors: dict[str, Door | Router] = {}
         self._clients = Clients(
             lambda: self.settings,
             self.sessions,
             self.fd_server_path,
             self._send,
-            lambda address: self._routers[address[0]].send(address[1], codec.greeting()),
+            lambda address: self._doors[address[0]].send(address[1], codec.greeting()),
             self._handlers.lose,
             lambda session: self.handoffs.lose_engine(session.engine, "a worker of its engine has hung up"),
         )
@@ -148,7 +153,7 @@ class Server:
     @property
     def healthy(self) -> bool:
         """Taking new work."""
-        return bool(self._routers) and not self._server_context.draining
+        return bool(self._doors) and not self._server_context.draining
 
     @property
     def fd_server_path(self) -> Path:
@@ -201,6 +206,11 @@ class Server:
 
     def _limits(self, settings: Settings) -> Limits:
         return limits_of(settings, self._arena.nbytes)
+
+    def _allowance(self) -> Allowance:
+        server = self.settings.server
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return Allowance(server.max_client_bytes, server.max_clients_bytes, descriptors)
 
     def apply(self, settings: Settings) -> None:
         """Take new values of the live keys; steps in flight go on under the new limits.
@@ -260,7 +270,7 @@ class Server:
     @property
     def caught_up(self) -> bool:
         """Every message that has come is handled."""
-        return not self._server_context.turns.busy and not any(router.pending() for router in self._routers.values())
+        return not self._server_context.turns.busy and not any(door.pending() for door in self._doors.values())
 
     def _open(self) -> list[str]:
         server = self.settings.server
@@ -271,26 +281,45 @@ class Server:
             table = self.pool.presence.memory
             rooms[wire.WANT_PRESENCE] = SharedRegion(table.fd, table.nbytes)
         clients = self._clients
-        self._fd_server = FdServer(self.fd_server_path, rooms, clients.entered, clients.gone, clients.hung_up)
+        self._fd_server = FdServer(
+            self.fd_server_path, rooms, clients.entered, clients.gone, clients.hung_up, clients.may_stay
+        )
         self._fd_server.start()
-        local = Router(self._context, functools.partial(self._hear, LOCAL), server.max_message_bytes)
-        self._routers[LOCAL] = local
+        local = self._door(LOCAL) if server.endpoint.startswith("ipc://") else self._router(LOCAL)
+        self._doors[LOCAL] = local
         local.bind(server.endpoint)
         endpoints = [server.endpoint]
         if server.tcp_endpoint:
-            remote = Router(self._context, functools.partial(self._hear, REMOTE), server.max_message_bytes)
-            self._routers[REMOTE] = remote
+            remote = self._router(REMOTE)
+            self._doors[REMOTE] = remote
             self._curve = open_curve(self._context, remote.socket, server)
             endpoints.append(remote.bind(server.tcp_endpoint))
-        for router in self._routers.values():
-            router.start()
+        for door in self._doors.values():
+            door.start()
         return endpoints
+
+    def _door(self, name: str) -> Door:
+        def known(identity: bytes) -> bool:
+            address = (name, identity)
+            return self.sessions.at(address) is not None or (
+                self.peers is not None and self.peers.reader(address) is not None
+            )
+
+        return Door(
+            functools.partial(self._hear, name),
+            lambda identity: self._hung_up((name, identity)),
+            known,
+            self.settings.server.max_message_bytes,
+        )
+
+    def _router(self, name: str) -> Router:
+        return Router(self._context, functools.partial(self._hear, name), self.settings.server.max_message_bytes)
 
     def _close(self) -> None:
         self.driver.close()
-        for router in self._routers.values():
-            router.close()
-        self._routers.clear()
+        for door in self._doors.values():
+            door.close()
+        self._doors.clear()
         if self._curve is not None:
             self._curve.close()
         if self._own_context:
@@ -347,17 +376,36 @@ class Server:
             unlogged = self._server_context.log_limit.admit(time.monotonic())
             if unlogged is not None:
                 self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
-            self._routers[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
+            self._doors[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
+
+    def _hung_up(self, address: Address) -> None:
+        """A client's connection has ended."""
+        self._clients.take_greeting(address)
+        if self.peers is not None:
+            self.peers.hung_up(address)
+        session = self.sessions.at(address)
+        if session is not None:
+            self._server_context.turns.start(session.account, self._disconnect(session), always=True)
+
+    def _disconnect(self, session: ClientSession) -> Work:
+        """Behind what the client has said before it hung up."""
+        if self.sessions.get(session.number) is session:
+            self._clients.disconnected(session)
+        yield from ()
 
     def _send_to(self, address: Address, message: Message) -> bool:
-        router = self._routers.get(address[0])
-        return router is not None and router.send(address[1], codec.encode(message))
+        door = self._doors.get(address[0])
+        return door is not None and door.send(address[1], codec.encode(message))
 
     def _send(self, session: ClientSession, message: Message) -> None:
-        door, identity = session.address
-        router = self._routers.get(door)
-        if router is not None and not router.send(identity, codec.encode(message)):
-            self._log.warning("message_undeliverable", session=session.number, kind=type(message).__name__)
+        name, identity = session.address
+        door = self._doors.get(name)
+        if door is None or door.send(identity, codec.encode(message)):
+            return
+        unlogged = self._server_context.log_limit.admit(time.monotonic())
+        if unlogged is not None:
+            kind = type(message).__name__
+            self._log.warning("message_undeliverable", session=session.number, kind=kind, unlogged=unlogged)
 
     def _send_number(self, number: int, message: Message) -> None:
         session = self.sessions.get(number)

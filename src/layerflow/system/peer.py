@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -16,6 +17,16 @@ def peer_user(connection: socket.socket) -> int:
     return _credentials(connection)[1]
 
 
+def peer_user_is_own(connection: socket.socket) -> bool:
+    """Does it belong to this process's user, or to root?"""
+    return peer_user(connection) in (os.getuid(), 0)
+
+
+def peer_process(connection: socket.socket) -> int:
+    """Its number; 0 = it is in a pid namespace that this process does not see."""
+    return _credentials(connection)[0]
+
+
 def is_here(connection: socket.socket) -> bool:
     """Is it this process?"""
     return _credentials(connection)[0] == os.getpid()
@@ -24,16 +35,17 @@ def is_here(connection: socket.socket) -> bool:
 def peer_pidfd(connection: socket.socket) -> int:
     """A pidfd of it, which the caller closes. Of a listener's end: of the process that listens.
 
-    :raises OSError: it is in another pid namespace, or has ended.
+    :raises OSError: ESRCH, ENOENT or EINVAL: it is in another pid namespace, or has ended; else none can be had now.
     """
     try:
         return int(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
-    except OSError:
-        pid = _credentials(connection)[0]
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
     try:
-        return os.pidfd_open(pid)
+        return os.pidfd_open(_credentials(connection)[0])
     except OverflowError as error:
-        raise OSError(str(error)) from None
+        raise OSError(errno.ESRCH, str(error)) from None
 
 
 def has_died(pidfd: int, timeout_s: float = 0.0) -> bool:

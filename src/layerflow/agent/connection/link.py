@@ -25,10 +25,11 @@ import zmq
 from layerflow.agent.connection.handshake import Handshake, dial, fetch_arena
 from layerflow.agent.connection.listener import Attachment, LinkListener
 from layerflow.agent.connection.reports import ReportBuffer
-from layerflow.errors import ConfigError, LayerflowError, ServerLost
+from layerflow.errors import ConfigError, LayerflowError, ServerLost, SessionError
 from layerflow.spec import ModelSpec
 from layerflow.system.memfd import SharedMemory
 from layerflow.system.peer import has_died, is_here, peer_pidfd
+from layerflow.system.threads import OwnedThread
 from layerflow.wire import codec
 from layerflow.wire.messages import QUIET, STRANGER, Attach, Beat, Message, Problem, Welcome
 
@@ -63,7 +64,7 @@ class Link:
         self._broken: Exception | None = None
         self._heard_at = 0.0
         self.ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="layerflow-link", daemon=True)
+        self._thread = OwnedThread("layerflow-link", self._run, restart_s=RETRY_S[0])
 
     def start(self, listener: LinkListener) -> None:
         """Begin connecting, and tell `listener`."""
@@ -91,6 +92,13 @@ class Link:
         """Report on this thread; or wake the link's, where that is at it."""
         if not self._on_this_thread(self._flush):
             self.ring()
+
+    def give_up(self, error: BaseException) -> None:
+        """End the attachment, and attach anew: what moves its bytes is broken. Steps that are open are cut off."""
+        self._broken = self._broken or SessionError(
+            f"this worker's copies are broken, so that it attaches anew: {type(error).__name__}: {error}"
+        )
+        self.ring()
 
     def ring(self) -> None:
         """Wake the thread, at most once until it has looked; does nothing after :meth:`close`."""
@@ -188,28 +196,32 @@ class Link:
             attached_as = conversation.attach(Attach(self._spec, memory=True, direct=direct), deadline)
             self._outbox.clear()
             self.news = ReportBuffer()
-            attached = True
+            attached, self._broken = True, None
             attachment = Attachment(welcome.session, arena, attached_as.terms, welcome, direct, attached_as.incarnation)
             self._listener.connection_made(attachment)
             self._tries = 0
-            self._dealer, self._broken = dealer, None
+            self._dealer = dealer
             self.ready.set()
             self._converse(dealer, connection.fileno(), welcome)
         finally:
             with self._turn:
                 self._dealer = None
             self.ready.clear()
-            if attached:
-                self._listener.lost("closed" if self._closing else "the server is gone")
-                self._listener.judged(not self._closing and has_died(server, DYING_S) if server >= 0 else False)
-            if server >= 0:
-                os.close(server)
-            if connection is not None:
-                # Nothing of this attachment moves any more: the server need not wait for this process to end.
-                with contextlib.suppress(OSError):
-                    connection.send(QUIET, socket.MSG_NOSIGNAL)
-                connection.close()
-            dealer.close()
+            try:
+                if attached:
+                    reason = "closed" if self._closing else str(self._broken or "the server is gone")
+                    self._listener.lost(reason)
+                    self._listener.judged(not self._closing and has_died(server, DYING_S) if server >= 0 else False)
+                if connection is not None:
+                    # Nothing of this attachment moves any more: the server need not wait for this process to end.
+                    with contextlib.suppress(OSError):
+                        connection.send(QUIET, socket.MSG_NOSIGNAL)
+            finally:
+                if server >= 0:
+                    os.close(server)
+                if connection is not None:
+                    connection.close()
+                dealer.close()
 
     def _converse(self, dealer: zmq.Socket[bytes], connection: int, welcome: Welcome) -> None:
         news = int(dealer.getsockopt(zmq.FD))

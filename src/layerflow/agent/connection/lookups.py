@@ -37,6 +37,7 @@ from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import DeadlineExceeded, LayerflowError
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
+from layerflow.system.threads import OwnedThread
 from layerflow.wire import codec
 from layerflow.wire.messages import (
     STRANGER,
@@ -117,12 +118,12 @@ class Lookups:
         self._dialled: deque[ControlConnection] = deque()
         self._releases = Releases()
         self._closing = threading.Event()
-        self._dialler: threading.Thread
+        self._dialler: OwnedThread
         self._dial()
 
     def wait_connected(self, timeout_s: float) -> bool:
         """Wait for a server, so that the first lookup finds one; False after `timeout_s`."""
-        self._dialler.join(timeout_s)
+        self._dialler.wait(timeout_s)
         return self._connected() is not None
 
     def ask(
@@ -372,8 +373,7 @@ class Lookups:
             self._dial()
 
     def _dial(self) -> None:
-        self._dialler = threading.Thread(target=self._connect, name="layerflow-dial", daemon=True)
-        self._dialler.start()
+        self._dialler = OwnedThread("layerflow-dial", self._connect, restart_s=RETRY_S).start()
 
     def _connect(self) -> None:
         while not self._closing.is_set():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import structlog
@@ -15,6 +14,7 @@ from layerflow.ops.copier import copier_for
 from layerflow.ops.paged import PagedMemory
 from layerflow.system.machine import free_bytes
 from layerflow.system.memfd import POPULATE_PIECE_BYTES, SharedMemory
+from layerflow.system.threads import OwnedThread
 
 log = structlog.get_logger("layerflow.agent")
 
@@ -61,7 +61,10 @@ class ArenaAccess:
     def close(self) -> None:
         """Let what is under way end, and give back what is pinned. Nothing is copied any more."""
         for copier in self.copiers:
-            copier.close()
+            try:
+                copier.close()
+            except Exception:  # its device is broken, and copies nothing any more either
+                log.exception("copier_broken")
         self._preparing.undo()
 
 
@@ -83,7 +86,7 @@ class Pinning:
         self._device = device
         self._gate = gate
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="layerflow-pin", daemon=True)
+        self._thread = OwnedThread("layerflow-pin", self._run)
         self._pinned = 0
 
     def start(self) -> None:
@@ -97,14 +100,12 @@ class Pinning:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all is pinned, or the driver refuses; False after `timeout_s`."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.wait(timeout_s)
 
     def undo(self) -> None:
         """End, and give back what is pinned."""
         self._stopping = True
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
         for at in range(0, self._pinned, self.piece_bytes):
             self._device.unpin(self._address + at)
         self._pinned = 0
@@ -153,7 +154,7 @@ class Populating:
     pinned_bytes = -1
 
     def __init__(self, arena: SharedMemory) -> None:
-        self._thread = threading.Thread(target=_populate, args=(arena,), name="layerflow-populate", daemon=True)
+        self._thread = OwnedThread("layerflow-populate", _populate, arena)
 
     def start(self) -> None:
         """Begin."""
@@ -161,8 +162,7 @@ class Populating:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all are mapped; False after `timeout_s`."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.wait(timeout_s)
 
     def undo(self) -> None:
         """Pages go with the mapping."""

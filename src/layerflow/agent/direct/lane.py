@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -26,6 +25,7 @@ from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import LOAD, SAVE
 from layerflow.hosts.backend import OK, ObjectLocation, Unreachable
 from layerflow.ops.paged import PagedMemory
+from layerflow.system.threads import OwnedThread
 from layerflow.wire.messages import Batch, OpenStep
 
 GRACE_S = 1.0
@@ -36,6 +36,7 @@ ROOM_S = 0.02
 """How long room is tried for while the pool evicts: the step's loads wait for it."""
 PUBLISH_S = 5.0
 CLOSE_S = 10.0
+RESTART_S = 0.05
 
 log = structlog.get_logger("layerflow.agent.direct.lane")
 
@@ -62,8 +63,7 @@ class DirectLane:
         self._away = False
         self._busy_since = 0.0
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="layerflow-direct", daemon=True)
-        self._thread.start()
+        self._thread = OwnedThread("layerflow-direct", self._run, restart_s=RESTART_S).start()
         atexit.register(self.close)
 
     @property
@@ -111,8 +111,7 @@ class DirectLane:
         self._pid = -1
         self._work.put(None)
         until = time.monotonic() + CLOSE_S
-        self._thread.join(CLOSE_S)
-        if not self._thread.is_alive():
+        if self._thread.join(CLOSE_S):
             self._watchdog.close()
             if self._pool.close(max(0.0, until - time.monotonic())):
                 return

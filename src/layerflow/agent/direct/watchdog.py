@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import structlog
 
+from layerflow.system.threads import OwnedThread
+
+RESTART_S = 0.05
 EXIT_STUCK = 83
 """How the process ends."""
 
@@ -49,8 +52,7 @@ class Watchdog:
         self._in_flight: dict[str, tuple[int, int, float]] = {}
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="layerflow-watchdog", daemon=True)
-        self._thread.start()
+        self._thread = OwnedThread("layerflow-watchdog", self._run, restart_s=RESTART_S).start()
 
     def expect(self, direction: str, step: int, due: float) -> None:
         """No copy of the step in this direction may be under way at `due`, monotonic seconds."""

@@ -76,10 +76,12 @@ class Lanes:
         self._counters = counters
         self._loaded = loaded
         self.links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
-        self.poller = Poller(device.kind, prepare=device.leave_captures) if device.kind != "cpu" else None
+        self.poller = (
+            Poller(device.kind, prepare=device.leave_captures, lost=link.give_up) if device.kind != "cpu" else None
+        )
         ends = CopyEnds(self.poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
-        self.load = LoadLane(ends.copied, self._loaded_some)
-        self.save = SaveLane(ends.copied, self._saved_some)
+        self.load = LoadLane(ends.copied, self._loaded_some, link.give_up)
+        self.save = SaveLane(ends.copied, self._saved_some, link.give_up)
 
     def close(self) -> None:
         """Stop the lanes and the poller."""

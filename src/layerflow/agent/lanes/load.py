@@ -1,23 +1,34 @@
 """The load lane: a long-lived thread that copies batches from the arena to engine memory, without the GIL.
 
-A lane survives whatever a batch does: the batch fails, the lane goes on.
+A lane survives whatever a batch does: the batch fails, the lane goes on. Where the lane itself fails, the attachment
+ends, which fails every step that waits for it, and the lane begins anew with what is queued.
 """
 
 from __future__ import annotations
 
 import itertools
 import queue
-import threading
 import time
 from collections.abc import Callable
 
 from layerflow.agent.lanes.planned import PlannedLoads, PlannedQueue
 from layerflow.agent.lanes.stagger import Stagger
-from layerflow.agent.lanes.task import CopyCaps, CopyTask, Report, explained, extents_of, one_call, together, trace
+from layerflow.agent.lanes.task import (
+    CopyCaps,
+    CopyTask,
+    Lost,
+    Report,
+    explained,
+    extents_of,
+    one_call,
+    together,
+    trace,
+)
 from layerflow.agent.step.step import Step
 from layerflow.agent.step.transfers import CANCELLED, LOAD
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import sleep_until, use_precise_timers
+from layerflow.system.threads import OwnedThread
 from layerflow.wire.messages import BROKEN
 
 
@@ -29,17 +40,19 @@ class LoadLane:
 
     :param report: called on the lane's thread.
     :param told: called after some reports.
+    :param lost: told that the lane, or a copier, is broken.
 
     :ivar caps: what one call copies at most.
     :ivar stagger: the slots in which layers begin.
     :ivar planned: what this lane cuts into batches itself.
     """
 
-    def __init__(self, report: Report, told: Callable[[], None]) -> None:
+    def __init__(self, report: Report, told: Callable[[], None], lost: Lost) -> None:
         self.caps = CopyCaps()
         self.stagger = Stagger(0, 1, 0)
         self._tell = report
         self._told = told
+        self._lost = lost
         self._untold = 0
         self._untold_since = 0.0
         self._told_few = False
@@ -50,8 +63,7 @@ class LoadLane:
         self._closing = False
         self._interval = SAMPLE_S
         self._begun: tuple[Step, int] | None = None
-        self._thread = threading.Thread(target=self._run, name="layerflow-load", daemon=True)
-        self._thread.start()
+        self._thread = OwnedThread("layerflow-load", self._run, lost=lost, restart_s=RESTART_S).start()
 
     @property
     def has_few(self) -> bool:
@@ -76,7 +88,7 @@ class LoadLane:
 
     def landed(self, nbytes: int) -> None:
         """A batch that was cut here has ended."""
-        if self.planned.landed(nbytes) and threading.current_thread() is not self._thread:
+        if self.planned.landed(nbytes) and not self._thread.current:
             self._jobs.put(True)
 
     def close(self) -> None:
@@ -203,7 +215,7 @@ class LoadLane:
         began = time.monotonic()
         event, live, failure = None, [(batch.lo, batch.hi)], f"{BROKEN}: lane stopped"
         try:
-            with explained(job) as told:
+            with explained(job, self._lost) as told:
                 step.fail_replaced()
                 live = step.live(batch)
                 for lo, hi in live:
@@ -234,6 +246,9 @@ def _send(job: CopyTask) -> None:
 
 
 FEW_BATCHES = 2
+
+RESTART_S = 0.05
+"""Before a lane that has failed begins anew."""
 
 SAMPLE_S, LONGEST_SAMPLE_S = 0.25e-3, 4e-3
 """How often to look whether the engine has opened a gate; less and less often while it opens none."""

@@ -1,12 +1,12 @@
 """The save lane: a long-lived thread that copies batches from engine memory to the arena, without the GIL.
 
-A lane survives whatever a batch does: the batch fails, the lane goes on.
+A lane survives whatever a batch does: the batch fails, the lane goes on. Where the lane itself fails, the attachment
+ends, which gives every step's saves up, and the lane begins anew with what is queued.
 """
 
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from layerflow.agent.lanes.task import (
     CopyCaps,
     CopyTask,
+    Lost,
     Report,
     explained,
     extents_of,
@@ -27,6 +28,7 @@ from layerflow.agent.step.transfers import CANCELLED, SAVE
 from layerflow.device.base import DeviceEvent
 from layerflow.device.timing import use_precise_timers
 from layerflow.ops.copier import CpuCopier
+from layerflow.system.threads import OwnedThread
 
 
 class SaveLane:
@@ -39,22 +41,24 @@ class SaveLane:
 
     :param report: called on the lane's thread.
     :param told: called (idle) after some reports. Where the lane is idle, it may be used to pass them on.
+    :param lost: told that the lane, or a copier, is broken.
 
     :ivar caps: what one call copies at most.
     """
 
-    def __init__(self, report: Report, told: Callable[[bool], None]) -> None:
+    def __init__(self, report: Report, told: Callable[[bool], None], lost: Lost) -> None:
         self.caps = CopyCaps()
         self._tell = report
         self._told = told
+        self._lost = lost
         self._untold = 0
         self._untold_since = 0.0
         self._jobs: queue.SimpleQueue[CopyTask | bool] = queue.SimpleQueue()
         self._gated: list[CopyTask] = []
         self._passing: deque[tuple[CopyTask, DeviceEvent | None]] = deque()
         self._interval = SAMPLE_S
-        self._thread = threading.Thread(target=self._run, name="layerflow-save", daemon=True)
-        self._thread.start()
+        self._open = True
+        self._thread = OwnedThread("layerflow-save", self._run, lost=lost, restart_s=RESTART_S).start()
 
     def put(self, job: CopyTask) -> None:
         """Queue a batch that waits for its layer."""
@@ -71,10 +75,9 @@ class SaveLane:
 
     def _run(self) -> None:
         use_precise_timers()
-        open_ = True
-        while open_:
-            open_ = self._take()
-            if not open_:
+        while self._open:
+            self._open = self._take()
+            if not self._open:
                 for job in self._gated:
                     job.step.cancel_saves("agent closed")
             self._interval = SAMPLE_S
@@ -167,7 +170,7 @@ class SaveLane:
         event, failure = None, "lane stopped"
         job.sent, job.arrives = job.link.send(batch.nbytes)
         try:
-            with explained(job) as told:
+            with explained(job, self._lost) as told:
                 event = job.copier.save(extents_of(job, SAVE, batch.lo, batch.hi), None if done is True else done)
             failure = told.failure
         finally:
@@ -206,6 +209,9 @@ SAMPLE_S, SLOW_LINK_SAMPLE_S = 20e-3, 2e-3
 """How often to look at the layers while saves wait for them. Each look, and each call, takes the interpreter from the
 engine's thread for some 0.1 ms, and the core too where the system likes it so. A link that is slower than memory has no
 time to lose. The end of a forward pass is not sampled."""
+
+RESTART_S = 0.05
+"""Before a lane that has failed begins anew."""
 
 WORTH_BYTES = 8 << 20
 """Less than this, under a millisecond of copying, waits for the layers to come."""

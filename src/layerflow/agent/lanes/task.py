@@ -194,9 +194,16 @@ class CopyFailed:
     failure = ""
 
 
+Lost = Callable[[BaseException], object]
+"""Told that what moves an attachment's bytes is broken: the attachment ends, and the agent attaches anew."""
+
+
 @contextlib.contextmanager
-def explained(job: CopyTask) -> Iterator[CopyFailed]:
-    """Turn what a copy raises into the batch's failure: it must never take the lane with it."""
+def explained(job: CopyTask, lost: Lost) -> Iterator[CopyFailed]:
+    """Turn what a copy raises into the batch's failure: it must never take the lane with it.
+
+    :param lost: told where not even what was enqueued can be waited for.
+    """
     told = CopyFailed()
     batch = job.batch
     try:
@@ -205,8 +212,6 @@ def explained(job: CopyTask) -> Iterator[CopyFailed]:
         told.failure = f"{CANCELLED}: {error}"
     except Exception as error:
         told.failure = f"{BROKEN}: {type(error).__name__}: {error}"
-        # Part of it may be enqueued already: nothing may be written once the batch is reported.
-        job.copier.drain()
         log.error(
             "batch_copy_failed",
             step=batch.step,
@@ -217,3 +222,9 @@ def explained(job: CopyTask) -> Iterator[CopyFailed]:
             error=told.failure,
             exc_info=True,
         )
+        try:
+            # Part of it may be enqueued already: nothing may be written once the batch is reported.
+            job.copier.drain()
+        except Exception as broken:
+            log.exception("copier_broken", step=batch.step, batch=batch.batch)
+            lost(broken)

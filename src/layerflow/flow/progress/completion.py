@@ -247,6 +247,7 @@ def fail_blocks(state: State, transfer: Transfer, spans: list[Span], reason: str
     _drop_blocks(job, transfer, spans)
     if not job.cursors:
         state.dequeue(job)
+    state.permit(job.step.session, job.direction)
     invalidate_saves(state, job.step, hurt, reason, out)
     seal_rest(job, out)
     state.unsettled.append(job.step)

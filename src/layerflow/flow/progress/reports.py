@@ -96,7 +96,7 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
     """Nobody is left who could touch its memory or write its objects: all that is unfinished goes back at once."""
     del state.sessions[session.number]
     state.budget.sessions -= 1
-    state.budget.freed = True
+    state.budget.regrown = True
     for ring in state.rings:
         ring.leave(session)
     state.counters.sessions_lost += 1

@@ -247,15 +247,18 @@ def _conserving(state: State) -> None:
         return
     limits, budget = state.budget.limits, state.budget
     for direction in Direction:
+        ring = state.rings[direction]
         for session in state.sessions.values():
-            cursor = next_cursor(session, direction, budget)
+            cursor, lacking = next_cursor(state, session, direction)
             if cursor is not None and not session.queued[direction]:
                 raise InvalidTransition(
                     f"session {session.number}: permitted {direction.name} work is not queued",
                     cursor.transfer.job.step.told(),
                 )
-        queue = state.rings[direction].queue
-        first = next_cursor(queue[0], direction, budget) if queue else None
+            if lacking and not session.queued[direction] and not ring.waits(session):
+                raise InvalidTransition(f"session {session.number} waits for room and would never be asked again")
+        queue = ring.queue
+        first = next_cursor(state, queue[0], direction)[0] if queue else None
         if first is None and queue and direction is Direction.LOAD:
             raise InvalidTransition(f"session {queue[0].number} has its turn with no load that is permitted")
         if first is not None:

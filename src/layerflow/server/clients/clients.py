@@ -24,6 +24,9 @@ LAST_WORDS_S = 0.25
 IDLE_S = 600.0
 """A client without memory holds nothing but leases, which expire by themselves; it may be quiet for long."""
 
+ATTACH_S = 10.0
+"""How long a client that was given the arena may take to attach."""
+
 MAX_GREETED = 1024
 """Clients that greeted and never said hello; past this the first of them is forgotten and must greet again."""
 
@@ -129,9 +132,32 @@ class Clients:
         session = self._sessions.holding(token)
         if session is None or session.at_fd_server or session.address[0] != LOCAL:
             return False
+        if wanted == wire.WANT_ARENA:
+            most = self._settings().server.max_sessions
+            if sum(other.entered for other in self._sessions) >= most:
+                told = f"server.max_sessions = {most} engine workers have the arena"
+                self._send(session, wire.Problem(-1, "too_many", told))
+                return False
+            session.entered, session.entered_at = True, time.monotonic()
         session.at_fd_server = True
-        session.entered = wanted == wire.WANT_ARENA
         return True
+
+    def may_stay(self, token: bytes) -> str:
+        """Why a client that is connected at the fd server is to be hung up on; "" = it is not."""
+        session = self._sessions.holding(token)
+        if session is None:
+            return "no_session"
+        if session.entered and session.spec is None and time.monotonic() - session.entered_at > ATTACH_S:
+            return "not_attached"
+        return ""
+
+    def disconnected(self, session: ClientSession) -> None:
+        """Its connection to the control socket has ended. A process that has the arena may still write to it."""
+        if session.entered:
+            session.silent = True
+            self._log.info("session_disconnected", session=session.number, engine=session.engine, pid=session.pid)
+        else:
+            self._lose_session(session, "hung_up")
 
     def hung_up(self, token: bytes) -> None:
         """Its process lives, and may write to what it has mapped: what it has reserved and pinned stays."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from layerflow.boxes import Replica
 from layerflow.keys import covered_by
+from layerflow.server.clients.account import Account, Accounts
 from layerflow.server.transport.fd_server import TOKEN_BYTES
 from layerflow.spec import ModelSpec
 
@@ -22,10 +23,12 @@ Address = tuple[str, bytes]
 class ClientSession:
     """One client: an engine worker (with `memory`) or one that only looks things up.
 
+    :param account: what it makes the server keep.
     :param heard: when it last said anything, monotonic seconds.
     :param token: what it names itself by at the fd server.
     :param at_fd_server: it is connected there, so the death of its process will be seen.
     :param entered: it was given the arena there.
+    :param entered_at: when, monotonic seconds.
     :param direct: it moves bytes past the arena.
     :param open_steps: by number, the bytes that each of its unfinished steps asked to be moved.
     :param leases: by request, when the lease of its last hit runs out (monotonic seconds).
@@ -41,12 +44,14 @@ class ClientSession:
     engine: str
     client: str
     pid: int
+    account: Account
     heard: float
     spec: ModelSpec | None = None
     memory: bool = False
     direct: bool = False
     at_fd_server: bool = False
     entered: bool = False
+    entered_at: float = 0.0
     silent: bool = False
     open_steps: dict[int, int] = field(default_factory=dict)
     leases: dict[str, float] = field(default_factory=dict)
@@ -62,7 +67,8 @@ class ClientSession:
 class Sessions:
     """All sessions, found by number, address or token."""
 
-    def __init__(self) -> None:
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
         self._numbers = itertools.count(1)
         self._by_number: dict[int, ClientSession] = {}
         self._by_address: dict[Address, ClientSession] = {}
@@ -77,17 +83,19 @@ class Sessions:
     def open(self, address: Address, engine: str, client: str, pid: int, now: float) -> ClientSession:
         """A new session for a client that has none."""
         token = secrets.token_bytes(TOKEN_BYTES)
-        session = ClientSession(next(self._numbers), address, token, engine, client, pid, now)
+        account = self._accounts.of(address)
+        session = ClientSession(next(self._numbers), address, token, engine, client, pid, account, now)
         self._by_number[session.number] = session
         self._by_address[address] = session
         self._by_token[token] = session
         return session
 
     def close(self, session: ClientSession) -> None:
-        """Forget it."""
+        """Forget it; what was kept for it ends."""
         del self._by_number[session.number]
         del self._by_address[session.address]
         del self._by_token[session.token]
+        self._accounts.close(session.address)
 
     def get(self, number: int) -> ClientSession | None:
         """By number."""

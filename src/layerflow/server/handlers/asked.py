@@ -9,8 +9,8 @@ from layerflow.config.settings import ServerSettings
 from layerflow.errors import ProtocolError
 from layerflow.hits import NO_BLOCKS, BlockDigests
 from layerflow.keys import DIGEST_BYTES
+from layerflow.server.clients.account import Refused
 from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.handlers.context import Refused
 from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire

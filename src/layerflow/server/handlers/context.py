@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from layerflow.config.pd import PdSettings
 from layerflow.config.settings import ServerSettings
-from layerflow.errors import ProtocolError
+from layerflow.observe.log_limit import LogLimit
 from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
@@ -23,37 +23,6 @@ from layerflow.wire.messages import Message
 if TYPE_CHECKING:
     from layerflow.server.peers.peers import Peers
     from layerflow.server.sources import Sources
-
-
-LINES_PER_S = 20
-
-
-class LogLimit:
-    """At most :data:`LINES_PER_S` lines a second: a client that sends nonsense must not fill the disk with them."""
-
-    def __init__(self) -> None:
-        self._second = 0
-        self._written = 0
-        self._left_out = 0
-
-    def admit(self, now: float) -> int | None:
-        """May a line be written at `now` (seconds)? None = no; else how many were left out since the last one."""
-        if int(now) != self._second:
-            self._second, self._written = int(now), 0
-        if self._written >= LINES_PER_S:
-            self._left_out += 1
-            return None
-        self._written += 1
-        left_out, self._left_out = self._left_out, 0
-        return left_out
-
-
-class Refused(ProtocolError):
-    """A well-formed message that cannot be done now; `code` is the Problem's code."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(slots=True)

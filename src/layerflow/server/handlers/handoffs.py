@@ -7,8 +7,9 @@ import time
 
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.keys import DIGEST_BYTES
+from layerflow.server.clients.account import Refused
 from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.handlers.context import Refused, ServerContext
+from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handoffs.contents import distinct, handoff_objects
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.wire import codec

@@ -134,7 +134,7 @@ class Lookups:
                 reach = functools.partial(
                     self._reach, lookup=message, digests=digests, found=found, heard=heard, blocks=blocks, reason=reason
                 )
-                context.turns.start(number, self._guarded(asker, message, reach))
+                context.turns.start(asker.account, self._guarded(asker, message, reach), always=True)
 
         direct = any(worker.direct for worker in context.sessions.workers_of(session.engine))
         behind = context.tier.tier if direct else context.tier  # direct workers read the pool themselves, and no peer
@@ -149,7 +149,7 @@ class Lookups:
         """Go on with a client's lookup, in its turn, once something it waited for has come."""
         asker = self._context.sessions.get(number)
         if asker is not None:
-            self._context.turns.start(number, self._guarded(asker, message, lambda *_: work))
+            self._context.turns.start(asker.account, self._guarded(asker, message, lambda *_: work), always=True)
 
     def _written(self, session: ClientSession, message: wire.Lookup, digests: list[bytes]) -> None:
         """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""

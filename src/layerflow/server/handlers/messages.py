@@ -18,8 +18,9 @@ from layerflow.flow.events import (
     SessionLost,
     SessionOpened,
 )
+from layerflow.server.clients.account import Refused
 from layerflow.server.clients.sessions import LOCAL, ClientSession
-from layerflow.server.handlers.context import Refused, ServerContext
+from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, open_handoff, release_handoff, watch_handoff
 from layerflow.server.handlers.lookups import Lookups
@@ -32,6 +33,9 @@ from layerflow.wire.messages import ToServer
 
 MOST_MISSED, MOST_MISSED_TOKENS = 1 << 20, 1 << 40
 """Lookups, and their tokens, that one Missed may tell of: a client sends it every second."""
+
+ENDING = (wire.DropLease, wire.EndHandoff, wire.ReleaseHandoff, wire.Abort, wire.Bye)
+"""Small messages that end something: they are taken however much a client keeps."""
 
 
 class Handlers:
@@ -53,11 +57,12 @@ class Handlers:
         if isinstance(message, wire.Beat):
             session.pinned = message.pinned
             self._context.send(session, message)
-        elif self._context.turns.has_room(session.number, nbytes):
-            self._context.turns.start(session.number, self._guarded(session, message, self._dispatch), nbytes)
-        else:
-            waiting = LayerflowError("too many of this client's messages wait to be handled; send them more slowly")
-            self._refuse(session, message, "quota", waiting)
+            return
+        work = self._guarded(session, message, self._dispatch)
+        try:
+            self._context.turns.start(session.account, work, nbytes, always=isinstance(message, ENDING))
+        except Refused as error:
+            self._refuse(session, message, error.code, error)
 
     def _guarded(
         self, session: ClientSession, message: ToServer, work: Callable[[ClientSession, ToServer], Work]
@@ -79,7 +84,7 @@ class Handlers:
         """The client is gone: nothing of it can touch memory any more."""
         context = self._context
         self._log.info("session_lost", session=session.number, engine=session.engine, pid=session.pid, why=why)
-        context.turns.forget(session.number)
+        context.turns.forget(session.account)
         context.sessions.close(session)
         context.plans.gone(session.number, time.monotonic() + context.lease_s())
         if session.memory:

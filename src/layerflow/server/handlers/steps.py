@@ -21,8 +21,9 @@ from layerflow.flow.events import (
     LoadsMoved,
     StepClosed,
 )
+from layerflow.server.clients.account import Refused
 from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.handlers.context import Refused, ServerContext
+from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.turns import Work
 from layerflow.server.lookup.plans import lease_owner
 from layerflow.server.planner.check import CheckedStep, check_deadlines, check_step, count_objects

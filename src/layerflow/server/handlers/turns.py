@@ -13,31 +13,29 @@ from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
+from layerflow.server.clients.account import Account, Charge, Refused
+
 SLICE_S = 0.001
 """How long one client's message may run before another gets its turn, in seconds."""
 
 MAX_WAITING = 1024
 """Messages that one client may have waiting behind one that is not finished."""
 
-MAX_WAITING_BYTES = 64 << 20
-"""Bytes of these messages."""
-
 Work = Generator[None, None, None]
 
 
 @dataclass(slots=True)
 class _Queue:
-    """One client's unfinished messages, oldest first: the work and the message's size in bytes."""
+    """One client's unfinished messages, oldest first: the work, and what the message that asks for it keeps."""
 
-    waiting: deque[tuple[Work, int]] = field(default_factory=deque)
-    nbytes: int = 0
+    waiting: deque[tuple[Work, Charge]] = field(default_factory=deque)
 
 
 class Turns:
     """What the clients have asked for and is not finished; runs on the running loop."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, _Queue] = {}
+        self._queues: dict[Account, _Queue] = {}
         self._scheduled = False
 
     @property
@@ -45,31 +43,32 @@ class Turns:
         """Is some message not finished?"""
         return bool(self._queues)
 
-    def has_room(self, client: int, nbytes: int) -> bool:
-        """May this client have one more message of `nbytes` waiting?"""
-        queue = self._queues.get(client)
-        return queue is None or (len(queue.waiting) < MAX_WAITING and queue.nbytes + nbytes <= MAX_WAITING_BYTES)
-
-    def start(self, client: int, work: Work, nbytes: int = 0) -> None:
+    def start(self, client: Account, work: Work, nbytes: int = 0, *, always: bool = False) -> None:
         """Run it now, or behind what this client has waiting.
 
         :param work: handles its own exceptions; closed unfinished when the client is lost.
+        :param nbytes: of the message that asks for it.
+        :param always: however much waits: it goes on with what has begun, or lets something end.
+        :raises Refused: it would have to wait, and there is no room for that.
         """
         queue = self._queues.get(client)
         if queue is None:
-            if _run(work, time.monotonic() + SLICE_S):
+            if _run(work, time.monotonic() + SLICE_S) or client.closed:
                 return
-            queue = self._queues.setdefault(client, _Queue())
-        queue.waiting.append((work, nbytes))
-        queue.nbytes += nbytes
+            queue, always = self._queues.setdefault(client, _Queue()), True
+        elif len(queue.waiting) >= MAX_WAITING and not always:
+            raise Refused("quota", f"{MAX_WAITING} of this client's messages wait to be handled; send them more slowly")
+        charge = client.charge("a message that waits to be handled", nbytes, always=always)
+        queue.waiting.append((work, charge))
         self._schedule()
 
-    def forget(self, client: int) -> None:
+    def forget(self, client: Account) -> None:
         """The client is gone: what it has waiting is closed."""
         queue = self._queues.pop(client, None)
         if queue is None:
             return
-        for work, _ in queue.waiting:
+        for work, charge in queue.waiting:
+            charge.release()
             if not inspect.isgenerator(work) or not work.gi_running:
                 work.close()
 
@@ -87,14 +86,14 @@ class Turns:
         until = time.monotonic() + SLICE_S
         try:
             while True:
-                work, nbytes = queue.waiting[0]
+                work, charge = queue.waiting[0]
                 finished = True  # also where it raises
                 try:
                     finished = _run(work, until)
                 finally:
                     if finished:
                         queue.waiting.popleft()
-                        queue.nbytes -= nbytes
+                        charge.release()
                 if not queue.waiting or time.monotonic() >= until:
                     break
         finally:

@@ -122,6 +122,12 @@ class Peers:
         except LayerflowError as error:
             self._send(reader.address, wire.Problem(getattr(message, "id", -1), "refused", str(error)))
 
+    def hung_up(self, address: Address) -> None:
+        """The connection from that address has ended."""
+        reader = self.reader(address)
+        if self.lending is not None and reader is not None:
+            self.lending.lose(reader, "hung_up")
+
     def look_after(self, lag: float) -> None:
         """Now and then: readers that fell silent. :param lag: how much of the time this server did not listen."""
         if self.lending is not None:

@@ -13,27 +13,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
-from layerflow.errors import ConfigError
-from layerflow.system.peer import peer_pidfd, peer_user
+from layerflow.observe.log_limit import LogLimit
+from layerflow.server.transport.listening import listen_privately
+from layerflow.system.descriptors import FOR_WORKERS, leaves
+from layerflow.system.peer import peer_pidfd, peer_user, peer_user_is_own
 from layerflow.wire.messages import QUIET, WANT_ARENA
 
 TOKEN_BYTES = 16
 _SIZE = struct.Struct("<Q")
-_BACKLOG = 64
 MAX_WAITING = 64
 """Connections that have not named their token yet; past this the oldest is dropped."""
 
 TOKEN_TIMEOUT_S = 5.0
 ACCEPT_PAUSE_S = 0.5
+"""How long no connection is accepted after one had to be turned away."""
+
+_FOREIGN = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
+"""Of pidfd_open: the process is in another pid namespace, or has ended."""
+
+SWEEP_S = 1.0
 DYING_S = 0.5
 """A process whose connection was closed so long ago, and that has not ended, is said to live."""
 
@@ -58,6 +67,7 @@ class FdServer:
     :param on_entered: called with token and byte before a client is let in; False = refused.
     :param on_gone: called with the token, and why, when that client can touch what it was given no more.
     :param on_hang_up: called with the token when that client has hung up and its process lives.
+    :param may_stay: asked every :data:`SWEEP_S` with the token of each client: "", or why it is hung up on.
     """
 
     def __init__(
@@ -67,43 +77,39 @@ class FdServer:
         on_entered: Callable[[bytes, bytes], bool],
         on_gone: Callable[[bytes, str], None],
         on_hang_up: Callable[[bytes], None],
+        may_stay: Callable[[bytes], str],
     ) -> None:
         self._path = path
         self._rooms = rooms
         self._on_entered = on_entered
         self._on_gone = on_gone
         self._on_hang_up = on_hang_up
+        self._may_stay = may_stay
         self._connections: dict[socket.socket, bytes] = {}
         self._processes: dict[bytes, int] = {}  # pidfds of those that have the arena, by token
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._log_limit = LogLimit()
 
     def start(self) -> None:
         """Bind with owner-only permissions and begin accepting.
 
-        :raises ConfigError: another server answers there. (ZMQ would take its control socket over silently.)
+        :raises ConfigError: another server answers there.
         """
-        if _answers(self._path):
-            raise ConfigError(f"{self._path}: another server is running at this endpoint; stop it or choose another")
+        self._listener = listen_privately(self._path)
         self._loop = asyncio.get_running_loop()
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
-        previous = os.umask(0o177)
-        try:
-            self._listener.bind(str(self._path))
-        finally:
-            os.umask(previous)
-        self._listener.listen(_BACKLOG)
-        self._listener.setblocking(False)
         self._loop.add_reader(self._listener, self._accept)
+        self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
 
     def close(self) -> None:
         """Hang up on everybody and remove the socket file."""
-        if self._loop is None:
-            self._listener.close()
+        if self._loop is None or self._listener is None:
             return
         self._loop.remove_reader(self._listener)
         self._listener.close()
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
         for connection in list(self._connections):
             self._forget(connection)
         for token in list(self._processes):
@@ -114,15 +120,17 @@ class FdServer:
 
     def _accept(self) -> None:
         assert self._loop is not None
+        assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            # The listener stays readable: without a pause the loop would do nothing else.
-            log.warning("fd_server_accept_failed", error=str(error), pause_s=ACCEPT_PAUSE_S)
-            self._loop.remove_reader(self._listener)
-            self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+            self._turn_away(str(error))
+            return
+        if not leaves(connection.fileno(), FOR_WORKERS):
+            connection.close()
+            self._turn_away("few file descriptors are left")
             return
         connection.setblocking(False)
         waiting = [known for known, token in self._connections.items() if not token]
@@ -132,8 +140,16 @@ class FdServer:
         self._loop.add_reader(connection, self._hear, connection)
         self._loop.call_later(TOKEN_TIMEOUT_S, self._expect_token, connection)
 
+    def _turn_away(self, error: str) -> None:
+        """The listener stays readable: without a pause the loop would do nothing else."""
+        assert self._loop is not None
+        assert self._listener is not None
+        log.warning("fd_server_accept_failed", error=error, pause_s=ACCEPT_PAUSE_S)
+        self._loop.remove_reader(self._listener)
+        self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+
     def _resume(self) -> None:
-        if self._loop is not None:
+        if self._loop is not None and self._listener is not None:
             self._loop.add_reader(self._listener, self._accept)
 
     def _expect_token(self, connection: socket.socket) -> None:
@@ -154,19 +170,44 @@ class FdServer:
             return
         token, wanted = said[:TOKEN_BYTES], said[TOKEN_BYTES:]
         room = self._rooms.get(wanted)
-        if room is None or not _same_user(connection) or not self._on_entered(token, wanted):
+        if room is None or not self._same_user(connection):
             self._forget(connection)
+            return
+        process = None
+        if wanted == WANT_ARENA:
+            try:
+                process = self._process(connection)
+            except OSError as error:
+                # Its death could not be seen, and a hang-up is none: it may try again.
+                self._log("fd_server_handover_failed", error=str(error))
+                self._forget(connection)
+                return
+        if not self._on_entered(token, wanted):
+            self._forget(connection)
+            if process is not None:
+                os.close(process)
             return
         try:
             socket.send_fds(connection, [_SIZE.pack(room.nbytes)], [room.fd] if room.nbytes else [])
         except OSError as error:
-            log.warning("fd_server_handover_failed", error=str(error))
+            self._log("fd_server_handover_failed", error=str(error))
             self._forget(connection)
+            if process is not None:
+                os.close(process)
             self._on_gone(token, "hung_up")
             return
         self._connections[connection] = token
-        if wanted == WANT_ARENA and (process := _process(connection)) is not None:
+        if process is not None:
             self._processes[token] = process
+
+    def _sweep(self) -> None:
+        assert self._loop is not None
+        self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
+        for connection, token in list(self._connections.items()):
+            if token and (why := self._may_stay(token)):
+                self._forget(connection)
+                self._release(token)
+                self._on_gone(token, why)
 
     def _hung_up(self, token: bytes, said: bytes) -> None:
         process = self._processes.get(token)
@@ -200,29 +241,31 @@ class FdServer:
         self._connections.pop(connection, None)
         connection.close()
 
+    def _same_user(self, connection: socket.socket) -> bool:
+        """Does the client belong to this server's user, or to root?"""
+        if peer_user_is_own(connection):
+            return True
+        self._log("fd_server_stranger", uid=peer_user(connection))
+        return False
 
-def _same_user(connection: socket.socket) -> bool:
-    """Does the client belong to this server's user, or to root?"""
-    uid = peer_user(connection)
-    if uid not in (os.getuid(), 0):
-        log.warning("fd_server_stranger", uid=uid)
-    return uid in (os.getuid(), 0)
+    def _process(self, connection: socket.socket) -> int | None:
+        """A pidfd of the client's process; None: it is in another pid namespace, and its hang-up has to do.
 
-
-def _process(connection: socket.socket) -> int | None:
-    """A pidfd of the client's process; None: it is in another pid namespace, and its hang-up has to do."""
-    try:
-        return peer_pidfd(connection)
-    except OSError as error:
-        log.warning("fd_server_no_pidfd", error=str(error), effect="its hang-up counts as its death")
-        return None
-
-
-def _answers(path: Path) -> bool:
-    """Does a process listen there? A file that a killed server left behind does not."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as visitor:
+        :raises OSError: none can be had now.
+        """
         try:
-            visitor.connect(str(path))
-        except OSError:
-            return False
-    return True
+            process = peer_pidfd(connection)
+        except OSError as error:
+            if error.errno not in _FOREIGN:
+                raise
+            self._log("fd_server_no_pidfd", error=str(error), effect="its hang-up counts as its death")
+            return None
+        if not leaves(process, FOR_WORKERS // 2):
+            os.close(process)
+            raise OSError(errno.EMFILE, "few file descriptors are left")
+        return process
+
+    def _log(self, event: str, **more: object) -> None:
+        unlogged = self._log_limit.admit(time.monotonic())
+        if unlogged is not None:
+            log.warning(event, unlogged=unlogged, **more)

@@ -1,4 +1,4 @@
-"""The control socket: a ZMQ ROUTER read from asyncio's own loop, without a task per message.
+"""The control socket at ``inproc://`` and ``tcp://``: a ZMQ ROUTER read from asyncio's own loop.
 
 ZMQ's file descriptor is edge-triggered and may fire for any state change, so after every wake-up, every send and every
 other look at the socket's events they are asked again until nothing is left to read.
@@ -7,10 +7,8 @@ other look at the socket's events they are asked again until nothing is left to 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
@@ -52,27 +50,19 @@ class Router:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._again = False
         self._many: bytes | None = None  # who sends the message of several frames that is being dropped
-        self._path: Path | None = None
 
     def bind(self, endpoint: str) -> str:
         """Bind; the endpoint as bound, with the port where ``*`` was asked for.
 
         :raises ConfigError: the address is in use or not usable.
         """
-        # Whatever the process's umask, no other user can connect.
-        previous = os.umask(0o177)
         try:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"cannot listen on {endpoint}: {error.strerror}; is another server running there?"
             ) from None
-        finally:
-            os.umask(previous)
-        bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        if bound.startswith("ipc:///"):
-            self._path = Path(bound.removeprefix("ipc://"))
-        return bound
+        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def start(self) -> None:
         """Begin reading on the running loop."""
@@ -85,8 +75,6 @@ class Router:
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
             self._loop = None
-        if self._path is not None:  # libzmq leaves it behind
-            self._path.unlink(missing_ok=True)
         self.socket.close(linger=FLUSH_MS)
 
     def send(self, identity: bytes, frame: bytes) -> bool:

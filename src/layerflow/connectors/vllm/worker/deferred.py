@@ -10,6 +10,10 @@ from collections.abc import Callable
 
 import structlog
 
+from layerflow.system.threads import OwnedThread
+
+RESTART_S = 0.05
+
 log = structlog.get_logger("layerflow.vllm")
 
 
@@ -25,8 +29,7 @@ class Deferred:
         # True for each call, False to stop. In C: to wake by a semaphore costs an engine with cold caches 45 us.
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._doing = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="layerflow-deferred", daemon=True)
-        self._thread.start()
+        self._thread = OwnedThread("layerflow-deferred", self._run, restart_s=RESTART_S).start()
 
     def put(self, call: Callable[[], None]) -> None:
         """Do this later; returns at once."""

@@ -1,0 +1,171 @@
+"""What each client makes the server keep: counted where it is made, given back where it ends, ended with the client.
+
+A client's share bounds it whatever it asks for, and the total bounds all clients together. Where the total is used up,
+a client that keeps less than an equal part of it is let through all the same: those that keep most are refused first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from layerflow.errors import ProtocolError
+
+ENTRY_BYTES = 4096
+"""What the server's own records of one entry take at most, in bytes: objects, timers, places in tables."""
+
+
+class Refused(ProtocolError):
+    """A well-formed message that cannot be done now; `code` is the Problem's code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """One entry of an account.
+
+    :param nbytes: what it keeps. :param descriptors: that it holds open.
+    :param end: ends what is kept, when the client does; None = it ends in another way.
+    """
+
+    account: Account
+    nbytes: int
+    descriptors: int = 0
+    end: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """What was kept is gone; again = nothing."""
+        self.account.release(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What may be kept: bytes by one client, bytes by all, descriptors by all."""
+
+    share: int
+    total: int
+    descriptors: int
+
+
+class Account:
+    """Of one client.
+
+    :ivar nbytes: that the client makes the server keep. :ivar descriptors: likewise.
+    """
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+        self._charges: dict[Charge, None] = {}
+        self._closed = False
+        self.nbytes = self.descriptors = 0
+
+    @property
+    def entries(self) -> int:
+        """How many things are kept for the client."""
+        return len(self._charges)
+
+    def charge(
+        self,
+        what: str,
+        nbytes: int = 0,
+        *,
+        descriptors: int = 0,
+        end: Callable[[], None] | None = None,
+        always: bool = False,
+    ) -> Charge:
+        """Count something that is about to be kept for this client.
+
+        :param what: names it, in a refusal. :param nbytes: besides :data:`ENTRY_BYTES`.
+        :param end: called once if the client ends before the charge is released.
+        :param always: count it even where it does not fit: it lets something else end.
+        :raises Refused: the share or the total is used up; nothing is counted.
+        """
+        nbytes += ENTRY_BYTES
+        if not always:
+            self._accounts.check(self, what, nbytes, descriptors)
+        charge = Charge(self, nbytes, descriptors, end)
+        self._charges[charge] = None
+        self._add(nbytes, descriptors)
+        return charge
+
+    def release(self, charge: Charge) -> None:
+        """A charge's end; again = nothing."""
+        if self._charges.pop(charge, charge) is None:
+            self._add(-charge.nbytes, -charge.descriptors)
+
+    def close(self) -> None:
+        """The client has ended: end what is kept for it, oldest first."""
+        self._closed = True
+        while self._charges:
+            charge = next(iter(self._charges))
+            charge.release()
+            if charge.end is not None:
+                charge.end()
+
+    @property
+    def closed(self) -> bool:
+        """The client has ended."""
+        return self._closed
+
+    def _add(self, nbytes: int, descriptors: int) -> None:
+        self.nbytes += nbytes
+        self.descriptors += descriptors
+        self._accounts.nbytes += nbytes
+        self._accounts.descriptors += descriptors
+
+
+class Accounts:
+    """Of all clients of a server, by the address that each is known by.
+
+    :ivar nbytes: that all of them make the server keep. :ivar descriptors: likewise.
+    """
+
+    def __init__(self, allowance: Callable[[], Allowance]) -> None:
+        self._allowance = allowance
+        self._accounts: dict[Hashable, Account] = {}
+        self.nbytes = self.descriptors = 0
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def of(self, client: Hashable) -> Account:
+        """The account of a client, opened when it is first asked for."""
+        account = self._accounts.get(client)
+        if account is None:
+            account = self._accounts[client] = Account(self)
+        return account
+
+    def close(self, client: Hashable) -> None:
+        """A client has ended, and with it all that is kept for it."""
+        account = self._accounts.pop(client, None)
+        if account is not None:
+            account.close()
+
+    def check(self, account: Account, what: str, nbytes: int, descriptors: int) -> None:
+        """May this be kept for a client?
+
+        :raises Refused: it may not.
+        """
+        allowed = self._allowance()
+        mine = account.nbytes + nbytes
+        if mine > allowed.share:
+            raise Refused(
+                "quota",
+                f"{what} of {nbytes} bytes: {account.entries} things of {account.nbytes} bytes are kept for this "
+                f"client, and server.max_client_bytes is {allowed.share}; wait for answers, or ask for less at once",
+            )
+        if self.nbytes + nbytes > allowed.total and mine > allowed.total // max(1, len(self._accounts)):
+            raise Refused(
+                "quota",
+                f"{what} of {nbytes} bytes: {self.nbytes} bytes are kept for {len(self._accounts)} clients, and "
+                f"server.max_clients_bytes is {allowed.total}; try again later",
+            )
+        if descriptors and self.descriptors + descriptors > allowed.descriptors:
+            raise Refused(
+                "quota",
+                f"{what}: {self.descriptors} descriptors are open for clients, and {allowed.descriptors} may be; close "
+                "connections, or raise the limit of open files",
+            )

@@ -1,0 +1,60 @@
+"""What a client makes the server keep is counted against its share and everybody's total, and ends with the client."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerflow.server.clients.account import ENTRY_BYTES, Accounts, Allowance, Refused
+
+SHARE, TOTAL = 10 * ENTRY_BYTES, 16 * ENTRY_BYTES
+
+
+def accounts(descriptors: int = 100) -> Accounts:
+    return Accounts(lambda: Allowance(SHARE, TOTAL, descriptors))
+
+
+def test_a_client_keeps_no_more_than_its_share() -> None:
+    every = accounts()
+    mine = every.of("a")
+    charges = [mine.charge("a watch") for _ in range(10)]
+    with pytest.raises(Refused, match=r"a watch.*10 things.*server\.max_client_bytes") as refused:
+        mine.charge("a watch")
+    assert refused.value.code == "quota"
+    assert mine.charge("an end", always=True).nbytes == ENTRY_BYTES
+    charges[0].release()
+    charges[0].release()
+    assert (mine.entries, mine.nbytes, every.nbytes) == (10, SHARE, SHARE), "again gives nothing back"
+
+
+def test_where_the_total_is_used_up_those_that_keep_most_are_refused() -> None:
+    every = accounts()
+    for client in ("a", "b"):
+        for _ in range(8):
+            every.of(client).charge("a watch")
+    with pytest.raises(Refused, match=r"server\.max_clients_bytes"):
+        every.of("a").charge("a watch")
+    small = every.of("c").charge("a watch")
+    assert every.of("c").nbytes == ENTRY_BYTES, "a client within its equal part is let through"
+    small.release()
+
+
+def test_what_is_left_ends_with_the_client() -> None:
+    every, ended = accounts(), []
+    mine = every.of("a")
+    gone = mine.charge("a lookup", end=lambda: ended.append("gone"))
+    mine.charge("a lookup", end=lambda: ended.append("first"))
+    last = mine.charge("a watch", 5, descriptors=2, end=lambda: ended.append("last"))
+    gone.release()
+    assert every.descriptors == 2
+    every.close("a")
+    last.release()
+    assert ended == ["first", "last"]
+    assert (every.nbytes, every.descriptors, len(every), mine.closed) == (0, 0, 0, True)
+
+
+def test_descriptors_are_bounded_for_all_together() -> None:
+    every = accounts(descriptors=3)
+    every.of("a").charge("a connection", descriptors=3)
+    with pytest.raises(Refused, match="descriptors"):
+        every.of("b").charge("a connection", descriptors=1)
+    every.of("b").charge("a watch")
