@@ -17,6 +17,7 @@ from layerflow.observe.logs import configure as configure_logs
 from layerflow.server import Server
 from layerflow.server.transport.http import serve_http
 from layerflow.server.watch import watch_config
+from layerflow.system.descriptors import prepare_descriptors
 from layerflow_cli.warming import show_warming
 
 
@@ -31,6 +32,7 @@ async def serve(
     :raises LayerflowError: an endpoint or the HTTP port cannot be used.
     """
     log = structlog.get_logger("layerflow.run")
+    prepare_descriptors()
     server = Server(settings)
     shutdown, served, http_open = anyio.Event(), anyio.Event(), anyio.Event()
     urls: list[str] = []

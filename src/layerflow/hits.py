@@ -14,7 +14,7 @@ from layerflow.spec import ModelSpec
 MAX_TAILS = 16
 """Stored tails offered per lookup: more would mean that many prompts differ within one chunk."""
 
-MAX_SHARING = 512
+MAX_SHARING = 256
 """Stored chunks with the prompt's next block of which the one is chosen that shares most: the newest so many."""
 
 MAX_TAILS_TRIED = 256
@@ -100,8 +100,12 @@ class LookupSource(Protocol):
         """Which objects can be loaded."""
         ...
 
-    def tails(self, parent: bytes) -> Sequence[tuple[int, bytes]]:
-        """Partial chunks that follow the object `parent`, longest first: tokens, and an object's key."""
+    def tails(self, parent: bytes, most: int, *, undigested: bool) -> Iterable[tuple[int, bytes]]:
+        """Partial chunks that follow the object `parent`, longest first: tokens, and an object's key.
+
+        :param most: tokens that each has at most.
+        :param undigested: only those whose block digests are not known; :meth:`sharing` finds the others.
+        """
         ...
 
     def sharing(self, block: bytes) -> Iterable[tuple[int, bytes, bytes]]:
@@ -170,7 +174,9 @@ def search_hit(
             if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
                 tails.append(Tail(chunk, *tail, shared))
         offered = {tail.digest for tail in tails}
-        for tail, stored in _tails(pool, spec, parent, room, own if chunk == len(digests) else b""):
+        # The prompt's block digests find those that begin as it does: no other need be looked at.
+        undigested = bool(blocks.of(chunk))
+        for tail, stored in _tails(pool, spec, parent, room, own if chunk == len(digests) else b"", undigested):
             tried += len(rules) * len(spec.shard.peers())
             if tried >= SLICE_KEYS:
                 yield
@@ -305,16 +311,17 @@ def _keys(spec: ModelSpec, digest: bytes) -> list[bytes]:
 
 
 def _tails(
-    pool: LookupSource, spec: ModelSpec, parent: bytes, room: int, own: bytes
+    pool: LookupSource, spec: ModelSpec, parent: bytes, room: int, own: bytes, undigested: bool
 ) -> Iterator[tuple[tuple[int, bytes], bool]]:
     """Tails after `parent` of at most `room` tokens, longest first, and whether every group and shard has them.
 
+    :param undigested: none whose block digests are known.
     :param own: the prompt's own of exactly `room` tokens, which a pool may hold without listing it.
     """
-    shards = spec.shard.peers()
-    listed = [(tokens, key[:DIGEST_BYTES]) for tokens, key in pool.tails(object_key(parent, 0, shards[0]))]
-    fitting = (tail for tail in dict.fromkeys([(room, own), *listed] if own and room else listed) if tail[0] <= room)
-    for tail in islice(fitting, MAX_TAILS_TRIED):
+    found = pool.tails(object_key(parent, 0, spec.shard.peers()[0]), room, undigested=undigested)
+    # Taken at once: what is stored may change between two of them.
+    listed = [(tokens, key[:DIGEST_BYTES]) for tokens, key in islice(found, MAX_TAILS_TRIED)]
+    for tail in dict.fromkeys([(room, own), *listed] if own and room else listed):
         yield tail, all(pool.lookup(_keys(spec, tail[1])))
 
 

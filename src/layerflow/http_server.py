@@ -1,17 +1,24 @@
-"""An HTTP server in a loop that has other work too, and whose owner takes the signals."""
+"""An HTTP server in a loop that has other work too, whose owner takes the signals; its connections are bounded."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from layerflow.errors import ConfigError
+from layerflow.system.descriptors import FOR_HTTP, leaves
 
 _SHUTDOWN_S = 1
+MAX_CONNECTIONS = 64
+HEAD_S = 8.0
+"""How long a request's head may take, from the connection or from its first byte, in seconds."""
 
 
 class UvicornServer(uvicorn.Server):
@@ -19,11 +26,16 @@ class UvicornServer(uvicorn.Server):
 
     :param backlog: connections that wait to be accepted.
     :param accepting: called once requests are accepted.
+    :param most: connections at once. One more takes the place of the one that has waited longest without a request;
+        where all have one, it is closed.
     """
 
-    def __init__(self, app: Starlette, backlog: int, accepting: Callable[[], None]) -> None:
+    def __init__(
+        self, app: Starlette, backlog: int, accepting: Callable[[], None], most: int = MAX_CONNECTIONS
+    ) -> None:
         config = uvicorn.Config(
             app,
+            http=_bounded(most),
             lifespan="off",
             ws="none",
             access_log=False,
@@ -85,3 +97,47 @@ def url_of(listener: socket.socket) -> str:
 
 def _refused(host: str, port: int, error: OSError, advice: str) -> ConfigError:
     return ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}")
+
+
+def _bounded(most: int) -> type[asyncio.Protocol]:
+    """uvicorn's protocol of one connection, for a server that has at most so many."""
+
+    class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self._head_timer: asyncio.TimerHandle | None = None
+            self._since = 0.0
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._since = self.loop.time()
+            self._head_timer = self.loop.call_later(HEAD_S, transport.abort)
+            if len(self.connections) > most:
+                idle = [one for one in self.connections if one is not self and not one.busy]
+                min(idle, key=lambda one: one._since, default=self).transport.abort()
+            elif not leaves(transport.get_extra_info("socket").fileno(), FOR_HTTP):
+                transport.abort()
+
+        @property
+        def busy(self) -> bool:
+            """Is a request being answered?"""
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.busy:
+                self._stop_timer()
+            elif self._head_timer is None:
+                self._since = self.loop.time()
+                self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def _stop_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+    return BoundedProtocol

@@ -23,6 +23,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from layerflow_testing.ports import HeldPort
+
 SIX_KEYS = (
     "do_remote_decode",
     "do_remote_prefill",
@@ -101,17 +103,16 @@ class _Dies(Exception):
 class StubEngine:
     """Serves on a thread of its own. ``behaviour`` may be replaced at any time."""
 
-    def __init__(self, behaviour: Behaviour | None = None, *, port: int = 0) -> None:
+    def __init__(self, behaviour: Behaviour | None = None) -> None:
         self.behaviour = behaviour or Behaviour()
         self.seen: list[Seen] = []
         self.resets: list[str] = []
         self.answer_for: Callable[[Seen], Behaviour] | None = None
-        self._port = port
+        self._port = HeldPort()  # it may stop and come back
         self._ready = threading.Event()
 
     def __enter__(self) -> StubEngine:
-        self._socket = socket.create_server(("127.0.0.1", self._port), backlog=512)
-        self._port = self._socket.getsockname()[1]
+        self._socket = socket.create_server(("127.0.0.1", self._port.number), backlog=512)
         app = Starlette(
             routes=[
                 Route("/v1/completions", self._complete, methods=["POST"]),
@@ -141,11 +142,11 @@ class StubEngine:
 
     @property
     def port(self) -> int:
-        return self._port
+        return self._port.number
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return self._port.url
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "stub", "object": "model", "root": self.url}]})

@@ -11,12 +11,11 @@ import threading
 class TcpRelay(abc.ABC):
     """Listens at ``port`` of 127.0.0.1 from the start on.
 
-    :param target: ``host:port`` of the server.
+    :param target: ``host:port`` of the server; "" = it is told later, before anybody connects.
     """
 
     def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = host, int(port)
+        self.target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._open: list[socket.socket] = []
@@ -44,7 +43,8 @@ class TcpRelay(abc.ABC):
 
     def _connect(self) -> socket.socket:
         """To the server."""
-        far = socket.create_connection(self._target)
+        host, _, port = self.target.rpartition(":")
+        far = socket.create_connection((host, int(port)))
         self._open.append(far)
         return far
 

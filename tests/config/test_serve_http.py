@@ -26,7 +26,7 @@ async def serving(host="127.0.0.1", port=0, status=lambda: STATUS):
     await asyncio.wait({task, url}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task
-    async with httpx.AsyncClient(base_url=await url) as client:
+    async with httpx.AsyncClient(base_url=await url, trust_env=False) as client:
         state.client = client
         yield state
         state.shutdown.set()
@@ -92,5 +92,5 @@ async def test_cancelling_closes_the_listener():
     with pytest.raises(asyncio.CancelledError):
         await task
     with pytest.raises(httpx.ConnectError):
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(trust_env=False) as client:
             await client.get(address)

@@ -82,6 +82,12 @@ class FakeAgent:
     def reclaim(self, blocks: Any, timeout_s: float) -> int:
         return 0
 
+    def doubt_reads(self) -> None:
+        pass
+
+    def overwritten(self, blocks: Any) -> int:
+        return 0
+
     def poll(self) -> Ended:
         return Ended()
 

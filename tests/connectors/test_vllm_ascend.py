@@ -39,12 +39,12 @@ def test_a_layer_is_saved_from_its_write_on(world: World, done: Counter[int], na
     run = world.worker.admit(world.worker.prompt(TOKENS))
     world.side.wait_layer(next(reversed(world.names)))  # of the pass before
     step(world.side, world.saving(run))
-    world.side.layer_done("")  # before any layer: none is meant
+    world.side.layer_written("")  # before any layer: none is meant
     assert not done
     for name, layer in world.names.items():
         world.side.wait_layer(name)
         world.worker.compute(run, layer, 0, TOKENS)
-        world.side.layer_done(name if named else "")
+        world.side.layer_written(name if named else "")
         assert done[layer] == 1, "its attention comes only now"
         world.side.layer_done(name)  # save_kv_layer
         assert done[layer] == 1, "the event of the write is not replaced by a later one"
@@ -60,7 +60,7 @@ def test_a_cache_that_another_layer_writes_is_done_at_the_end(world: World, done
         world.side.wait_layer(name)
         world.worker.compute(run, layer, 0, TOKENS)
         if layer % 2:
-            world.side.layer_done("")
+            world.side.layer_written("")
     world.side.end()
     assert sorted(done) == list(world.names.values())
     assert world.found(run) == TOKENS - 1
@@ -100,13 +100,13 @@ def test_where_layers_ask_the_first_waits_for_itself_only(
         for name, layer in world.names.items():
             world.side.wait_layer(name)
             assert world.worker.wrong_bytes(run, layer, 0, HIT) == 0
-            world.side.layer_done("")
+            world.side.layer_written("")
         world.side.end()
 
 
 def test_a_failed_load_of_such_a_pass_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     run = loading(world)
-    monkeypatch.setattr(Step, "wait_all", all_failed)
+    monkeypatch.setattr(Step, "wait_all", lambda step: all_failed(step.loads, "it is gone"))
     world.side.wait_unasked(SimpleNamespace(num_prefills=0))
     assert world.side.failed_blocks() == set(run.tables[0][: HIT // world.worker.block_size].tolist())
 

@@ -81,6 +81,12 @@ class FakeAgent:
     def reclaim(self, blocks: Any, timeout_s: float) -> int:
         return 0
 
+    def doubt_reads(self) -> None:
+        pass
+
+    def overwritten(self, blocks: Any) -> int:
+        return 0
+
     def busy(self, name: str) -> bool:
         return any(name in step.requests for step in self.steps if step.loading or step.saving)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from vllm_fakes import BLOCK, FULL, request, spec_of
+from vllm_fakes import BLOCK, FULL, hooked, request, spec_of
 
 from layerflow.agent.hit_plan import HitPlan
 from layerflow.agent.values import Hit
@@ -33,16 +33,18 @@ class TestWhere:
     @pytest.mark.parametrize(
         ("groups", "recovers", "waits", "hit", "allowed"),
         [
-            (1, False, False, Hit(128), True),
+            (1, False, True, Hit(128), True),
             (2, True, True, RESIDENT, True),
             (2, True, True, Hit(128), False),
             (2, True, False, RESIDENT, False),
             (2, False, True, RESIDENT, False),
+            (1, False, False, Hit(128), False),
         ],
     )
     def test_in_the_step(self, groups: int, recovers: bool, waits: bool, hit: Hit, allowed: bool) -> None:
         loads = StepLoads(groups, recovers=recovers)
         loads.meet_workers([layout(spec_of()), layout(spec_of(), waits=waits)])
+        loads.seen(hooked(spec_of()))
         assert loads.may(hit, 200) is allowed
         assert loads.needs_answer is (groups > 1 and recovers and waits)
 
@@ -64,6 +66,7 @@ class TestWhere:
         """vLLM counts a block less of each group of states than it takes."""
         loads = StepLoads(2, recovers=True)
         loads.meet_workers([layout(spec_of(FULL, STATE))])
+        loads.seen(hooked(spec_of(FULL, STATE)))
         assert loads.may(RESIDENT, tokens), "vLLM has not told how many there are"
         loads.meet_blocks(lambda: free, ahead)
         assert loads.may(RESIDENT, tokens) is allowed
@@ -71,6 +74,7 @@ class TestWhere:
     def test_other_groups_are_counted_by_vllm(self) -> None:
         loads = StepLoads(2, recovers=True)
         loads.meet_workers([layout(spec_of(FULL, SLIDING))])
+        loads.seen(hooked(spec_of(FULL, SLIDING)))
         loads.meet_blocks(lambda: 0, 0)
         assert loads.may(RESIDENT, 150)
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from e2e.known import POISON, KnownWorker, Run, eventually
-from vllm_fakes import BlockState, FakeLookups, output
+from vllm_fakes import BlockState, FakeLookups, hooked, output
 
 from layerflow.agent import Step
 from layerflow.connectors.vllm.options import Options
@@ -38,6 +38,7 @@ class Engine:
         spec = self.worker.spec
         self.side = SchedulerSide(Options(), "e2e", 1, can_fail_in_background=True)
         self.side.meet_workers([WorkerLayout(msgspec.msgpack.encode(spec), (0,), "ipc://nowhere")] * ranks)
+        self.side.step_loads.seen(hooked(spec, ranks))
         names = {f"layer.{layer}": layer for layer in range(spec.num_layers)}
         layout: Any = SimpleNamespace(spec=spec, numbers=names, vllm_groups=(0,))
         self.hooks = WorkerSide(
@@ -77,6 +78,7 @@ class Engine:
     def run(self, plan: StepPlan, compute: Callable[[int], None], fails: bool = False) -> SimpleNamespace:
         """The worker's part of a step. Returns what vLLM hears of it."""
         hooks = self.hooks
+        hooks.prepare(plan)
         hooks.begin(plan)
         if fails:
             step = hooks._step
@@ -185,5 +187,11 @@ def test_what_is_sound_is_published_with_the_next_step(engine: Engine) -> None:
     engine.side.heard(told)
     made.num_tokens += 1
     made.all_token_ids = [*made.all_token_ids, 1]
-    engine.run(engine.plan(made, 1), lambda _: None)
+
+    def published() -> bool:
+        """Steps go on: a lane may tell a moment late that its loads have ended."""
+        engine.side.heard(engine.run(engine.plan(made, 1), lambda _: None))
+        return not engine.worker.agent.busy(run.name)
+
+    assert eventually(published, SETTLE_S)
     assert engine.found(run) == PROMPT - 1

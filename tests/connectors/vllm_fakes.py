@@ -12,6 +12,7 @@ import numpy as np
 
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.values import Follow, Handoff, Hit
+from layerflow.connectors.vllm.plan.plan import Asking
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.keys import Chain, root_digest
 from layerflow.spec import GroupSpec, ModelSpec, Plane
@@ -23,6 +24,11 @@ FULL = GroupSpec("full", BLOCK, (0, 1), (Plane("kv", "uint8", (8,)),))
 def spec_of(*groups: GroupSpec, content: str = "weights") -> ModelSpec:
     """A model of these groups, by default one with full attention."""
     return ModelSpec("fake", content, groups or (FULL,), chunk_tokens=CHUNK)
+
+
+def hooked(spec: ModelSpec, ranks: int = 1) -> dict[int, tuple[Asking, ...]]:
+    """What workers report once all layers were seen to ask for their loaded blocks."""
+    return dict.fromkeys(range(ranks), (Asking.BY_LAYER,) * len(spec.groups))
 
 
 def request(name: str, tokens: int, **changed: Any) -> SimpleNamespace:

@@ -22,7 +22,7 @@ def exported() -> dict[str, str]:
 
 def of_the_proxy() -> dict[str, str]:
     """The same of the proxy."""
-    text = ProxyMetrics(Registry(ProxySettings(), time.monotonic)).render().decode()
+    text = ProxyMetrics(Registry(ProxySettings(), time.monotonic)).render(addresses=True).decode()
     return dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M))
 
 
@@ -48,7 +48,7 @@ def test_metrics_named_elsewhere_exist():
 def test_every_log_event_is_explained():
     told = {name for cells in rows(sections(TEXT)["Log events"]) for name in re.findall(r"`(\w+)`", cells[0])}
     said = set()
-    for room in ("server", "hosts", "agent", "pool", "ops", "device", "observe", "connectors/vllm"):
+    for room in ("server", "hosts", "agent", "pool", "ops", "device", "observe", "system", "connectors/vllm"):
         for path in (ROOT / "src/layerflow" / room).rglob("*.py"):
             said |= set(
                 re.findall(

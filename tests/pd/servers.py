@@ -57,7 +57,7 @@ class Program:
         for _ in range(int(START_S / POLL_S)):  # not by the clock: a machine that stands still takes no time of it
             assert self.process.poll() is None, f"ended with code {self.process.returncode}\n{self.tail()}"
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(self.url + self._health, timeout=2.0).is_success:
+                if httpx.get(self.url + self._health, timeout=2.0, trust_env=False).is_success:
                     return
             time.sleep(POLL_S)
         raise AssertionError(f"not up after {START_S:g} s\n{self.tail()}")
@@ -90,7 +90,7 @@ class Program:
 
     def metric(self, name: str) -> float:
         """The sum of a Prometheus metric over its labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10.0).text
+        text = httpx.get(f"{self.url}/metrics", timeout=10.0, trust_env=False).text
         return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.M))
 
 
@@ -159,7 +159,9 @@ def vllm_router(prefill: Program, decode: Program, folder: Path, *, bootstrap: i
 def complete(url: str, prompt: Sequence[int], max_tokens: int, **more: Any) -> httpx.Response:
     """A completion of token ids, greedy, with the generated ids in the answer."""
     body = {"model": "model", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    return httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True} | more, timeout=ANSWER_S)
+    return httpx.post(
+        f"{url}/v1/completions", json=body | {"return_token_ids": True} | more, timeout=ANSWER_S, trust_env=False
+    )
 
 
 def tokens_of(response: httpx.Response) -> tuple[int, ...]:
@@ -189,7 +191,7 @@ def streamed_or_error(url: str, prompt: Sequence[int], max_tokens: int) -> tuple
     body = {"model": "model", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
     tokens: list[int] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=ANSWER_S) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=ANSWER_S, trust_env=False) as response:
         if response.status_code != 200:
             assert json.loads(response.read())["error"], response.text
             return (), str(response.status_code)

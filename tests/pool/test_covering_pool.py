@@ -126,7 +126,7 @@ def test_tails_of_others_are_told_by_the_readers_keys(pool: CoveringPool) -> Non
     [parent], parents = keys(1), keys(2)
     for own, name in zip(parents, keys(2, TAIL), strict=True):
         store(pool, name, parent=own, tokens=7)
-    assert pool.tails(parent) == [(7, keys(1, TAIL)[0])]
+    assert list(pool.tails(parent)) == [(7, keys(1, TAIL)[0])]
     assert pool.lookup(keys(1, TAIL)) == [True]
 
 

@@ -11,11 +11,15 @@ import httpx
 
 from layerflow.config.proxy import ProxySettings
 from layerflow.proxy.serve import serve_proxy
+from layerflow_testing.ports import HeldPort
 from layerflow_testing.stub_engine import Seen, StubEngine
 
+TOKEN = "an operator's"
+OPERATOR = {"authorization": f"Bearer {TOKEN}"}
 ORDERS = ("concurrent", "prefill-first", "decode-first")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GONE = "http://127.0.0.1:9"  # the discard port: nobody listens
+_NOBODY = HeldPort()
+GONE = _NOBODY.url  # bound for as long as this module is there, and nobody listens
 
 
 @dataclass
@@ -38,7 +42,8 @@ class Scene:
 @asynccontextmanager
 async def proxied(prefill: Any, decode: Any, **settings: Any) -> AsyncIterator[Scene]:
     """`prefill`, `decode`: stub engines or addresses, one or several. Short prompts are prefilled apart too."""
-    given = {"short_prompt_tokens": 0, "port": 0, "probe_interval_s": 0.02, "connect_timeout_s": 30, **settings}
+    given = {"short_prompt_tokens": 0, "port": 0, "probe_interval_s": 0.02, "connect_timeout_s": 30}
+    given |= {"admin_token": TOKEN, "admin_socket": "", **settings}
     wanted = ProxySettings(prefill=addresses(prefill), decode=addresses(decode), **given)
     shutdown, at_once, told = anyio.Event(), anyio.Event(), anyio.Event()
     urls: list[str] = []

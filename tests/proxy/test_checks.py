@@ -24,12 +24,27 @@ def test_a_good_stream():
 
 
 @pytest.mark.parametrize(
-    "delta", ['{"role":"assistant","content":""}', '{"role":"assistant"}', '{"content":""}', '{"content":null}']
+    "delta", ['{"role":"assistant","content":""}', '{"role":"assistant"}', '{"role":"assistant","tool_calls":[]}']
 )
 def test_a_role_alone_brings_the_client_nothing(delta):
     check = StreamCheck("D")
     assert not check.take(event(f'{{"choices":[{{"index":0,"delta":{delta}}}]}}'))
     assert check.take(event('{"choices":[{"index":0,"delta":{"reasoning_content":"hm"}}]}'))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        '"delta":{}',
+        '"delta":{"content":""}',
+        '"delta":{"content":null}',
+        '"delta":{"role":"assistant","content":""},"logprobs":{"content":[{"token":"x"}]}',
+        '"delta":{"role":"assistant","content":""},"token_ids":[7]',
+        '"text":""',
+    ],
+)
+def test_a_token_without_text_is_a_token(choice):
+    assert StreamCheck("D").take(event(f'{{"choices":[{{"index":0,{choice}}}]}}'))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from layerflow.backends import free_ports
 from layerflow_testing.lossy_relay import HANGS, UNHEARD, Loss, LossyRelay
 from layerflow_testing.stub_engine import NO_ANSWER, Behaviour, StubEngine
 
@@ -16,11 +15,11 @@ TOKENS = 3
 @asynccontextmanager
 async def losing(loss, prefiller, decoder, **settings):
     """A proxy whose decoders reach its metaserver through a relay."""
-    port = free_ports(1)[0]
-    with LossyRelay(f"127.0.0.1:{port}", loss, lambda: prefiller.seen) as relay:
+    with LossyRelay("", loss, lambda: prefiller.seen) as relay:
         url = f"http://127.0.0.1:{relay.port}/v1/metaserver"
-        given = {"order": "decode-first", "port": port, "metaserver_url": url, **settings}
+        given = {"order": "decode-first", "metaserver_url": url, **settings}
         async with proxied(prefiller, decoder, **given) as scene:
+            relay.target = scene.url.removeprefix("http://")
             yield scene
 
 

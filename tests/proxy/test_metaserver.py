@@ -3,6 +3,7 @@
 import anyio
 import pytest
 
+from layerflow.proxy.body import parse_body
 from layerflow.proxy.metaserver import DecodeRequest, Metaserver
 from layerflow.proxy.request import ClientRequest
 from layerflow_testing.stub_engine import Behaviour, StubEngine
@@ -13,35 +14,169 @@ ASKING = {"order": "decode-first"}
 BY_HAND = Behaviour(asks_metaserver=False, first_s=30)
 
 
-async def post(scene, child: str, **more):
-    return await scene.client.post("/v1/metaserver", json={"request_id": child, **more})
+async def post(scene, decoder, child: str, **more):
+    """As the decoder does that was given the request's address."""
+    url = (await at(decoder)).params["metaserver"]
+    return await scene.client.post(url, json={"request_id": child, **more})
 
 
 def test_children_are_found_by_every_name_that_decoders_use():
-    metaserver, decoding = Metaserver(), DecodeRequest(lambda *_: None)
-    several = ClientRequest(COMPLETIONS, {"prompt": ["a", "b"]}, [], "id")
-    with metaserver.expecting(several, "id", decoding):
-        assert metaserver.find("cmpl-id-1") == (decoding, 1)
-        assert metaserver.find("cmpl-id-1-0123abcd") == (decoding, 1)
-        assert metaserver.find("3_cmpl-id-0") == metaserver.find("3_cmpl-id-0-0123abcd") == (decoding, 0)
-        assert metaserver.knows(several, "id") and not metaserver.knows(several, "other")
-        for unknown in ("id", "cmpl-id", "cmpl-id-2", "chatcmpl-id", ""):
-            assert metaserver.find(unknown) is None
-    assert metaserver.find("cmpl-id-1") is None
-    with metaserver.expecting(ClientRequest(CHAT, {}, [], "id"), "id", decoding):
-        assert metaserver.find("chatcmpl-id") == metaserver.find("chatcmpl-id-01234567") == (decoding, 0)
+    prompts = [b'"a"', b'"b"']
+    several = ClientRequest(COMPLETIONS, parse_body(b'{"n": "4"}'), [], "id", prompts)
+    decoding = DecodeRequest(several, "id", lambda *_: None)
+    assert decoding.child("cmpl-id-1") == decoding.child("cmpl-id-1-0123abcd") == (1, 0)
+    assert decoding.child("3_cmpl-id-0") == decoding.child("3_cmpl-id-0-0123abcd") == (0, 3)
+    for unknown in ("id", "cmpl-id", "cmpl-id-2", "chatcmpl-id", "", "4_cmpl-id-0", "-1_cmpl-id-0", "9" * 99 + "_"):
+        assert decoding.child(unknown) is None
+    chat = DecodeRequest(ClientRequest(CHAT, parse_body(b"{}"), [], "id"), "id", lambda *_: None)
+    assert chat.child("chatcmpl-id") == chat.child("chatcmpl-id-01234567") == (0, 0)
+    assert chat.child("1_chatcmpl-id") is None
+
+
+def test_an_address_is_the_one_of_its_request_only():
+    metaserver = Metaserver()
+    one, other = (
+        DecodeRequest(ClientRequest(CHAT, parse_body(b"{}"), [], name), name, lambda *_: None)
+        for name in ("abc", "abc-12345678")
+    )
+    with metaserver.expecting(one) as ticket, metaserver.expecting(other) as others:
+        assert metaserver.find(ticket) is one and metaserver.find(others) is other
+        number, secret = ticket.split(".")
+        for wrong in (
+            "",
+            ".",
+            number,
+            f"{number}.",
+            f"{number}.x",
+            f"{others.split('.')[0]}.{secret}",
+            f".{secret}",
+            "\xe9",
+        ):
+            assert metaserver.find(wrong) is None
+    assert metaserver.find(ticket) is None
+    assert one.child("chatcmpl-abc-12345678") == (0, 0), "vLLM's digits behind its own name"
+    assert other.child("chatcmpl-abc") is None
 
 
 @pytest.mark.parametrize(
     ("body", "status"),
-    [(b'{"request_id": "cmpl-x-0"}', 404), (b"{}", 400), (b"[1]", 400), (b"{", 400), (b'{"request_id": 3}', 400)],
+    [
+        (b'{"request_id": "cmpl-x-0"}', 404),
+        (b"{}", 400),
+        (b"[1]", 400),
+        (b"{", 400),
+        (b'{"request_id": 3}', 400),
+        (b"[" * 100_000, 400),
+        (b" " * (5 << 20), 413),
+    ],
 )
 async def test_what_belongs_to_no_request_is_refused(body, status):
-    with StubEngine() as prefiller, StubEngine() as decoder:
-        async with proxied(prefiller, decoder, **ASKING) as scene:
-            answer = await scene.client.post("/v1/metaserver", content=body)
+    with StubEngine() as prefiller, StubEngine(BY_HAND) as decoder:
+        async with proxied(prefiller, decoder, **ASKING) as scene, anyio.create_task_group() as tasks:
+            tasks.start_soon(scene.complete)
+            url = (await at(decoder)).params["metaserver"]
+            answer = await scene.client.post(url, content=body)
             assert answer.status_code == status and answer.json()["error"]["code"] == status
+            for foreign in ("/v1/metaserver", "/v1/metaserver/", "/v1/metaserver/1.x", url[:-1]):
+                answer = await scene.client.post(foreign, content=body)
+                assert answer.status_code == 404 and answer.json()["error"]["code"] == 404
+            tasks.cancel_scope.cancel()
         assert not prefiller.seen
+
+
+async def test_a_client_cannot_steer_a_transfer_by_its_own_or_a_guessed_id():
+    """It knows the id, and so the child's name; it does not know the address."""
+    with StubEngine() as prefiller, StubEngine(BY_HAND) as decoder:
+        async with proxied(prefiller, decoder, **ASKING) as scene, anyio.create_task_group() as tasks:
+            headers = {"x-request-id": "order-17"}
+            tasks.start_soon(lambda: scene.client.post(COMPLETIONS, json={"prompt": "a"}, headers=headers))
+            await at(decoder)
+            for path in ("/v1/metaserver", "/v1/metaserver/1", "/v1/metaserver/1."):
+                posted = {"request_id": "cmpl-order-17-0", "remote_host": "attacker.example", "remote_port": 4444}
+                assert (await scene.client.post(path, json=posted)).status_code == 404
+            tasks.cancel_scope.cancel()
+        assert not prefiller.seen
+
+
+@pytest.mark.parametrize(
+    "posted",
+    [
+        {"remote_host": "attacker.example"},
+        {"remote_host": "192.0.2.7"},
+        {"remote_multi_nodes_meta_mapping": {"0": {"host": "192.0.2.7"}}},
+        {"layerflow": {"servers": ["tcp://127.0.0.1:1", "tcp://192.0.2.7:1"]}},
+        {"other": ["2001:db8::7"]},
+        {"metaserver": "http://[::1/x"},
+    ],
+)
+async def test_a_decoder_names_no_other_host(posted):
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        decoder.answer_for = lambda seen: BY_HAND if seen.params else Behaviour()
+        async with proxied(prefiller, decoder, **ASKING) as scene, anyio.create_task_group() as tasks:
+            answers = []
+
+            async def ask():
+                answers.append(await scene.complete())
+
+            tasks.start_soon(ask)
+            child = f"cmpl-{(await at(decoder)).headers['x-request-id']}-0"
+            told = await post(scene, decoder, child, **posted)
+            assert told.status_code == 502 and "it names" in told.json()["error"]["message"]
+        assert answers[0].status_code == 200, "a decoder computes the prompt"
+    assert not prefiller.seen
+
+
+async def test_what_a_decoder_posts_of_its_own_host_goes_on_as_it_is():
+    posted = {
+        "remote_host": "localhost",
+        "remote_port": 7,
+        "remote_engine_id": "127.0.0.1:x",
+        "servers": ["tcp://127.0.0.1:1", "ipc:///run/x", "tcp://d.example:1"],
+        "new": None,
+    }
+    with StubEngine() as prefiller, StubEngine(BY_HAND) as decoder:
+        given = f"{decoder.url}=tcp://d.example:9470"
+        async with proxied(prefiller, given, **ASKING) as scene, anyio.create_task_group() as tasks:
+            tasks.start_soon(scene.complete)
+            child = f"cmpl-{(await at(decoder)).headers['x-request-id']}-0"
+            assert (await post(scene, decoder, child, **posted)).status_code == 200
+            tasks.cancel_scope.cancel()
+    assert prefiller.seen[0].params == {"request_id": child, **posted}
+
+
+async def test_a_request_has_as_many_prefills_as_children():
+    with StubEngine() as prefiller, StubEngine(BY_HAND) as decoder:
+        async with proxied(prefiller, decoder, **ASKING) as scene, anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: scene.complete(n=2, prompt=["a", "b"]))
+            name = (await at(decoder)).headers["x-request-id"]
+            statuses = [
+                (await post(scene, decoder, f"{choice}_cmpl-{name}-{prompt}{digits}")).status_code
+                for choice in range(3)
+                for prompt in range(3)
+                for digits in ("", "-0123abcd", "-89abcdef")
+            ]
+            tasks.cancel_scope.cancel()
+    assert statuses == [200] * 6 + [404] * 3 + [200] * 6 + [404] * 3 + [404] * 9
+    assert len(prefiller.seen) == 4
+
+
+async def test_posts_that_wait_for_one_prefill_are_bounded():
+    with StubEngine(Behaviour(hangs=True)) as prefiller, StubEngine(BY_HAND) as decoder:
+        async with proxied(prefiller, decoder, **ASKING) as scene, anyio.create_task_group() as tasks:
+            tasks.start_soon(scene.complete)
+            child = f"cmpl-{(await at(decoder)).headers['x-request-id']}-0"
+            statuses = []
+            refused = anyio.Event()
+
+            async def ask():
+                statuses.append((await post(scene, decoder, child)).status_code)
+                refused.set()
+
+            for _ in range(5):
+                tasks.start_soon(ask)
+            await refused.wait()
+            assert statuses == [429]
+            tasks.cancel_scope.cancel()
 
 
 async def test_asking_again_prefills_once():
@@ -52,7 +187,7 @@ async def test_asking_again_prefills_once():
             statuses = []
 
             async def ask():
-                statuses.append((await post(scene, child, tag=1)).status_code)
+                statuses.append((await post(scene, decoder, child, tag=1)).status_code)
 
             async with anyio.create_task_group() as asking:
                 for _ in range(3):
@@ -60,9 +195,8 @@ async def test_asking_again_prefills_once():
             await ask()
             assert statuses == [200] * 4
             assert [seen.params for seen in prefiller.seen] == [{"request_id": child, "tag": 1}]
-            assert (await post(scene, f"{child}-0123abcd")).status_code == 200
-            assert len(prefiller.seen) == 2, "another child is another prefill"
-            assert len({seen.headers["x-request-id"] for seen in prefiller.seen}) == 2
+            assert (await post(scene, decoder, f"{child}-0123abcd")).status_code == 200
+            assert len(prefiller.seen) == 1, "the same child under its other name"
             tasks.cancel_scope.cancel()
 
 
@@ -78,7 +212,7 @@ async def test_a_prefill_that_fails_is_told_and_the_decoder_is_asked_without_one
 
             tasks.start_soon(ask)
             child = f"cmpl-{(await at(decoder)).headers['x-request-id']}-0"
-            told = await post(scene, child)
+            told = await post(scene, decoder, child)
             assert told.status_code == 502 and "stub says 500" in told.json()["error"]["message"]
             assert (await ended(decoder.seen[0])).aborted
         assert answers[0].status_code == 200
@@ -97,7 +231,7 @@ async def test_a_prefill_that_does_not_end_in_time_is_told():
 
             tasks.start_soon(ask)
             child = f"cmpl-{(await at(decoder)).headers['x-request-id']}-0"
-            assert (await post(scene, child)).status_code in (502, 504)
+            assert (await post(scene, decoder, child)).status_code in (502, 504)
             assert (await ended(prefiller.seen[0])).aborted
         assert answers[0].status_code == 503
 
@@ -106,7 +240,7 @@ async def test_a_request_that_has_ended_asks_in_vain():
     with StubEngine() as prefiller, StubEngine(Behaviour(asks_metaserver=False)) as decoder:
         async with proxied(prefiller, decoder, **ASKING) as scene:
             answer = await scene.complete()
-            assert (await post(scene, f"cmpl-{answer.headers['x-request-id']}-0")).status_code == 404
+            assert (await post(scene, decoder, f"cmpl-{answer.headers['x-request-id']}-0")).status_code == 404
         assert not prefiller.seen
 
 
@@ -115,7 +249,7 @@ async def test_the_metaservers_address_may_be_given():
         url = "http://proxy.example:80/v1/metaserver"
         async with proxied(prefiller, decoder, **ASKING, metaserver_url=url, host="0.0.0.0") as scene:
             await scene.client.post(scene.url.replace("0.0.0.0", "127.0.0.1") + COMPLETIONS, json={"prompt": "a"})
-        assert decoder.seen[0].params["metaserver"] == url
+        assert decoder.seen[0].params["metaserver"].startswith(f"{url}/")
 
 
 async def test_a_wildcard_address_is_told_as_the_decoder_sees_it():
@@ -123,4 +257,5 @@ async def test_a_wildcard_address_is_told_as_the_decoder_sees_it():
         async with proxied(prefiller, decoder, **ASKING, host="0.0.0.0") as scene:
             local = scene.url.replace("0.0.0.0", "127.0.0.1")
             assert (await scene.client.post(local + COMPLETIONS, json={"prompt": "a"})).status_code == 200
-        assert decoder.seen[0].params["metaserver"] == f"{local}/v1/metaserver" and decoder.seen[0].asked == [200]
+        assert decoder.seen[0].params["metaserver"].startswith(f"{local}/v1/metaserver/")
+        assert decoder.seen[0].asked == [200]

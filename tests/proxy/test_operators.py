@@ -1,17 +1,20 @@
 """Health, metrics, models, and engines that come and go."""
 
+import os
 import re
+import socketserver
 
 import anyio
 import httpx
 import pytest
 
 from layerflow.config.proxy import ProxySettings
-from layerflow.proxy.context import make_context
-from layerflow.proxy.metaserver import Metaserver
+from layerflow.errors import ConfigError
+from layerflow.proxy.admin_socket import admin_socket_path
+from layerflow.proxy.serve import serve_proxy
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
-from .scene import GONE, at, numbered, proxied, said
+from .scene import GONE, OPERATOR, ORDERS, TOKEN, at, numbered, proxied, said
 
 
 @pytest.fixture
@@ -20,21 +23,41 @@ def engines():
         yield prefiller, decoder
 
 
-async def test_health_says_who_is_there(engines):
+async def test_health_says_who_is_there_and_to_operators_where(engines):
     prefiller, decoder = engines
+    known = {"state": "up", "active": 0}
+    said = {"status": "ok", "order": "concurrent", "open_requests": 0, "prefill_instances": 1, "decode_instances": 1}
     async with proxied(f"{prefiller.url}=tcp://p:1", decoder) as scene:
         for path in ("/health", "/healthcheck"):
             answer = await scene.client.get(path)
             assert answer.status_code == 200
             assert answer.json() == {
-                "status": "ok",
-                "order": "concurrent",
-                "open_requests": 0,
-                "prefill": [{"url": prefiller.url, "state": "up", "active": 0, "servers": ["tcp://p:1"]}],
-                "decode": [{"url": decoder.url, "state": "up", "active": 0, "servers": []}],
-                "prefill_instances": 1,
-                "decode_instances": 1,
+                **said,
+                "prefill": [{"name": "prefill-1", **known}],
+                "decode": [{"name": "decode-1", **known}],
             }
+            answer = await scene.client.get(path, headers=OPERATOR)
+            assert answer.json() == {
+                **said,
+                "prefill": [{"name": "prefill-1", **known, "url": prefiller.url, "servers": ["tcp://p:1"]}],
+                "decode": [{"name": "decode-1", **known, "url": decoder.url, "servers": []}],
+            }
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_clients_are_told_no_addresses(engines, order):
+    prefiller, decoder = engines
+    addresses = [prefiller.url.removeprefix("http://"), decoder.url.removeprefix("http://"), GONE, "tcp://p:1"]
+    async with proxied(f"{prefiller.url}=tcp://p:1", decoder, order=order, probe_failures=1000) as scene:
+        answers = [await scene.complete()]
+        prefiller.behaviour = decoder.behaviour = Behaviour(dies_after=0)
+        answers += [await scene.complete(), await scene.complete(stream=True)]
+        answers += [await scene.client.get(path) for path in ("/health", "/metrics", "/nowhere", "/v1/completions")]
+        for answer in answers:
+            assert not any(address in answer.text for address in addresses), answer.text
+        metrics = (await scene.client.get("/metrics", headers=OPERATOR)).text
+        known = 'layerflow_proxy_instance_info{instance="decode-1",role="decode",url='
+        assert f'{known}"{decoder.url}"}} 1.0' in metrics
 
 
 async def test_models_are_a_decoders(engines):
@@ -53,7 +76,9 @@ async def test_engines_come_and_go_while_it_runs(engines):
         async with proxied(prefiller, decoder) as scene:
 
             async def change(what, role, *urls):
-                return await scene.client.post(f"/instances/{what}", json={"type": role, "instances": list(urls)})
+                return await scene.client.post(
+                    f"/instances/{what}", json={"type": role, "instances": list(urls)}, headers=OPERATOR
+                )
 
             added = await change("add", "decode", other.url.removeprefix("http://"))
             assert added.status_code == 200 and added.json()["decode"] == [decoder.url, other.url]
@@ -74,18 +99,18 @@ async def test_engines_come_and_go_while_it_runs(engines):
             await change("add", "decode", decoder.url)
             assert (await scene.complete()).status_code == 200
             for bad in ({}, {"type": "x", "instances": ["a:1"]}, {"type": "decode", "instances": ["a"]}, []):
-                answer = await scene.client.post("/instances/add", json=bad)
+                answer = await scene.client.post("/instances/add", json=bad, headers=OPERATOR)
                 assert answer.status_code == 400 and "write" in answer.json()["error"]["message"]
             assert (await change("add", "decode")).status_code == 400
 
 
 async def test_prefix_caches_are_reset_everywhere(engines):
     async with proxied(*engines) as scene:
-        answer = await scene.client.post("/reset_prefix_cache?reset_external=true")
+        answer = await scene.client.post("/reset_prefix_cache?reset_external=true", headers=OPERATOR)
         assert answer.status_code == 200 and set(answer.json()["instances"].values()) == {"ok"}
         assert [engine.resets for engine in engines] == [["reset_external=true"]] * 2
-        await scene.client.post("/instances/add", json={"type": "decode", "instances": GONE})
-        answer = await scene.client.post("/reset_prefix_cache")
+        await scene.client.post("/instances/add", json={"type": "decode", "instances": GONE}, headers=OPERATOR)
+        answer = await scene.client.post("/reset_prefix_cache", headers=OPERATOR)
         assert answer.status_code == 502 and "ConnectError" in answer.json()["instances"][GONE]
 
 
@@ -100,19 +125,82 @@ async def test_changes_are_for_those_who_may(engines):
     assert "secret" not in repr(ProxySettings(admin_token="secret"))
 
 
-async def test_without_a_token_changes_come_from_this_machine():
-    from layerflow.proxy.app import make_app
+@pytest.mark.parametrize("path", ["/instances/add", "/instances/remove", "/reset_prefix_cache"])
+async def test_without_a_token_a_place_is_no_proof(engines, path):
+    """A server in front of the proxy, on the same machine, passes everybody's requests on from a loopback address."""
+    change = {"type": "decode", "instances": ["d:1"]}
+    async with proxied(*engines, admin_token="") as scene:
+        for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer x"}):
+            answer = await scene.client.post(path, json=change, headers=headers)
+            assert answer.status_code == 403 and "proxy.admin_token" in answer.json()["error"]["message"]
+        assert (await scene.client.get("/health")).json()["decode_instances"] == 1
 
-    context = make_context(ProxySettings(prefill="p:1", decode="d:1"), Metaserver())
-    transport = httpx.ASGITransport(make_app(context), client=("192.0.2.7", 1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
-        answer = await client.post("/instances/add", json={"type": "decode", "instances": ["e:1"]})
-    assert answer.status_code == 403 and "proxy.admin_token" in answer.json()["error"]["message"]
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+async def test_the_admin_socket_is_for_who_can_open_it(engines, token, tmp_path):
+    prefiller, decoder = engines
+    socket = tmp_path / "own" / "admin"
+    socket.parent.mkdir(0o700)
+    stale = socketserver.UnixStreamServer(str(socket), socketserver.BaseRequestHandler)
+    stale.server_close()
+    async with proxied(prefiller, decoder, admin_token=token, admin_socket=str(socket)) as scene:
+        assert socket.stat().st_mode & 0o777 == 0o600
+        transport = httpx.AsyncHTTPTransport(uds=str(socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as operator:
+            change = {"type": "decode", "instances": ["d:1"]}
+            assert (await operator.post("/instances/add", json=change)).json()["decode"] == [decoder.url, "http://d:1"]
+            assert (await operator.get("/health")).json()["decode"][0]["url"] == decoder.url
+            assert decoder.url in (await operator.get("/metrics")).text
+            assert (await operator.post("/instances/remove", json=change)).status_code == 200
+            assert (await operator.post("/reset_prefix_cache")).status_code == 200
+            assert (await operator.post("/v1/completions", json={})).status_code == 404
+        again = ProxySettings(prefill=GONE, decode=GONE, port=0, admin_socket=str(socket))
+        with pytest.raises(ConfigError, match=r"cannot listen on .*give proxy\.admin_socket another path"):
+            await serve_proxy(again, lambda _: None, anyio.Event(), anyio.Event())
+        assert (await scene.client.get("/health")).status_code == 200
+    assert not socket.exists()
+
+
+def test_the_admin_socket_of_each_proxy_has_a_name_of_its_own(monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    folder = f"/run/user/7/layerflow-{os.getuid()}"
+    assert str(admin_socket_path("auto", "127.0.0.1", 8000)) == f"{folder}/proxy-127.0.0.1:8000.sock"
+    assert str(admin_socket_path("/a/b", "127.0.0.1", 8000)) == "/a/b"
+    for bad in ("a/b", "/" + "a" * 107):
+        with pytest.raises(ValueError, match="a path from the root of at most 107 bytes"):
+            ProxySettings(admin_socket=bad)
+
+
+async def test_what_no_path_answers_is_an_error_in_the_apis_form(engines):
+    async with proxied(*engines) as scene:
+        for method, path, status in (("GET", "/v1/nothing", 404), ("POST", "/", 404), ("DELETE", "/v1/models", 405)):
+            answer = await scene.client.request(method, path)
+            error = answer.json()["error"]
+            assert answer.status_code == error["code"] == status and path in error["message"]
+        assert answer.headers["allow"]
+
+
+async def test_web_pages_of_allowed_origins_may_ask(engines):
+    prefiller, decoder = engines
+    page = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    page |= {"access-control-request-headers": "authorization,content-type"}
+    async with proxied(prefiller, decoder, allowed_origins="https://chat.example, https://b.example") as scene:
+        asked = await scene.client.options("/v1/chat/completions", headers=page)
+        assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == page["origin"]
+        answer = await scene.client.post("/v1/completions", json={"prompt": "a"}, headers={"origin": page["origin"]})
+        assert answer.status_code == 200
+        assert answer.headers.get_list("access-control-allow-origin") == ["https://chat.example"]
+        page["origin"] = "https://evil.example"
+        assert "access-control-allow-origin" not in (await scene.client.options("/v1/models", headers=page)).headers
+    async with proxied(prefiller, decoder) as scene:
+        assert (await scene.client.options("/v1/chat/completions", headers=page)).status_code == 405
+    for bad in ("chat.example", "https://a/b"):
+        with pytest.raises(ValueError, match="origins such as"):
+            ProxySettings(allowed_origins=bad)
 
 
 async def test_what_happened_is_counted(engines):
-    prefiller, decoder = engines
-    prefiller.behaviour = Behaviour(cached=2)
+    engines[0].behaviour = Behaviour(cached=2)
     async with proxied(*engines) as scene:
         for _ in range(3):
             await scene.complete()
@@ -122,5 +210,5 @@ async def test_what_happened_is_counted(engines):
     assert found["layerflow_proxy_prefill_seconds_count"] == "3.0"
     assert found["layerflow_proxy_cached_tokens_total"] == "6.0"
     assert found['layerflow_proxy_first_token_seconds_count{way="apart"}'] == "3.0"
-    assert found[f'layerflow_proxy_instance_up{{instance="{decoder.url}",role="decode"}}'] == "1.0"
+    assert found['layerflow_proxy_instance_up{instance="decode-1",role="decode"}'] == "1.0"
     assert "_created" not in text

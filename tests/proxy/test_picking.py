@@ -1,5 +1,7 @@
 """Who gets the next request: the circuit breaker, load, and who has the prompt's beginning."""
 
+import json
+
 import anyio
 import pytest
 
@@ -9,6 +11,7 @@ from layerflow.proxy.instances.affinity import BLOCK_BYTES, MAX_HOLDERS, digests
 from layerflow.proxy.instances.breaker import Breaker, BreakerState
 from layerflow.proxy.instances.instance import Role
 from layerflow.proxy.instances.registry import Registry
+from layerflow.proxy.request import CHAT, COMPLETIONS, only_prompt, read_request
 
 
 class Clock:
@@ -135,9 +138,17 @@ def test_wanted_tried_and_down():
     assert picked(engines, wanted="b:1") == "b" and picked(engines, wanted="b:1") == "b"
     assert picked(engines, tried=[b], wanted="b:1") == "a"
     a.went_down()
-    with pytest.raises(ProxyError, match="a:1 down, http://b:1 up, 1 of them failed this request") as caught:
+    with pytest.raises(ProxyError, match="prefill-1 down, prefill-2 up, 1 of them failed this request") as caught:
         picked(engines, tried=[b])
     assert caught.value.status == 503
+
+
+def beginning(**body) -> bytes:
+    raw = json.dumps(body).encode()
+    request = read_request(CHAT if "messages" in body else COMPLETIONS, [], raw, "id", 8)
+    return prompt_bytes(
+        request.body, request.prompts[0] if request.prompts else only_prompt(request.body.raw("prompt"))
+    )
 
 
 def test_the_same_beginning_gives_the_same_digests():
@@ -147,11 +158,22 @@ def test_the_same_beginning_gives_the_same_digests():
             **body,
             **({"prompt": short} if "prompt" in body else {"messages": [{"role": "user", "content": short}]}),
         }
-        whole, part = digests(prompt_bytes(body)), digests(prompt_bytes(cut))
+        whole, part = digests(beginning(**body)), digests(beginning(**cut))
         assert len(whole) == 4 and whole[: len(part)] == part and len(part) == 2
-        assert digests(prompt_bytes({**body, "cache_salt": "s"}))[0] != whole[0]
-    assert prompt_bytes({"prompt": [1, 2]}) == prompt_bytes({"prompt": [[1, 2]]})
-    assert digests(prompt_bytes({"prompt": "\ud800" * 2000})) and prompt_bytes({"prompt": {"no": "prompt"}})
+        assert digests(beginning(**body, cache_salt="s"))[0] != whole[0]
+    assert beginning(prompt=[1, 2]) == beginning(prompt=[[1, 2]]) == beginning(prompt=[[1, 2], [3]])
+    assert beginning(prompt="a") == beginning(prompt=["a"]) == beginning(prompt=["a", "b"])
+    assert digests(beginning(prompt="\ud800" * 2000)) and beginning(prompt={"no": "prompt"})
+
+
+@pytest.mark.parametrize("unit", ["a", "\u00e9", "\U0001f600", '"', "\\"])
+def test_prompts_that_are_longer_than_what_is_looked_at_begin_as_shorter_ones_do(unit):
+    short, long = unit * 300_000, unit * 700_000
+    ids = [len(unit)] * 200_000
+    for one, other in ((short, long), (ids, ids * 3)):
+        fewer, more = digests(beginning(prompt=one)), digests(beginning(prompt=other))
+        common = min(len(fewer), len(more), 100)
+        assert common == 100 and fewer[:common] == more[:common]
 
 
 def test_addresses():

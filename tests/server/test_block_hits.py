@@ -397,3 +397,48 @@ def test_a_prompt_that_ends_where_it_stops_sharing_loads_only_what_a_window_keep
             worker.serve(stored)
             other = worker.prompt(shared + more, like=stored, shared=shared)
             assert worker.serve(other).hit.tokens >= (shared - (not more)) // 16 * 16
+
+
+class CountingPool(MemoryPool):
+    """Counts the keys that are looked up and the tails that are listed."""
+
+    listed = looked_up = 0
+
+    def lookup(self, keys: Any) -> list[bool]:
+        self.looked_up += len(keys)
+        return super().lookup(keys)
+
+    def tails(self, parent: bytes, most: int = 1 << 32, *, undigested: bool = False) -> Any:
+        for tail in super().tails(parent, most, undigested=undigested):
+            self.listed += 1
+            yield tail
+
+
+@pytest.mark.parametrize("stored", [300, 3000])
+def test_prompts_that_follow_the_same_chunk_are_not_looked_at_for_each_other(stored: int) -> None:
+    spec = spec_of([0])
+    pool = CountingPool(Memory(1 << 20))
+    chains = [Chain(ROOT, [number % 250, number // 250, 1, 2, 3, 4, 5], CHUNK) for number in range(stored)]
+    for number, chain in enumerate(chains):
+        store(pool, spec, 0, Shard(0, 1), chain, 0, 3 + number % 5)
+    prompt = Chain(ROOT, [7, 1, 1, 2, 3, 4, 5], CHUNK)  # begins as the one of number 257, which has 5 tokens
+    pool.listed = pool.looked_up = 0
+    hit = find_hit(pool, spec, ROOT, prompt.digests, len(prompt), blocks=blocks_of(prompt, spec))
+    assert hit_of(hit, prompt, spec).tokens == 5
+    assert (pool.listed, pool.looked_up) == (0, 1), "the prompt's own digests tell which one it is"
+
+    pool.listed = pool.looked_up = 0
+    find_hit(pool, spec, ROOT, prompt.digests, len(prompt))
+    assert pool.listed <= 256 and pool.looked_up <= 256, "a client that does not say its digests costs no more than so"
+
+
+def test_a_tail_shorter_than_a_block_is_found_among_others_and_longer_ones_than_the_prompt_are_not_listed() -> None:
+    spec = spec_of([0])
+    pool = CountingPool(Memory(1 << 20))
+    for number in range(1000):
+        store(pool, spec, 0, Shard(0, 1), Chain(ROOT, [number % 250, number // 250, 1, 2, 3, 4], CHUNK), 0, 6)
+    prompt = Chain(ROOT, [9, 9, 9, 9], CHUNK)
+    store(pool, spec, 0, Shard(0, 1), prompt, 0, 1)
+    hit = find_hit(pool, spec, ROOT, prompt.digests, len(prompt), blocks=blocks_of(prompt, spec))
+    assert hit_of(hit, prompt, spec).tokens == 1
+    assert pool.listed == 1

@@ -50,7 +50,7 @@ class Arena:
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         return [key in self.keys for key in keys]
 
-    def tails(self, parent: bytes) -> list[Tail]:
+    def tails(self, parent: bytes, most: int, *, undigested: bool) -> list[Tail]:
         return []
 
     def sharing(self, block: bytes) -> Iterator[Child]:

@@ -100,7 +100,7 @@ def _first_token(client: httpx.Client, url: str, prompt: str, got: Callable[[], 
 def _stream(url: str, ended: threading.Event) -> None:
     body = {"prompt": "other", "max_tokens": 1_000_000, "stream": True}
     try:
-        with httpx.stream("POST", url + _PATH, json=body, timeout=60) as answer:
+        with httpx.stream("POST", url + _PATH, json=body, timeout=60, trust_env=False) as answer:
             for _ in answer.iter_raw():
                 if ended.is_set():
                     return

@@ -23,6 +23,10 @@ _Order = Annotated[
 ]
 _Host = Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Address that clients connect to.")]
 _Port = Annotated[int | None, typer.Option("--port", metavar="N", help="Its port; 0 = any free one.")]
+_Origins = Annotated[
+    str | None,
+    typer.Option("--allowed-origins", metavar="ORIGINS", help="Origins of web pages that may ask (CORS); * = all."),
+]
 
 
 def proxy(
@@ -31,6 +35,7 @@ def proxy(
     order: _Order = None,
     host: _Host = None,
     port: _Port = None,
+    allowed_origins: _Origins = None,
     config: ConfigFile = None,
     log_level: LogLevel = None,
     settings: SettingItems = None,
@@ -54,6 +59,7 @@ def proxy(
             "proxy.order": order,
             "proxy.host": host,
             "proxy.port": port,
+            "proxy.allowed_origins": allowed_origins,
             "log.level": log_level,
         },
     )

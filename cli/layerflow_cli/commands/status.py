@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from layerflow.errors import ConfigError, SessionError
+from layerflow.http_client import open_url
 from layerflow_cli.options import STANDARD_OUTPUT, ConfigFile, Endpoint, JsonFile
 
 TIMEOUT_S = 3.0
@@ -70,7 +70,7 @@ def fetch_http(url: str) -> dict[str, Any]:
         raise ConfigError(f"--http {url}: write it as http://host:port")
     target = url.rstrip("/").removesuffix("/status") + "/status"
     try:
-        with urllib.request.urlopen(target, timeout=TIMEOUT_S) as answer:  # noqa: S310 - scheme checked above
+        with open_url(target, TIMEOUT_S) as answer:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
         raise SessionError(f"{target}: answered {error.code} {error.reason}; is that a layerflow server?") from None

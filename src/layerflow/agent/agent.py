@@ -285,11 +285,29 @@ class Agent:
         """
         self._same_process()
         check_timeout(timeout_s)
-        if len(group_blocks) != len(self.spec.groups):
-            raise SpecError(f"{len(group_blocks)} lists of blocks to reclaim; there are {len(self.spec.groups)} groups")
+        blocks = self._per_group(group_blocks)
         if not len(self._open_steps):
             return 0
-        return self._blocks.reclaim([np.asarray(ids, dtype=np.int64) for ids in group_blocks], timeout_s)
+        return self._blocks.reclaim(blocks, timeout_s)
+
+    def doubt_reads(self) -> None:
+        """The engine may overwrite blocks from now on, and says which by :meth:`overwritten` afterwards.
+
+        For engines that prepare a step before they tell of it. What saves read until then is stored once that is told.
+        """
+        self._dispatcher.ends.doubt_reads()
+
+    def overwritten(self, group_blocks: Sequence[Sequence[int] | np.ndarray]) -> int:
+        """The engine has overwritten these blocks since :meth:`doubt_reads`: saves that may have read one are given up.
+
+        All else that was read is stored. :meth:`reclaim` is for blocks that are still to be overwritten.
+
+        :param group_blocks: per group: engine block ids.
+        :returns: of how many steps the saves were given up.
+        :raises SpecError: not one list per group.
+        """
+        self._same_process()
+        return self._blocks.overwritten(self._per_group(group_blocks))
 
     def revoke(self, reason: str) -> int:
         """Cut all open steps off: what they load has failed, what they have not stored is never published.
@@ -371,6 +389,12 @@ class Agent:
             return None
         seconds = self._dispatcher.advisor.compute_seconds(len(chain))
         return Follow(time.monotonic() + min(seconds, MOST_UNASKED_S)) if seconds else None
+
+    def _per_group(self, group_blocks: Sequence[Sequence[int] | np.ndarray]) -> list[np.ndarray]:
+        if len(group_blocks) != len(self.spec.groups):
+            groups = len(self.spec.groups)
+            raise SpecError(f"{len(group_blocks)} lists of blocks that are reclaimed or overwritten; groups: {groups}")
+        return [np.asarray(ids, dtype=np.int64) for ids in group_blocks]
 
     def _same_process(self) -> None:
         """:raises SessionError: this is a forked copy: its threads and its server are its parent's."""

@@ -12,6 +12,8 @@ from layerflow.agent.ending import StepEnds
 from layerflow.agent.open_steps import OpenSteps
 from layerflow.agent.step.step import Step
 
+SPOILT = "the engine has overwritten blocks that were still to be read"
+
 log = structlog.get_logger("layerflow.agent")
 
 
@@ -58,6 +60,23 @@ class EngineBlocks:
                 self._ends.reclaimed()
         if cut:
             log.info("saves_cut", steps=cut, reason="the engine took their blocks back")
+        return cut
+
+    def overwritten(self, blocks: Sequence[np.ndarray]) -> int:
+        """Give the saves up that may have read any of these after they were overwritten; of how many steps.
+
+        :param blocks: per group.
+        """
+        cut = 0
+        for step in self._open_steps.steps():
+            if step.reads.any_of(blocks):
+                step.saves_spoilt = SPOILT
+                step.cut_saves(SPOILT)
+                cut += 1
+        self._ends.trust_reads()
+        if cut:
+            self._ends.reclaimed()
+            log.info("saves_cut", steps=cut, reason=SPOILT)
         return cut
 
     def revoke(self, reason: str) -> int:

@@ -59,6 +59,14 @@ class StepEnds:
         step.hurry()
         self._lanes.save.wake()
 
+    def doubt_reads(self) -> None:
+        """The engine may overwrite blocks from now on: saves that have read are not told yet."""
+        self._lanes.doubtful.begin()
+
+    def trust_reads(self) -> None:
+        """The engine has said which blocks it has overwritten, and the steps that read these are spoilt."""
+        self._lanes.doubtful.end()
+
     def reclaimed(self) -> None:
         """Saves were cut off: those that wait for their layer are reported now."""
         self._lanes.save.wake()

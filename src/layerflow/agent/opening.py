@@ -18,7 +18,7 @@ from layerflow.agent.step.no_step import NO_STEP, NoStep
 from layerflow.agent.step.step import Step
 from layerflow.agent.values import StepRequest
 from layerflow.device.base import Device, DeviceEvent
-from layerflow.errors import SpecError
+from layerflow.errors import ProtocolError, SpecError
 from layerflow.keys import Chain
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import ModelSpec
@@ -127,6 +127,7 @@ class StepOpener:
         step.work = work
         step.on_wait = dispatcher.ends.wake_loads
         planned = dispatcher.planned.bind(step, placed) if placed is not None else None
+        unsayable = ""
         with self._open_steps.lock:
             # Under the lock that losing the server takes: the step is told of that one way or the other, and the
             # message goes to the server that the step was opened with.
@@ -138,7 +139,12 @@ class StepOpener:
             known = attachment is not None and (placed is None or attachment.incarnation == placed.arena.incarnation)
             if attachment is not None and known and not attachment.direct:
                 messages = ([part.load_message() for part in loads], [part.save_message() for part in saves])
-                self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages, begun))
+                try:
+                    self._link.send(OpenStep(step.number, step.deadline, step.save_deadline, *messages, begun))
+                except ProtocolError as error:
+                    unsayable = str(error)
+        if unsayable:
+            dispatcher.ends.cut(step, unsayable)
         if planned is not None and not begun:
             dispatcher.ends.cut(step, "the arena of its plan was let go")
         elif begun and not known:

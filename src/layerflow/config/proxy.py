@@ -14,6 +14,7 @@ from layerflow.config.fields import Real, Section, Size, Whole, setting
 Order = Literal["concurrent", "prefill-first", "decode-first"]
 _CONTROL = re.compile(r"(tcp|ipc)://\S+")
 _DAY_S = 86_400
+MAX_SOCKET_PATH_BYTES = 107  # unix(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +139,45 @@ class ProxySettings(Section):
     max_request_bytes: Size = setting(
         64 << 20, "Largest request, event or answer.", unit="bytes", ge=1 << 10, le=1 << 32
     )
+    max_prompts: Whole = setting(2048, "Most prompts in one request's list.", unit="prompts", ge=1, le=1 << 20)
     metaserver_url: str = setting(
-        "", "Where decoders reach /v1/metaserver; empty = this proxy's own address as each decoder sees it."
+        "",
+        "Where decoders reach /v1/metaserver, and what is below it; empty = this proxy's own address as each decoder "
+        "sees it.",
     )
     admin_token: str = setting(
         "",
-        "Bearer token of /instances/* and /reset_prefix_cache; empty = they answer this machine only.",
+        "Bearer token of /instances/* and /reset_prefix_cache; empty = they answer on admin_socket only.",
         secret=True,
     )
+    admin_socket: str = setting(
+        "auto",
+        "Unix socket of the admin paths, for this user: a path in a directory of mode 0700; "
+        '"auto" = proxy-HOST:PORT.sock beside the server\'s control socket; empty = none.',
+    )
+    allowed_origins: str = setting(
+        "", 'Origins of web pages whose scripts may ask (CORS), separated by commas; "*" = all, empty = none.'
+    )
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Of `allowed_origins`."""
+        return tuple(re.findall(r"[^,\s]+", self.allowed_origins))
+
+    @field_validator("admin_socket")
+    @classmethod
+    def _plain_path(cls, value: str) -> str:
+        if value not in ("", "auto") and (not value.startswith("/") or len(value.encode()) > MAX_SOCKET_PATH_BYTES):
+            raise ValueError(f'should be a path from the root of at most {MAX_SOCKET_PATH_BYTES} bytes, "auto" or ""')
+        return value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _web_origins(cls, value: str) -> str:
+        for origin in re.findall(r"[^,\s]+", value):
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
+                raise ValueError(f'should be "*" or origins such as "https://chat.example", not "{origin}"')
+        return value
 
     @field_validator("prefill", "decode")
     @classmethod
@@ -156,6 +188,6 @@ class ProxySettings(Section):
     @field_validator("metaserver_url")
     @classmethod
     def _reachable(cls, value: str) -> str:
-        if value and not re.fullmatch(r"https?://[^\s/]+/\S*", value):
+        if value and not re.fullmatch(r"https?://[^\s/?#]+/[^\s?#]*", value):
             raise ValueError('should be "http://host:port/v1/metaserver", or "" for the proxy\'s own address')
         return value

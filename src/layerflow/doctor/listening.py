@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from layerflow.agent.connection.control import fetch_status
 from layerflow.config.settings import ServerSettings, check_private, socket_directory
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.findings import Finding, ok, problem, warning
+from layerflow.http_server import MAX_CONNECTIONS
+from layerflow.system.descriptors import FLOOR
 from layerflow.system.machine import existing
 
 STATUS_TIMEOUT_S = 1.5
@@ -41,6 +44,7 @@ def examine_listening(settings: ServerSettings, running: dict[str, Any] | None) 
         yield from _network(settings)
     if settings.http_port > 0:
         yield _http(settings, running)
+    yield _descriptors(settings)
 
 
 def _listened_to(endpoint: str) -> bool:
@@ -123,6 +127,25 @@ def _http(settings: ServerSettings, running: dict[str, Any] | None) -> Finding:
     if running is not None:
         return warning(check, f"{place}: {why}", "fine if the running server has it; else set server.http_port")
     return problem(check, f"{place}: {why}", "set server.http_port to another one, 0 = any free port, -1 = no HTTP")
+
+
+def _descriptors(settings: ServerSettings) -> Finding:
+    check = "file descriptors"
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = "raise the hard limit of `ulimit -n` (LimitNOFILE= of a systemd unit)"
+    if most == resource.RLIM_INFINITY:
+        return ok(check, "without a limit")
+    wanted = FLOOR + MAX_CONNECTIONS + 3 * settings.max_sessions + 2 * settings.max_clients
+    if most < FLOOR:
+        return problem(check, f"a process may have {most}; the server does not start with fewer than {FLOOR}", advice)
+    if most < wanted:
+        return warning(
+            check,
+            f"a process may have {most}; server.max_sessions and server.max_clients may take {wanted}: past the limit "
+            "nobody new is let in",
+            f"{advice}, or lower server.max_sessions and server.max_clients",
+        )
+    return ok(check, f"a process may have {most}")
 
 
 def _taken(host: str, port: int) -> str:

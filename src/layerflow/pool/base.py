@@ -148,8 +148,12 @@ class Pool(Protocol):
         """Which objects are complete. Does not count as a use."""
         ...
 
-    def tails(self, parent: bytes) -> list[Tail]:
-        """Complete partial chunks that follow `parent`, longest first."""
+    def tails(self, parent: bytes, most: int = ..., *, undigested: bool = False) -> Iterator[Tail]:
+        """Complete partial chunks that follow `parent`, longest first. Nothing may change while they are taken.
+
+        :param most: tokens that each has at most.
+        :param undigested: only those whose block digests are not known; :meth:`sharing` finds the others.
+        """
         ...
 
     def sharing(self, block: bytes) -> Iterator[Child]:
@@ -157,7 +161,13 @@ class Pool(Protocol):
         ...
 
     def acquire(
-        self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False
+        self,
+        keys: Sequence[bytes],
+        owner: Owner,
+        until: float,
+        *,
+        lease: bool = False,
+        counts: Sequence[int] | None = None,
     ) -> list[Located | None]:
         """Pin complete objects against eviction until released or until `until`; None = not there.
 
@@ -166,6 +176,7 @@ class Pool(Protocol):
 
         :param lease: for a hit that waits for its step. Where pins take a set share of the room already, such an
             object is told and counted, and not pinned, so that saves find room however many requests wait.
+        :param counts: blocks that are wanted of each: an object that has fewer is not there.
         """
         ...
 
@@ -194,6 +205,10 @@ class Pool(Protocol):
 
     def owners(self) -> list[Owner]:
         """Who pins something."""
+        ...
+
+    def pinned_by(self, owner: Owner) -> int:
+        """How many objects an owner pins."""
         ...
 
     def keys(self) -> list[bytes]:
@@ -242,6 +257,11 @@ class Pool(Protocol):
 
     def clear(self) -> int:
         """Hide every complete object; how many."""
+        ...
+
+    @property
+    def departures(self) -> int:
+        """How many complete objects have been evicted or hidden since the start."""
         ...
 
     def statistics(self) -> PoolStatistics:

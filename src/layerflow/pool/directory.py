@@ -20,6 +20,7 @@ from layerflow.places import NO_PLACE
 from layerflow.pool.base import Child, Located, NewObject, Owner, Tail
 from layerflow.pool.eviction import Evictable
 from layerflow.pool.sharing import SharedBlocks
+from layerflow.pool.tails import ANY_LENGTH, Tails
 from layerflow.presence import PresenceWriter, tail_marks
 
 _COMPACT_OVER = 256  # ends listed in the expiry heap beyond twice the owners alive
@@ -53,6 +54,10 @@ class DirectoryEntry(Evictable):
         self.writer = writer
 
 
+def _tail(entry: DirectoryEntry) -> Tail:
+    return Tail(entry.located.tokens, entry.key)
+
+
 class OwnerPins:
     """What one owner pins, until when: a lease is one of these, however many objects it holds."""
 
@@ -77,7 +82,7 @@ class Directory:
         self.pinned = 0  #: entries with a pin, hidden ones included
         self.pinned_bytes = 0  #: their room
         self._hidden: dict[bytes, dict[DirectoryEntry, None]] = {}
-        self._tails: dict[bytes, dict[DirectoryEntry, None]] = {}
+        self._tails = Tails()
         self._tail_counts: Counter[tuple[bytes, int]] = Counter()  # by parent and mark, see tail_marks
         self._shared = SharedBlocks()
         self._pins: dict[Owner, OwnerPins] = {}
@@ -111,7 +116,7 @@ class Directory:
             if presence is not None and only:
                 presence.add_block(entry.block_digests[:DIGEST_BYTES])
         if entry.parent:
-            self._tails.setdefault(entry.parent, {})[entry] = None
+            self._tails.add(entry.parent, _tail(entry), digested=bool(entry.block_digests))
             for mark in tail_marks(entry.located.tokens):
                 self._tail_counts[entry.parent, mark] += 1
                 if presence is not None and self._tail_counts[entry.parent, mark] == 1:
@@ -168,10 +173,7 @@ class Directory:
             if presence is not None and last:
                 presence.discard_block(entry.block_digests[:DIGEST_BYTES])
         if entry.parent:
-            siblings = self._tails[entry.parent]
-            del siblings[entry]
-            if not siblings:
-                del self._tails[entry.parent]
+            self._tails.discard(entry.parent, _tail(entry), digested=bool(entry.block_digests))
             for mark in tail_marks(entry.located.tokens):
                 self._tail_counts[entry.parent, mark] -= 1
                 if not self._tail_counts[entry.parent, mark]:
@@ -179,10 +181,9 @@ class Directory:
                     if presence is not None:
                         presence.discard_tails(entry.parent, mark)
 
-    def tails(self, parent: bytes) -> list[Tail]:
-        """Ready partial chunks after `parent`, longest first; ties by key."""
-        found = [Tail(entry.located.tokens, entry.key) for entry in self._tails.get(parent, ())]
-        return sorted(found, key=lambda tail: (-tail.tokens, tail.key))
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
+        """Ready partial chunks after `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
+        return self._tails.after(parent, most, undigested=undigested)
 
     def sharing(self, block: bytes) -> Iterator[Child]:
         """Ready chunks whose first block has this digest, newest first."""
@@ -364,7 +365,7 @@ class Directory:
             raise PoolError("a pin that runs out is not in the expiry heap")
         if {e for mine in self._reserved.values() for e in mine} != set(self.writing.values()):
             raise PoolError("reservations by owner differ from the half-written entries")
-        if {e for mine in self._tails.values() for e in mine} != {e for e in self.ready.values() if e.parent}:
+        if sorted(self._tails.keys()) != sorted(e.key for e in self.ready.values() if e.parent):
             raise PoolError("the tails differ from the ready partial chunks")
         shared = {key: block for block, mine in self._shared.by_block.items() for key in mine}
         if shared != {e.key: e.block_digests[:DIGEST_BYTES] for e in self.ready.values() if e.block_digests}:

@@ -78,18 +78,20 @@ class ProxyContext:
             self.drained.set()
 
     async def metaserver_url(self, decoder: Instance) -> str:
-        """Where this decoder reaches ``/v1/metaserver``: the address from which the proxy reaches the decoder.
+        """Where this decoder reaches ``/v1/metaserver``, below which each request has a path of its own.
+
+        It is the address from which the proxy reaches the decoder.
 
         :raises UpstreamError: its name cannot be resolved.
         """
         if self.settings.metaserver_url:
-            return self.settings.metaserver_url
+            return self.settings.metaserver_url.rstrip("/")
         if decoder.seen_from is None:
             parts = urlsplit(decoder.url)
             try:
                 decoder.seen_from = await _own_address(parts.hostname or "", parts.port or 80)
             except OSError as error:
-                raise UpstreamError(f"decode engine {decoder.url} cannot be reached: {error}") from error
+                raise UpstreamError(f"{decoder.title} cannot be reached: {error}") from error
         host = decoder.seen_from
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1/metaserver"
 

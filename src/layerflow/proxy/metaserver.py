@@ -1,12 +1,16 @@
 """Decoders that ask for their prefill: what arrives at ``/v1/metaserver`` and what it belongs to (vLLM-Ascend).
 
-A decoder names its own request, ``chatcmpl-{id}`` or ``cmpl-{id}-{prompt}``, with ``{choice}_`` before it for n > 1 and
-vLLM's eight random digits behind it, where the connector has not cut them off.
+Each request at a decoder has an address of its own, with a secret, which only that decoder is told: whoever posts there
+steers the request's transfer. The decoder names its own request, ``chatcmpl-{id}`` or ``cmpl-{id}-{prompt}``, with
+``{choice}_`` before it for n > 1 and vLLM's eight random digits behind it, where the connector has not cut them off.
 """
 
 from __future__ import annotations
 
+import hmac
+import itertools
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +20,13 @@ import anyio
 from layerflow.errors import ProxyError
 from layerflow.proxy.request import CHAT, ClientRequest
 
-_BEFORE = re.compile(r"^\d+_")
+_CHOICE = re.compile(r"(\d{1,9})_")
 _BEHIND = re.compile(r"-[0-9a-f]{8}$")
+_MOST_ASKING = 4
+"""Posts of one child that may wait at once: one, and what it has repeated over connections that broke."""
+
+Child = tuple[int, int]
+"""A request as the decoder's engine counts it: the numbers of its prompt and of its choice."""
 
 
 class PrefillJob:
@@ -25,6 +34,7 @@ class PrefillJob:
 
     def __init__(self) -> None:
         self._ended = anyio.Event()
+        self._asking = 0
         self.failure: ProxyError | None = None
 
     def end(self, failure: ProxyError | None) -> None:
@@ -32,28 +42,54 @@ class PrefillJob:
         self._ended.set()
 
     async def wait(self) -> None:
-        """Until it has ended. :raises ProxyError: it failed."""
-        await self._ended.wait()
+        """Until it has ended. :raises ProxyError: it failed, or is waited for often enough."""
+        if self._asking >= _MOST_ASKING:
+            raise ProxyError(f"{self._asking} posts wait for it already", 429)
+        self._asking += 1
+        try:
+            await self._ended.wait()
+        finally:
+            self._asking -= 1
         if self.failure is not None:
             raise self.failure
 
 
 class DecodeRequest:
-    """One request at a decoder, whose children will ask.
+    """One request at a decoder, whose children will ask: at most one for each choice of each prompt.
 
-    :param start: begins a child's prefill: the number of its prompt, what the decoder posted, and the job to end.
+    :param request_id: the request's id there.
+    :param start: begins a child's prefill: the number of its prompt, what the decoder posted, the address from which
+        it did, and the job to end.
     """
 
-    def __init__(self, start: Callable[[int, dict[str, Any], PrefillJob], None]) -> None:
-        self._start = start
-        self._jobs: dict[str, PrefillJob] = {}
+    def __init__(
+        self,
+        request: ClientRequest,
+        request_id: str,
+        start: Callable[[int, dict[str, Any], str, PrefillJob], None],
+    ) -> None:
+        self._start, self._choices = start, request.choices
+        names = [f"chatcmpl-{request_id}"]
+        if request.path != CHAT:
+            names = [f"cmpl-{request_id}-{number}" for number in range(max(len(request.prompts), 1))]
+        self._prompts = {name: number for number, name in enumerate(names)}
+        self._jobs: dict[Child, PrefillJob] = {}
+        self.secret = secrets.token_urlsafe(24)
 
-    def job(self, child: str, prompt: int, posted: dict[str, Any]) -> PrefillJob:
+    def child(self, name: str) -> Child | None:
+        """Which of its children the decoder calls so; None = none of them."""
+        choice = 0
+        if (numbered := _CHOICE.match(name)) is not None:
+            choice, name = int(numbered[1]), name[numbered.end() :]
+        prompt = self._prompts.get(name, self._prompts.get(_BEHIND.sub("", name)))
+        return None if prompt is None or choice >= self._choices else (prompt, choice)
+
+    def job(self, child: Child, posted: dict[str, Any], source: str) -> PrefillJob:
         """The child's prefill; begun if this is the first time that it is asked for."""
         known = self._jobs.get(child)
         if known is None:
             known = self._jobs[child] = PrefillJob()
-            self._start(prompt, posted, known)
+            self._start(child[0], posted, source, known)
         return known
 
     def close(self) -> None:
@@ -63,37 +99,27 @@ class DecodeRequest:
 
 
 class Metaserver:
-    """Requests at decoders, by the ids of their children."""
+    """Requests at decoders, by what stands behind ``/v1/metaserver/`` in their addresses."""
 
     def __init__(self) -> None:
-        self._children: dict[str, tuple[DecodeRequest, int]] = {}
+        self._numbers = itertools.count(1)
+        self._open: dict[str, DecodeRequest] = {}
 
     @contextmanager
-    def expecting(self, request: ClientRequest, request_id: str, decoding: DecodeRequest) -> Iterator[None]:
-        """Around a request at a decoder, under `request_id`."""
-        children = _children(request, request_id)
-        self._children |= {child: (decoding, number) for number, child in enumerate(children)}
+    def expecting(self, decoding: DecodeRequest) -> Iterator[str]:
+        """Around a request at a decoder. Yields the last part of its address's path."""
+        number = str(next(self._numbers))
+        self._open[number] = decoding
         try:
-            yield
+            yield f"{number}.{decoding.secret}"
         finally:
-            for child in children:
-                del self._children[child]
+            del self._open[number]
             decoding.close()
 
-    def knows(self, request: ClientRequest, request_id: str) -> bool:
-        """Whether such a request is open already: clients choose their ids. Ask right before :meth:`expecting`."""
-        return any(child in self._children for child in _children(request, request_id))
-
-    def find(self, child: str) -> tuple[DecodeRequest, int] | None:
-        """Whose child it is, and which prompt of the request it computes; None = nobody's."""
-        plain = _BEFORE.sub("", child)
-        for name in (child, plain, _BEHIND.sub("", plain)):
-            if name in self._children:
-                return self._children[name]
-        return None
-
-
-def _children(request: ClientRequest, request_id: str) -> list[str]:
-    if request.path == CHAT:
-        return [f"chatcmpl-{request_id}"]
-    return [f"cmpl-{request_id}-{number}" for number in range(max(len(request.prompts), 1))]
+    def find(self, ticket: str) -> DecodeRequest | None:
+        """The request whose address ends so; None = there is none."""
+        number, _, secret = ticket.partition(".")
+        decoding = self._open.get(number)
+        if decoding is None or not hmac.compare_digest(secret.encode(), decoding.secret.encode()):
+            return None
+        return decoding

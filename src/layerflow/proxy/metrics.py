@@ -33,7 +33,7 @@ class _Instances(Collector):
             "layerflow_proxy_instance_prompt_tokens", "Prompt tokens of these, estimated.", labels=labels
         )
         for instance in self._instances.all:
-            values = [instance.role.value, instance.url]
+            values = [instance.role.value, instance.name]
             up.add_metric(values, 0 if instance.down else 1)
             closed.add_metric(values, 0 if instance.breaker.state is BreakerState.CLOSED else 1)
             active.add_metric(values, instance.active)
@@ -43,12 +43,28 @@ class _Instances(Collector):
         yield from (up, closed, active, tokens, known)
 
 
+class _Addresses(Collector):
+    """Which engine has which name, for those who may know."""
+
+    def __init__(self, instances: Registry) -> None:
+        self._instances = instances
+
+    def collect(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily(
+            "layerflow_proxy_instance_info", "Always 1: the URL of each engine.", labels=["role", "instance", "url"]
+        )
+        for instance in self._instances.all:
+            info.add_metric([instance.role.value, instance.name, instance.url], 1)
+        yield info
+
+
 class ProxyMetrics:
     """Counters and histograms of one proxy."""
 
     def __init__(self, instances: Registry) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_Instances(instances))
+        self._addresses = _Addresses(instances)
         self.requests = Counter(
             "layerflow_proxy_requests", "Requests answered, by status.", ["path", "status"], registry=registry
         )
@@ -95,5 +111,10 @@ class ProxyMetrics:
             "layerflow_proxy_cached_tokens", "Prompt tokens that prefill engines found cached.", registry=registry
         )
 
-    def render(self) -> bytes:
-        return generate_latest(WithoutCreated(self._registry))
+    def render(self, *, addresses: bool) -> bytes:
+        """All of it as text.
+
+        :param addresses: tell the engines', too.
+        """
+        text = generate_latest(WithoutCreated(self._registry))
+        return text + generate_latest(self._addresses) if addresses else text

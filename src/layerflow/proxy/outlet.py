@@ -9,11 +9,11 @@ import anyio
 import msgspec
 
 from layerflow.errors import ProxyError, UpstreamError
+from layerflow.proxy.request import Headers
 from layerflow.proxy.sse import Event, make_event
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = Sequence[tuple[str, str]]
-_RETRY_AFTER_S = "1"
+_RETRY_AFTER_S = b"1"
 _OK = 200
 
 
@@ -58,7 +58,7 @@ class ClientResponse:
         """:raises ClientGone: it takes nothing."""
         if not self.begun:
             self._open = True
-            await self._begin(_OK, [("content-type", "text/event-stream; charset=utf-8"), *headers])
+            await self._begin(_OK, [(b"content-type", b"text/event-stream; charset=utf-8"), *headers])
         await self._send({"type": "http.response.body", "body": b"".join(e.raw for e in events), "more_body": True})
 
     async def whole(self, answer: dict[str, Any], headers: Headers) -> None:
@@ -67,7 +67,8 @@ class ClientResponse:
 
     async def json(self, status: int, body: bytes, headers: Headers = ()) -> None:
         """A response of JSON, at once. :raises ClientGone: it takes nothing."""
-        await self._begin(status, [("content-type", "application/json"), ("content-length", str(len(body))), *headers])
+        length = str(len(body)).encode()
+        await self._begin(status, [(b"content-type", b"application/json"), (b"content-length", length), *headers])
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ProxyError) -> None:
@@ -77,7 +78,7 @@ class ClientResponse:
         """
         body = error_body(error)
         if not self.begun:
-            await self.json(error.status, body, [("retry-after", _RETRY_AFTER_S)] if error.status == 503 else [])
+            await self.json(error.status, body, [(b"retry-after", _RETRY_AFTER_S)] if error.status == 503 else [])
         elif self._open:
             await self.events([make_event(body)], [])
 
@@ -89,10 +90,9 @@ class ClientResponse:
 
     async def _begin(self, status: int, headers: Headers) -> None:
         self.status = status
-        told = [(name, value) for name, value in headers if name.lower() != "x-request-id"]
-        told.append(("x-request-id", self._request_id))
-        encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in told]
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        told = [(name.lower(), value) for name, value in headers if name.lower() != b"x-request-id"]
+        told.append((b"x-request-id", self._request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": told})
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         try:

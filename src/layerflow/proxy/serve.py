@@ -12,10 +12,12 @@ import structlog
 from layerflow.config.proxy import ProxySettings
 from layerflow.errors import ConfigError
 from layerflow.http_server import UvicornServer, listen, url_of
-from layerflow.proxy.app import make_app
+from layerflow.proxy import admin_socket
+from layerflow.proxy.app import make_admin_app, make_app
 from layerflow.proxy.context import Cut, ProxyContext, make_context
 from layerflow.proxy.instances.probes import probe_all
 from layerflow.proxy.metaserver import Metaserver
+from layerflow.system.descriptors import FOR_HTTP, prepare_descriptors
 
 _BACKLOG = 2048
 _log = structlog.get_logger("layerflow.proxy")
@@ -39,16 +41,26 @@ async def serve_proxy(
     listener = listen(settings.host, settings.port, _BACKLOG, advice)
     with contextlib.closing(listener):
         context.port = listener.getsockname()[1]
-        server = UvicornServer(make_app(context), _BACKLOG, lambda: started(url_of(listener)))
+        server = UvicornServer(make_app(context), _BACKLOG, lambda: started(url_of(listener)), _most_connections())
+        host = listener.getsockname()[0]
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(probe_all, context.instances, settings)
-                tasks.start_soon(_stop, context, server, shutdown, at_once)
-                await server.serve_on(listener)
-                tasks.cancel_scope.cancel()
+            with admin_socket.listening(settings.admin_socket, host, context.port) as operators:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(probe_all, context.instances, settings)
+                    if operators is not None:
+                        admin = UvicornServer(make_admin_app(context), _BACKLOG, lambda: None)
+                        tasks.start_soon(admin.serve_on, operators)
+                    tasks.start_soon(_stop, context, server, shutdown, at_once)
+                    await server.serve_on(listener)
+                    tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await context.instances.close()
+
+
+def _most_connections() -> int:
+    """From clients: each request has up to three more connections, to engines."""
+    return max(16, min(_BACKLOG, (prepare_descriptors() - FOR_HTTP) // 4))
 
 
 async def serve_until_signal(settings: ProxySettings, started: Callable[[str], None]) -> None:

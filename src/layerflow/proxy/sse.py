@@ -65,7 +65,7 @@ class EventParser:
                 events.append(Event(raw, _data(raw)))
         del buffer[:began]
         if len(buffer) > self._most:
-            raise UpstreamError(f"an event of the engine's stream has more than {self._most} bytes")
+            raise UpstreamError(f"an event of the engine's stream has more than {self._most} bytes", counts=False)
         return events
 
 

@@ -31,10 +31,10 @@ from layerflow.server import behind
 from layerflow.server.clients.account import Accounts, Allowance
 from layerflow.server.clients.clients import Clients
 from layerflow.server.clients.sessions import LOCAL, REMOTE, Address, ClientSession, Sessions
+from layerflow.server.clients.turns import Turns, Work
 from layerflow.server.driver import Driver
 from layerflow.server.handlers import Handlers
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handlers.turns import Work
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.housekeeping import housekeep
 from layerflow.server.lookup.plans import Plans
@@ -47,6 +47,7 @@ from layerflow.server.transport.security import Curve, open_curve
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
+from layerflow.wire.zmtp import Mechanism, Null
 
 if TYPE_CHECKING:
     from layerflow.server.peers.peers import Peers
@@ -75,6 +76,7 @@ class Server:
         self.pool = CoveringPool(self._arena, self._presence, lease_share=settings.pool.lease_share)
         self.accounts = Accounts(self._allowance)
         self.sessions = Sessions(self.accounts)
+        self.turns = Turns()
         self.driver = Driver(self.pool, self._limits(settings), self.metrics, self._send_number, self._step_done)
         self.handoffs = Handoffs(
             self.pool,
@@ -95,6 +97,8 @@ class Server:
         if settings.peers.serve or settings.peers.attach or settings.peers.learn:
             from layerflow.server.peers.peers import Peers  # noqa: PLC0415 - most servers have none
 
+            # The first socket starts libzmq's threads, which end the process where no descriptor is left for them.
+            self._context.socket(zmq.DEALER).close()
             self.peers = Peers(
                 lambda: self.settings,
                 self._context,
@@ -106,6 +110,8 @@ class Server:
                 emit=self._tier_news,
                 numbers=numbers,
                 storing=(self.handoffs, self.driver.follows),
+                accounts=self.accounts,
+                turns=self.turns,
             )
         sources = None
         if self.tier is not None or (self.peers is not None and self.peers.source is not None):
@@ -130,6 +136,7 @@ class Server:
             plans=Plans(self.pool, self._plan_ended),
             incarnation=secrets.randbits(62) + 1,
             tier=sources,
+            turns=self.turns,
             peers=self.peers,
             direct=bool(behind.direct_options(settings)),
         )
@@ -290,15 +297,15 @@ class Server:
         local.bind(server.endpoint)
         endpoints = [server.endpoint]
         if server.tcp_endpoint:
-            remote = self._router(REMOTE)
+            self._curve = open_curve(server)
+            remote = self._door(REMOTE, self._curve.mechanism)
             self._doors[REMOTE] = remote
-            self._curve = open_curve(self._context, remote.socket, server)
             endpoints.append(remote.bind(server.tcp_endpoint))
         for door in self._doors.values():
             door.start()
         return endpoints
 
-    def _door(self, name: str) -> Door:
+    def _door(self, name: str, mechanism: Callable[[], Mechanism] = Null) -> Door:
         def known(identity: bytes) -> bool:
             address = (name, identity)
             return self.sessions.at(address) is not None or (
@@ -310,6 +317,7 @@ class Server:
             lambda identity: self._hung_up((name, identity)),
             known,
             self.settings.server.max_message_bytes,
+            mechanism,
         )
 
     def _router(self, name: str) -> Router:
@@ -320,8 +328,6 @@ class Server:
         for door in self._doors.values():
             door.close()
         self._doors.clear()
-        if self._curve is not None:
-            self._curve.close()
         if self._own_context:
             self._context.term()
         if self._fd_server is not None:
@@ -356,7 +362,8 @@ class Server:
             if frame is None:
                 raise ProtocolError("a message is one frame, not several")
             if self.peers is not None and (reader := self.peers.reader(address)) is not None:
-                self.peers.heard(reader, codec.decode_request(frame, self.settings.server.max_message_bytes))
+                message = codec.decode_request(frame, self.settings.server.max_message_bytes)
+                self.peers.heard(reader, message, len(frame))
             elif session is not None:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
                 self._handlers.handle(session, message, len(frame))
@@ -376,7 +383,8 @@ class Server:
             unlogged = self._server_context.log_limit.admit(time.monotonic())
             if unlogged is not None:
                 self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
-            self._doors[door].send(identity, codec.encode(wire.Problem(-1, code, str(error))))
+            number = codec.number_of(frame) if session is not None and frame is not None else -1
+            self._doors[door].send(identity, codec.encode(wire.Problem(number, code, str(error))))
 
     def _hung_up(self, address: Address) -> None:
         """A client's connection has ended."""

@@ -13,6 +13,7 @@ from layerflow.config.settings import PoolSettings
 from layerflow.flow.commands import Arrived, Vacate
 from layerflow.flow.host_events import Hop, WriteOpened
 from layerflow.pool.base import Child, NewObject, Owner, Tail
+from layerflow.pool.tails import ANY_LENGTH
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.questions import once
 from layerflow.server.tier.tier import Tier, TierCommand
@@ -87,9 +88,9 @@ class Sources:
         """Reading these has failed: they are not offered for a while. How many there are."""
         return self.tier.hide(keys) if self.tier is not None else 0
 
-    def tails(self, parent: bytes) -> list[Tail]:
-        """Partial chunks that follow `parent` and can be brought."""
-        return self.tier.tails(parent) if self.tier is not None else []
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
+        """Partial chunks that follow `parent` and can be brought; parameters as :meth:`.Tails.after`."""
+        return self.tier.tails(parent, most, undigested=undigested) if self.tier is not None else iter(())
 
     def sharing(self, block: bytes) -> Iterator[Child]:
         """Chunks whose first block has this digest, newest first."""

@@ -10,6 +10,8 @@ import contextlib
 import os
 import resource
 
+from layerflow.errors import ConfigError
+
 FLOOR = 192
 """A process with clients does not start with fewer: its libraries, logs and memory take about 60, its reserve 48."""
 
@@ -18,14 +20,21 @@ FOR_HTTP, FOR_CLIENTS, FOR_WORKERS = 112, 80, 48
 clients and peers, then those of engine workers; the rest is for the process's own files."""
 
 
-def raise_limit() -> int:
-    """Raise this process's limit as far as its user may, and return it."""
+def prepare_descriptors() -> int:
+    """Raise this process's limit as far as its user may, and return it.
+
+    :raises ConfigError: it is too low to serve anybody.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # macOS and some containers name a hard limit above what they give
+        # Some containers name a hard limit above what they give.
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if limit() < FLOOR:
+        raise ConfigError(
+            f"this process may open {limit()} files, and {FLOOR} are the least to serve anybody with: raise `ulimit -n`"
+            " (LimitNOFILE= of a systemd unit)"
+        )
     return limit()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import struct
-from typing import Any, get_type_hints
+from collections.abc import Generator
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -31,6 +33,13 @@ _GROWN = (
     messages.PeerOpenHandoff,
 )
 _GROWING = frozenset(kind.__struct_config__.tag for kind in _GROWN)
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_NUMBERED = frozenset(
+    kind.__struct_config__.tag
+    for kind in get_args(ToServer)
+    if msgspec.structs.fields(kind) and msgspec.structs.fields(kind)[0].name in ("id", "step")
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server = msgspec.msgpack.Decoder(ToServer)
@@ -82,6 +91,75 @@ def check_greeting(frame: bytes) -> None:
 def encode(message: Message) -> bytes:
     """One frame."""
     return _encoder.encode(message)
+
+
+def encode_request(message: Message) -> bytes:
+    """One frame of a client, within the limits of names and lists that its server has.
+
+    Names come from elsewhere (a request's id may be its client's). One that is too long, or that UTF-8 does not have,
+    is replaced by :func:`short_name` of it, everywhere the same: it costs no other request of the message anything.
+
+    :raises ProtocolError: the message has more parts or items than one message may have.
+    """
+    try:
+        frame = _encoder.encode(message)
+    except UnicodeEncodeError:
+        frame = b""
+    if frame and len(frame) <= messages.MAX_NAME:
+        return frame
+    checked = _checked(message)
+    return frame if frame and checked is message else _encoder.encode(checked)
+
+
+def short_name(name: str) -> str:
+    """A name as the protocol may carry it: itself, or its beginning and a digest."""
+    if len(name) <= messages.MAX_NAME and (name.isascii() or not _SURROGATES.search(name)):
+        return name
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, person=b"layerflow-name")
+    return f"{_SURROGATES.sub('?', name[:64])}...{digest.hexdigest()}"
+
+
+def number_of(frame: bytes) -> int:
+    """The number by which a request that is refused unread is answered: its `id` or `step`; -1 = it has none."""
+    try:
+        said = msgspec.msgpack.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return -1
+    if not isinstance(said, list) or len(said) < 2 or type(said[0]) is not int or type(said[1]) is not int:
+        return -1
+    return said[1] if said[0] in _NUMBERED and 0 <= said[1] < 1 << 63 else -1
+
+
+def _checked(message: Message) -> Message:
+    """The message, or one with shorter names."""
+    texts, lists = _fields_of(type(message))
+    changed: dict[str, Any] = {}
+    for name in texts:
+        text = getattr(message, name)
+        if (short := short_name(text)) is not text:
+            changed[name] = short
+    for name in lists:
+        items = getattr(message, name)
+        most = messages.MAX_PARTS if name in ("loads", "saves") else messages.MAX_ITEMS
+        if len(items) > most:
+            kind = type(message).__name__
+            raise ProtocolError(f"{kind} with {len(items)} {name}; one message may have {most}: do less in one step")
+        if items and isinstance(items[0], (str, Message)):
+            checked = [short_name(item) if isinstance(item, str) else _checked(item) for item in items]
+            if any(one is not item for one, item in zip(checked, items, strict=True)):
+                changed[name] = checked
+    return msgspec.structs.replace(message, **changed) if changed else message
+
+
+@functools.cache
+def _fields_of(kind: type[Message]) -> tuple[list[str], list[str]]:
+    """Names of a message's fields that are texts, and that are lists."""
+    hints = get_type_hints(kind)
+    texts = [field.name for field in msgspec.structs.fields(kind) if hints[field.name] is str]
+    lists = [
+        field.name for field in msgspec.structs.fields(kind) if getattr(hints[field.name], "__origin__", 0) is list
+    ]
+    return texts, lists
 
 
 def decode_request(frame: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> ToServer:
@@ -144,6 +222,21 @@ def _unpack(raw: bytes, dtype: str, width: int, count: int, what: str) -> np.nda
     if len(raw) != width * count:
         raise ProtocolError(f"{what}: {len(raw)} bytes where {count} numbers of {width} bytes belong")
     return np.frombuffer(raw, dtype=dtype)
+
+
+DIGESTS_PER_SLICE = 4096
+
+
+def split_in_slices(raw: bytes, what: str) -> Generator[None, None, list[bytes]]:
+    """As :func:`split_digests`, some at a time.
+
+    :raises ProtocolError: the length is no multiple of 16.
+    """
+    digests = split_digests(raw[: 16 * DIGESTS_PER_SLICE] if len(raw) % 16 == 0 else raw, what)
+    for start in range(16 * DIGESTS_PER_SLICE, len(raw), 16 * DIGESTS_PER_SLICE):
+        yield
+        digests += split_digests(raw[start : start + 16 * DIGESTS_PER_SLICE], what)
+    return digests
 
 
 def split_digests(raw: bytes, what: str) -> list[bytes]:

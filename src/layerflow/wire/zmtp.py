@@ -36,6 +36,8 @@ class Mechanism(Protocol):
     ready: bool
     #: Messages are sealed: what :meth:`open` and :meth:`seal` are for.
     sealing: bool
+    #: The client's public key in Z85, where it has shown one and is admitted; else empty.
+    client_key: bytes
 
     def command(self, name: bytes, body: bytes) -> bytes:
         """Answer a command of the handshake: the body of the server's own command.
@@ -78,6 +80,7 @@ class Null:
 
     name = b"NULL"
     sealing = False
+    client_key = b""
 
     def __init__(self) -> None:
         self.ready = False
@@ -116,6 +119,11 @@ class Zmtp:
         self.output = bytearray(
             _SIGNATURE + bytes((3, 1)) + mechanism.name.ljust(20, b"\0") + b"\x01" + bytes(31)
         )  # as-server: of no meaning to NULL
+
+    @property
+    def client_key(self) -> bytes:
+        """The public key in Z85 that the client has shown and is admitted by; empty = none."""
+        return self._mechanism.client_key
 
     @property
     def ready(self) -> bool:

@@ -146,17 +146,16 @@ class _SeenKeys:
         """The table does not show them."""
         return ()
 
-    def tails(self, parent: bytes) -> list[tuple[int, bytes]]:
+    def tails(self, parent: bytes, most: int, *, undigested: bool) -> list[tuple[int, bytes]]:
         """Those that the prompt itself goes on with."""
         table, chain = self._table, self._chain
         if not table.may_hold_tails(parent):
             return []
         digest = parent[:DIGEST_BYTES]
         chunk = chain.digests.index(digest) + 1 if digest in chain.digests else 0
-        most = min(len(chain) - chunk * chain.chunk_tokens, chain.chunk_tokens - 1)
         return [
             (tokens, object_key(chain.partial(chunk, tokens), 0, self._shard))
-            for tokens in table.tail_lengths(parent, most)
+            for tokens in table.tail_lengths(parent, min(most, chain.chunk_tokens - 1))
         ]
 
 

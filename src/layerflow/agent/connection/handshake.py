@@ -90,7 +90,7 @@ class Handshake:
 
     def send(self, message: Message) -> None:
         """:raises ServerLost: the server has not read for so long that the socket is full."""
-        self.send_raw(codec.encode(message))
+        self.send_raw(codec.encode_request(message))
 
     def send_raw(self, frame: bytes) -> None:
         """:raises ServerLost: as for :meth:`send`."""

@@ -76,7 +76,7 @@ class Link:
 
         Encoded here: what cannot be encoded is its sender's error, not the end of the link.
         """
-        self._outbox.append(codec.encode(message))
+        self._outbox.append(codec.encode_request(message))
         if not self._on_this_thread(self._post):
             self.ring()
 
@@ -278,7 +278,7 @@ class Link:
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
         while (report := self.news.take(self._listener.progress)) is not None:
-            self._outbox.append(codec.encode(report))
+            self._outbox.append(codec.encode_request(report))
         self._post(dealer)
 
     def _post(self, dealer: zmq.Socket[bytes]) -> None:

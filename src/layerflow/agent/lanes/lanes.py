@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -51,7 +52,7 @@ class CopyEnds:
             trace(job, "load" if direction == LOAD else "save", min(began, now), now)
             self._landed_at[direction] = now
         if job.batch.direction == LOAD:
-            job.step.fail_replaced()
+            job.step.landed(job.batch)
         self._ended(job, failure)
 
     def _device_failed(self, error: BaseException, job: CopyTask, failure: str) -> None:
@@ -59,8 +60,43 @@ class CopyEnds:
         reason = f"{BROKEN}: {type(error).__name__}: {error}"
         log.error("batch_copy_failed", step=job.batch.step, batch=job.batch.batch, error=reason)
         if job.batch.direction == LOAD:
-            job.step.load_failed(job.step.group_of(job.batch.layer), job.batch.lo, job.batch.hi, reason)
+            job.step.landed(job.batch, reason)
         self._ended(job, failure or reason)
+
+
+class DoubtfulReads:
+    """Saves that were read while the engine may have been overwriting their blocks. Any thread may call.
+
+    They end once the engine has said which blocks it has overwritten; those whose step is spoilt by then have failed.
+
+    :param ended: takes a save batch, and why it failed; "" = it has not.
+    """
+
+    def __init__(self, ended: Callable[[CopyTask, str], None]) -> None:
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._doubting = False
+        self._kept: list[CopyTask] = []
+
+    def begin(self) -> None:
+        """The engine may overwrite blocks from now on."""
+        with self._lock:
+            self._doubting = True
+
+    def keep(self, job: CopyTask) -> bool:
+        """Keep this batch, which was read just now? False = its bytes are good."""
+        with self._lock:
+            if self._doubting:
+                self._kept.append(job)
+            return self._doubting
+
+    def end(self) -> None:
+        """The engine has said which blocks it has overwritten."""
+        with self._lock:
+            self._doubting = False
+            kept, self._kept = self._kept, []
+        for job in kept:
+            self._ended(job, job.step.saves_spoilt)
 
 
 class Lanes:
@@ -69,6 +105,7 @@ class Lanes:
     :param loaded: told of a step when one of its load batches has ended.
 
     :ivar links: by direction: emulated or not, that copies pass.
+    :ivar doubtful: save batches that are read already, but perhaps too late.
     """
 
     def __init__(self, device: Device, link: Link, counters: AgentCounters, loaded: Callable[[Step], None]) -> None:
@@ -79,6 +116,7 @@ class Lanes:
         self.poller = (
             Poller(device.kind, prepare=device.leave_captures, lost=link.give_up) if device.kind != "cpu" else None
         )
+        self.doubtful = DoubtfulReads(self._end_save)
         ends = CopyEnds(self.poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
         self.load = LoadLane(ends.copied, self._loaded_some, link.give_up)
         self.save = SaveLane(ends.copied, self._saved_some, link.give_up)
@@ -99,11 +137,18 @@ class Lanes:
         self.links = EmulatedLink(*emulated), EmulatedLink(*emulated)
 
     def _ended_batch(self, job: CopyTask, failure: str) -> None:
-        batch = job.batch
-        if batch.direction == SAVE:
-            job.step.reads.ended(batch)
-        else:
+        if job.batch.direction == LOAD:
             self._loaded(job.step)
+            self._tell(job, failure)
+        elif failure or job.step.saves_spoilt or not self.doubtful.keep(job):
+            self._end_save(job, failure or job.step.saves_spoilt)
+
+    def _end_save(self, job: CopyTask, failure: str) -> None:
+        job.step.reads.ended(job.batch)
+        self._tell(job, failure)
+
+    def _tell(self, job: CopyTask, failure: str) -> None:
+        batch = job.batch
         if job.news is None:
             assert job.ended is not None
             self._counters.failed_batches += bool(failure)

@@ -109,7 +109,8 @@ class Step(StepTransfers):
         """Before attention of `layer`: are its loaded bytes in place?
 
         Returns at once if they are; else waits until they are, have failed, or the step's deadline.
-        On cuda and npu the caller's current stream is made to wait, not the thread.
+        On cuda and npu the caller's current stream is made to wait, not the thread. What fails there after this has
+        said *ready* is in :attr:`failed` once :attr:`all_landed`, and nothing is published that the step has saved.
 
         :raises SpecError: the model has no such layer.
         """
@@ -168,11 +169,21 @@ class Step(StepTransfers):
         return outcome
 
     def wait_loaded(self, timeout_s: float) -> bool:
-        """Have the loads ended, well or not? Then :meth:`wait_all` returns at once. False after `timeout_s`."""
+        """Have the loads ended, well or not? Then :meth:`wait_all` returns at once. False after `timeout_s`.
+
+        On cuda and npu the device has ended them too: no failure of them is found later.
+        """
         self.want_all()
         with self._condition:
             left = min(timeout_s, self.deadline - monotonic())
-            return self._condition.wait_for(lambda: not self.loading, left) or monotonic() >= self.deadline
+            if self._condition.wait_for(lambda: self.all_landed, left):
+                return True
+            if monotonic() < self.deadline:
+                return False
+            if not self.loading:
+                self._settle_device([LOAD])
+                self._land()
+            return True
 
     def begin_loads(self, timeout_s: float) -> bool:
         """Before a forward pass: let the loads begin now. False if none has after `timeout_s`.
@@ -211,7 +222,15 @@ class Step(StepTransfers):
         in a step before it. Layers are saved as always but for the last one of each group, without which no object of
         the group is complete.
         """
-        self._withheld = frozenset({group: layer for layer, group in enumerate(self._groups)}.values())
+        self._withheld = self._last_layers()
+
+    def publish_when_closed(self) -> None:
+        """Publish nothing of this step before :meth:`close`. Call before its first layer.
+
+        For engines that may turn out to compute a layer twice in one forward pass: what was read behind the first time
+        is given up by :meth:`cancel_saves`, and until the pass has ended no object is complete.
+        """
+        self._until_closed = self._last_layers()
 
     def close(self, ok: bool | None = None) -> None:
         """The forward pass ended; saves drain on their own.
@@ -327,6 +346,10 @@ class Step(StepTransfers):
     def _take_grants(self) -> None:
         if self.loads and self.residents is None and not self._arrivals.all_granted():
             self._attend()
+
+    def _last_layers(self) -> frozenset[int]:
+        """Of each group."""
+        return frozenset({group: layer for layer, group in enumerate(self._groups)}.values())
 
     def _no_such(self, layer: object) -> SpecError:
         last = len(self._groups) - 1

@@ -26,6 +26,7 @@ from layerflow.wire.messages import Batch, Plan, PlanPart
 
 LOAD, SAVE = 0, 1
 CANCELLED = "cancelled"
+LATE_FAILURE = "the step computed on a load that turned out to have failed"
 TOO_LATE = "cancelled: it was still under way when its step was cut off"
 
 log = structlog.get_logger("layerflow.agent")
@@ -49,6 +50,7 @@ class StepTransfers:
     :ivar residents: the objects of its loads, where their places are known without the server's plan.
     :ivar saves_cancelled: why no save batch starts any more; "" = they start.
     :ivar saves_overdue: a save did not end when it was cut off. It has failed, whatever becomes of it.
+    :ivar saves_spoilt: why saves that end from now on have failed, although they were read; "" = they have not.
     :ivar words: what must be unchanged in the arena before and behind each load batch: offsets, and the words there.
     """
 
@@ -57,11 +59,13 @@ class StepTransfers:
         "_arrivals",
         "_condition",
         "_device",
+        "_flying",
         "_groups",
         "_in_flight",
         "_local",
         "_save_patience",
         "_times",
+        "_until_closed",
         "_withheld",
         "after",
         "blocks",
@@ -76,6 +80,7 @@ class StepTransfers:
         "saves",
         "saves_cancelled",
         "saves_overdue",
+        "saves_spoilt",
         "words",
     )
 
@@ -102,13 +107,16 @@ class StepTransfers:
         self.words = (NO_WORDS, NO_WORDS)
         self.saves_cancelled = ""
         self.saves_overdue = False
+        self.saves_spoilt = ""
         self.cut_off = threading.Event()
         self._groups = groups
         self._device = device
         self._local = device.kind == "cpu"
         self.after: DeviceEvent | None = None if self._local or not loads else after or device.record()
         self._save_patience: float | None = None
+        self._flying = 0  # load batches that the device was told to copy, and has not copied as far as is known
         self._withheld: frozenset[int] = frozenset()
+        self._until_closed: frozenset[int] = frozenset()
         self._condition = threading.Condition()
         self._times = LayerTimes(len(groups))
         self._arrivals = LoadState(loads, groups, block_bytes)
@@ -203,6 +211,7 @@ class StepTransfers:
             self._in_flight.wait_idle(LOAD)
             self._await_saves()
             self._settle_device()
+            self._land()
 
     def _cut_loads(self, reason: str) -> bool:
         """Cut the loads off: no batch starts any more, the running one is waited for, the rest has failed.
@@ -241,6 +250,7 @@ class StepTransfers:
         with self._condition:
             self._in_flight.end(batch, event)
             if batch.direction == LOAD:
+                self._flying += event is not None
                 self._arrivals.end(batch, failure, event)
             elif self.saves_overdue:
                 failure = failure or TOO_LATE
@@ -274,11 +284,27 @@ class StepTransfers:
         with self._condition:
             return failures.live(self._groups[batch.layer], batch.lo, batch.hi)
 
-    def fail_replaced(self) -> None:
-        """Blocks of objects that are not where the plan said any more have failed."""
-        if self.residents is not None:
-            for group, lo, hi in self.residents.replaced():
-                self.load_failed(group, lo, hi, REPLACED)
+    def fail_replaced(self) -> bool:
+        """Blocks of objects that are not where the plan said any more have failed; True: these are news."""
+        replaced = self.residents.replaced() if self.residents is not None else ()
+        for group, lo, hi in replaced:
+            self.load_failed(group, lo, hi, REPLACED)
+        return bool(replaced)
+
+    def landed(self, batch: Batch, failure: str = "") -> None:
+        """The device has copied a load batch, or cannot tell: what that shows to have failed is known from now on.
+
+        The engine may have been told already that the layer is ready, and its device may have computed on it: nothing
+        that the step saves is published then. A save's end comes behind those of the loads that it was computed from.
+        """
+        with self._condition:
+            if failure:
+                self.load_failed(self._groups[batch.layer], batch.lo, batch.hi, failure)
+            if self.fail_replaced() or failure:
+                self.saves_spoilt = LATE_FAILURE
+                self.cancel_saves(LATE_FAILURE)
+            self._flying = max(0, self._flying - 1)
+            self._condition.notify_all()
 
     def group_of(self, layer: int) -> int:
         """The layer's group."""
@@ -286,7 +312,9 @@ class StepTransfers:
 
     def computed(self, layer: int) -> Any:
         """None until the layer's KV is written and may be saved; then True, or the device event behind it."""
-        return self._times.done[layer] if layer not in self._withheld else None
+        if layer in self._withheld or (layer in self._until_closed and not self.closed):
+            return None
+        return self._times.done[layer]
 
     @property
     def saves_pressed(self) -> bool:
@@ -303,6 +331,11 @@ class StepTransfers:
     def loading(self) -> bool:
         """Are loads of this step still under way?"""
         return bool(self.loads) and not self._arrivals.fenced and not self._arrivals.all_in_place()
+
+    @property
+    def all_landed(self) -> bool:
+        """Have the loads ended on the device too, well or not? From then on no further failure of them is found."""
+        return not (self.loading or self._flying)
 
     @property
     def all_granted(self) -> bool:
@@ -333,6 +366,12 @@ class StepTransfers:
     def _in_place(self, layer: int) -> bool:
         copy = self._in_flight.copy(LOAD)
         return self._arrivals.in_place(layer, copy.landed(layer) if copy is not None else 0)
+
+    def _land(self) -> None:
+        """The device was waited for: what its copies show to have failed is known from now on."""
+        if self._flying and self.fail_replaced():
+            self.saves_spoilt = LATE_FAILURE
+        self._flying = 0
 
     def _await_saves(self) -> None:
         if not self._in_flight.wait_idle(SAVE, self._save_patience):

@@ -12,30 +12,36 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import structlog
 import vllm
 from vllm import config as vllm_configs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.forward_context import is_forward_context_available
 
 from layerflow.agent import Agent
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
 from layerflow.connectors.vllm.heads import wanted_layout
 from layerflow.connectors.vllm.identity.adapters import Adapters
-from layerflow.connectors.vllm.identity.identity import RequestKeys, media_salt_of
-from layerflow.connectors.vllm.layout import layout_of, waits_by_layer
+from layerflow.connectors.vllm.identity.identity import RequestKeys
+from layerflow.connectors.vllm.identity.reading import START_WAIT_S, WeightsReading
+from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, waits_by_layer
 from layerflow.connectors.vllm.options import parse_options
 from layerflow.connectors.vllm.pd.options import check_policy
 from layerflow.connectors.vllm.pd.side import HandoffSide
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout
+from layerflow.connectors.vllm.plan.plan import NOT_NAMED, StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.reuse import obstacle
 from layerflow.connectors.vllm.scheduler import recovery
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.versions import check_version, release
 from layerflow.connectors.vllm.worker.hook_times import ENVIRONMENT, HookTimes
+from layerflow.connectors.vllm.worker.hooks import forward_pass
 from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
 from layerflow.connectors.vllm.worker.worker import WorkerSide
+from layerflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from layerflow.server import EmbeddedServer
@@ -53,6 +59,8 @@ _WORKER_HOOKS = (
 # vLLM 0.27 has neither: failures of background loads are told by their blocks there.
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 
+
+log = structlog.get_logger("layerflow.vllm")
 
 NAME = "LayerflowConnector"
 
@@ -83,6 +91,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_child = _is_child(transfer)
         self._bound: StepPlan | None = None
         self._forward = False
+        self._reading: WeightsReading[Layout] | None = None
+        self._told_of_reading = False
+        self._obstacle = obstacle(vllm_config, layer_specs(kv_cache_config))
+        if self._obstacle:
+            log.warning("reuse_off", reason=self._obstacle, effect="this engine loads and saves nothing")
         events = vllm_config.kv_events_config
         self._events = events is not None and events.enable_kv_cache_events and self.options.save
         if role == KVConnectorRole.SCHEDULER:
@@ -98,9 +111,8 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # With overlapping steps vLLM may emit tokens of the step behind a failed one: hits need leases there.
                 trusts_sight=transfer.kv_load_failure_policy == "recompute" and not _steps_overlap(vllm_config),
                 events=ChunkEvents(kv_cache_config) if self._events else None,
-                keys=RequestKeys(
-                    Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32)), media_salt_of(vllm_config)
-                ),
+                keys=RequestKeys(Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32))),
+                reuses=not self._obstacle,
                 handoffs=HandoffSide(
                     self.options.pd,
                     transfer.engine_id,
@@ -204,14 +216,22 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- the workers' processes -----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The worker's cache exists: attach."""
+        """The worker's cache exists: attach, as soon as its weights have a name."""
+        if self._obstacle:
+            return
         layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, self.options)
-        endpoint = self.options.endpoint
+        if not self.options.endpoint and layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0:
+            self._server = embed(self.options, self._kv_transfer_config.engine_id)
+        self._reading = WeightsReading(layout.with_content)
+        if self._reading.wait(START_WAIT_S):
+            self._attach(self._reading.found)
+        else:
+            effect = "until then this engine loads and saves nothing; the next start finds the digest"
+            log.info("weights_digest_pending", model=layout.spec.name, effect=effect)
+
+    def _attach(self, layout: Layout) -> None:
         engine_id = self._kv_transfer_config.engine_id
-        if not endpoint:
-            endpoint = embedded_endpoint(engine_id)
-            if layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0:
-                self._server = embed(self.options, engine_id)
+        endpoint = self.options.endpoint or embedded_endpoint(engine_id)
         agent = Agent(endpoint, layout.spec, layout.tensors, engine_id)
         # With some caches vLLM zeroes new blocks while it prepares a step, and where steps overlap the one before may
         # still run then.
@@ -230,24 +250,42 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
             waits=waits_by_layer(self._vllm_config, layout),
             events=self._events,
+            splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
         )
+
+    def _attach_late(self) -> None:
+        """The digest of the weights is known by now, or will never be."""
+        if self._reading is None or not self._reading.wait(0):
+            return
+        try:
+            self._attach(self._reading.found)
+        except ConfigError as error:
+            self._reading = None
+            log.warning("reuse_off", reason=str(error), effect="this engine loads and saves nothing")
 
     def get_handshake_metadata(self) -> Any:
         """For :meth:`set_xfer_handshake_metadata`.
 
         In a MultiConnector none: it has room for one connector's, which NIXL insists on; the first step's report tells.
         """
-        return self._worker.greeting if self._worker is not None and not self._is_child else None
+        if self._is_child:
+            return None
+        if self._worker is not None:
+            return self._worker.greeting
+        return NOT_NAMED if self._reading is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The step is about to be prepared."""
+        if self._worker is None:
+            self._attach_late()
         if self._worker is not None:
-            self._worker.prepare(kv_connector_metadata)
+            self._worker.prepare(kv_connector_metadata, inside=is_forward_context_available())
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """The step is prepared."""
-        moves = self._worker is not None and self._worker.begin(connector_metadata)
-        self._bound = connector_metadata if moves else None
+        inside = is_forward_context_available()
+        hooked = self._worker is not None and self._worker.begin(connector_metadata, inside=inside)
+        self._bound = connector_metadata if hooked else None
 
     def has_connector_metadata(self) -> bool:
         """False spares the step the per-layer hooks."""
@@ -259,9 +297,12 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """The forward pass is next, or has been where nothing of the step is loaded."""
-        self._forward = forward_context.attn_metadata is not None
+        this = forward_pass(forward_context, kwargs)
+        self._forward = this.computes
         if self._worker is not None:
             self._worker.wait_tails()
+            if this.replayed:
+                self._worker.wait_whole()
             if self._vllm_config.device_config.device_type == "npu":
                 self._worker.wait_unasked(forward_context.attn_metadata)
 
@@ -273,7 +314,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_kv_cache_written(self, layer_name: str = "") -> None:
         """VLLM-Ascend, between a layer's writes and its attention; its plain attention does not say which layer's."""
         if self._worker is not None:
-            self._worker.layer_done(layer_name)
+            self._worker.layer_written(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """After it."""
@@ -303,7 +344,12 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> Any:
         """For :meth:`update_connector_output`."""
-        return self._worker.news() if self._worker is not None else None
+        if self._worker is not None:
+            return self._worker.news()
+        if self._reading is None or self._told_of_reading:
+            return None
+        self._told_of_reading = True
+        return WorkerReport(layouts=(NOT_NAMED,))
 
     # -- both -----------------------------------------------------------------------------------------
 
@@ -330,6 +376,8 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Detach."""
+        if self._reading is not None:
+            self._reading.close()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

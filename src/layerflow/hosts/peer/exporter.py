@@ -19,6 +19,7 @@ from layerflow.hosts.backend import Unusable
 from layerflow.hosts.peer.grants import Grants
 from layerflow.hosts.peer.serving import Links
 from layerflow.links import links
+from layerflow.system.descriptors import prepare_descriptors
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import (
     Down,
@@ -122,6 +123,7 @@ class Exporter:
 
 def main() -> None:
     """Serve one server until it is gone."""
+    prepare_descriptors()
     code = Exporter(*connect("layerflow.hosts.peer.exporter", __doc__ or "", writable=False)).run()
     os._exit(code)
 

@@ -9,37 +9,63 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import xxhash
 
+from layerflow.proxy.body import Body
 from layerflow.proxy.instances.instance import Instance
 
 BLOCK_BYTES = 1024
 MAX_BLOCKS = 1024
+_MOST_BYTES = MAX_BLOCKS * BLOCK_BYTES
+_LONGEST_ESCAPE = 12  # bytes of JSON for one character: two surrogates
 MAX_HOLDERS = 4
 """Engines that are remembered for one beginning: more of them would not make a pick better."""
 
 
-def prompt_bytes(body: Mapping[str, Any]) -> bytes:
+def prompt_bytes(body: Body, prompt: bytes) -> bytes:
     """What decides a prompt's KV, as bytes: the same beginning of a prompt gives the same beginning of bytes.
 
-    :param body: a completion (of a list of prompts the first counts), or a chat completion.
+    At most what :func:`digests` looks at, whatever the prompt's length.
+
+    :param body: a completion, or a chat completion.
+    :param prompt: the JSON of its prompt, or of the first one of its list.
     """
-    head = msgspec.json.encode([body.get("model"), body.get("cache_salt"), body.get("tools")])
+    head = b"".join(_canonical(body.raw(name)) for name in ("model", "cache_salt", "tools"))
     if "messages" in body:
-        return head + msgspec.json.encode(body["messages"])
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return head + prompt.encode(errors="surrogatepass")
+        return head + _canonical(body.raw("messages"))
+    start = prompt[:_MOST_BYTES]
     try:
-        return head + array("q", prompt or []).tobytes()
-    except (TypeError, OverflowError):
-        return head  # not a prompt: the engine says so
+        if start[:1] == b'"':
+            return head + _text(start).encode(errors="surrogatepass")
+        if len(start) < len(prompt):
+            start = start[: start.rfind(b",")] + b"]"
+        return head + array("q", msgspec.json.decode(start, type=list[int])).tobytes()
+    except (msgspec.DecodeError, OverflowError):
+        return head + start  # not a prompt, or one that only the engine can read: it says so
+
+
+def _text(start: bytes) -> str:
+    """Of a text's JSON that may end anywhere. :raises msgspec.DecodeError: it is none."""
+    whole = start[-1:] == b'"'
+    for cut in range(_LONGEST_ESCAPE):
+        try:
+            return msgspec.json.decode(start if whole and not cut else start[: len(start) - cut] + b'"', type=str)
+        except msgspec.DecodeError:
+            continue
+    raise msgspec.DecodeError("the prompt is not a text")
+
+
+def _canonical(raw: bytes) -> bytes:
+    """The same for every client, however its JSON is written; of what is long, the beginning as it is."""
+    if len(raw) > _MOST_BYTES:
+        return raw[:_MOST_BYTES]
+    try:
+        return msgspec.json.encode(msgspec.json.decode(raw))
+    except (msgspec.DecodeError, RecursionError):
+        return raw
 
 
 def digests(content: bytes) -> list[int]:

@@ -25,6 +25,7 @@ class Registry:
         self._instances: dict[tuple[Role, str], Instance] = {}
         self._retired: list[Instance] = []
         self._picks = itertools.count(1)
+        self._numbers = {role: itertools.count(1) for role in Role}
         self.prefixes = PrefixTable(settings.affinity_prefixes)
 
     def of(self, role: Role) -> list[Instance]:
@@ -38,7 +39,7 @@ class Registry:
         """:raises ProxyError: 409, it is there already."""
         if (role, address.url) in self._instances:
             raise ProxyError(f"{role.value} instance {address.url} is there already", 409)
-        made = Instance(role, address, self._settings, self._clock)
+        made = Instance(role, f"{role.value}-{next(self._numbers[role])}", address, self._settings, self._clock)
         self._instances[role, address.url] = made
         return made
 
@@ -55,12 +56,12 @@ class Registry:
         """Close the connections of removed engines that have finished."""
         for instance in [instance for instance in self._retired if not instance.active]:
             self._retired.remove(instance)
-            await instance.client.aclose()
+            await instance.close()
 
     async def close(self) -> None:
         """Close every connection."""
         for instance in [*self._instances.values(), *self._retired]:
-            await instance.client.aclose()
+            await instance.close()
 
     def pick(
         self,
@@ -80,7 +81,7 @@ class Registry:
         """
         usable = [instance for instance in self.of(role) if instance.usable and instance not in tried]
         if not usable:
-            states = ", ".join(f"{instance.url} {instance.state}" for instance in self.of(role)) or "none"
+            states = ", ".join(f"{instance.name} {instance.state}" for instance in self.of(role)) or "none"
             failed = f", {len(tried)} of them failed this request" if tried else ""
             raise ProxyError(f"no {role.value} engine can take the request: {states}{failed}; try again later", 503)
         asked_for = [instance for instance in usable if instance.url.partition("://")[2] == wanted]

@@ -17,6 +17,8 @@ class _Choice(msgspec.Struct):
     index: int = 0
     finish_reason: str | None = None
     delta: dict[str, Any] | None = None
+    logprobs: Any = None
+    token_ids: Any = None
 
 
 class _Chunk(msgspec.Struct):
@@ -55,7 +57,9 @@ class StreamCheck:
         self.usage = False  #: the last event is the usage of the whole stream
 
     def take(self, event: Event) -> bool:
-        """Whether the event brings the client something: a token, the end of a choice. A role alone does not.
+        """Whether the event brings the client something: a token, with or without text, or the end of a choice.
+
+        A role alone does not.
 
         :raises UpstreamError: the engine reports an error, sends what is no event of this API, or ends the stream
             without having finished what it began.
@@ -89,9 +93,10 @@ class StreamCheck:
 
 
 def _brings_something(choice: _Choice) -> bool:
-    if choice.delta is None or choice.finish_reason is not None:
+    """A chunk without text is a token as well, which a parser of tools or reasoning holds back; a role is none."""
+    if choice.delta is None or choice.finish_reason is not None or choice.logprobs or choice.token_ids:
         return True
-    return any(value not in ("", None) for name, value in choice.delta.items() if name != "role")
+    return "role" not in choice.delta or any(choice.delta[name] for name in choice.delta if name != "role")
 
 
 def reported(engine: str, body: bytes, error: Any) -> UpstreamError:

@@ -14,14 +14,15 @@ import httpx
 from layerflow.config.proxy import ProxySettings
 from layerflow.errors import UpstreamError
 from layerflow.proxy.instances.instance import Instance
-from layerflow.proxy.legs.call import Headers, passed_on, post
+from layerflow.proxy.legs.call import passed_on, post, read_answer
 from layerflow.proxy.legs.checks import StreamCheck, of_a_handoff, whole_answer
 from layerflow.proxy.legs.usage import PrefillUsage, event_with_cached, with_cached
 from layerflow.proxy.outlet import Outlet
+from layerflow.proxy.request import Headers
 from layerflow.proxy.sse import Event, EventParser
 
 _LAST_CHUNK_S = 0.1  # for the end of a body whose last event was [DONE]
-_MOST_HELD = 1000  # events before the first token: engines send one, with the role
+_MOST_HELD = 1 << 16  # events before the first token: engines send one for each choice, with the role
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,12 @@ class _Leg:
     @property
     def engine(self) -> str:
         """For errors."""
-        return f"decode engine {self.instance.url}"
+        return self.instance.title
 
     def post(self) -> AbstractAsyncContextManager[httpx.Response]:
         """The engine's response."""
-        return post(self.instance, self.call.path, self.call.body, self.call.headers)
+        call = self.call
+        return post(self.instance, call.path, call.body, call.headers, self.settings.idle_timeout_s)
 
     def began(self) -> None:
         """The answer has begun to be one."""
@@ -99,16 +101,12 @@ class _Leg:
 async def _whole(leg: _Leg) -> None:
     outlet, usage, settings = leg.outlet, leg.usage, leg.settings
     async with leg.post() as response:
-        content = bytearray()
-        async for piece in response.aiter_raw():
-            content += piece
-            if len(content) > settings.max_request_bytes:
-                raise UpstreamError(f"{leg.engine} answered with more than {settings.max_request_bytes} bytes")
-        answer = whole_answer(leg.engine, bytes(content))
+        content = await read_answer(leg.engine, response, settings.max_request_bytes, settings.idle_timeout_s)
+        answer = whole_answer(leg.engine, content)
         cached = await usage.cached_tokens()
         await anyio.lowlevel.checkpoint_if_cancelled()
         leg.began()
-        await outlet.whole(with_cached(answer, cached), passed_on(response.headers.multi_items()))
+        await outlet.whole(with_cached(answer, cached), passed_on(response.headers.raw))
 
 
 async def _stream(leg: _Leg) -> None:
@@ -119,9 +117,10 @@ async def _stream(leg: _Leg) -> None:
     with anyio.CancelScope(deadline=deadline) as patience:
         async with _complete_at_done(check), leg.post() as response:
             _check_type(leg.engine, response)
-            headers = passed_on(response.headers.multi_items())
+            headers = passed_on(response.headers.raw)
             parser = EventParser(settings.max_request_bytes)
             held: list[Event] = []  # what came before the first token; then what one piece brought
+            held_bytes = 0
             async for piece in response.aiter_raw():
                 if check.done:
                     continue  # read to the end, so that the connection may serve another request
@@ -131,7 +130,10 @@ async def _stream(leg: _Leg) -> None:
                         if check.take(event) and not begun:
                             begun, waited_s = True, settings.idle_timeout_s
                             leg.began()
+                        if event.data is None and not begun:
+                            continue  # a comment, which keeps a connection alive
                         held.append(event)
+                        held_bytes += len(event.raw)
                         if check.usage:
                             held[-1] = event_with_cached(event, await usage.cached_tokens())
                         if check.done:
@@ -143,11 +145,11 @@ async def _stream(leg: _Leg) -> None:
                     patience.deadline = math.inf  # the client's time is not the engine's
                     await anyio.lowlevel.checkpoint_if_cancelled()
                     await outlet.events(held, headers)
-                    held = []
+                    held, held_bytes = [], 0
                 if failure is not None:
                     raise failure
-                if len(held) > _MOST_HELD:
-                    raise UpstreamError(f"{leg.engine} sent {len(held)} events without a token")
+                if len(held) > _MOST_HELD or held_bytes > settings.max_request_bytes:
+                    raise UpstreamError(f"{leg.engine} sent {len(held)} events without a token", counts=False)
                 if check.done:
                     patience.deadline = anyio.current_time() + _LAST_CHUNK_S
                 elif begun:

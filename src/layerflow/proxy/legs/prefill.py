@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import msgspec
 
+from layerflow.config.proxy import ProxySettings
 from layerflow.errors import UpstreamError
+from layerflow.proxy.body import Body
 from layerflow.proxy.instances.instance import Instance
-from layerflow.proxy.legs.call import Headers, post
+from layerflow.proxy.legs.call import post, read_answer
 from layerflow.proxy.legs.checks import whole_answer
 from layerflow.proxy.legs.usage import cached_of
+from layerflow.proxy.request import Headers
 
 # What decides only how many tokens come and in which form; `logprobs` would be computed for nothing.
 _DROPPED = ("stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs", "kv_transfer_params")
@@ -35,29 +37,28 @@ class Prefilled:
     servers: tuple[str, ...] = ()
 
 
-def prefill_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
+def prefill_body(body: Body, params: Mapping[str, Any]) -> bytes:
     """The client's request as the prefill engine gets it.
 
     :param params: its ``kv_transfer_params``.
     """
-    asked = {name: value for name, value in body.items() if name not in _DROPPED}
-    asked |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": params}
-    if "max_completion_tokens" in asked:
+    asked: dict[str, Any] = {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": params}
+    if "max_completion_tokens" in body:
         asked["max_completion_tokens"] = 1
-    return msgspec.json.encode(asked)
+    return body.changed(asked, _DROPPED).encode()
 
 
-async def prefill(instance: Instance, path: str, body: bytes, headers: Headers, timeout_s: float) -> Prefilled:
+async def prefill(instance: Instance, path: str, body: bytes, headers: Headers, settings: ProxySettings) -> Prefilled:
     """Run the prefill. Cancelling it closes the connection, and so aborts it in the engine.
 
     :raises UpstreamError: it failed, fell silent, refused, or answered 200 without an answer.
     """
-    engine = f"prefill engine {instance.url}"
+    engine, timeout_s = instance.title, settings.prefill_timeout_s
     with instance.breaker.watch(), instance.given_up_when_down():
         try:
             with anyio.fail_after(timeout_s):
-                async with post(instance, path, body, headers) as response:
-                    content = await response.aread()
+                async with post(instance, path, body, headers, settings.idle_timeout_s) as response:
+                    content = await read_answer(engine, response, settings.max_request_bytes, settings.idle_timeout_s)
         except TimeoutError:
             raise UpstreamError(f"{engine} did not answer in {timeout_s:g} s", 504) from None
         answer = whole_answer(engine, content)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import anyio
 
 from layerflow.errors import ProxyError, UpstreamError
+from layerflow.proxy.hosts import check_hosts
 from layerflow.proxy.instances.instance import Instance, Role
 from layerflow.proxy.metaserver import DecodeRequest, PrefillJob
 from layerflow.proxy.orders.exchange import Exchange
@@ -41,26 +41,18 @@ async def decode_first(exchange: Exchange) -> None:
 
 async def _attempt(exchange: Exchange, decoder: Instance, request_id: str) -> None:
     """One request at one decoder, with the prefills of its children; all end together."""
-    context, metaserver = exchange.context, exchange.context.metaserver
+    context, request = exchange.context, exchange.request
     url = await context.metaserver_url(decoder)
-    if metaserver.knows(exchange.request, request_id):
-        request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
-    params = {
-        "do_remote_decode": False,
-        "do_remote_prefill": True,
-        "metaserver": url,
-    }
     ended: Exception | None = None
-
     counted: set[int] = set()  # prompts
 
-    async def run_job(prompt: int, posted: dict[str, Any], job: PrefillJob) -> None:
+    async def run_job(prompt: int, posted: dict[str, Any], source: str, job: PrefillJob) -> None:
         nonlocal ended
-        prompts = exchange.request.prompts
-        child = exchange.child(prompts[prompt] if prompts else None, counted=prompt not in counted)
+        child = exchange.child(request.prompts[prompt] if request.prompts else None, counted=prompt not in counted)
         counted.add(prompt)
         try:
-            base_id = f"{request_id}-{prompt}" if prompts else request_id
+            await check_hosts(posted, {*decoder.hosts, source} - {""})
+            base_id = f"{request_id}-{prompt}" if request.prompts else request_id
             await child.prefill_anywhere(posted, lambda: exchange.leg_id(Role.PREFILL, base_id))
         except ProxyError as error:
             job.end(error)
@@ -71,11 +63,12 @@ async def _attempt(exchange: Exchange, decoder: Instance, request_id: str) -> No
             exchange.prefill_ended()
             job.end(None)
 
-    def start(prompt: int, posted: dict[str, Any], job: PrefillJob) -> None:
-        tasks.start_soon(run_job, prompt, posted, job)
+    def start(prompt: int, posted: dict[str, Any], source: str, job: PrefillJob) -> None:
+        tasks.start_soon(run_job, prompt, posted, source, job)
 
     async with anyio.create_task_group() as tasks:
-        with metaserver.expecting(exchange.request, request_id, DecodeRequest(start)):
+        with context.metaserver.expecting(DecodeRequest(request, request_id, start)) as ticket:
+            params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": f"{url}/{ticket}"}
             try:
                 await exchange.decode(decoder, params, request_id)
             except (ProxyError, ClientGone) as error:

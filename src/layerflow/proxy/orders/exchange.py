@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
-import msgspec
 import structlog
 
 from layerflow.errors import ProxyError, UpstreamError
@@ -17,7 +16,7 @@ from layerflow.proxy.legs.decode import DecodeCall, decode
 from layerflow.proxy.legs.prefill import Prefilled, prefill, prefill_body
 from layerflow.proxy.legs.usage import PrefillUsage
 from layerflow.proxy.outlet import Outlet
-from layerflow.proxy.request import CHAT, ClientRequest
+from layerflow.proxy.request import CHAT, ClientRequest, only_prompt
 from layerflow.proxy.timings import Way
 
 RECOMPUTED = "recomputed"
@@ -35,15 +34,15 @@ class Exchange:
         self.context, self.request, self.outlet = context, request, outlet
         self.usage = PrefillUsage()
         self.way = Way.APART.value
-        content = prompt_bytes(request.body)
-        self.beginnings = digests(content)  # of a list's first prompt
-        self._text_bytes, counted = _sizes(request, content)
+        prompt = request.prompts[0] if request.prompts else only_prompt(request.body.raw("prompt"))
+        self.beginnings = digests(prompt_bytes(request.body, prompt))  # of a list's first prompt
+        self._text_bytes, counted = _sizes(request, prompt)
         self.tokens = counted + (context.estimate.tokens(self._text_bytes) if self._text_bytes else 0)
         self._began = context.clock()
         self._prefilled_at: float | None = None
         self._sent: dict[tuple[Role, str], int] = {}
 
-    def child(self, prompt: Any, *, counted: bool) -> Exchange:
+    def child(self, prompt: bytes | None, *, counted: bool) -> Exchange:
         """What a decoder asks for by itself: one prompt of the list, or one of several choices.
 
         :param prompt: of its list; None = the only one.
@@ -57,7 +56,7 @@ class Exchange:
 
     def pick(self, role: Role, tried: Collection[Instance] = ()) -> Instance:
         """:raises ProxyError: 503, no engine can take it."""
-        wanted = self.request.header("x-prefiller-host-port") if role is Role.PREFILL else None
+        wanted = self.request.header(b"x-prefiller-host-port") if role is Role.PREFILL else None
         return self.context.instances.pick(role, self.beginnings, self.tokens, tried, wanted)
 
     def leg_id(self, role: Role, base: str | None = None) -> str:
@@ -89,15 +88,14 @@ class Exchange:
         cached, began = None, context.clock()
         try:
             with instance.busy(self.tokens):
-                done = await prefill(instance, self.request.path, body, headers, context.settings.prefill_timeout_s)
+                done = await prefill(instance, self.request.path, body, headers, context.settings)
             cached = done.cached_tokens
         except UpstreamError as error:
             self.failed(instance, error)
             raise
         finally:
             self.usage.settle(cached)
-        if done.servers and not instance.servers:
-            instance.servers = done.servers
+        instance.tell_servers(done.servers)
         self.prefill_ended()
         context.metrics.prefill.observe(context.clock() - began)
         context.metrics.cached_tokens.inc(cached or 0)
@@ -135,9 +133,9 @@ class Exchange:
         :raises UpstreamError: it failed or refused.
         """
         request = self.request
-        body = request.body if params is None else {**request.body, "kv_transfer_params": params}
+        body = request.body if params is None else request.body.changed({"kv_transfer_params": params})
         headers = engine_headers(request.headers, request_id)
-        call = DecodeCall(request.path, msgspec.json.encode(body), headers, request.stream, params is not None)
+        call = DecodeCall(request.path, body.encode(), headers, request.stream, params is not None)
 
         def first_token() -> None:
             self._first_token(instance)
@@ -196,9 +194,10 @@ class Exchange:
     def failed(self, instance: Instance, error: UpstreamError) -> None:
         """Count and log a call that an engine failed or refused."""
         role = instance.role.value
-        self.context.metrics.failures.labels(role, instance.url, str(error.status)).inc()
+        self.context.metrics.failures.labels(role, instance.name, str(error.status)).inc()
         log = _log.info if error.judged else _log.warning
-        log("leg_failed", request=self.request.request_id, role=role, status=error.status, reason=str(error))
+        told = {"request": self.request.request_id, "role": role, "url": instance.url}
+        log("leg_failed", **told, status=error.status, reason=str(error))
 
     def _first_token(self, instance: Instance) -> None:
         context = self.context
@@ -211,15 +210,17 @@ class Exchange:
         context.instances.prefixes.record(self.beginnings, instance)
 
 
-def _sizes(request: ClientRequest, content: bytes) -> tuple[int, int]:
-    """Bytes of text and number of tokens in its prompts, of which one is 0 unless a list mixes both."""
+def _sizes(request: ClientRequest, prompt: bytes) -> tuple[int, int]:
+    """Bytes of text and number of tokens in its prompts.
+
+    :param prompt: the only one, or the first one.
+    """
     if request.path == CHAT:
-        return len(content), 0
+        return len(request.body.raw("messages")), 0
     nbytes = tokens = 0
-    for prompt in request.prompts or [request.body.get("prompt")]:
-        one = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int) else prompt
-        if isinstance(one, str):
-            nbytes += len(one.encode(errors="surrogatepass"))
-        elif isinstance(one, list):
-            tokens += len(one)
+    for one in request.prompts or [prompt]:
+        if one[:1] == b'"':
+            nbytes += len(one) - 2
+        elif one[:1] == b"[":
+            tokens += one.count(b",") + (one[1:-1].strip() != b"")
     return nbytes, tokens

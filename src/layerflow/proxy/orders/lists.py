@@ -10,8 +10,8 @@ import anyio.lowlevel
 import msgspec
 
 from layerflow.errors import ProxyError
-from layerflow.proxy.outlet import ClientGone, ClientResponse, Headers, Outlet
-from layerflow.proxy.request import ClientRequest
+from layerflow.proxy.outlet import ClientGone, ClientResponse, Outlet
+from layerflow.proxy.request import ClientRequest, Headers
 from layerflow.proxy.sse import DONE, Event, make_event
 
 _AT_ONCE = 64  # prompts of one list on their way
@@ -24,21 +24,22 @@ async def serve_list(request: ClientRequest, response: ClientResponse, serve: Se
     :raises ProxyError: one failed.
     """
     merged = _Merged(request, response)
-    limit = anyio.CapacityLimiter(_AT_ONCE)
+    waiting = iter(enumerate(request.prompts))
     ended: ProxyError | ClientGone | None = None
 
-    async def serve_one(number: int, prompt: Any) -> None:
+    async def serve_in_turn() -> None:
         nonlocal ended
         try:
-            async with limit:
-                await serve(request.with_prompt(prompt, f"{request.request_id}-{number}"), _Part(merged, number))
+            for number, prompt in waiting:
+                part = request.with_prompt(prompt, f"{request.request_id}-{number}")
+                await serve(part, _Part(merged, number))
         except (ProxyError, ClientGone) as error:
             ended = ended or error
             tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
-        for number, prompt in enumerate(request.prompts):
-            tasks.start_soon(serve_one, number, prompt)
+        for _ in range(min(_AT_ONCE, len(request.prompts))):
+            tasks.start_soon(serve_in_turn)
     if ended is not None:
         raise ended
     await merged.finish()
@@ -49,7 +50,7 @@ class _Merged:
 
     def __init__(self, request: ClientRequest, response: ClientResponse) -> None:
         self.response = response
-        self._request = request
+        self._request, self._choices = request, request.choices
         self._turn = anyio.Lock()  # the first events of two prompts may come at once
         self._usage: dict[str, Any] | None = None
         self._usage_event: dict[str, Any] | None = None
@@ -88,7 +89,7 @@ class _Merged:
         return None
 
     def _named(self, number: int, answer: dict[str, Any]) -> dict[str, Any]:
-        first = number * self._request.choices
+        first = number * self._choices
         choices = [{**choice, "index": choice.get("index", 0) + first} for choice in answer.get("choices", [])]
         return {**answer, "id": f"cmpl-{self._request.request_id}", "choices": choices}
 

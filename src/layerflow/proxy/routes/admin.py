@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from typing import Any
 
 import anyio
@@ -17,14 +16,32 @@ from layerflow.config.proxy import InstanceAddress, instance_addresses
 from layerflow.errors import ProxyError
 from layerflow.proxy.context import ProxyContext
 from layerflow.proxy.instances.instance import Instance, Role
-from layerflow.proxy.routes.bodies import read_small_body, refusal
+from layerflow.proxy.routes.bodies import path_of, read_small_body, refusal
 
 _RESET_S = 60.0
+_BODY_BYTES = 1 << 16  # of an engine's answer, which nobody reads
 _log = structlog.get_logger("layerflow.proxy")
 
 
+def check_operator(request: Request, token: str) -> None:
+    """Refuse who does not show the token. Whoever has come over the admin socket needs none: its folder is private.
+
+    Where a request comes from says nothing: what stands in front of the proxy may have passed it on.
+
+    :param token: ``proxy.admin_token``.
+    :raises ProxyError: 401; 403 where there is no token.
+    """
+    if request.app.state.operators:
+        return
+    if not token:
+        raise ProxyError("this path answers on the proxy's admin socket only, until proxy.admin_token is set", 403)
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        raise ProxyError("this path needs the bearer token of proxy.admin_token", 401)
+
+
 class Admin:
-    """For the holder of ``proxy.admin_token``; without one, for this machine."""
+    """For operators: over the admin socket, or with ``proxy.admin_token``."""
 
     def __init__(self, context: ProxyContext) -> None:
         self._context = context
@@ -62,7 +79,7 @@ class Admin:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Every engine is told; 502 unless each has done it."""
         try:
-            self._check(request)
+            check_operator(request, self._context.settings.admin_token)
         except ProxyError as error:
             return refusal(error)
         self._context.instances.prefixes.clear()
@@ -71,9 +88,9 @@ class Admin:
         async def reset(instance: Instance) -> None:
             try:
                 with anyio.fail_after(_RESET_S):
-                    answer = await instance.client.post("/reset_prefix_cache", params=request.url.query)
+                    answer, _ = await instance.fetch("POST", path_of(request), _BODY_BYTES)
                 outcomes[instance.url] = "ok" if answer.is_success else f"HTTP {answer.status_code}"
-            except (httpx.HTTPError, TimeoutError) as error:
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                 outcomes[instance.url] = f"{type(error).__name__}: {error}".rstrip(": ")
 
         async with anyio.create_task_group() as tasks:
@@ -83,29 +100,20 @@ class Admin:
         return JSONResponse({"status": "ok" if well else "failed", "instances": outcomes}, 200 if well else 502)
 
     async def _read(self, request: Request) -> tuple[Role, list[InstanceAddress]]:
-        self._check(request)
+        check_operator(request, self._context.settings.admin_token)
         raw = await read_small_body(request.receive, self._context.settings)
         try:
             asked: Any = msgspec.json.decode(raw)
             role = Role(asked["type"])
             named = asked["instances"]
             addresses = instance_addresses(",".join([named] if isinstance(named, str) else named))
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ProxyError(
                 f'write {{"type": "prefill" or "decode", "instances": ["http://host:port"]}}: {error}', 400
             ) from None
         if not addresses:
             raise ProxyError("instances is empty: name at least one", 400)
         return role, addresses
-
-    def _check(self, request: Request) -> None:
-        token = self._context.settings.admin_token
-        if token:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), token.encode()):
-                raise ProxyError("this path needs the bearer token of proxy.admin_token", 401)
-        elif request.client is None or not ipaddress.ip_address(request.client.host).is_loopback:
-            raise ProxyError("this path answers this machine only, until proxy.admin_token is set", 403)
 
     def _listed(self) -> Response:
         listed = {role.value: [instance.url for instance in self._context.instances.of(role)] for role in Role}

@@ -30,7 +30,7 @@ class Completions:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         settings = self._context.settings
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        headers = scope["headers"]
         request_id = request_id_of(headers)
         response = ClientResponse(send, request_id, settings.idle_timeout_s)
         async with anyio.create_task_group() as tasks:
@@ -43,7 +43,7 @@ class Completions:
                             raise ProxyError("the proxy is stopping; ask another one", 503)
                         raw = await read_body(receive, settings)
                         tasks.start_soon(_watch, receive, opened)
-                        request = read_request(self._path, headers, raw, request_id)
+                        request = read_request(self._path, headers, raw, request_id, settings.max_prompts)
                         await serve(self._context, request, response)
                     except ProxyError as error:
                         failure = error

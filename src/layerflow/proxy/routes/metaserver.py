@@ -1,4 +1,4 @@
-"""``/v1/metaserver``: a decoder asks for the prefill of a request that it has."""
+"""``/v1/metaserver/{ticket}``: a decoder asks for the prefill of a request that it has."""
 
 from __future__ import annotations
 
@@ -23,25 +23,34 @@ class MetaserverRoute:
 
     async def post(self, request: Request) -> Response:
         try:
-            posted = msgspec.json.decode(await read_small_body(request.receive, self._context.settings))
-        except msgspec.DecodeError as error:
-            return refusal(ProxyError(f"the body is not valid JSON: {error}", 400))
+            return await self._answer(request)
         except ProxyError as error:
             return refusal(error)
-        child = posted.get("request_id") if isinstance(posted, dict) else None
-        if not isinstance(child, str):
-            return refusal(ProxyError("the body should be an object with request_id", 400))
-        found = self._context.metaserver.find(child)
-        if found is None:
-            return refusal(ProxyError(f"no open request {child}: it has ended, or never came through this proxy", 404))
-        decoding, prompt = found
-        job = decoding.job(child, prompt, posted)
-        timeout_s = self._context.settings.prefill_timeout_s
+
+    async def _answer(self, request: Request) -> Response:
+        """:raises ProxyError: for any other status than 200."""
+        decoding = self._context.metaserver.find(request.path_params.get("ticket", ""))
+        if decoding is None:
+            raise ProxyError("no open request has this address: it has ended, or never came through this proxy", 404)
+        raw = await read_small_body(request.receive, self._context.settings)
+        try:
+            posted = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ProxyError(f"the body is not valid JSON: {error}", 400) from None
+        name = posted.get("request_id") if isinstance(posted, dict) else None
+        if not isinstance(name, str):
+            raise ProxyError("the body should be an object with request_id", 400)
+        child = decoding.child(name)
+        if child is None:
+            raise ProxyError(f"this address is not the one of request {name!r:.200}", 404)
+        source = request.client.host if request.client else ""
+        job, timeout_s = decoding.job(child, posted, source), self._context.settings.prefill_timeout_s
         try:
             with anyio.fail_after(timeout_s):
                 await job.wait()
         except ProxyError as error:
-            return refusal(ProxyError(f"the prefill of {child} failed: {error}", 502))
+            status = 429 if error.status == 429 else 502
+            raise ProxyError(f"the prefill of {name:.200} failed: {error}", status) from None
         except TimeoutError:
-            return refusal(ProxyError(f"the prefill of {child} did not end in {timeout_s:g} s", 504))
+            raise ProxyError(f"the prefill of {name:.200} did not end in {timeout_s:g} s", 504) from None
         return JSONResponse({"status": "ok"})

@@ -9,10 +9,11 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from layerflow.hits import NO_BLOCKS, SLICE_KEYS, BlockDigests, HitLength, LookupSource, search_hit, sharing_chunks
-from layerflow.keys import DIGEST_BYTES, object_keys
+from layerflow.keys import object_keys
 from layerflow.objects import object_bytes
 from layerflow.pool import base
 from layerflow.pool.base import Covering, NewObject, Pool
+from layerflow.pool.tails import ANY_LENGTH, merged, renamed
 from layerflow.spec import ModelSpec, Shard
 
 if TYPE_CHECKING:
@@ -55,14 +56,14 @@ class TieredLookup:
             for key, arena, tier in zip(keys, here, behind, strict=True)
         ]
 
-    def tails(self, parent: bytes) -> list[base.Tail]:
-        """Partial chunks that follow `parent`, longest first."""
-        found = {*self.pool.tails(parent), *self.tier.tails(parent)}
-        if self.covering is not None:
-            end = parent[DIGEST_BYTES:]
-            for other in self.covering.alternatives(parent):
-                found |= {base.Tail(tail.tokens, tail.key[:DIGEST_BYTES] + end) for tail in self.tier.tails(other)}
-        return sorted(found, key=lambda tail: (-tail.tokens, tail.key))
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
+        """Partial chunks that follow `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
+        others = self.covering.alternatives(parent) if self.covering is not None else ()
+        return merged(
+            self.pool.tails(parent, most, undigested=undigested),
+            self.tier.tails(parent, most, undigested=undigested),
+            *(renamed(self.tier.tails(other, most, undigested=undigested), parent) for other in others),
+        )
 
     def sharing(self, block: bytes) -> Iterator[base.Child]:
         """Chunks whose first block has this digest, newest first."""
@@ -85,9 +86,9 @@ class TierLookup:
         held = self.tier.holds(keys)
         return [(tier or key in found) and key not in unavailable for key, tier in zip(keys, held, strict=True)]
 
-    def tails(self, parent: bytes) -> list[base.Tail]:
-        """Partial chunks that follow `parent`, longest first."""
-        return sorted(self.tier.tails(parent), key=lambda tail: (-tail.tokens, tail.key))
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
+        """Partial chunks that follow `parent`; parameters as :meth:`.Tails.after`, whose order they have."""
+        return self.tier.tails(parent, most, undigested=undigested)
 
     def sharing(self, block: bytes) -> Iterator[base.Child]:
         """Chunks whose first block has this digest, newest first."""
@@ -204,6 +205,11 @@ def doubling(stop: int) -> Iterator[int]:
 def prompt_keys(spec: ModelSpec, digests: Sequence[bytes]) -> list[bytes]:
     """The objects of these chunks, full or partial, of all groups and shards."""
     return object_keys(digests, range(len(spec.groups)), spec.shard.peers())
+
+
+def prompt_objects(spec: ModelSpec, chunks: int) -> int:
+    """How many :func:`prompt_keys` has of so many chunks."""
+    return chunks * len(spec.groups) * len(spec.shard.peers())
 
 
 def unknown_keys(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from layerflow.hosts.backend import IndexEntry
 from layerflow.pool.base import Child, Tail
 from layerflow.pool.sharing import SharedBlocks
+from layerflow.pool.tails import Tails
 
 MAX_HIDDEN_KEYS = 65_536
 MAX_RECENT_CHUNKS = 16_384
@@ -15,11 +16,14 @@ MAX_RECENT_CHUNKS = 16_384
 
 
 class TierIndex:
-    """The content of a tier that nobody else can add to, kept in step with what its host reports."""
+    """The content of a tier that nobody else can add to, kept in step with what its host reports.
+
+    :ivar tails: its partial chunks.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[bytes, IndexEntry] = {}
-        self._tails: dict[bytes, dict[bytes, int]] = {}
+        self.tails = Tails()
         self._shared = SharedBlocks()
 
     def __len__(self) -> int:
@@ -34,7 +38,7 @@ class TierIndex:
             self.discard([entry.key])
             self._entries[entry.key] = entry
             if entry.parent:
-                self._tails.setdefault(entry.parent, {})[entry.key] = entry.tokens
+                self.tails.add(entry.parent, Tail(entry.tokens, entry.key), digested=bool(entry.block_digests))
             if entry.block_digests:
                 self._shared.add(Child(entry.tokens, entry.key, entry.block_digests))
 
@@ -43,22 +47,15 @@ class TierIndex:
         for key in keys:
             entry = self._entries.pop(key, None)
             if entry is not None and entry.parent:
-                siblings = self._tails[entry.parent]
-                del siblings[key]
-                if not siblings:
-                    del self._tails[entry.parent]
+                self.tails.discard(entry.parent, Tail(entry.tokens, key), digested=bool(entry.block_digests))
             if entry is not None and entry.block_digests:
                 self._shared.discard(key)
 
     def clear(self) -> None:
         """Nothing is known."""
         self._entries.clear()
-        self._tails.clear()
+        self.tails.clear()
         self._shared = SharedBlocks()
-
-    def tails(self, parent: bytes) -> list[Tail]:
-        """Partial chunks that follow `parent`."""
-        return [Tail(tokens, key) for key, tokens in self._tails.get(parent, {}).items()]
 
     def sharing(self, block: bytes) -> Iterator[Child]:
         """Chunks whose first block has this digest, newest first."""

@@ -25,6 +25,7 @@ from layerflow.keys import describe_key
 from layerflow.observe.metrics.tier import TierStatistics
 from layerflow.pool.base import Child, NewObject, Pool, Tail
 from layerflow.pool.sharing import SharedBlocks
+from layerflow.pool.tails import ANY_LENGTH
 from layerflow.server.tier.fetches import Fetches, PendingFetch, StepKey
 from layerflow.server.tier.index import MAX_RECENT_CHUNKS, NegativeCache, TierIndex
 from layerflow.server.tier.partitions import PartitionRegistry
@@ -139,9 +140,9 @@ class Tier:
             self._failed_reads.add(key, until)
         return len(keys)
 
-    def tails(self, parent: bytes) -> list[Tail]:
-        """Partial chunks that follow `parent` and can be brought."""
-        return self._index.tails(parent) if self.up else []
+    def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
+        """Partial chunks that follow `parent` and can be brought; parameters as :meth:`.Tails.after`."""
+        return self._index.tails.after(parent, most, undigested=undigested) if self.up else iter(())
 
     def sharing(self, block: bytes) -> Iterator[Child]:
         """Chunks whose first block has this digest, newest first. Whether they are there is to be asked."""

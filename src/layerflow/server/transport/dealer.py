@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 
 import zmq
 
+from layerflow.system.descriptors import FOR_CLIENTS, has_room
+
 MAX_WAITING = 1000
 """Messages that wait to be sent, or to be read, in ZMQ."""
 _READS = 64
+DESCRIPTORS = 6
+"""Of one connection, with ZMQ's own and the monitor's."""
 
 
 class Dealer:
@@ -18,6 +24,7 @@ class Dealer:
     :param keys: (server's public, own secret and public) CURVE keys in Z85; None = ``ipc://``.
     :param heard: told each message.
     :param hung_up: told that the connection was lost; perhaps several times.
+    :raises OSError: few file descriptors are left. libzmq is not asked for what it may end the process over.
     """
 
     def __init__(
@@ -33,6 +40,8 @@ class Dealer:
         self._loop = asyncio.get_running_loop()
         self._again = False
         self._closed = False
+        if not has_room(DESCRIPTORS, FOR_CLIENTS):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         socket = self._socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)

@@ -21,11 +21,11 @@ from pathlib import Path
 import structlog
 
 from layerflow.errors import ConfigError, ProtocolError
-from layerflow.observe.log_limit import LogLimit
+from layerflow.observe.log_limit import SourceLogLimit
 from layerflow.server.transport.listening import BACKLOG, listen_privately
 from layerflow.system.descriptors import FOR_CLIENTS, leaves
-from layerflow.system.peer import peer_process, peer_user_is_own
-from layerflow.wire.zmtp import Mechanism, Null, Parsed, Zmtp
+from layerflow.system.peer import peer_process, peer_user, peer_user_is_own
+from layerflow.wire.zmtp import Mechanism, Null, Parsed, Rejected, Zmtp
 
 READ_BYTES = 256 << 10
 READ_S = 0.002
@@ -117,7 +117,7 @@ class Door:
         on_hang_up: Callable[[bytes], None],
         known: Callable[[bytes], bool],
         max_bytes: int,
-        mechanism: Callable[[str], Mechanism] | None = None,
+        mechanism: Callable[[], Mechanism] = Null,
     ) -> None:
         self._on_message = on_message
         self._on_hang_up = on_hang_up
@@ -136,7 +136,7 @@ class Door:
         self._path: Path | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
-        self._log_limit = LogLimit()
+        self._log_limit = SourceLogLimit()
         self._turned_away = self._hung_up_on = 0
 
     def bind(self, endpoint: str) -> str:
@@ -209,6 +209,11 @@ class Door:
         if connection is not None:
             self._end(connection)
 
+    def key_of(self, identity: bytes) -> bytes:
+        """The public key in Z85 that a client has shown and is admitted by; empty = it has shown none."""
+        connection = self._connections.get(identity)
+        return connection.zmtp.client_key if connection is not None else b""
+
     def pending(self) -> bool:
         """Does a message wait to be read? A client that has to read its own answers first does not count."""
         return bool(self._queue) or bool(self._readable.poll(0))
@@ -252,8 +257,7 @@ class Door:
         if len(self._strangers) >= MAX_STRANGERS:
             self._make_room_for_stranger()
         identity = next(self._names).to_bytes(8, "big")
-        mechanism = Null() if self._mechanism is None else self._mechanism(who)
-        zmtp = Zmtp(mechanism, lambda size: self._admit(connection, size))
+        zmtp = Zmtp(self._mechanism(), lambda size: self._admit(connection, size))
         connection = Connection(identity, accepted, who, zmtp)
         self._connections[identity] = self._strangers[identity] = connection
         self._listen_to(connection)
@@ -265,15 +269,15 @@ class Door:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return str(accepted.getpeername()[0])
         if not peer_user_is_own(accepted):
-            self._log("door_stranger", effect="another user's process was turned away")
+            self._log("door_stranger", f"uid {peer_user(accepted)}", effect="it was turned away")
             return None
         return f"pid {peer_process(accepted)}"
 
     def _turn_away(self, why: str, advice: str) -> None:
         """No room: those who come wait in the kernel's queue for a while."""
         self._turned_away += 1
-        self._log("connection_turned_away", reason=why, advice=advice, pause_s=PAUSE_S)
         self._pause(PAUSE_S)
+        self._log("connection_turned_away", "", reason=why, advice=advice, pause_s=PAUSE_S)
 
     def _pause(self, seconds: float) -> None:
         if self._accepting and self._loop is not None and self._listener is not None:
@@ -334,7 +338,12 @@ class Door:
                     found = zmtp.next()
                 except ProtocolError as error:
                     self._flush_handshake(connection)  # which may tell it why
-                    self._hang_up(connection, str(error))
+                    if isinstance(error, Rejected):
+                        self._hung_up_on += 1
+                        self._end(connection)
+                        self._log("curve_key_refused", connection.who, reason=str(error))
+                    else:
+                        self._hang_up(connection, str(error))
                     return
                 if zmtp.output:
                     self._flush_handshake(connection)
@@ -490,16 +499,16 @@ class Door:
                 self._hang_up(connection, f"it has read nothing for {UNREAD_S:g} s")
 
     def _hang_up(self, connection: Connection, why: str) -> None:
-        if connection.closed:
-            return
-        self._hung_up_on += 1
-        self._log("client_hung_up_on", who=connection.who, reason=why)
-        self._end(connection)
+        if not connection.closed:
+            self._hung_up_on += 1
+            self._end(connection)
+            self._log("client_hung_up_on", connection.who, reason=why)
 
-    def _log(self, event: str, **more: object) -> None:
-        unlogged = self._log_limit.admit(time.monotonic())
+    def _log(self, event: str, who: str, **more: object) -> None:
+        """Last of all: a log that cannot be written stops nothing."""
+        unlogged = self._log_limit.admit(time.monotonic(), who)
         if unlogged is not None:
-            log.warning(event, unlogged=unlogged, **more)
+            log.warning(event, who=who, unlogged=unlogged, **more)
 
     def _end(self, connection: Connection) -> None:
         if not connection.closed:

@@ -1,4 +1,4 @@
-"""The control socket at ``inproc://`` and ``tcp://``: a ZMQ ROUTER read from asyncio's own loop.
+"""The control socket at ``inproc://``: a ZMQ ROUTER read from asyncio's own loop.
 
 ZMQ's file descriptor is edge-triggered and may fire for any state change, so after every wake-up, every send and every
 other look at the socket's events they are asked again until nothing is left to read.
@@ -51,18 +51,14 @@ class Router:
         self._again = False
         self._many: bytes | None = None  # who sends the message of several frames that is being dropped
 
-    def bind(self, endpoint: str) -> str:
-        """Bind; the endpoint as bound, with the port where ``*`` was asked for.
-
-        :raises ConfigError: the address is in use or not usable.
-        """
+    def bind(self, endpoint: str) -> None:
+        """:raises ConfigError: the endpoint is in use or not usable."""
         try:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"cannot listen on {endpoint}: {error.strerror}; is another server running there?"
             ) from None
-        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def start(self) -> None:
         """Begin reading on the running loop."""

@@ -1,67 +1,52 @@
-"""CURVE for clients on other hosts: an encrypted socket, and only keys on the allow-list get in (ZAP)."""
+"""CURVE for clients on other hosts: an encrypted connection, and only keys on the allow-list get in."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import structlog
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from layerflow.config.settings import ServerSettings
 from layerflow.errors import ConfigError, Unsupported
+from layerflow.wire.zmtp import Mechanism
 
 Z85_KEY = 40
 """Characters of a CURVE key in Z85 (rfc.zeromq.org/spec/32)."""
 
-log = structlog.get_logger("layerflow.server.transport.security")
-
-
-class _AllowList:
-    """Accepts the keys it was made with; asked by the authenticator for every connection."""
-
-    def __init__(self, keys: frozenset[bytes]) -> None:
-        self._keys = keys
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        allowed = key in self._keys
-        if not allowed:
-            log.warning("curve_key_refused", key=key.decode("ascii", "replace"))
-        return allowed
-
 
 class Curve:
-    """The running authenticator of one context."""
+    """The server's key, and who may connect with CURVE.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: frozenset[bytes]) -> None:
-        self._authenticator = ThreadAuthenticator(context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_AllowList(allowed))
+    :ivar allowed: public keys in Z85.
+    """
 
-    def close(self) -> None:
-        """Stop the authenticator."""
-        self._authenticator.stop()
+    def __init__(self, secret: bytes, allowed: frozenset[bytes]) -> None:
+        try:
+            from layerflow.server.transport.curve import CurveServer  # noqa: PLC0415 - libsodium, which few servers need
+        except ImportError as error:
+            raise Unsupported(f"server.tcp_endpoint needs PyNaCl: pip install pynacl ({error})") from None
+        self.allowed = allowed
+        self._secret = z85.decode(secret)
+        self._mechanism = CurveServer
+
+    def mechanism(self) -> Mechanism:
+        """One connection's end."""
+        return self._mechanism(self._secret, self.allowed.__contains__)
 
 
-def open_curve(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], settings: ServerSettings) -> Curve:
-    """Make `socket` a CURVE server; call before it binds.
+def open_curve(settings: ServerSettings) -> Curve:
+    """What the settings say.
 
     :raises ConfigError: a key file is missing or malformed.
-    :raises Unsupported: libzmq was built without CURVE.
+    :raises Unsupported: PyNaCl is not installed.
     """
-    if not zmq.has("curve"):
-        raise Unsupported("this libzmq has no CURVE; install pyzmq's own wheels or leave server.tcp_endpoint empty")
     assert settings.curve_secret_key_file is not None
     assert settings.curve_allowed_keys_file is not None
     secret = read_keys(settings.curve_secret_key_file)
     allowed = read_keys(settings.curve_allowed_keys_file)
     if len(secret) != 1:
         raise ConfigError(f"{settings.curve_secret_key_file}: exactly one secret key belongs in it")
-    curve = Curve(context, frozenset(allowed))
-    socket.curve_secretkey = secret[0]
-    socket.curve_publickey = zmq.curve_public(secret[0])
-    socket.curve_server = True
-    return curve
+    return Curve(secret[0], frozenset(allowed))
 
 
 def read_keys(path: Path) -> list[bytes]:

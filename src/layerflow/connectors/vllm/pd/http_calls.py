@@ -13,6 +13,7 @@ import httpx
 import structlog
 
 from layerflow.errors import ProtocolError
+from layerflow.http_client import TRUST_ENVIRONMENT
 
 MAX_TRIES = 3
 """Of a connection that is refused: nothing was sent, so that it may be tried again."""
@@ -116,7 +117,11 @@ class HttpCalls:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
-        self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))  # noqa: S113 - each call has its deadline
+        self._client = httpx.AsyncClient(
+            timeout=None,  # noqa: S113 - each call has its deadline
+            trust_env=TRUST_ENVIRONMENT,
+            limits=httpx.Limits(max_connections=None),
+        )
         try:
             loop.run_forever()
         finally:

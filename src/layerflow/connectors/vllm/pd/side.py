@@ -62,6 +62,11 @@ class TrackedRequest(Protocol):
         """vLLM's id."""
         ...
 
+    @property
+    def ends_early(self) -> bool:
+        """The prompt goes on behind what has keys."""
+        ...
+
 
 _CHILD = re.compile(r"^\d+_")  # vLLM's id of one of a request's n samples
 
@@ -162,7 +167,8 @@ class HandoffSide:
     def begin(self, tracked: TrackedRequest, part: Part) -> None:
         """It has keys: open its hand-off, start its prefill, or wait for both."""
         if isinstance(part, PrefillPart) and self._prefilling is not None:
-            tokens = len(tracked.chain) // self._unit * self._unit if tracked.may_save else 0
+            unit = tracked.chain.chunk_tokens if tracked.ends_early else self._unit
+            tokens = len(tracked.chain) // unit * unit if tracked.may_save else 0
             tracked.handoff = self._prefilling.begin(part, tracked.chain, tokens)
         elif isinstance(part, DecodePart) and self._decoding is not None:
             if tracked.may_load:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,20 @@ ChunkKey = tuple[int, bytes]
 """A chunk's layerflow group and digest."""
 
 
+class Asking(enum.IntEnum):
+    """When the layers of a group ask for their loaded blocks, as one worker has seen it.
+
+    :cvar UNSEEN: not known, or some of its layers never do: loaded before the request is scheduled.
+    :cvar BEFORE: they never do, but another cache of the same layers of the model does, too late for this one (an
+        indexer reads its keys before the attention begins): in place before the forward pass.
+    :cvar BY_LAYER: each before its attention.
+    """
+
+    UNSEEN = 0
+    BEFORE = 1
+    BY_LAYER = 2
+
+
 @dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """One step's transfers; the same for all ranks: outlines name chunks, not shards.
@@ -39,6 +54,8 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param promised: another engine waits for what this step saves.
     :param saves: what the step computes.
     :param fresh: newly allocated block ids, per layerflow group: about to be overwritten.
+    :param prepared: of these, what vLLM overwrites already while it prepares the step: zeroes, copies into, moves
+        recurrent state to.
     :param leaving: finished requests whose blocks stay until their saves have ended.
     :param replaced: the weights were replaced since the plan before: what older plans have under way is cut off.
     :param work: new tokens and their context, see :func:`layerflow.agent.costs.work_of`.
@@ -57,6 +74,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     promised: bool = False
     saves: PlannedSaves = NO_SAVES
     fresh: tuple[tuple[int, ...], ...] = ()
+    prepared: tuple[int, ...] = ()
     leaving: tuple[str, ...] = ()
     replaced: bool = False
     work: tuple[int, int] | None = None
@@ -94,6 +112,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     :param lost: requests of which a load of the running step has failed; of models with several cache groups.
     :param ran: numbers of the unsure plans that were run.
     :param layouts: of the workers, by rank, with what they tell first.
+    :param asking: by rank, per layerflow group; told when a rank has seen more than before.
     """
 
     overlaps: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -104,6 +123,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     lost: frozenset[str] = frozenset()
     ran: frozenset[int] = frozenset()
     layouts: tuple[WorkerLayout, ...] = ()
+    asking: dict[int, tuple[Asking, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of all ranks of one step: times add up, the slowest rank's costs count."""
@@ -127,6 +147,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             lost=self.lost | other.lost,
             ran=self.ran | other.ran,
             layouts=self.layouts + other.layouts,
+            asking=self.asking | other.asking,
         )
 
 
@@ -137,7 +158,7 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     :param spec: msgpack of :class:`layerflow.spec.ModelSpec`.
     :param vllm_groups: see :class:`.layout.Layout`.
     :param endpoint: where the server listens (the embedded one's is chosen by the worker).
-    :param waits: every layer but those of recurrent state waits for its own blocks before its attention.
+    :param waits: its hits may be loaded in the step, once its layers have been seen to ask for their blocks.
     """
 
     spec: bytes
@@ -157,6 +178,9 @@ class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 NO_NEWS = WorkerReport()
+
+NOT_NAMED = WorkerLayout(b"", (), "")
+"""From a worker whose weights have no digest yet: its layout comes with a later step's report."""
 
 
 def requests_of(parts: Iterable[PartDescriptor]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, describe_loads, with_more
 from layerflow.agent.values import Hit, StepRequest
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.plan import Asking, StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.errors import SpecError
 from layerflow.spec import GroupSpec, ModelSpec
@@ -42,8 +42,9 @@ class Arrival:
 class StepLoads:
     """Which hits may be loaded in the step, and what loads are under way there.
 
-    With one cache group all may. With several vLLM cannot be told that such a load has failed; :mod:`.recovery` makes
-    up for that, but what it costs should be rare: only what lies in the server's arena, pinned, is loaded there.
+    Only in models whose layers have been seen, on every rank, to ask for their loaded blocks. With several groups vLLM
+    cannot be told that such a load has failed; :mod:`.recovery` makes up for that, but what it costs should be rare:
+    only what lies in the server's arena, pinned, is loaded there.
 
     :param groups: the model's cache groups.
     :param recovers: vLLM's scheduler takes back what was computed on such a load.
@@ -55,6 +56,8 @@ class StepLoads:
         self._free_blocks: Callable[[], float] = lambda: math.inf
         self._ahead = 0
         self._groups: tuple[GroupSpec, ...] = ()
+        self._workers = 0
+        self._asking: dict[int, tuple[Asking, ...]] = {}
         self._arrivals: dict[str, list[Arrival]] = {}
         self._dropped: set[str] = set()
 
@@ -64,8 +67,9 @@ class StepLoads:
         return self._allowed and not self._one_group
 
     def meet_workers(self, layouts: Collection[WorkerLayout]) -> None:
-        """Layers that nobody waits for one by one cannot be loaded while others compute."""
-        self._allowed &= self._one_group or all(layout.waits for layout in layouts)
+        """The workers have told their layouts."""
+        self._allowed &= all(layout.waits for layout in layouts)
+        self._workers = max(layout.model_spec.shard.workers for layout in layouts)
         groups = {number: group for each in layouts for number, group in each.groups.items()}
         self._groups = tuple(groups.values())
 
@@ -77,12 +81,32 @@ class StepLoads:
         """
         self._free_blocks, self._ahead = free, ahead
 
+    def seen(self, asking: Mapping[int, tuple[Asking, ...]]) -> None:
+        """Workers have seen when their layers ask for loaded blocks.
+
+        :param asking: by rank, per layerflow group.
+        """
+        self._asking.update(asking)
+
+    @property
+    def early_groups(self) -> frozenset[int]:
+        """Groups whose loads must be in place before the forward pass."""
+        asking = self._asking.values()
+        return frozenset(group for each in asking for group, when in enumerate(each) if when is Asking.BEFORE)
+
+    @property
+    def _watched(self) -> bool:
+        """Has every layer been seen, on every rank?"""
+        known = self._asking.values()
+        return len(known) >= self._workers > 0 and not any(Asking.UNSEEN in each for each in known)
+
     def may(self, hit: Hit, tokens: int) -> bool:
         """May this hit be loaded in the step?
 
         :param tokens: of the request.
         """
-        return self._allowed and (self._one_group or hit.plan is not None) and self._has_room(tokens)
+        resident = self._one_group or hit.plan is not None
+        return self._allowed and self._watched and resident and self._has_room(tokens)
 
     def _has_room(self, tokens: int) -> bool:
         """Are blocks free for all that vLLM will take, recurrent states included?
@@ -141,6 +165,15 @@ class StepLoads:
         return free
 
 
+def rewritten_blocks(output: Any) -> set[int]:
+    """What vLLM zeroes and copies into while it prepares a step.
+
+    :param output: vLLM's SchedulerOutput.
+    """
+    blocks = set(getattr(output, "new_block_ids_to_zero", None) or ())
+    return blocks.union(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
+
+
 def are_rewritten(spec: ModelSpec, output: Any, loading: Sequence[Tracked]) -> bool:
     """Does vLLM write to blocks of these loads while it prepares the step: zero them, copy into them?
 
@@ -150,20 +183,28 @@ def are_rewritten(spec: ModelSpec, output: Any, loading: Sequence[Tracked]) -> b
         return False
     if any(group.rules.exact for group in spec.groups) and not all(tracked.background for tracked in loading):
         return True  # it copies the state of every request of the step
-    written = set(getattr(output, "new_block_ids_to_zero", None) or ())
-    written.update(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
+    written = rewritten_blocks(output)
     return any(not written.isdisjoint(table) for tracked in loading for table in tracked.tables)
 
 
-def plan_load(spec: ModelSpec, tracked: Tracked, tables: Sequence[np.ndarray], tokens: int, plan: StepPlan) -> int:
+def plan_load(
+    spec: ModelSpec,
+    tracked: Tracked,
+    tables: Sequence[np.ndarray],
+    tokens: int,
+    plan: StepPlan,
+    early: Collection[int] = (),
+) -> int:
     """Put a hit's load into the plan.
 
     In the step some blocks cannot wait for their layer's turn. The step writes to the block that the hit ends in, if
-    tokens of it are left, before it asks for the layer. Nothing asks for recurrent state; and vLLM has copied the state
-    block to the one that the step writes before it lets loads begin, so both get it.
+    tokens of it are left, before it asks for the layer. Nothing asks for recurrent state, nor for caches that are read
+    before their layer asks. vLLM has copied the state block to the one that the step writes before it lets loads begin,
+    so both get it.
 
     :param tables: int64 block ids per layerflow group; negative = no block.
     :param tokens: what the step computes of the request.
+    :param early: see :attr:`StepLoads.early_groups`.
     :returns: how many tokens it loads.
     """
     assert tracked.load is not None
@@ -180,6 +221,8 @@ def plan_load(spec: ModelSpec, tracked: Tracked, tables: Sequence[np.ndarray], t
         if group.rules.exact:
             current = -(-(stop + tokens) // group.block_size) - 1
             tails += [part, _copy_to(part, current, tables[part.group])]
+        elif part.group in early:
+            tails.append(part)
         else:
             whole, rest = _split(part, stop // group.block_size, spec.chunk_tokens)
             loads += whole

@@ -15,6 +15,7 @@ from layerflow.agent.values import StepRequest
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff
 from layerflow.connectors.vllm.plan.planned import PlannedSaves, Tables
+from layerflow.connectors.vllm.scheduler.loads import rewritten_blocks
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.spec import ModelSpec
 
@@ -103,9 +104,9 @@ class SavePlanner:
         if not self._reading:
             return ()
         cached = output.scheduled_cached_reqs
-        if not (loading or output.scheduled_new_reqs or any(cached.new_block_ids)):  # most steps that only decode
+        taken = rewritten_blocks(output)
+        if not (taken or loading or output.scheduled_new_reqs or any(cached.new_block_ids)):  # most that only decode
             return ()
-        taken: set[int] = set()
         for new in output.scheduled_new_reqs:
             self._beyond(taken, new.block_ids, new.num_computed_tokens)
         for request, blocks, computed in zip(
@@ -117,6 +118,12 @@ class SavePlanner:
             self._beyond(taken, tracked.tables, tracked.local)
         taken.discard(NULL_BLOCK)
         return (tuple(taken),) * len(self._vllm_groups) if taken else ()
+
+    def prepared(self, output: Any, fresh: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Those of the fresh blocks that vLLM may overwrite while it prepares the step, as when it moves states."""
+        if not fresh:
+            return ()
+        return fresh[0] if self._states else tuple(rewritten_blocks(output).difference((NULL_BLOCK,)))
 
     def step(self, output: Any, plan: StepPlan) -> None:
         """Put the step's saves into its plan."""
@@ -130,11 +137,13 @@ class SavePlanner:
             # Tokens that are not known yet (speculated, or sampled by a step in flight) are not final.
             final = min(vllm.num_computed_tokens + output.num_scheduled_tokens[request], vllm.num_tokens)
             upto = final if self._options.save_decode else min(final, vllm.num_prompt_tokens)
+            if tracked.ends_early:
+                upto = min(upto, len(tracked.chain))
             tables.follow(tracked)
             if upto > tracked.saved:
                 asked += self._ask_states(tracked, upto, output) if self._states else self._ask(tracked, upto)
             plan.promised |= isinstance(tracked.handoff, PrefillHandoff)
-            if upto >= vllm.num_prompt_tokens and not self._options.save_decode:
+            if upto >= min(vllm.num_prompt_tokens, len(tracked.chain)) and not self._options.save_decode:
                 self.close(tracked)
         if not asked:
             return

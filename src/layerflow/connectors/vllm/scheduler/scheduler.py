@@ -55,6 +55,7 @@ class SchedulerSide:
     :param trusts_sight: vLLM recovers from a load that fails, so that a hit need not wait for its lease.
     :param events: takes what is stored, where vLLM's KV cache events are on.
     :param keys: hashes its requests.
+    :param reuses: nothing is loaded or saved unless it is set, and no worker tells a layout.
     :param handoffs: between prefill and decode engines.
     """
 
@@ -69,6 +70,7 @@ class SchedulerSide:
         trusts_sight: bool = False,
         events: ChunkEvents | None = None,
         keys: RequestKeys | None = None,
+        reuses: bool = True,
         handoffs: HandoffSide | None = None,
     ) -> None:
         self.options = options
@@ -91,8 +93,10 @@ class SchedulerSide:
         self._saves: SavePlanner | None = None
         self._verdicts = Verdicts()
         self._layouts: list[WorkerLayout] = []
-        self._unmet: dict[str, Any] | None = {}
+        self._unmet: dict[str, Any] | None = {} if reuses else None
+        self._awaits_weights = False
         self._replaced = False
+        self._replaced_early = False
         self._held: set[str] = set()  # finished requests whose blocks vLLM keeps for their saves
         if options.load and not self._may_load:
             reason = "this vLLM cannot recover from a failed load of several cache groups; prompts are only saved"
@@ -110,6 +114,8 @@ class SchedulerSide:
         """
         if not layouts or self.spec is not None:
             return
+        if not all(layout.spec for layout in layouts):
+            return self.await_weights()
         first = layouts[0]
         spec = self._keys.spec = first.model_spec
         self._ranks = max(len(layouts), spec.shard.workers)  # older vLLMs tell of one pipeline stage only
@@ -125,6 +131,8 @@ class SchedulerSide:
         self._search = HitSearch(self._lookups, self._handoffs, wait_s, compute_s)
         if self.events is not None:
             self.events.meet_workers(spec, first.vllm_groups)
+        if self._replaced_early:
+            self._keys.replaced(in_use=True)
         waiting, self._unmet = self._unmet or {}, None
         for request in waiting.values():
             self.arrived(request)
@@ -133,7 +141,7 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """Hash the prompt and start its lookup before its answer is waited for."""
-        if self._unmet is not None:
+        if self._unmet is not None and not self._awaits_weights:
             self._unmet[request.request_id] = request
         if self.spec is None:
             return
@@ -145,6 +153,8 @@ class SchedulerSide:
         except LayerflowError as error:
             self._handoffs.without_keys(part)
             return self._unknown(request, error)
+        if not len(chain):
+            return self._handoffs.without_keys(part)
         may_load, may_save = wishes(request.kv_transfer_params)
         may_load &= self._may_load and not request.skip_reading_prefix_cache
         tracked = Tracked(request, chain, may_load, may_save and self.options.save)
@@ -214,6 +224,7 @@ class SchedulerSide:
             return plan
         plan.verdicts = self._verdicts.take()
         plan.fresh = self._saves.fresh(output, self._loading)
+        plan.prepared = self._saves.prepared(output, plan.fresh)
         plan.rewritten = are_rewritten(self._saves.spec, output, self._loading)
         for tracked in self._loading:
             self._load(tracked, plan, output.num_scheduled_tokens.get(tracked.id, 0))
@@ -248,6 +259,7 @@ class SchedulerSide:
                     self._handoffs.loaded(self._tracked[request])
         lost = bool(output.invalid_block_ids or news.lost)
         self._verdicts.heard(news.ran, failed=lost)
+        self.step_loads.seen(news.asking)
         if lost and self._saves is not None:
             self._saves.again(self._tracked.values())
         self._drop(*self.step_loads.ended(news.ran))
@@ -301,6 +313,7 @@ class SchedulerSide:
         it drops what is under way, the workers with the next plan.
         """
         if self.spec is None or self._control is None or self._lookups is None or self._saves is None:
+            self._replaced_early = True  # the digest that the workers will tell is that of the old weights
             return True
         in_use = bool(self._held) or any(t.request.num_computed_tokens > 0 for t in self._tracked.values())
         self._keys.replaced(in_use)
@@ -361,15 +374,25 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Hang up."""
+        self._keys.close()
         self._handoffs.close()
         if self._lookups is not None:
             self._lookups.close()
         if self._control is not None:
             self._control.close()
 
+    def await_weights(self) -> None:
+        """Some worker's weights have no digest yet: requests run without being cached until all have told theirs."""
+        self._awaits_weights = True
+        if self._unmet:
+            self._unmet.clear()
+
     def _met(self, layouts: Sequence[WorkerLayout]) -> None:
         """Layouts that came with a step's output: behind another connector's handshake there is no earlier way."""
-        self._layouts += layouts
+        named = [layout for layout in layouts if layout.spec]
+        if len(named) < len(layouts):
+            self.await_weights()
+        self._layouts += named
         if self._layouts and len(self._layouts) == self._layouts[0].model_spec.shard.workers:
             self.meet_workers(self._layouts, DEFAULT_LOOKUP_TIMEOUT_S)
         elif self._unmet:
@@ -388,7 +411,9 @@ class SchedulerSide:
     def _load(self, tracked: Tracked, plan: StepPlan, tokens: int) -> None:
         assert self.spec is not None and self._saves is not None and self._search is not None
         self._search.take(tracked)
-        tracked.loaded_tokens += plan_load(self.spec, tracked, self._saves.tables(tracked.tables), tokens, plan)
+        tracked.loaded_tokens += plan_load(
+            self.spec, tracked, self._saves.tables(tracked.tables), tokens, plan, self.step_loads.early_groups
+        )
         if tracked.background:
             plan.timeouts |= self._handoffs.timeout_of(tracked)
         else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import structlog
 
-from layerflow.agent import FailedBlocks, LoadResult, NoStep, Step
-from layerflow.agent.agent import REPLACED
+from layerflow.agent import FailedBlocks, LoadResult
+from layerflow.agent.descriptors import PartDescriptor
 
 log = structlog.get_logger("layerflow.vllm")
 
@@ -35,14 +36,15 @@ class FailedLoads:
         """Has a load of a running step failed, that was not told yet?"""
         return bool(self._blocks or self._lost)
 
-    def add(self, step: Step, outcome: LoadResult, *, background: bool) -> None:
-        """A step whose wait ended so.
+    def add(self, parts: Iterable[PartDescriptor], outcome: LoadResult, *, background: bool) -> None:
+        """Loads that ended so.
 
+        :param parts: all of them, those that are well too.
         :param background: its request waits for it, and computes nothing meanwhile.
         """
         block_ids = {
             (part.request, part.group, number): int(part.table[number])
-            for part in step.loads
+            for part in parts
             for piece in part.pieces
             for number in piece.blocks
         }
@@ -79,8 +81,9 @@ class FailedLoads:
         return taken
 
 
-def all_failed(step: Step | NoStep) -> LoadResult:
-    """Nothing that the step loads is of use."""
-    parts = step.loads if isinstance(step, Step) else []
-    blocks = {(part.request, part.group): [b for piece in part.pieces for b in piece.blocks] for part in parts}
-    return LoadResult(tuple(FailedBlocks(*of, tuple(lost), REPLACED) for of, lost in blocks.items()))
+def all_failed(parts: Iterable[PartDescriptor], reason: str) -> LoadResult:
+    """Nothing of these loads is of use."""
+    lost: dict[tuple[str, int], list[int]] = {}
+    for part in parts:
+        lost.setdefault((part.request, part.group), []).extend(block for piece in part.pieces for block in piece.blocks)
+    return LoadResult(tuple(FailedBlocks(*of, tuple(blocks), reason) for of, blocks in lost.items()))

@@ -44,6 +44,38 @@ class LoadOrder:
         return self._begins[0] if self.is_known(plan) else None
 
 
+class RunnerOrder:
+    """Whether vLLM's runner asks the connector before it prepares a step, or behind that; as it was seen.
+
+    The first model runner calls ``handle_preemptions``, prepares the step (zeroes new blocks, copies), and binds the
+    plan inside the pass's forward context. The second one prepares, then calls both hooks one behind the other: with
+    whole graphs both outside of any forward context, else both inside.
+
+    :ivar asks_first: the first one's order, and no other was seen. Until a step was seen it is not known to be that.
+    """
+
+    def __init__(self) -> None:
+        self.asks_first = False
+        self._other = False
+        self._outside = False
+
+    def arrived(self, *, inside: bool) -> None:
+        """A plan has arrived.
+
+        :param inside: a forward context is set.
+        """
+        self._outside = not inside
+        if inside:
+            self._other, self.asks_first = True, False
+
+    def bound(self, *, inside: bool) -> None:
+        """The plan is bound. Parameter as of :meth:`arrived`."""
+        if not inside:
+            self._other, self.asks_first = True, False
+        elif self._outside and not self._other:
+            self.asks_first = True
+
+
 def steps_in_flight(vllm_config: Any, version: str, *, overlap: bool, consumer: bool) -> int | None:
     """How many steps vLLM may have planned whose output it has not seen; for :class:`LoadOrder`.
 

@@ -17,6 +17,7 @@ import structlog
 
 from layerflow.agent import Agent, LoadResult, NoStep, Step
 from layerflow.agent.agent import REPLACED
+from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.lanes.save import FAST_LAYER_S
 from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport, requests_of
@@ -24,7 +25,9 @@ from layerflow.connectors.vllm.plan.verdicts import Verdict
 from layerflow.connectors.vllm.worker.deferred import Deferred
 from layerflow.connectors.vllm.worker.failures import FailedLoads, all_failed
 from layerflow.connectors.vllm.worker.figures import StepCounters
-from layerflow.connectors.vllm.worker.order import LoadOrder
+from layerflow.connectors.vllm.worker.hooks import LayerHooks
+from layerflow.connectors.vllm.worker.landing import LandingLoads
+from layerflow.connectors.vllm.worker.order import LoadOrder, RunnerOrder
 from layerflow.connectors.vllm.worker.stats import TransferStats
 from layerflow.connectors.vllm.worker.stored import StoredChunks
 from layerflow.device.base import DeviceEvent
@@ -41,6 +44,11 @@ BEGIN_S = 1e-3
 IDLE_WAIT_S = 1e-3
 """How long a pass without a forward waits for background loads: it has nothing else to do."""
 
+NOT_ASKED = "vLLM has computed its layers without asking for their loaded blocks"
+NOT_OPENED = "vLLM has not run the step that was to load it"
+TWICE = "a layer was computed twice in one forward pass, and this may have been read in between"
+SKIPPED = "layers that usually call their hooks were not computed"
+
 log = structlog.get_logger("layerflow.vllm")
 
 
@@ -51,6 +59,7 @@ class WorkerSide:
     :param in_flight: on a device; see :class:`.order.LoadOrder`.
     :param waits: see :class:`.plan.WorkerLayout`.
     :param events: tell which chunks are stored, for KV cache events.
+    :param splits: vLLM may compute a pass in micro-batches, each layer once for each of them.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class WorkerSide:
         events: bool,
         in_flight: int | None = None,
         waits: bool = True,
+        splits: bool = False,
     ) -> None:
         self._agent = agent
         self._measured = agent.measured
@@ -72,13 +82,25 @@ class WorkerSide:
         self._early = early
         self._waits = waits
         self._order = LoadOrder(agent.record, in_flight)
+        self._runner = RunnerOrder()
+        self._hooks = LayerHooks(layout)
+        self._hooks_told = False
+        self._saves_at_end = splits
+        # The plan that arrived last, and how far its step has come.
         self._plan: StepPlan | None = None
-        self._hooked = False
+        self._opened: StepPlan | None = None
+        self._bound = False
+        self._in_pass = False
+        self._has_run = False
+        self._loads_judged = True
+        self._all_awaited = False
+        self._tails_awaited = False
         self._late = False
         self._layer = ""
         self._put_off: StepPlan | None = None
         self._computed_at: DeviceEvent | None = None
         self._step: Step | NoStep | None = None
+        self._drafts: Step | NoStep | None = None  # what it saves of a draft model
         self._tails: Step | NoStep | None = None
         self._background: dict[str, Step | NoStep] = {}
         self._outdated: set[str] = set()
@@ -86,7 +108,8 @@ class WorkerSide:
         self._leaving: set[str] = set()
         self._failures = FailedLoads(several_groups=several_groups)
         self._ran: set[int] = set()
-        self._held: dict[int, Step] = {}
+        self._landing = LandingLoads()
+        self._held: dict[int, list[Step]] = {}
         self._met = False
         self._loads_of: dict[int, tuple[str, ...]] = {}
         self._overlaps: dict[str, tuple[float, float]] = {}
@@ -105,13 +128,23 @@ class WorkerSide:
 
     # -- before the forward pass --------------------------------------------------------------------
 
-    def prepare(self, plan: StepPlan) -> None:
-        """A step is about to be prepared: blocks that it overwrites must be nobody's source any more."""
+    def prepare(self, plan: StepPlan, *, inside: bool = False) -> None:
+        """A plan has arrived: blocks that its step overwrites must be nobody's source any more.
+
+        :param inside: a forward context is set; see :class:`.order.RunnerOrder`.
+        """
+        self._runner.arrived(inside=inside)
+        if not self._runner.asks_first:
+            self._give_up(plan.prepared)
+        self._finish_last()
         if plan.replaced:
             self._cut_off()
         if self._put_off is not None:
             self._hand_over(self._put_off)
-        self._plan, self._hooked, self._late, self._layer = plan, False, False, ""
+        self._plan, self._late, self._layer = plan, False, ""
+        self._bound = self._in_pass = self._has_run = self._all_awaited = self._tails_awaited = False
+        self._loads_judged = not (plan.loads or plan.tails)
+        self._hooks.begin()
         self._order.begin(plan)
         if plan.empty:
             return
@@ -121,22 +154,34 @@ class WorkerSide:
                 self._deferred.flush()
             cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
             self._counters.add("revoked_saves", cut)
-        self._late = bool(plan.saves) and not (plan.unsure or plan.promised) and self._is_short(plan)
+        self._late = self._may_be_late(plan)
         if not self._late and (self._early or not (plan.loads or plan.tails) or self._order.is_known(plan)):
             self._open(plan)
 
-    def begin(self, plan: StepPlan) -> bool:
-        """The step is prepared; False if nothing moves in it."""
+    def begin(self, plan: StepPlan, *, inside: bool = True) -> bool:
+        """The step is prepared; False if its layers need not call their hooks.
+
+        :param inside: as of :meth:`prepare`.
+        """
         if self._plan is not plan:
-            self.prepare(plan)
+            self.prepare(plan, inside=True)  # nothing was asked before the step was prepared
+        self._runner.bound(inside=inside)
+        self._in_pass = True
         if plan.empty:
-            return False
-        if plan.unsure:
-            self._ran.add(plan.number)
-        if self._step is None and self._tails is None and not (plan.idle or self._late):
+            self._bound = True
+            return self._hooks.unseen
+        if self._opened is not plan and not (plan.idle or self._late):
             self._open(plan)
         if self._step is not None and self._early:
             self._step.begin_loads(BEGIN_S)
+        self._bind(plan)
+        return not (plan.idle or self._late) or self._hooks.unseen
+
+    def _bind(self, plan: StepPlan) -> None:
+        """What the plan asks for beside its forward pass."""
+        self._bound = True
+        if plan.unsure:
+            self._ran.add(plan.number)
         for request in plan.aborted:
             self._agent.abort(request)
             self._cut.add(request)
@@ -148,11 +193,11 @@ class WorkerSide:
             self._background[request] = self._remember(step, (request,))
             self._counters.add("background_loads", 1)
         self._leaving.update(plan.leaving)
-        return not (plan.idle or self._late)
 
     def wait_tails(self) -> None:
-        """Blocks that the forward pass writes to hold their loaded tokens."""
+        """Wait for blocks that the forward pass writes to, or reads before their layer asks for them."""
         if self._tails is not None:
+            self._tails_awaited = not self._hooks.asked
             self._check(self._tails, self._tails.wait_all())
 
     def wait_unasked(self, metadata: Any) -> None:
@@ -163,53 +208,93 @@ class WorkerSide:
         :param metadata: of the pass's attention; usually by layer.
         """
         layers = metadata.values() if isinstance(metadata, dict) else [metadata]
-        if self._step is not None and any(getattr(layer, "num_prefills", None) == 0 for layer in layers):
+        if any(getattr(layer, "num_prefills", None) == 0 for layer in layers):
+            self.wait_whole()
+
+    def wait_whole(self) -> None:
+        """Wait for all layers before the forward pass: no layer of it may ask, as in a replay of one whole graph."""
+        if self._step is not None:
+            self._all_awaited = not self._hooks.asked
             self._check(self._step, self._step.wait_all())
 
     def wait_layer(self, name: str) -> None:
         """Before the layer's attention."""
         number = self._layout.numbers.get(name)
-        self._hooked, self._layer = True, name
-        if self._step is not None and number is not None:
+        self._layer = name
+        if number is None or not self._in_pass:  # a hook outside of the pass is not of the step that is open
+            return
+        if not self._hooks.ask(number):
+            self._called_twice(name)
+        if self._step is not None:
             outcome = self._step.wait_layer(number)
             if not outcome.ready:
                 self._check(self._step, outcome)
 
-    def layer_done(self, name: str) -> None:
-        """The new keys and values of a layer, "" = of the one last waited for, are written; told again, it is known."""
+    def layer_written(self, name: str) -> None:
+        """The new keys and values of a layer are written, "" = of the one last waited for; its attention comes."""
         number = self._layout.numbers.get(name or self._layer)
-        if isinstance(self._step, Step) and number is not None and not self._step.is_done(number):
-            self._step.layer_done(number)
+        if number is not None and self._in_pass:
+            self._computed(number, name or self._layer, once=self._hooks.write(number))
+
+    def layer_done(self, name: str) -> None:
+        """They are written, and its attention is over."""
+        number = self._layout.numbers.get(name)
+        if number is not None and self._in_pass:
+            self._computed(number, name, once=self._hooks.save(number))
 
     # -- after it -----------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The forward pass has ended: layers without hooks are done now, and so are skipped ones."""
-        if self._step is None and self._tails is None and not self._late:  # most steps
-            return
+        """The forward pass has ended: layers without hooks are done now."""
         crashed = sys.exc_info()[0] is not None  # vLLM calls this on its way out too
+        self._has_run |= not crashed
+        self._doubt_reads()
+        self._end_pass(crashed=crashed)
+
+    def _end_pass(self, *, crashed: bool) -> None:
+        learns, self._in_pass = self._in_pass and not crashed, False
+        if learns and self._hooks.end():
+            self._hooks_told = False
+        if self._step is None and self._tails is None and not self._late and self._loads_judged:  # most steps
+            return
         plan, late, self._late = self._plan, self._late, False
         if plan is not None and late and not crashed:
             self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
             self._computed_at = self._agent.record()  # here: only this thread's stream is the one that computes
             self._owed[plan.number] = self._put_off = plan
+        if not crashed:
+            self._judge_loads()
         step, self._step = self._step, None
+        drafts, self._drafts = self._drafts, None
         tails, self._tails = self._tails, None
         if tails is not None:
             tails.close()
+        ok = False if crashed or self._failures.in_step else None
+        if drafts is not None:
+            # vLLM may leave its draft model out of a pass: what it was not seen to compute is not there.
+            drafted = ok is None and self._hooks.drafts <= self._hooks.saved
+            if drafted:
+                self._mark_done(drafts)
+            drafts.close(None if drafted else False)
         if step is None:
             return
         if not crashed:
-            if not self._hooked:  # a replayed graph, or layers without hooks
-                self._check(step, step.wait_all())
+            self._wait_drafts(step)
+            if self._hooks.skipped and isinstance(step, Step):
+                step.cancel_saves(SKIPPED)
             self._mark_done(step)
-        step.close(False if crashed or self._failures.in_step else None)
+        step.close(ok)
 
     def transfers(self, *, forward: bool) -> tuple[set[str], set[str], set[str]]:
         """Requests whose saves have ended, whose background loads have, and those of them that failed.
 
         :param forward: the pass computed something.
         """
+        if sys.exc_info()[0] is None:
+            # Where vLLM ends the pass of its model here and that of its draft model later, nothing is told behind this.
+            self._has_run = True
+            self._judge_loads()
+        self._doubt_reads()
         if not (self._background or self._leaving):  # most steps
             return set(), set(), set()
         arrived: set[str] = set()
@@ -225,7 +310,7 @@ class WorkerSide:
                 arrived.add(request)
             elif step.wait_loaded(0.0):
                 outcome = step.wait_all()
-                self._check(step, all_failed(step) if request in self._outdated else outcome, background=True)
+                self._check(step, self._outdated_or(request, step, outcome), background=True)
                 step.close()
                 del self._background[request]
                 self._outdated.discard(request)
@@ -236,6 +321,7 @@ class WorkerSide:
 
     def failed_blocks(self) -> set[int]:
         """Block ids that hold no valid bytes, since the last call."""
+        self._take_landed()
         return self._failures.take_blocks()
 
     def stats(self) -> TransferStats | None:
@@ -250,19 +336,23 @@ class WorkerSide:
         """For the scheduler's side; None = nothing new, or it can wait for the next step."""
         layouts = () if self._met else (self.greeting,)
         self._met = True
-        if self._in_haste and not (self._failures.shares or self._ran or layouts):
+        told, self._hooks_told = self._hooks_told, True
+        asking = {} if told else {self._rank: self._hooks.asking}
+        self._take_landed()
+        ran = frozenset(number for number in self._ran if not self._landing.waits(number))
+        if self._in_haste and not (self._failures.shares or ran or layouts or asking):
             return None
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
         stored = {}
         if self._stored is not None:
             self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
             stored = self._stored.take()
-        if not (self._overlaps or drained or stored or self._failures.shares or self._ran or layouts):
+        if not (self._overlaps or drained or stored or self._failures.shares or ran or layouts or asking):
             return None
         for request, _ in drained:
             del self._saving[request]
         overlaps, self._overlaps = self._overlaps, {}
-        ran, self._ran = frozenset(self._ran), set()
+        self._ran -= ran
         return WorkerReport(
             overlaps=overlaps,
             drained=drained,
@@ -272,6 +362,7 @@ class WorkerSide:
             lost=self._failures.take_lost(),
             ran=ran,
             layouts=layouts,
+            asking=asking,
         )
 
     def close(self) -> None:
@@ -294,8 +385,7 @@ class WorkerSide:
     def _judge(self, verdicts: Sequence[Verdict]) -> None:
         """Publish what is held back, or give it up. Before blocks are reclaimed, which cuts steps that are held."""
         for number, sound in verdicts:
-            step = self._held.pop(number, None)
-            if step is not None:
+            for step in self._held.pop(number, ()):
                 self._agent.release_saves(step, sound=sound)
 
     def _cut_off(self) -> None:
@@ -312,26 +402,140 @@ class WorkerSide:
         self._put_off = None
         self._deferred.put(functools.partial(self._save_late, plan, self._computed_at))
 
+    def _may_be_late(self, plan: StepPlan) -> bool:
+        """May the step's saves begin behind it, without hooks in it? A draft model's hooks show whether it computes."""
+        return bool(plan.saves) and not (plan.unsure or plan.promised or self._hooks.drafts) and self._is_short(plan)
+
     def _is_short(self, plan: StepPlan) -> bool:
         """Is the forward pass so short that its saves had better begin behind it, without hooks and messages in it?"""
         compute = self._agent.costs[1]
         return compute is not None and plan.work is not None and compute.layer_seconds(*plan.work) < FAST_LAYER_S
 
     def _open(self, plan: StepPlan) -> None:
+        self._opened = plan
         self._counters.add("step_loads", len({part.request for part in (*plan.loads, *plan.tails)}))
         after = self._order.after(plan)
         if plan.tails:
             tails = self._agent.open_descriptors(plan.tails, [], after=after)
             self._tails = self._remember(tails, requests_of(plan.tails))
+            self._landing.opened(plan.number, tails)
         if plan.loads or plan.saves:
-            opened = self._agent.open_descriptors(plan.loads, plan.saves.parts, work=plan.work, after=after)
+            saves, drafts = self._divided(plan.saves.parts)
+            opened = self._agent.open_descriptors(plan.loads, saves, work=plan.work, after=after)
             self._step = self._remember(opened, requests_of(plan.loads))
+            self._drafts = self._agent.open_descriptors([], drafts) if drafts else None
+            self._landing.opened(plan.number, opened)
             self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
-            if plan.unsure and plan.saves and isinstance(opened, Step):
-                opened.hold_saves()
-                self._held[plan.number] = opened
-            if self._stored is not None:
-                self._stored.opened(self._step)
+            for step in (self._step, self._drafts):
+                if isinstance(step, Step) and step.saves:
+                    self._prepare_saves(plan, step)
+
+    def _prepare_saves(self, plan: StepPlan, step: Step) -> None:
+        # A layer that is computed twice in a pass is found out at its second call at the earliest.
+        step.publish_when_closed()
+        if plan.unsure:
+            step.hold_saves()
+            self._held.setdefault(plan.number, []).append(step)
+        if self._stored is not None:
+            self._stored.opened(step)
+
+    def _divided(self, saves: Sequence[PartDescriptor]) -> tuple[list[PartDescriptor], list[PartDescriptor]]:
+        """What is saved of the model and of its draft model."""
+        names = self._layout.spec.shard.drafts
+        parts: tuple[list[PartDescriptor], list[PartDescriptor]] = ([], [])
+        for part in saves:
+            parts[bool(names and names[part.group])].append(part)
+        return parts
+
+    # -- what vLLM was seen to do -------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        shard = self._layout.spec.shard
+        return shard.pp_rank * shard.tp_size + shard.tp_rank
+
+    def _computed(self, number: int, name: str, *, once: bool) -> None:
+        if not once:
+            self._called_twice(name)
+        step = self._step
+        at_end = self._saves_at_end or number in self._hooks.drafts
+        if isinstance(step, Step) and not at_end and not step.is_done(number):
+            step.layer_done(number)
+
+    def _called_twice(self, name: str) -> None:
+        """The layer goes on writing although its saves may have begun: from now on all begin behind the pass."""
+        if self._saves_at_end:
+            return
+        self._saves_at_end = True
+        log.warning("layer_computed_twice", layer=name, outcome="saves begin behind the forward pass from now on")
+        if isinstance(self._step, Step):
+            self._step.cancel_saves(TWICE)
+
+    def _finish_last(self) -> None:
+        """Close what the plan before has left: vLLM does not end every step, nor run every one that it has planned."""
+        plan = self._plan
+        if plan is None or (self._bound and not self._in_pass and self._loads_judged):
+            return
+        if not self._bound:
+            self._bind(plan)
+        if self._in_pass or self._step is not None or self._tails is not None or not self._loads_judged:
+            self._judge_loads()
+            self._end_pass(crashed=not self._has_run)
+
+    def _judge_loads(self) -> None:
+        """The model has computed: what the step has loaded and no layer has waited for in time has failed."""
+        if self._loads_judged or self._plan is None:
+            return
+        self._loads_judged = True
+        plan = self._plan
+        if self._opened is not plan:
+            self._fail([*plan.loads, *plan.tails], NOT_OPENED)
+            return
+        if plan.tails and not self._tails_awaited:
+            self._fail(plan.tails, NOT_ASKED, self._tails)
+        if not self._all_awaited:
+            groups = self._layout.spec.groups
+            names = self._layout.spec.shard.drafts
+            unasked = {
+                group
+                for group in {part.group for part in plan.loads}
+                if not (names and names[group]) and not self._hooks.asked.issuperset(groups[group].layers)
+            }
+            if unasked:
+                self._fail([part for part in plan.loads if part.group in unasked], NOT_ASKED, self._step)
+
+    def _fail(self, parts: Sequence[PartDescriptor], reason: str, step: Step | NoStep | None = None) -> None:
+        """The pass has computed on blocks that may have held nothing."""
+        if isinstance(step, Step):
+            step.fence(reason)
+            for layer in range(step.num_layers):  # what is enqueued already lands before vLLM writes these blocks again
+                step.order(layer)
+        self._report(parts, all_failed(parts, reason), step, background=False)
+
+    def _wait_drafts(self, step: Step | NoStep) -> None:
+        """Loads of a draft model that vLLM has left out land before its blocks are used again."""
+        if isinstance(step, Step) and step.loads:
+            for layer in self._hooks.drafts - self._hooks.asked:
+                self._landing.told(step, step.wait_layer(layer))  # nobody has computed on what has failed of these
+
+    def _doubt_reads(self) -> None:
+        """VLLM may prepare its next step now, without asking."""
+        if not self._runner.asks_first:
+            self._agent.doubt_reads()
+
+    def _give_up(self, blocks: Sequence[int]) -> None:
+        """VLLM has overwritten these blocks before it asked: saves that may have read them since are not published."""
+        per_group = (tuple(blocks),) * len(self._layout.spec.groups)
+        if blocks:
+            spoilt = [plan for plan in list(self._owed.values()) if plan.saves.read_any(per_group)]
+            for plan in spoilt:
+                self._owed.pop(plan.number, None)
+                if self._put_off is plan:
+                    self._put_off = None
+            if spoilt:
+                self._deferred.flush()  # one of them may be opened just now
+            self._counters.add("revoked_saves", len(spoilt))
+        self._counters.add("revoked_saves", self._agent.overwritten(per_group))
 
     def _saving_for(self, request: str) -> bool:
         """May a save still read the request's blocks? With events: or is it still to be told what it has stored?"""
@@ -352,6 +556,8 @@ class WorkerSide:
 
     def _save_late(self, plan: StepPlan, computed: DeviceEvent | None) -> None:
         """On the deferred thread, or where the engine's is about to reuse blocks."""
+        if plan.number not in self._owed:  # given up since
+            return
         try:
             step = self._agent.open_descriptors([], plan.saves.parts)
             self._late_steps.append(step)
@@ -359,7 +565,7 @@ class WorkerSide:
             step.close()
         finally:
             # Last: from here on the agent knows of these saves, or there are none and their blocks may go.
-            del self._owed[plan.number]
+            self._owed.pop(plan.number, None)
 
     def _mark_done(self, step: Step | NoStep, event: DeviceEvent | None = None) -> None:
         if isinstance(step, Step):
@@ -367,16 +573,31 @@ class WorkerSide:
                 if not step.is_done(number):
                     step.layer_done(number, event)
 
+    def _outdated_or(self, request: str, step: Step | NoStep, outcome: LoadResult) -> LoadResult:
+        return all_failed(_loads(step), REPLACED) if request in self._outdated else outcome
+
     def _check(self, step: Step | NoStep, outcome: LoadResult, *, background: bool = False) -> None:
+        if not outcome.ready and isinstance(step, Step):
+            self._report(step.loads, outcome, step, background=background)
+
+    def _report(
+        self, parts: Sequence[PartDescriptor], outcome: LoadResult, step: Step | NoStep | None, *, background: bool
+    ) -> None:
         """A failed load: tell vLLM what to compute, and publish nothing that was computed from it."""
-        if outcome.ready or isinstance(step, NoStep):
-            return
-        self._failures.add(step, outcome, background=background)
+        self._failures.add(parts, outcome, background=background)
+        if isinstance(step, Step) and not background:
+            self._landing.told(step, outcome)
         self._counters.add("failed_loads", len({failed.request for failed in outcome.failed}))
         # Other requests of the step may share these blocks, so nothing of the step is published.
-        for mine in (self._step, self._tails):
+        for mine in (self._step, self._tails, self._drafts):
             if isinstance(mine, Step):
                 mine.cancel_saves("a load of the step has failed")
+
+    def _take_landed(self) -> None:
+        """Loads that have failed behind the waits of a step that is over."""
+        for step, outcome in self._landing.take() if self._landing else ():
+            self._failures.add(step.loads, outcome, background=False)
+            self._counters.add("failed_loads", len({failed.request for failed in outcome.failed}))
 
     def _hear(self) -> None:
         while self._late_steps:
@@ -396,3 +617,7 @@ class WorkerSide:
             for request in self._loads_of.pop(step, ()):
                 hidden, whole = self._overlaps.get(request, (0.0, 0.0))
                 self._overlaps[request] = (hidden + load.hidden_ms / 1e3, whole + load.transfer_ms / 1e3)
+
+
+def _loads(step: Step | NoStep) -> Sequence[PartDescriptor]:
+    return step.loads if isinstance(step, Step) else ()

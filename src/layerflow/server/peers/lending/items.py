@@ -26,16 +26,18 @@ class LentItem(NamedTuple):
     stored: int = 0
 
 
-def lent_item(view: memoryview, key: bytes, place: Located | None, pending: OpenObject | None) -> LentItem:
-    if place is not None:
-        nbytes = HEADER_BYTES + payload_bytes(view, place.offset)
-        return LentItem(key, wire.STORED, place.offset, nbytes, place.blocks, place.tokens, 0, 0, nbytes)
-    if pending is not None:
-        stored = pending.bytes_of(pending.layers)
-        return LentItem(
-            key, wire.OPEN, pending.offset, pending.nbytes, pending.blocks, 0, pending.layers, pending.save, stored
-        )
-    return LentItem(key, wire.MISSING)
+def whole_item(view: memoryview, key: bytes, place: Located) -> LentItem:
+    """An object that is whole."""
+    nbytes = HEADER_BYTES + payload_bytes(view, place.offset)
+    return LentItem(key, wire.STORED, place.offset, nbytes, place.blocks, place.tokens, 0, 0, nbytes)
+
+
+def open_item(key: bytes, pending: OpenObject) -> LentItem:
+    """An object that is being stored."""
+    stored = pending.bytes_of(pending.layers)
+    return LentItem(
+        key, wire.OPEN, pending.offset, pending.nbytes, pending.blocks, 0, pending.layers, pending.save, stored
+    )
 
 
 def lent(lease: int, token: bytes, items: Sequence[LentItem]) -> Lend:

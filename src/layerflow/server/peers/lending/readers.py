@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from layerflow.server.clients.account import Account
 from layerflow.server.clients.sessions import Address
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire import messages as wire
@@ -13,7 +14,10 @@ from layerflow.wire import messages as wire
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """:param nbytes: that it pins. :param timer: ends it."""
+    """What a reader was lent with one answer.
+
+    :param nbytes: that it pins. :param timer: ends it.
+    """
 
     number: int
     reader: Reader
@@ -23,8 +27,13 @@ class Lease:
 
     @property
     def owner(self) -> tuple[str, int]:
-        """Of its pins."""
+        """Who has its pins."""
         return ("peer", self.number)
+
+    @property
+    def asked(self) -> tuple[str, int]:
+        """Who has the pins of what was asked for, until it is known which of it is lent."""
+        return ("peer_asked", self.number)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +41,7 @@ class Reader:
     """A server that reads here.
 
     :param number: below 0: those of sessions are above.
+    :param account: what it makes this server keep.
     :param heard: when it last said anything, monotonic seconds.
     """
 
@@ -39,6 +49,7 @@ class Reader:
     number: int
     name: str
     pid: int
+    account: Account
     heard: float
     leases: dict[int, Lease] = field(default_factory=dict)
     lookups: int = 0

@@ -82,8 +82,12 @@ class Offers:
         """Of one peer, or all."""
         return (lease for lease in list(self._leases.values()) if peer is None or lease.peer is peer)
 
-    def add(self, peer: Attachment, keys: Sequence[bytes], found: wire.PeerFound, asked_at: float) -> RemoteLease:
+    def add(
+        self, peer: Attachment, keys: Sequence[bytes], found: wire.PeerFound, asked_at: float, lease_s: float
+    ) -> RemoteLease:
         """A peer has answered. Keys that somebody else offers already are offered by both; the first one counts.
+
+        :param lease_s: how long it lasts from `asked_at` on, in seconds.
 
         :raises ProtocolError: its lists do not fit the question.
         """
@@ -93,7 +97,6 @@ class Offers:
             unpack_u32(getattr(found, name), count, name).tolist() for name in ("blocks", "layers", "saves")
         )
         states = unpack_u32(b"".join(bytes((state, 0, 0, 0)) for state in found.states), count, "states").tolist()
-        lease_s = found.lease_ms / 1e3
         lease = RemoteLease(peer, found.lease, found.token, lease_s, asked_at + MARGIN * lease_s)
         for at, state in enumerate(states):
             if state == wire.MISSING:

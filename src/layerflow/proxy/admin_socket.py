@@ -1,0 +1,84 @@
+"""The Unix socket of the admin paths: who can connect to it is this user, or root."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+
+from layerflow.config.proxy import MAX_SOCKET_PATH_BYTES
+from layerflow.config.settings import default_endpoint, make_private, socket_directory
+from layerflow.errors import ConfigError
+
+_AUTO = "auto"
+_BACKLOG = 16
+_log = structlog.get_logger("layerflow.proxy")
+
+
+def admin_socket_path(setting: str, host: str, port: int) -> Path:
+    """Where the socket of a proxy lies that listens on `host` and `port`.
+
+    :param setting: ``proxy.admin_socket``, not empty.
+    """
+    if setting != _AUTO:
+        return Path(setting)
+    folder = socket_directory(default_endpoint())
+    assert folder is not None
+    return folder / f"proxy-{host}:{port}.sock"
+
+
+@contextlib.contextmanager
+def listening(setting: str, host: str, port: int) -> Iterator[socket.socket | None]:
+    """A socket that listens; None where the setting asks for none, or "auto" finds no place for it.
+
+    :raises ConfigError: there can be none where the setting says.
+    """
+    listener = None
+    path = admin_socket_path(setting, host, port) if setting else None
+    if path is not None:
+        try:
+            listener = _listen(path)
+        except ConfigError as error:
+            if setting != _AUTO:
+                raise
+            _log.warning("no_admin_socket", reason=str(error))
+    if listener is None or path is None:
+        yield None
+        return
+    try:
+        _log.info("admin_socket", path=str(path))
+        yield listener
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)
+
+
+def _listen(path: Path) -> socket.socket:
+    if len(str(path).encode()) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"{path}: longer than {MAX_SOCKET_PATH_BYTES} bytes; give proxy.admin_socket another path")
+    make_private(path.parent)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            _remove_stale(path)
+        listener.bind(str(path))
+        os.chmod(path, 0o600)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror}; give proxy.admin_socket another path") from None
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a process that has ended; one that is listened on stays, and cannot be bound."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        if asking.connect_ex(str(path)) in (errno.ECONNREFUSED, errno.ENOENT):
+            path.unlink(missing_ok=True)

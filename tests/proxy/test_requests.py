@@ -1,0 +1,323 @@
+"""What clients send, and what engines answer, that is odd: it passes as it came, or hurts its own request only."""
+
+import json
+import time
+
+import anyio
+import httpx
+import pytest
+
+from layerflow.config.proxy import InstanceAddress, ProxySettings
+from layerflow.errors import ProxyError, UpstreamError
+from layerflow.proxy.body import parse_body
+from layerflow.proxy.instances.instance import Instance, Role
+from layerflow.proxy.instances.probes import sleep_on_time
+from layerflow.proxy.legs.call import post
+from layerflow.proxy.request import CHAT, COMPLETIONS, prompts_in, read_request
+from layerflow_testing.stub_engine import Behaviour, StubEngine
+
+from .raw_engine import RawEngine, raw_answer
+from .scene import OPERATOR, ORDERS, ended, numbered, proxied, said
+
+
+def indices(answer: httpx.Response) -> list[int]:
+    return [choice["index"] for choice in answer.json()["choices"]]
+
+
+@pytest.mark.parametrize("n", ["2", 2.0, "2.0", 2])
+async def test_numbers_are_read_as_vllm_reads_them(n):
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        decoder.answer_for = lambda seen: Behaviour(raw=_choices(int(float(seen.body["n"]))))
+        async with proxied(prefiller, decoder) as scene:
+            assert indices(await scene.complete(n=n, prompt=["a", "b"])) == [0, 1, 2, 3]
+
+
+def _choices(count: int) -> bytes:
+    choices = [{"index": index, "text": "x", "finish_reason": "stop"} for index in range(count)]
+    return json.dumps({"choices": choices}).encode()
+
+
+@pytest.mark.parametrize("stream", ["true", 1, "yes", True, "1"])
+async def test_flags_are_read_as_vllm_reads_them(stream):
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        async with proxied(prefiller, decoder) as scene:
+            assert said((await scene.complete(stream=stream)).text) == numbered(3)
+            assert (await scene.complete(echo=stream)).status_code == 200
+            assert len(prefiller.seen) == 1, "echo is for a decoder alone"
+
+
+@pytest.mark.parametrize(
+    ("raw", "read"),
+    [
+        (b'\xef\xbb\xbf{"prompt": "a"}', {"prompt": "a"}),
+        ('{"prompt": "\u00e9"}'.encode("utf-16"), {"prompt": "\u00e9"}),
+        ('{"prompt": "a"}'.encode("utf-32-le"), {"prompt": "a"}),
+        (b'{"prompt": "a", "prompt": "b"}', {"prompt": "b"}),
+        (b'{"prompt": "\\ud800", "\\ud800": 1}', {"prompt": "\ud800", "\ud800": 1}),
+        (b'{"prompt": [1,\n 2], "logit_bias": {"1": 1e3}}', {"prompt": [1, 2], "logit_bias": {"1": 1000.0}}),
+        (b'{"prompt": "a", "kv_transfer_params": {"do_remote_prefill": true}}', {"prompt": "a"}),
+        (b'{"prompt": "a", "kv_transfer_p\\u0061rams": 1}', {"prompt": "a"}),
+        (b'{"vllm_xargs": {"kv_transfer_p\\u0061rams": "x", "a": 1}}', {"vllm_xargs": {"a": 1}}),
+        (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', {"vllm_xargs": {}}),
+        (b"{}", {}),
+    ],
+)
+def test_bodies_are_passed_on_as_vllm_would_have_read_them(raw, read):
+    assert json.loads(parse_body(raw).encode()) == read
+
+
+def test_what_python_reads_and_json_has_not():
+    assert parse_body(b'{"temperature": NaN, "top_p": Infinity}').encode() == b'{"temperature":NaN,"top_p":Infinity}'
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"7",
+        b"{",
+        b'{"a": 1} x',
+        b"\xff\xfe{",
+        b'{"\xff": 1}',
+        b"{" * 100_000,
+        b'{"a":' + b"[" * 100_000,
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
+def test_what_is_no_json_object_is_refused(raw):
+    with pytest.raises(ProxyError) as caught:
+        parse_body(raw)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("prompt", "several"),
+    [
+        (["a", "b"], True),
+        (["a"], False),
+        (["]", '"],["', "\\", '\\"'], True),
+        ([[1, 2], [3], []], True),
+        ([[1]], False),
+        ([1, 2], False),
+        ("a", False),
+        ([], False),
+        (None, False),
+        ({}, False),
+        ([["]", 1], ["a"]], False),
+        ([[[1]], [2]], False),
+        ([[1], "a"], False),
+        (["a", [1]], False),
+        ([[1], 2, 3], False),
+        ([[1], None], False),
+        (["a", 1], False),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_lists_of_prompts_are_taken_apart_only_where_each_is_one(prompt, several, indent):
+    found = prompts_in(json.dumps(prompt, indent=indent).encode(), 10)
+    assert [json.loads(one) for one in found] == (prompt if several else [])
+
+
+@pytest.mark.parametrize("prompt", ["a", "\\", '"' * 5, [1, 2], []])
+def test_a_request_has_so_many_prompts_at_most(prompt):
+    raw = json.dumps({"prompt": [prompt] * 8}).encode()
+    assert len(read_request(COMPLETIONS, [], raw, "id", 8).prompts) == 8
+    with pytest.raises(ProxyError, match=r"more than 7 prompts \(proxy.max_prompts\)") as caught:
+        read_request(COMPLETIONS, [], raw, "id", 7)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_list_of_a_million_prompts_costs_nobody_anything(order):
+    body = b'{"prompt": [' + b",".join([b'"a"'] * 1_000_000) + b"]}"
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        async with proxied(prefiller, decoder, order=order) as scene:
+            answer = await scene.client.post(COMPLETIONS, content=body)
+            assert answer.status_code == 400 and "proxy.max_prompts" in answer.json()["error"]["message"]
+        assert not prefiller.seen and not decoder.seen
+
+
+async def test_long_lists_are_served_by_few_tasks():
+    count = 300
+    most = 0
+    with StubEngine() as prefiller, StubEngine() as decoder:
+
+        def behave(seen):
+            nonlocal most
+            most = max(most, sum(not one.ended.is_set() for one in decoder.seen))
+            return Behaviour()
+
+        decoder.answer_for = behave
+        async with proxied(prefiller, decoder, order="prefill-first") as scene:
+            answer = await scene.complete(prompt=["a"] * count, max_tokens=1)
+            assert indices(answer) == list(range(count))
+    assert len(decoder.seen) == count and most <= 64
+
+
+async def test_the_json_of_a_large_prompt_is_never_built():
+    """A body is taken apart and put together by copying: its numbers become no objects."""
+    ids = b"[" + b",".join([b"123"] * 500_000) + b"]"
+    request = read_request(COMPLETIONS, [], b'{"n": 1, "prompt": ' + ids + b"}", "id", 8)
+    assert request.body.raw("prompt") == ids and request.body.changed({"n": 2}).raw("prompt") is not None
+    assert request.body.changed({"n": 2}).encode() == b'{"n":2,"prompt":' + ids + b"}"
+
+
+async def test_time_in_which_the_loop_was_late_is_not_an_engines():
+    """A sleep of two slices a second each, in a loop that stands still meanwhile: the answer is there behind it."""
+    answered = anyio.Event()
+    in_time = False
+
+    async def wait():
+        nonlocal in_time
+        await sleep_on_time(2.0)
+        in_time = answered.is_set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.lowlevel.checkpoint()
+        time.sleep(3.0)  # noqa: ASYNC251 - what the test is about
+        await anyio.lowlevel.checkpoint()
+        answered.set()
+    assert in_time
+
+
+VALUES = (b"Jose", "Jos\u00e9".encode(), "Jos\u00e9".encode("latin-1"))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("value", VALUES)
+async def test_headers_pass_in_their_bytes_both_ways(order, value):
+    completion = raw_answer(_choices(1), headers=[(b"x-said", value), (b"set-cookie", b"a=" + value)])
+    with RawEngine(completion) as prefiller, RawEngine(completion) as decoder:
+        async with proxied(prefiller.url, decoder.url, order=order) as scene:
+            for _ in range(2):
+                answer = await scene.client.post(
+                    COMPLETIONS, json={"prompt": "a"}, headers=[(b"x-user", value), (b"x-request-id", b"id")]
+                )
+                scene.client.cookies.clear()  # the client of this test keeps them
+                models = await scene.client.get("/v1/models", headers=[(b"x-user", value)])
+                scene.client.cookies.clear()
+                assert answer.status_code == models.status_code == 200
+                for one in (answer, models):
+                    assert (b"x-said", value) in one.headers.raw and (b"set-cookie", b"a=" + value) in one.headers.raw
+    for head in (*decoder.heads, *(prefiller.heads if order != "decode-first" else ())):
+        if b"/health" not in head:
+            assert b"x-user: " + value + b"\r\n" in head and b"cookie" not in head.lower()
+
+
+@pytest.mark.parametrize("odd", [b"a\x00b", b"a\n", b" a", b"\r\nx: y"])
+async def test_a_header_that_cannot_be_passed_on_is_the_clients_fault(odd):
+    """HTTP servers differ in what they let in."""
+    with StubEngine() as engine:
+        instance = Instance(Role.DECODE, "decode-1", InstanceAddress(engine.url), ProxySettings(), time.monotonic)
+        with pytest.raises(UpstreamError, match="cannot be passed on") as caught, instance.breaker.watch():
+            async with post(instance, COMPLETIONS, b"{}", [(b"x-odd", odd)], 1.0):
+                pass
+        await instance.close()
+    assert (caught.value.status, caught.value.judged, caught.value.counts) == (400, True, False)
+    assert not engine.seen
+
+
+@pytest.mark.parametrize("status", [200, 400, 500])
+@pytest.mark.parametrize("order", ORDERS)
+async def test_an_answer_without_an_end_is_not_kept(order, status):
+    with StubEngine() as prefiller, RawEngine(raw_answer(b"", status=status), endless=True) as decoder:
+        given = {"max_request_bytes": "64KiB", "attempts": 1, "breaker_failures": 1}
+        async with proxied(prefiller, decoder.url, order=order, **given) as scene:
+            answer = await scene.complete()
+            assert answer.status_code == (502 if status == 200 else status) and len(answer.content) < 1 << 16
+            assert decoder.sent <= 64 << 20
+            state = (await scene.client.get("/health")).json()["decode"][0]["state"]
+            assert state == ("open" if status == 500 else "up"), "a limit of the proxy's own speaks against nobody"
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_an_answer_that_stops_coming_is_given_up(status):
+    with StubEngine() as prefiller, RawEngine(raw_answer(b"half", status=status, length=1000)) as decoder:
+        async with proxied(prefiller, decoder.url, attempts=1, idle_timeout_s=0.2) as scene:
+            assert (await scene.complete()).status_code == (504 if status == 200 else 500)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_stream_that_holds_its_text_back_is_a_stream(path):
+    """As vLLM's does, whose parsers of tools and reasoning hold tokens back."""
+    count = 70_000
+    role = b'{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
+    token = b'{"choices":[{"index":0,"delta":{},"logprobs":{"content":[{"token":"x"}]}}]}'
+    last = b'{"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}'
+    events = [role] * 2000 + [token] * count + [last, b"[DONE]"]
+    raw = b"".join(b"data: " + event + b"\n\n" for event in events)
+    with StubEngine() as prefiller, StubEngine(Behaviour(raw=raw)) as decoder:
+        async with proxied(prefiller, decoder) as scene:
+            answer = await scene.client.post(path, json={"prompt": "a", "messages": [], "stream": True})
+            assert answer.status_code == 200 and answer.content == raw
+
+
+async def test_a_stream_of_comments_is_no_answer_and_no_failure_of_the_engine():
+    raw = b": ping\n\n" * 1000 + b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}]}\n\n' * 70_000
+    with StubEngine() as prefiller, StubEngine(Behaviour(raw=raw)) as decoder:
+        async with proxied(prefiller, decoder, attempts=1, breaker_failures=1) as scene:
+            answer = await scene.complete(stream=True)
+            assert answer.status_code == 502 and "without a token" in answer.json()["error"]["message"]
+            assert (await scene.client.get("/health")).json()["decode"][0]["state"] == "up"
+
+
+async def test_servers_that_an_engine_tells_are_believed_until_it_tells_others():
+    told = ["tcp://10.0.0.1:9465"]
+
+    def behave(seen):
+        servers = {"servers": list(told)} if told else {}
+        answer = {**json.loads(_choices(1)), "kv_transfer_params": {"layerflow": {"v": 1, **servers}}}
+        return Behaviour(raw=json.dumps(answer).encode(), health=health)
+
+    health = 200
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        prefiller.answer_for = behave
+        async with proxied(prefiller, decoder, order="concurrent", probe_failures=1) as scene:
+
+            async def servers():
+                await scene.complete()
+                await ended(prefiller.seen[-1])
+                return (await scene.client.get("/health", headers=OPERATOR)).json()["prefill"][0]["servers"]
+
+            while await servers() != told:
+                pass
+            told[0] = "tcp://10.0.0.2:9465"
+            while await servers() != told:
+                pass
+            believed = told.pop()
+            assert await servers() == [believed], "an answer that names none says nothing"
+            await scene.complete()
+            assert decoder.seen[-1].params["layerflow"]["servers"] == [believed]
+            prefiller.behaviour.health = 503
+            while (found := (await scene.client.get("/health", headers=OPERATOR)).json()["prefill"][0])["servers"]:
+                pass
+            assert found["state"] == "down", "one that was down may come back with other servers"
+
+
+async def test_configured_servers_are_not_replaced():
+    answer = {**json.loads(_choices(1)), "kv_transfer_params": {"layerflow": {"v": 1, "servers": ["tcp://other:1"]}}}
+    with StubEngine(Behaviour(raw=json.dumps(answer).encode())) as prefiller, StubEngine() as decoder:
+        async with proxied(f"{prefiller.url}=tcp://p:1", decoder, order="concurrent") as scene:
+            for _ in range(2):
+                await scene.complete()
+            assert decoder.seen[-1].params["layerflow"]["servers"] == ["tcp://p:1"]
+
+
+async def test_a_body_that_drips_has_a_time_in_all():
+    with StubEngine() as prefiller, StubEngine() as decoder:
+        async with proxied(prefiller, decoder, idle_timeout_s=0.3) as scene:
+            host, port = scene.url.removeprefix("http://").split(":")
+            async with await anyio.connect_tcp(host, int(port)) as client, anyio.create_task_group() as tasks:
+                head = f"POST /instances/add HTTP/1.1\r\nhost: x\r\nauthorization: {OPERATOR['authorization']}\r\n"
+                await client.send(f"{head}content-length: 100000\r\n\r\n".encode())
+
+                async def drip():
+                    while True:
+                        await client.send(b" ")
+                        await anyio.sleep(0.05)
+
+                tasks.start_soon(drip)
+                assert (await client.receive()).startswith(b"HTTP/1.1 408 ")
+                tasks.cancel_scope.cancel()
