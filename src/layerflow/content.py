@@ -1,20 +1,26 @@
-"""Digest of what a model computes: its configuration and its weights, never its path or file times.
+"""Digest of what a model computes: its configuration and its whole weights, never its path or file times.
 
-Weights are sampled: a 4 GiB tensor is told from another by :data:`SAMPLES` windows of
-:data:`SAMPLE_BYTES` bytes, evenly spaced from its first byte to its last, so that a large model is
-fingerprinted in well under a second. Fine-tuning and quantising change every window of the tensors
-they touch. Entries are ordered by tensor name: how a checkpoint is cut into files does not matter.
+Every byte of every weight file counts: new rows of an embedding or one trained expert change a fraction of a tensor
+that samples would miss. A file's digest is its SHA-256, because that is the name that the Hugging Face cache gives to a
+file of weights: there it is known without reading. Elsewhere a file is read once, and its digest kept in the user's
+cache (``$XDG_CACHE_HOME/layerflow/digests``) under its inode, size and times.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
-import math
+import os
+import random
+import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -23,32 +29,26 @@ from layerflow.errors import SpecError
 if TYPE_CHECKING:
     import torch
 
-SAMPLES = 16
-SAMPLE_BYTES = 64
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
-
-# What a checkpoint's config.json says about its own history rather than about the model.
-VOLATILE_KEYS = frozenset({"_commit_hash", "_name_or_path", "name_or_path", "transformers_version"})
-
-# safetensors' names (safetensors/src/tensor.rs) to torch's.
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I16": "int16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "F32": "float32",
-    "I64": "int64",
-    "F64": "float64",
-}
-
-
 _NAMED = "named:"
 _EPOCH = "+epoch:"
+
+VOLATILE_KEYS = frozenset({"_commit_hash", "_name_or_path", "name_or_path", "transformers_version"})
+"""What a checkpoint's config.json says about its own history rather than about the model."""
+
+PIECE_BYTES = 8 << 20
+"""Read and hashed at a time; a digest that is given up ends after its present piece."""
+
+READERS = 4
+"""Threads that read files side by side: one hashes 1 to 2 GB/s."""
+
+SETTLED_S = 2.0
+"""How old a file's last change must be for its digest to be kept: times of file systems are coarse, and a change within
+the same tick would not be seen."""
+
+MOST_KEPT = 10_000
+"""Digests in the user's cache; the oldest are removed beyond that."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def renewed_content(content: str, name: str = "") -> str:
@@ -67,15 +67,6 @@ def name_in(content: str) -> str:
     return base.removeprefix(_NAMED) if base.startswith(_NAMED) else ""
 
 
-class _Entry(NamedTuple):
-    """One tensor: `sample` gives the bytes of its windows."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    sample: Callable[[], bytes]
-
-
 def model_content(path: Path) -> str:
     """Digest of a checkpoint folder: ``config.json`` and every ``.safetensors`` file in it.
 
@@ -83,74 +74,129 @@ def model_content(path: Path) -> str:
     engine that loads them.
 
     :param path: the checkpoint's folder.
-    :returns: 32 hex digits, equal for equal models on every host.
-    :raises SpecError: there is no checkpoint of this form, or a file of it is broken.
+    :returns: 32 hex digits, equal for equal files on every host.
+    :raises SpecError: there is no checkpoint of this form, or a file of it cannot be read.
     """
     return folder_content(path, "config.json")
 
 
-def folder_content(path: Path, config_name: str) -> str:
+def folder_content(path: Path, config_name: str, stop: threading.Event | None = None) -> str:
     """:func:`model_content` for folders whose configuration has another name (adapters).
 
-    :raises SpecError: as there.
+    :param stop: set by another thread, it ends this call.
+    :raises SpecError: as there, or `stop` was set.
     """
-    config = _read_json(path / config_name)
-    files = _weight_files(path)
+    config = read_json(path / config_name)
+    facts = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
+    return _combined(facts, [digest.encode() for digest in file_digests(weight_files(path), stop)])
+
+
+def weights_content(files: Sequence[Path], stop: threading.Event | None = None) -> str:
+    """Digest of a checkpoint's weights alone: neither the files' names nor their order count.
+
+    :param stop: set by another thread, it ends this call.
+    :returns: 32 hex digits.
+    :raises SpecError: a file cannot be read, changes meanwhile, or `stop` was set.
+    """
+    return _combined({}, [digest.encode() for digest in file_digests(files, stop)])
+
+
+def content_of_tensors(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor | np.ndarray]) -> str:
+    """Digest of a model that is in memory already; not the one that its files have.
+
+    :param config: JSON-like facts that shape the computation: sizes, norms, rotary base.
+    :param tensors: weights by name, torch (on any device; every byte is copied to the host) or numpy.
+    :returns: 32 hex digits.
+    :raises SpecError: `config` holds something that JSON cannot.
+    """
+    return _combined(config, [_tensor_digest(name, tensor) for name, tensor in tensors.items()])
+
+
+def weight_files(path: Path, load_format: str = "") -> list[Path]:
+    """The files that an engine loads a checkpoint from.
+
+    :param load_format: vLLM's: "mistral" = the files called ``consolidated*``, "auto" = these where there are any.
+    :raises SpecError: there is none.
+    """
+    files = sorted(path.glob("consolidated*.safetensors")) if load_format in ("mistral", "auto") else []
+    if not files:
+        index = path / "model.safetensors.index.json"
+        if index.exists():
+            names = read_json(index).get("weight_map", {}).values()
+            files = [path / name for name in sorted(set(names))]
+        else:
+            files = sorted(path.glob("*.safetensors"))
     if not files:
         raise SpecError(
             f"{path} holds no .safetensors file; name the model's content yourself "
             "(any string that changes whenever the weights do)"
         )
-    entries = [entry for file in files for entry in _file_entries(file)]
-    return _digest(config, entries)
+    return files
 
 
-def content_of_tensors(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor | np.ndarray]) -> str:
-    """Digest of a model that is in memory already; equals :func:`model_content` of the same model's files.
+def file_digests(files: Iterable[Path], stop: threading.Event | None = None) -> list[str]:
+    """SHA-256 of each file, in hex, sorted; files are read side by side.
 
-    :param config: JSON-like facts that shape the computation: sizes, norms, rotary base.
-    :param tensors: weights by name, torch (on any device; only the sampled bytes are copied) or numpy.
-    :returns: 32 hex digits.
-    :raises SpecError: `config` holds something that JSON cannot.
+    :raises SpecError: as :func:`file_digest`.
     """
-    return _digest(config, [_memory_entry(name, tensor) for name, tensor in tensors.items()])
+    # Workers of one engine read the same files: each begins with another one, and finds the rest in the cache.
+    waiting = list(files)
+    random.shuffle(waiting)
+    found: list[str] = []
+    failed: list[Exception] = []
+
+    def read() -> None:
+        with contextlib.suppress(IndexError):
+            while not failed:
+                file = waiting.pop()
+                try:
+                    found.append(file_digest(file, stop))
+                except Exception as error:  # noqa: BLE001 - raised to the caller
+                    failed.append(error)
+
+    count = max(1, min(READERS, len(waiting), (os.cpu_count() or 1) // 2))
+    readers = [threading.Thread(target=read, name="layerflow-digest", daemon=True) for _ in range(count)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    if failed:
+        raise failed[0]
+    return sorted(found)
 
 
-def _digest(config: Mapping[str, Any], entries: list[_Entry]) -> str:
-    hasher = hashlib.blake2b(digest_size=16, person=b"layerflow-conten")
-    facts = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
+def file_digest(path: Path, stop: threading.Event | None = None) -> str:
+    """SHA-256 of a file, in hex: from its name in the Hugging Face cache, from the user's cache, or by reading it.
+
+    :param stop: set by another thread, it ends this call.
+    :raises SpecError: the file cannot be read, changes meanwhile, or `stop` was set.
+    """
+    real = Path(os.path.realpath(path))
+    if real.parent.name == "blobs" and _DIGEST.fullmatch(real.name) and real.is_file():
+        return real.name
     try:
-        _update(hasher, json.dumps(facts, sort_keys=True, separators=(",", ":")).encode())
-    except (TypeError, ValueError) as error:
-        raise SpecError(f"the model's config is not plain JSON ({error}); pass numbers, strings and lists") from error
-    for entry in sorted(entries, key=lambda entry: entry.name):
-        _update(hasher, f"{entry.name} {entry.dtype} {list(entry.shape)}".encode())
-        _update(hasher, entry.sample())
-    return hasher.hexdigest()
+        with real.open("rb") as file:
+            before = os.fstat(file.fileno())
+            with _kept(before) as kept:
+                known = kept.read(65).decode("ascii", "replace") if kept is not None else ""
+                if _DIGEST.fullmatch(known):
+                    return known
+                digest = _sha256(file, path, stop)
+                if _stamp(os.fstat(file.fileno())) != _stamp(before):
+                    raise SpecError(f"{path} was written to while it was read; its content cannot be told")
+                if kept is not None and time.time() - max(before.st_mtime, before.st_ctime) > SETTLED_S:
+                    kept.truncate(0)
+                    os.pwrite(kept.fileno(), digest.encode(), 0)
+                return digest
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _update(hasher: hashlib.blake2b, part: bytes) -> None:
-    hasher.update(len(part).to_bytes(8, "little"))
-    hasher.update(part)
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
 
-
-def _windows(nbytes: int) -> list[tuple[int, int]]:
-    """The sampled byte ranges of a tensor of `nbytes` bytes: all of it, where it is small."""
-    if nbytes <= SAMPLES * SAMPLE_BYTES:
-        return [(0, nbytes)]
-    last = nbytes - SAMPLE_BYTES
-    return [(at, at + SAMPLE_BYTES) for at in (index * last // (SAMPLES - 1) for index in range(SAMPLES))]
-
-
-def _weight_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        names = _read_json(index).get("weight_map", {}).values()
-        return [path / name for name in sorted(set(names))]
-    return sorted(path.glob("*.safetensors"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+    :raises SpecError: there is none.
+    """
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -162,64 +208,67 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _file_entries(path: Path) -> Iterator[_Entry]:
-    """Parse one safetensors header: 8-byte little-endian length, then JSON; tensor bytes follow."""
+def _combined(config: Mapping[str, Any], parts: Iterable[bytes]) -> str:
+    hasher = hashlib.blake2b(digest_size=16, person=b"layerflow-conten")
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            raw = file.read(size) if size <= MAX_HEADER_BYTES else b""
-            total = file.seek(0, 2)
-    except OSError as error:
-        raise SpecError(f"cannot read {path}: {error.strerror}") from error
-    if len(raw) != size or not size:
-        raise SpecError(f"{path} is no safetensors file, or is cut off: its header claims {size} bytes")
-    try:
-        header = json.loads(raw)
-        for name, facts in header.items():
-            if name == "__metadata__":
-                continue
-            start, stop = (8 + size + int(offset) for offset in facts["data_offsets"])
-            if not start <= stop <= total:
-                raise SpecError(f"{path}: tensor {name!r} lies outside the file of {total} bytes; download it again")
-            dtype = _DTYPES.get(facts["dtype"], facts["dtype"])
-            yield _Entry(name, dtype, tuple(facts["shape"]), _file_sampler(path, start, stop))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, SpecError):
-            raise
-        raise SpecError(f"{path}: unreadable safetensors header ({error!r}); download it again") from error
+        facts = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"the model's config is not plain JSON ({error}); pass numbers, strings and lists") from error
+    for part in [facts, *sorted(parts)]:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
-def _file_sampler(path: Path, start: int, stop: int) -> Callable[[], bytes]:
-    def sample() -> bytes:
-        with path.open("rb") as file:
-            return b"".join(_read_at(file, start + lo, hi - lo) for lo, hi in _windows(stop - start))
-
-    return sample
-
-
-def _read_at(file: BinaryIO, at: int, nbytes: int) -> bytes:
-    file.seek(at)
-    return file.read(nbytes)
+def _sha256(file: BinaryIO, path: Path, stop: threading.Event | None) -> str:
+    hasher, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
+    while count := file.readinto(buffer):  # type: ignore[attr-defined]
+        hasher.update(buffer[:count])
+        if stop is not None and stop.is_set():
+            raise SpecError(f"{path} was not read to its end: the engine is shutting down")
+    return hasher.hexdigest()
 
 
-def _memory_entry(name: str, tensor: torch.Tensor | np.ndarray) -> _Entry:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    shape = tuple(tensor.shape)
-    nbytes = math.prod(shape) * tensor.dtype.itemsize
-
-    def sample() -> bytes:
-        where = np.concatenate([np.arange(lo, hi) for lo, hi in _windows(nbytes)])
-        if isinstance(tensor, np.ndarray):
-            flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-            return bytes(flat[where])
-        return _sample_torch(tensor, where)
-
-    return _Entry(name, dtype, shape, sample)
+def _stamp(stat: os.stat_result) -> tuple[int, ...]:
+    # Copies may keep the time of the original's last change; the inode's own change time tells them apart.
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def _sample_torch(tensor: torch.Tensor, where: np.ndarray) -> bytes:
-    import torch  # noqa: PLC0415  the ground floor does not load torch; whoever has a tensor already has
+@contextlib.contextmanager
+def _kept(stat: os.stat_result) -> Iterator[BinaryIO | None]:
+    """The file's entry in the user's cache, locked, so that of several processes one reads it; None = there is none."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerflow" / "digests"
+    name = hashlib.sha256(repr(_stamp(stat)).encode()).hexdigest()[:32]
+    with contextlib.ExitStack() as stack:
+        entry: BinaryIO | None = None
+        with contextlib.suppress(OSError):  # a home that cannot be written to, or cannot lock
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _prune(folder)
+            opened = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            entry = stack.enter_context(os.fdopen(opened, "r+b", buffering=0))
+            fcntl.flock(entry, fcntl.LOCK_EX)
+        yield entry
 
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    sampled: np.ndarray = flat[torch.from_numpy(where).to(flat.device)].cpu().numpy()
-    return sampled.tobytes()
+
+def _prune(folder: Path) -> None:
+    entries = list(os.scandir(folder))
+    if len(entries) > MOST_KEPT:
+        for entry in sorted(entries, key=lambda each: each.stat().st_mtime)[: len(entries) - MOST_KEPT // 2]:
+            Path(entry.path).unlink(missing_ok=True)
+
+
+def _tensor_digest(name: str, tensor: torch.Tensor | np.ndarray) -> bytes:
+    head = f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\0"
+    hasher = hashlib.sha256(head.encode())
+    if isinstance(tensor, np.ndarray):
+        hasher.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+    else:
+        hasher.update(tensor_bytes(tensor))
+    return hasher.digest()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's elements in order, copied to the host."""
+    import torch  # noqa: PLC0415  the ground floor does not load torch; a caller with a tensor has loaded it
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_vllm_scheduler import House, fakes  # noqa: F401  the stand-ins are an autouse fixture
 from vllm_fakes import pieces
 
 from layerflow.agent.values import Hit
+from layerflow.connectors.vllm.identity import adapters
 from layerflow.connectors.vllm.identity.adapters import Adapters
-from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.errors import ConfigError
+
+PATIENCE_S = 20.0
 
 
 def written(folder: Path, weight: int) -> Path:
@@ -98,6 +102,48 @@ class TestContent:
             Adapters().content(lora(tmp_path / "a"))
 
 
+class TestLargeAdapters:
+    """They are read behind the scheduler's thread; until that is done their requests are not cached."""
+
+    @pytest.fixture(autouse=True)
+    def behind(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+        """All are large, and are read once this is set."""
+        go, folder_content = threading.Event(), adapters.folder_content
+
+        def late(*given: Any) -> str:
+            go.wait(PATIENCE_S)
+            return folder_content(*given)
+
+        monkeypatch.setattr(adapters, "SMALL_BYTES", 0)
+        monkeypatch.setattr(adapters, "folder_content", late)
+        return go
+
+    def read(self, known: Adapters) -> None:
+        for reading in known._readings.values():
+            assert reading.wait(PATIENCE_S)
+
+    def test_they_have_a_content_once_they_are_read(self, behind: threading.Event, tmp_path: Path) -> None:
+        known, asked = Adapters(), lora(written(tmp_path / "a", 1))
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="being read"):
+                known.content(asked)
+        assert not known.lost(asked)
+        behind.set()
+        self.read(known)
+        assert known.content(asked) == known.content(asked) != ""
+
+    def test_files_that_were_replaced_meanwhile_may_be_either(self, behind: threading.Event, tmp_path: Path) -> None:
+        known, asked = Adapters(), lora(written(tmp_path / "a", 1))
+        with pytest.raises(ConfigError, match="being read"):
+            known.content(asked)
+        written(tmp_path / "a", 2)
+        behind.set()
+        self.read(known)
+        with pytest.raises(ConfigError, match="new id"):
+            known.content(asked)
+        assert known.lost(asked)
+
+
 class TestMixed:
     @pytest.mark.parametrize("by_path", [True, False])
     def test_what_vllms_own_cache_cannot_tell_apart(self, by_path: bool, tmp_path: Path) -> None:
@@ -178,13 +224,3 @@ class TestRequests:
         made = house.arrive(resumable=True)
         assert house.lookups.asked == []
         assert house.side.matched(made, 0) == (0, False)
-
-    def test_images_are_known_by_what_vllm_calls_them_and_by_whose_they_are(self) -> None:
-        house = House()
-        image = SimpleNamespace(mm_position=SimpleNamespace(offset=70, length=4), identifier="cat")
-        made = house.arrive(mm_features=[image])
-        assert house.side.spec is not None
-        ours, theirs = (RequestKeys(media_salt=salt).chain(house.side.spec, made) for salt in ("", "engine:"))
-        assert ours.digests == house.lookups.asked[0].chain.digests
-        assert ours.digests[0] == theirs.digests[0]
-        assert ours.digests[1] != theirs.digests[1]

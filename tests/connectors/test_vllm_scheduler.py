@@ -15,7 +15,7 @@ from vllm_fakes import BLOCK, FULL, FakeLookups, hooked, output, pieces, request
 from layerflow.agent.values import MISS, Hit
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide
-from layerflow.connectors.vllm.plan.plan import WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.plan import NOT_NAMED, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler import scheduler, search
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.scheduler.search import STALE_S
@@ -34,13 +34,15 @@ class FakeControl:
 
     def __init__(self, *_: Any) -> None:
         self.resets = 0
+        self.open_steps: list[int] = []
         self.released: list[tuple[str, tuple[str, ...]]] = []
         self.away = self.closed = False
 
-    def reset(self, timeout_s: float) -> None:
+    def reset(self, timeout_s: float) -> dict[str, int]:
         if self.away:
             raise SessionError("nobody is there")
         self.resets += 1
+        return {"steps": self.open_steps.pop(0) if self.open_steps else 0, "leases": 0}
 
     def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
         self.released.append((handoff, tuple(servers)))
@@ -495,6 +497,58 @@ class TestLateLayouts:
         assert side.finished(made) == (False, None)
         self.hear(side, WorkerReport(layouts=tuple(layouts)))
         assert side._lookups.asked == []  # type: ignore[union-attr]
+
+
+class TestUnnamedWeights:
+    """Until the digest of its weights is known, an engine runs as it would without layerflow."""
+
+    side, hear = TestLateLayouts.side, TestLateLayouts.hear
+
+    @pytest.mark.parametrize("by", ["handshake", "report"])
+    def test_no_request_waits_for_it(self, by: str) -> None:
+        side, layouts = self.side()
+        first = request("first", 150)
+        if by == "report":
+            side.arrived(first)
+            self.hear(side, WorkerReport(layouts=(NOT_NAMED,)))
+        else:
+            side.meet_workers([NOT_NAMED])
+            side.arrived(first)
+        assert side.matched(first, 0) == (0, False)
+        self.hear(side, None)
+        again = request("again", 150)
+        side.arrived(again)
+        assert side.matched(again, 0) == (0, False)
+        self.hear(side, WorkerReport(layouts=tuple(layouts)))
+        later = request("later", 150)
+        side.arrived(later)
+        assert [inquiry.request for inquiry in side._lookups.asked] == ["later"]  # type: ignore[union-attr]
+
+    def test_all_ranks_must_have_theirs(self) -> None:
+        side, layouts = self.side(ranks=2)
+        side.meet_workers([layouts[0], NOT_NAMED])
+        self.hear(side, WorkerReport(layouts=tuple(layouts[:1])))
+        assert side.spec is None
+        self.hear(side, WorkerReport(layouts=tuple(layouts[1:])))
+        assert side.spec is not None
+
+    def test_weights_that_are_replaced_before_are_not_those_of_the_digest(self) -> None:
+        side, layouts = self.side()
+        side.meet_workers([NOT_NAMED])
+        assert side.reset()
+        self.hear(side, WorkerReport(layouts=tuple(layouts)))
+        assert side.spec is not None and side.spec.content != spec_of().content
+
+    def test_an_engine_that_may_not_reuse_asks_nobody(self) -> None:
+        side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True, reuses=False)
+        side.meet_workers([])
+        made = request("r", 150)
+        side.arrived(made)
+        assert side.matched(made, 0) == (0, False)
+        assert side.plan(output({"r": 150})).empty
+        self.hear(side, None)
+        assert side.finished(made) == (False, None)
+        assert side.reset()
 
 
 class TestReset:

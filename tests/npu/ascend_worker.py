@@ -111,8 +111,8 @@ class AscendWorker:
         connector = connector_class()
         layout = sys.modules["layerflow.connectors.vllm.layout"]
         # There is no model whose weights or backends could be asked.
-        patch.setattr(layout, "content_of", lambda *_: "ascend")
-        patch.setattr(layout, "arithmetic_of", lambda *_: "")
+        patch.setattr(layout, "checkpoint_of", lambda *_: layout.Checkpoint("ascend"))
+        patch.setattr(layout, "_arithmetic", lambda *_: "")
         patch.setattr(layout, "_packing", lambda *_: "packed")
         agent = sys.modules["layerflow.connectors.vllm.connector"].Agent
         patch.setattr("layerflow.connectors.vllm.connector.waits_by_layer", lambda *_: False)  # needs vLLM itself
@@ -134,8 +134,16 @@ class AscendWorker:
             scheduler_config=SimpleNamespace(async_scheduling=False),
             speculative_config=None,
             device_config=SimpleNamespace(device_type="npu"),
+            load_config=None,
+            cache_config=SimpleNamespace(),
             model_config=SimpleNamespace(
-                served_model_name="ascend", model="ascend", use_mla=True, get_total_num_kv_heads=lambda: 2
+                served_model_name="ascend",
+                model="ascend",
+                use_mla=True,
+                get_total_num_kv_heads=lambda: 2,
+                runner_type="generate",
+                pooler_config=None,
+                is_prefix_caching_supported=True,
             ),
         )
         specs = [type(group.spec, (), dict(group.attributes))() for group in groups]

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import pytest
 from pool_contract import OBJECT, READER, WRITER, key_of, new
 
 from layerflow.pool.arena import Arena
 from layerflow.pool.base import ReserveStatus
-from layerflow.pool.eviction import Evictable, S3Fifo
+from layerflow.pool.eviction import MOST_MOVES, Evictable, S3Fifo
 from layerflow.pool.memory import MemoryPool
 
 
@@ -107,3 +108,35 @@ def test_a_scan_beside_a_hot_set_hurts_less_than_under_lru():
 def test_without_a_scan_it_is_no_worse_than_lru():
     requests = [(turn * turn + 3 * turn) % 40 if turn % 3 else turn % 8 for turn in range(3000)]
     assert pool_hit_rate(24, requests) > lru_hit_rate(24, requests) - 0.02
+
+
+@pytest.mark.parametrize("uses", [0, 1, 2, 3])
+def test_a_victim_moves_few_objects_however_many_were_used(uses):
+    policy, items = filled(10_000)
+    for _ in range(uses):
+        policy.use(items)
+    gone = [policy.victim() for _ in range(50)]
+    assert policy.moves <= 50 * (MOST_MOVES + 1)
+    assert gone == items[:50], "all were used equally: the oldest go"
+    policy.validate()
+
+
+def test_of_objects_that_are_passed_over_the_least_used_goes():
+    policy: S3Fifo[Evictable] = S3Fifo()
+    items = [Evictable(key_of(number), 10) for number in range(200)]
+    for item in items:
+        item.proven, item.uses = True, 3
+        policy.admit(item)
+    items[5].uses = 1
+    assert policy.victim() is items[5]
+    policy.validate()
+
+
+def test_every_victim_of_a_used_pool_leaves_once():
+    policy, items = filled(3000)
+    for turn, item in enumerate(items):
+        for _ in range(turn % 4):
+            policy.use([item])
+    gone = [policy.victim() for _ in items]
+    assert len(set(gone)) == len(items) and policy.victim() is None
+    policy.validate()

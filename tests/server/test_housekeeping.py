@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from e2e.known import eventually
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerflow.pool.base import Pool
+from layerflow.server.handoffs.follows import ALLOWED_S, Follows
 from layerflow.server.housekeeping import MOST_BEHIND_S, PERIOD_S, LeaseClock
 from server.support import Embed
 
@@ -60,3 +64,17 @@ def test_upkeep_that_fails_does_not_end_the_server(embed: Embed, monkeypatch: py
         assert eventually(lambda: len(failures) >= 2), "one failure ended the upkeep"
     assert server.server.healthy
     assert server.server.metrics.summary()["housekeeping_failures_total"] >= 2
+
+
+def test_requests_that_may_follow_end_in_the_order_of_their_last_lookup() -> None:
+    follows = Follows(cast(Pool, None), lambda _: None, lambda *_: None)
+    for number in range(4):
+        follows.allow("engine", f"r{number}", float(number))
+    follows.allow("engine", "r0", 5.0)  # looked up again
+    follows.disallow("engine", "r2")
+    follows.expire(ALLOWED_S + 2.5)
+    assert [follows.allowed("engine", f"r{number}") for number in range(4)] == [True, False, False, True]
+    follows.expire(ALLOWED_S + 4.0)
+    assert [follows.allowed("engine", f"r{number}") for number in range(4)] == [True, False, False, False]
+    follows.expire(ALLOWED_S + 5.0)
+    assert not follows.allowed("engine", "r0")

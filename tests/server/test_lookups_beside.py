@@ -14,7 +14,7 @@ from layerflow.agent import Hit
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.keys import Chain
 from layerflow.server import EmbeddedServer
-from layerflow.server.handlers import turns
+from layerflow.server.clients import turns
 from layerflow.server.handlers.forget import reset_engine
 from server.support import Embed, worker_on
 

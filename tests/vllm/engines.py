@@ -37,6 +37,7 @@ PER_MODEL: dict[str, dict[str, Any]] = {
     "mla": {"dtype": "float32", "compilation_config": {"custom_ops": ["none"]}},
     "gemma3": {"dtype": "float32"},
     "gptoss": {"dtype": "bfloat16"},
+    "phi3": {"dtype": "float32"},
     "qwen3moe": {"dtype": "bfloat16"},
     # Recurrent states are kept at block boundaries only where vLLM's own prefix cache is on.
     "qwen3next": {"dtype": "bfloat16", "enable_prefix_caching": True, "mamba_cache_mode": "align"},
@@ -79,7 +80,7 @@ class Engine:
 
     :param model: of :data:`models.MODELS`.
     :param log: takes its output.
-    :param arguments: of ``vllm.LLM``, over the ones for all and for the model.
+    :param arguments: of ``vllm.LLM``, over the ones for all and for the model (``folder``: where it lies).
     :raises EngineFailed: it did not start.
     """
 
@@ -90,7 +91,8 @@ class Engine:
         self._log = log
         context = fork_server(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "scenario"], ENVIRONMENT)
         self._pipe, theirs = context.Pipe()
-        merged = COMMON | PER_MODEL[model] | arguments | {"model": str(MODELS / model)}
+        folder = {"model": str(arguments.pop("folder", MODELS / model))}
+        merged = COMMON | PER_MODEL[model] | arguments | folder
         self.process = context.Process(target=scenario.serve, args=(theirs, merged, str(log)))
         self.process.start()
         theirs.close()
@@ -121,6 +123,18 @@ class Engine:
     def finish(self) -> list[Answer]:
         """The answers to what was begun."""
         return self._hear(ANSWER_S)
+
+    def pool(self, *prompts: Prompt, task: str) -> list[Any]:
+        """What a pooling model makes of prompts that arrive together."""
+        return self._ask("pool", list(prompts), task)
+
+    def generate_embedded(self, *prompts: Prompt, max_tokens: int = 6) -> list[tuple[int, ...]]:
+        """Serve prompts that are given as embeddings: the tokens of each answer."""
+        return self._ask("generate_embedded", list(prompts), max_tokens)
+
+    def read_weights(self) -> None:
+        """Let layerflow read the weights of an engine that was started with ``unread``."""
+        assert self._ask("read_weights")
 
     def margins(self, *prompts: Prompt, max_tokens: int) -> list[list[tuple[int, float]]]:
         """The tokens of each answer, and by how much each is likelier than any other, in log probability."""

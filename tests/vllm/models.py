@@ -84,8 +84,20 @@ def qwen3next() -> Any:
     return Qwen3NextForCausalLM(Qwen3NextConfig(**common, **heads, **state, **experts, **sizes)).bfloat16()
 
 
+def phi3() -> Any:
+    """LongRoPE: an engine whose prompts may exceed 1024 tokens rotates all of them by the long factors."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 1024}
+    rope |= {"short_factor": [1.0] * 32, "long_factor": [float(4 + i) for i in range(32)]}
+    sizes = {"intermediate_size": 512, "num_hidden_layers": 3, "original_max_position_embeddings": 1024}
+    sizes |= {"pad_token_id": 0}
+    return Phi3ForCausalLM(Phi3Config(**COMMON, **heads, **sizes, rope_parameters=rope))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
-    maker.__name__: maker for maker in (llama, mla, gemma3, gptoss, qwen3moe, qwen3next)
+    maker.__name__: maker for maker in (llama, mla, gemma3, gptoss, qwen3moe, qwen3next, phi3)
 }
 
 

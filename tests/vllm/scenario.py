@@ -10,6 +10,7 @@ import itertools
 import multiprocessing.connection
 import os
 import random
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -70,7 +71,8 @@ PLAIN = Terms()
 class Scenario:
     """One vLLM and what a test may ask of it. Greedy; never stops at an end token.
 
-    :param arguments: of ``vllm.LLM``; ``ahead``: schedule each step before the output of the one before it is seen.
+    :param arguments: of ``vllm.LLM``; ``ahead``: schedule each step before the output of the one before it is seen;
+        ``unread``: layerflow's reading of the weights begins with :meth:`read_weights`.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -78,6 +80,9 @@ class Scenario:
 
         if arguments.pop("ahead", False):
             schedule_ahead()
+        self._read = threading.Event()
+        if arguments.pop("unread", False):
+            _read_late(self._read)
         self._figures = _sum_figures()
         self._states: tuple[dict[Any, bytes], ...] | None = None
         self._llm = LLM(**arguments)
@@ -153,6 +158,29 @@ class Scenario:
             self._engine.add_request(name, tokens, sampling, lora_request=lora)
         finally:
             connector.on_new_request = arrived
+
+    def pool(self, prompts: Sequence[Prompt], task: str) -> list[Any]:
+        """What a pooling model makes of prompts that arrive together, as nested lists."""
+        asked = [{"prompt_token_ids": list(each)} for each in prompts]
+        outputs = self._llm.encode(asked, pooling_task=task, use_tqdm=False)
+        self.free_blocks()  # what a prompt without further steps has saved is told in steps that compute nothing
+        return [output.outputs.data.float().tolist() for output in outputs]
+
+    def generate_embedded(self, prompts: Sequence[Prompt], max_tokens: int) -> list[tuple[int, ...]]:
+        """Serve prompts that are given as embeddings: rows of a table of random ones."""
+        import torch
+        from vllm import SamplingParams
+
+        size = self._engine.vllm_config.model_config.get_hidden_size()
+        table = torch.randn(2048, size, generator=torch.Generator().manual_seed(0))
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
+        asked = [{"prompt_embeds": table[list(each)]} for each in prompts]
+        return [tuple(each.outputs[0].token_ids) for each in self._llm.generate(asked, sampling, use_tqdm=False)]
+
+    def read_weights(self) -> bool:
+        """Let layerflow read the weights; returns once it has, and tells whether it could."""
+        self._read.set()
+        return all(each._reading.wait(DRAIN_S) for each in _CONNECTORS)
 
     def margins(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[tuple[int, float]]]:
         """The tokens of each answer, and by how much each is likelier than any other, in log probability."""
@@ -296,6 +324,28 @@ def _watch_states() -> tuple[dict[Any, bytes], ...]:
     return saved, loaded, current
 
 
+_CONNECTORS: list[Any] = []
+
+
+def _read_late(go: threading.Event) -> None:
+    """A start does not wait for the digest of the weights, and their reading waits for `go`."""
+    from layerflow.connectors.vllm import connector, layout
+
+    with_content, register = layout.Layout.with_content, connector.LayerflowConnector.register_kv_caches
+
+    def registered(self: Any, caches: Any) -> None:
+        _CONNECTORS.append(self)
+        register(self, caches)
+
+    def late(self: Any, stop: threading.Event) -> Any:
+        go.wait()
+        return with_content(self, stop)
+
+    connector.START_WAIT_S = 0.0
+    connector.LayerflowConnector.register_kv_caches = registered
+    layout.Layout.with_content = late  # type: ignore[method-assign]
+
+
 def _break_loads(_worker: Any, share: float) -> None:
     """In a worker's process."""
     from layerflow.agent import Step
@@ -321,11 +371,20 @@ def _break_loads(_worker: Any, share: float) -> None:
 
 
 def feature(offset: int, length: int, identifier: str) -> Any:
-    """An image as vLLM's Request has it; its data is with vLLM's own caches."""
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    """An image as vLLM's Request has it; what it shows follows from its identifier."""
+    import torch
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
 
     where = PlaceholderRange(offset=offset, length=length)
-    return MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=where)
+    pixels = torch.tensor(list(identifier.encode()), dtype=torch.float32)
+    data = MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(data=pixels, field=MultiModalBatchedField())})
+    return MultiModalFeatureSpec(data=data, modality="image", identifier=identifier, mm_position=where)
 
 
 def schedule_ahead() -> None:

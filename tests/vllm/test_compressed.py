@@ -94,11 +94,12 @@ def _members(group: Any) -> Iterator[tuple[str, Any]]:
 def _translated(config: Any, cache: Any, views: dict[str, torch.Tensor]) -> layouts.Layout:
     with pytest.MonkeyPatch.context() as patch:
         # There is no model here whose weights or backends could be asked.
-        patch.setattr(layouts, "content_of", lambda *_: "deepseek-v4-flash")
-        patch.setattr(layouts, "arithmetic_of", lambda *_: "")
+        patch.setattr(layouts, "checkpoint_of", lambda *_: layouts.Checkpoint("deepseek-v4-flash"))
+        patch.setattr(layouts, "_arithmetic", lambda *_: "")
         patch.setattr(layouts, "_packing", lambda *_: "packed")
         config.model_config = SimpleNamespace(served_model_name="v4", model="v4", get_total_num_kv_heads=lambda: 1)
-        return layouts.layout_of(config, cache, views, Options())
+        config.load_config = None
+        return layouts.layout_of(config, cache, views, Options()).with_content()
 
 
 def test_the_groups_are_those_of_the_model(layout: layouts.Layout) -> None:

@@ -1,6 +1,6 @@
 """Keys of vLLM's real requests: two share what vLLM's own prefix cache would share between them, and no more.
 
-Made-up multimodal inputs: no model of these tests has eyes.
+Made-up multimodal inputs: no model of these tests has eyes. What an input shows follows from its identifier.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import pytest
 from lora import adapter
 from scenario import feature
 
-from layerflow.connectors.vllm.identity.adapters import Adapters
-from layerflow.connectors.vllm.identity.identity import RequestKeys, arithmetic_of, media_salt_of
+from layerflow.connectors.vllm.identity.computation import rotary_facts
+from layerflow.connectors.vllm.identity.identity import RequestKeys, arithmetic_of
+from layerflow.connectors.vllm.reuse import kind_of, obstacle
 from layerflow.errors import Unsupported
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 
@@ -122,37 +123,97 @@ def test_an_image_of_a_session_that_goes_on_is_not_guessed() -> None:
         RequestKeys().chain(SPEC, request(TOKENS, resumable=True))
 
 
-def config(*, cache_gb: float = 4, prefix_caching: bool = True, lora: Any = None, **media: Any) -> Any:
+def config(*, lora: Any = None, **media: Any) -> Any:
     """The parts of vLLM's configuration that requests' keys depend on."""
-    seeing = SimpleNamespace(mm_processor_cache_gb=cache_gb, **media)
+    seeing = SimpleNamespace(**media)
     return SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=seeing, quantization=None, dtype="float32"),
-        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching, cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         lora_config=lora,
     )
 
 
-def test_images_that_vllm_only_counts_are_no_other_engines() -> None:
-    """Without both of its caches vLLM calls the first image of every engine the same."""
-    first = request(TOKENS, [(40, 30, "renderer0-mm-1-image-0")])
-    named = [RequestKeys(Adapters(), media_salt_of(config())) for _ in range(2)]
-    counted = [RequestKeys(Adapters(), media_salt_of(config(cache_gb=0, prefix_caching=False))) for _ in range(2)]
-    assert shared(*[keys.chain(SPEC, first).digests for keys in named]) == 10
-    assert shared(*[keys.chain(SPEC, first).digests for keys in counted]) == 2
-    assert hit(counted[0], first, first) == 160
-    for one_is_on in (config(cache_gb=0), config(prefix_caching=False)):
-        assert media_salt_of(one_is_on) == ""
+def test_an_image_of_which_only_the_name_is_known_has_no_key() -> None:
+    """With vLLM's cache in shared memory its scheduler has an address; in other cases nothing."""
+    asked = request(TOKENS, (CAT, DOG))
+    asked.mm_features[1].data = None
+    assert len(RequestKeys().chain(SPEC, asked)) == DOG[0]
+
+
+def test_an_image_is_known_by_what_it_shows() -> None:
+    keys, named, other = RequestKeys(), request(TOKENS, (CAT,)), request(TOKENS, (CAT,))
+    named.mm_features[0].identifier = "what a client calls it"
+    assert hit(keys, request(TOKENS, (CAT,)), named) == 160
+    other.mm_features[0].data["pixel_values"].data += 1
+    other.mm_features[0].identifier = "another"
+    assert hit(keys, request(TOKENS, (CAT,)), other) == 32
+
+
+def test_every_pooler_of_vllms_is_told_apart() -> None:
+    from vllm.config.pooler import SEQ_POOLING_TYPES, TOK_POOLING_TYPES
+
+    kinds = {(seq, tok) for seq in SEQ_POOLING_TYPES for tok in TOK_POOLING_TYPES}
+
+    def pooling(seq: str, tok: str) -> Any:
+        pooler = SimpleNamespace(seq_pooling_type=seq, tok_pooling_type=tok)
+        model = SimpleNamespace(runner_type="pooling", pooler_config=pooler, is_prefix_caching_supported=True)
+        return SimpleNamespace(model_config=model, cache_config=SimpleNamespace())
+
+    assert [kind for kind in sorted(kinds) if not obstacle(pooling(*kind), [])] == [("LAST", "ALL")]
+
+
+def test_the_cache_of_a_prefix_lm_is_no_other_requests() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    model = SimpleNamespace(runner_type="generate", pooler_config=None, is_prefix_caching_supported=True)
+    engine = SimpleNamespace(model_config=model, cache_config=SimpleNamespace())
+    causal, prefix = FullAttentionSpec(**sizes), FullAttentionSpec(**sizes, non_causal=True)
+    assert obstacle(engine, [causal]) == ""
+    assert "later ones" in obstacle(engine, [causal, prefix])
+    assert (kind_of(causal), kind_of(MLAAttentionSpec(**sizes))) == ("full", "mla")
+    with pytest.raises(Unsupported, match="non_causal=True"):
+        kind_of(prefix)
+    with pytest.raises(Unsupported, match="non_causal_multi_token_decode=True"):
+        kind_of(MLAAttentionSpec(**sizes, non_causal_multi_token_decode=True))
+
+
+def test_vllms_rotary_embeddings_are_keyed_by_their_parameters() -> None:
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    scalings: dict[str, dict[str, Any]] = {
+        "default": {},
+        "linear": {"factor": 2.0},
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "yarn": {"factor": 4.0},
+        "dynamic": {"factor": 2.0},
+    }
+    facts: dict[str, Any] = {}
+    with set_current_vllm_config(VllmConfig()):
+        for name, more in scalings.items():
+            for theta, length in ((1e4, 2048), (1e4, 4096), (2e4, 2048)):
+                told = {"rope_type": name, "rope_theta": theta, "original_max_position_embeddings": 1024, **more}
+                facts[f"{name} {theta:g} {length}"] = rotary_facts(get_rope(64, length, True, told, torch.float32))
+    for name in scalings:
+        assert (facts[f"{name} 10000 2048"] == facts[f"{name} 10000 4096"]) is (name != "dynamic"), name
+    assert len({str(each) for each in facts.values()}) == 2 * len(scalings) + 1
 
 
 def test_how_images_are_read_and_adapters_applied_is_keyed() -> None:
     from vllm.config import LoRAConfig
 
-    def with_adapters(**changed: Any) -> str:
-        return arithmetic_of(config(lora=dataclasses.replace(LoRAConfig(lora_dtype="float16"), **changed)))
+    def told(**changed: Any) -> str:
+        return arithmetic_of(config(**changed), "0.32")
 
-    same = arithmetic_of(config())
-    assert arithmetic_of(config(mm_processor_kwargs=None, lora=None)) == same
-    assert arithmetic_of(config(lora=LoRAConfig())) == same, "requests without an adapter are shared"
-    every = [same, arithmetic_of(config(mm_processor_kwargs={"min_pixels": 4})), with_adapters()]
+    def with_adapters(**changed: Any) -> str:
+        return told(lora=dataclasses.replace(LoRAConfig(lora_dtype="float16"), **changed))
+
+    same = told()
+    assert told(mm_processor_kwargs=None) == same
+    assert told(lora=LoRAConfig()) == same, "requests without an adapter are shared"
+    every = [same, told(mm_processor_kwargs={"min_pixels": 4}), with_adapters()]
     every += [with_adapters(target_modules=["q_proj"]), with_adapters(enable_tower_connector_lora=True)]
     assert len(set(every)) == len(every)

@@ -161,7 +161,13 @@ class Pool(Protocol):
         ...
 
     def acquire(
-        self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False
+        self,
+        keys: Sequence[bytes],
+        owner: Owner,
+        until: float,
+        *,
+        lease: bool = False,
+        counts: Sequence[int] | None = None,
     ) -> list[Located | None]:
         """Pin complete objects against eviction until released or until `until`; None = not there.
 
@@ -170,6 +176,7 @@ class Pool(Protocol):
 
         :param lease: for a hit that waits for its step. Where pins take a set share of the room already, such an
             object is told and counted, and not pinned, so that saves find room however many requests wait.
+        :param counts: blocks that are wanted of each: an object that has fewer is not there.
         """
         ...
 
@@ -198,6 +205,10 @@ class Pool(Protocol):
 
     def owners(self) -> list[Owner]:
         """Who pins something."""
+        ...
+
+    def pinned_by(self, owner: Owner) -> int:
+        """How many objects an owner pins."""
         ...
 
     def keys(self) -> list[bytes]:
@@ -246,6 +257,11 @@ class Pool(Protocol):
 
     def clear(self) -> int:
         """Hide every complete object; how many."""
+        ...
+
+    @property
+    def departures(self) -> int:
+        """How many complete objects have been evicted or hidden since the start."""
         ...
 
     def statistics(self) -> PoolStatistics:

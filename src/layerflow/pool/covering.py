@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from layerflow.boxes import Box, cover
@@ -18,6 +18,10 @@ MOST_PARTITIONS = 4
 
 MOST_HEARD = 16
 """Partitions of one model of which a tier or peers have told that are remembered: the newest."""
+
+
+MOST_BOXES = 64
+"""Workers of a partition of which others have told: one of more is not looked for, as nothing proves that it exists."""
 
 
 class _Partitions(NamedTuple):
@@ -61,7 +65,9 @@ class CoveringPool(MemoryPool):
     def hear(self, model: bytes, shard: Shard) -> None:
         """Workers of this partition have stored behind the arena, or at a peer; those that attach here go before it."""
         known = self._partitions.get(model)
-        if known is None or not known.attached or known.heard[-1:] == [shard] or not alike(shard, known.attached[0]):
+        if known is None or not known.attached or not alike(shard, known.attached[0]):
+            return
+        if shard.tp_size * shard.pp_size > MOST_BOXES or shard in self._looked_for(known):
             return
         if shard in known.heard:
             known.heard.remove(shard)
@@ -92,13 +98,16 @@ class CoveringPool(MemoryPool):
         return []
 
     def _renew(self, model: bytes, known: _Partitions) -> None:
-        heard = [shard for shard in reversed(known.heard) if shard not in known.attached]
-        looked_for = [*reversed(known.attached), *heard][:MOST_PARTITIONS]
+        looked_for = self._looked_for(known)
         self._alternatives.pop(model, None)
         if len(looked_for) > 1:
             self._alternatives[model] = _alternatives(looked_for, known.groups)
             if self._writer is not None and not self._writer.may_hold(several_key(model)):
                 self._writer.add(several_key(model))
+
+    def _looked_for(self, known: _Partitions) -> list[Shard]:
+        heard = [shard for shard in reversed(known.heard) if shard not in known.attached]
+        return [*reversed(known.attached), *heard][:MOST_PARTITIONS]
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects are complete, or covered by complete ones."""
@@ -118,14 +127,21 @@ class CoveringPool(MemoryPool):
         return merged(tails, *(renamed(of_other, parent) for of_other in others))
 
     def acquire(
-        self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False
+        self,
+        keys: Sequence[bytes],
+        owner: Owner,
+        until: float,
+        *,
+        lease: bool = False,
+        counts: Sequence[int] | None = None,
     ) -> list[Located | None]:
         """As the base class; of an object that is covered, the pieces are told and pinned."""
-        places = super().acquire(keys, owner, until, lease=lease)
+        places = super().acquire(keys, owner, until, lease=lease, counts=counts)
         if self._alternatives and None in places:
             for at, place in enumerate(places):
                 if place is None:
-                    places[at] = self._acquire_pieces(keys[at], owner, until, lease)
+                    count = counts[at] if counts is not None else 0
+                    places[at] = self._acquire_pieces(keys[at], owner, until, lease, count)
         return places
 
     def lease(self, keys: Sequence[bytes], owner: Owner, until: float) -> bytes:
@@ -148,12 +164,19 @@ class CoveringPool(MemoryPool):
             ]
         return super().hide(keys)
 
-    def _acquire_pieces(self, key: bytes, owner: Owner, until: float, lease: bool) -> Located | None:
+    def _acquire_pieces(self, key: bytes, owner: Owner, until: float, lease: bool, count: int = 0) -> Located | None:
+        """Pin what covers an object: all of it, alike and of at least `count` blocks, or nothing."""
         sources = self._sources(key)
-        found = super().acquire([source for _, source in sources], owner, until, lease=lease)
-        whole = [place for place in found if place is not None]
-        if not whole or len(whole) < len(found) or len({place[1:3] for place in whole}) > 1:
+        if not sources:
             return None
+        # Pinned by the key until all of it is there: the owner may have pinned some of these for another object.
+        names = [source for _, source in sources]
+        found = super().acquire(names, ("pieces", key), until, lease=lease, counts=[count] * len(names))
+        whole = [place for place in found if place is not None]
+        if len(whole) < len(found) or len({place[1:3] for place in whole}) > 1:
+            self.release(("pieces", key))
+            return None
+        self.hand_over(("pieces", key), owner, until)
         pieces = tuple((box, place.offset) for (box, _), place in zip(sources, whole, strict=True))
         return whole[0]._replace(pieces=pieces)
 
@@ -183,7 +206,22 @@ def _alternatives(partitions: Sequence[Shard], groups: int) -> dict[bytes, _Alte
     found: dict[bytes, _Alternatives] = {}
     for group in range(groups):
         ends = {covered_by(group, peer): peer.box(group) for first in partitions for peer in first.peers()}
+        overlapping: dict[bytes, list[tuple[Box, bytes]]] = {end: [] for end in ends}
+        for end, other in _overlapping(ends):
+            overlapping[end].append((ends[other], other))
+            overlapping[other].append((ends[end], end))
+        order = {end: at for at, end in enumerate(ends)}  # of partitions: those that are looked for first
         for end, box in ends.items():
-            overlapping = ((other, key) for key, other in ends.items() if key != end and box.overlap(other).cells)
-            found[end] = _Alternatives(box, tuple(overlapping))
+            found[end] = _Alternatives(box, tuple(sorted(overlapping[end], key=lambda other: order[other[1]])))
     return found
+
+
+def _overlapping(boxes: Mapping[bytes, Box]) -> Iterator[tuple[bytes, bytes]]:
+    """Pairs of boxes that have something in common: a sweep over the layers, with those that begin there sorted."""
+    ordered = sorted(boxes, key=lambda end: boxes[end].first_layer)
+    reaching: list[bytes] = []
+    for end in ordered:
+        box = boxes[end]
+        reaching = [other for other in reaching if boxes[other].end_layer > box.first_layer]
+        yield from ((other, end) for other in reaching if box.overlap(boxes[other]).cells)
+        reaching.append(end)

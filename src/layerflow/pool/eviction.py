@@ -20,6 +20,7 @@ from layerflow.errors import PoolError
 SMALL_SHARE = 0.1  # of the evictable bytes; the paper's value
 MAX_USES = 3
 PROMOTE_USES = 2
+MOST_MOVES = 16  # of objects that stay, for one victim; where all of many were used, the others move for the next ones
 _MIN_GHOSTS = 64
 
 
@@ -39,7 +40,10 @@ ItemT = TypeVar("ItemT", bound=Evictable)
 
 
 class S3Fifo(Generic[ItemT]):
-    """The eviction order of the objects that may go."""
+    """The eviction order of the objects that may go.
+
+    :ivar moves: of objects that stayed, for all victims so far.
+    """
 
     def __init__(self) -> None:
         self._small: OrderedDict[ItemT, None] = OrderedDict()
@@ -47,6 +51,7 @@ class S3Fifo(Generic[ItemT]):
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._small_bytes = 0
         self._main_bytes = 0
+        self.moves = 0
         self._by_room: Counter[int] = Counter()
 
     def __len__(self) -> int:
@@ -103,25 +108,41 @@ class S3Fifo(Generic[ItemT]):
             self._by_room[room] += count
 
     def victim(self) -> ItemT | None:
-        """The object to evict now, taken out of the order; None where nothing may go."""
+        """The object to evict now, taken out of the order; None where nothing may go.
+
+        At most :data:`MOST_MOVES` objects that stay move meanwhile. Then the small queue has to wait, and of the main
+        queue's objects that were passed over the one goes that was used least.
+        """
         small, main = self._small, self._main
+        moves, least = 0, None
         while small or main:
             share = SMALL_SHARE * (self._small_bytes + self._main_bytes)
-            if small and (self._small_bytes >= share or not main):
+            if small and (not main or (self._small_bytes >= share and moves < MOST_MOVES)):
                 item, _ = small.popitem(last=False)
                 self._small_bytes -= item.room
                 if item.uses >= PROMOTE_USES:
                     item.proven, item.uses = True, 0
                     main[item] = None
                     self._main_bytes += item.room
+                    self.moves += 1
+                    moves += 1
                     continue
                 self._remember(item.key)
             else:
                 item, _ = main.popitem(last=False)
-                if item.uses:
+                if item.uses and moves < MOST_MOVES:
                     item.uses -= 1
                     main[item] = None
+                    self.moves += 1
+                    moves += 1
+                    if least is None or item.uses < least.uses:
+                        least = item
                     continue
+                if item.uses and least is not None and least.uses < item.uses:
+                    main[item] = None
+                    main.move_to_end(item, last=False)
+                    item = least
+                    del main[item]
                 self._main_bytes -= item.room
             self._uncount((item,))
             return item
@@ -139,7 +160,8 @@ class S3Fifo(Generic[ItemT]):
     def _remember(self, key: bytes) -> None:
         self._ghosts[key] = None
         most = max(len(self._small) + len(self._main), _MIN_GHOSTS)
-        while len(self._ghosts) > most:
+        # Two for one: where many objects were pinned at once, the ghosts beyond are not forgotten in one go.
+        for _ in range(min(2, len(self._ghosts) - most)):
             self._ghosts.popitem(last=False)
 
     def _uncount(self, items: Collection[ItemT]) -> None:

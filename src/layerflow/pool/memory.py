@@ -95,17 +95,30 @@ class MemoryPool:
         return self._directory.sharing(block)
 
     def acquire(
-        self, keys: Sequence[bytes], owner: Owner, until: float, *, lease: bool = False
+        self,
+        keys: Sequence[bytes],
+        owner: Owner,
+        until: float,
+        *,
+        lease: bool = False,
+        counts: Sequence[int] | None = None,
     ) -> list[Located | None]:
         """Pin complete objects until released or until `until`; None = not there. Counts a hit or miss per key.
 
         An object whose header was overwritten (by an engine that wrote where it must not) is hidden instead.
+
+        :param counts: blocks that are wanted of each: an object that has fewer is not there.
         """
         found = self._directory.find(keys)
+        if counts is not None:
+            found = [
+                entry if entry is not None and entry.located.blocks >= count else None
+                for entry, count in zip(found, counts, strict=True)
+            ]
         there = [entry for entry in found if entry is not None]
         if overwritten := self._headers.overwritten(there):
             self.hide(overwritten)
-            return MemoryPool.acquire(self, keys, owner, until, lease=lease)
+            return MemoryPool.acquire(self, keys, owner, until, lease=lease, counts=counts)
         self._pin(there, owner, until, lease)
         if not lease:
             self._misses += len(found) - len(there)
@@ -156,6 +169,10 @@ class MemoryPool:
     def owners(self) -> list[Owner]:
         """Who pins something."""
         return self._directory.owners()
+
+    def pinned_by(self, owner: Owner) -> int:
+        """How many objects an owner pins."""
+        return len(self._directory.pinned_by(owner))
 
     def expire(self, now: float) -> int:
         """Drop every pin that ran out at or before `now`; how many."""
@@ -288,6 +305,11 @@ class MemoryPool:
         return pins + self._withdraw(self._directory.reserved_by(owner))
 
     # Looking -------------------------------------------------------------------------------------
+
+    @property
+    def departures(self) -> int:
+        """How many complete objects have been evicted or hidden since the start."""
+        return self._room.evictions + self._hidden
 
     def statistics(self) -> PoolStatistics:
         """A snapshot. `used_bytes` counts whole slots; `pinned` counts hidden objects that are still read."""

@@ -222,7 +222,8 @@ class Driver:
             case Release():
                 self._notice(command.session).released.append(command.request)
             case StepDone():
-                del self._books[command.session, command.step]
+                # A step without loads has no LoadsDone, and may have pinned what turned out to be of no use.
+                self._pool.drop_owner(self._books.pop((command.session, command.step)).owner)
                 self._notice(command.session).finished.append(command.step)
                 self._step_done(command)
             case Arrived(fetch=number) | Vacate(fetch=number) | LayersStored(follow=number) if number < 0:

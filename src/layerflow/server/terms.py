@@ -15,6 +15,15 @@ def planned_bytes(settings: Settings) -> int:
     return settings.transfer.max_inflight_bytes // PLANNED_SHARE
 
 
+def sharers(workers: int) -> int:
+    """Between how many loads by plans share their bytes in flight; so many workers, and up to an eighth more.
+
+    A window that changed with every worker would have to be told to all the others for each one that comes or goes.
+    """
+    step = 1 << max(0, workers.bit_length() - 4)
+    return max(1, -(-workers // step) * step)
+
+
 def limits_of(settings: Settings, arena_bytes: int) -> Limits:
     """The core's limits out of the settings. What waits to be written is pinned: at most half of the arena."""
     transfer = settings.transfer
@@ -31,7 +40,7 @@ def limits_of(settings: Settings, arena_bytes: int) -> Limits:
 
 
 def terms_of(settings: Settings, workers: int) -> Terms:
-    """What clients keep to. Loads by plans share their bytes in flight evenly between `workers`."""
+    """What clients keep to. Loads by plans share their bytes in flight evenly, see :func:`sharers`."""
     transfer, pool = settings.transfer, settings.pool
     return Terms(
         transfer.step_timeout_ms,
@@ -46,6 +55,6 @@ def terms_of(settings: Settings, workers: int) -> Terms:
         transfer.max_transfer_bytes,
         transfer.h2d_stagger_us,
         settings.pd.follow,
-        planned_bytes(settings) // max(1, workers),
+        planned_bytes(settings) // sharers(workers),
         transfer.copy_way,
     )

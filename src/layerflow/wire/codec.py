@@ -6,6 +6,7 @@ import functools
 import hashlib
 import re
 import struct
+from collections.abc import Generator
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -221,6 +222,21 @@ def _unpack(raw: bytes, dtype: str, width: int, count: int, what: str) -> np.nda
     if len(raw) != width * count:
         raise ProtocolError(f"{what}: {len(raw)} bytes where {count} numbers of {width} bytes belong")
     return np.frombuffer(raw, dtype=dtype)
+
+
+DIGESTS_PER_SLICE = 4096
+
+
+def split_in_slices(raw: bytes, what: str) -> Generator[None, None, list[bytes]]:
+    """As :func:`split_digests`, some at a time.
+
+    :raises ProtocolError: the length is no multiple of 16.
+    """
+    digests = split_digests(raw[: 16 * DIGESTS_PER_SLICE] if len(raw) % 16 == 0 else raw, what)
+    for start in range(16 * DIGESTS_PER_SLICE, len(raw), 16 * DIGESTS_PER_SLICE):
+        yield
+        digests += split_digests(raw[start : start + 16 * DIGESTS_PER_SLICE], what)
+    return digests
 
 
 def split_digests(raw: bytes, what: str) -> list[bytes]:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import structlog
 import vllm
 from vllm import config as vllm_configs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -23,12 +24,14 @@ from layerflow.agent import Agent
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
 from layerflow.connectors.vllm.heads import wanted_layout
 from layerflow.connectors.vllm.identity.adapters import Adapters
-from layerflow.connectors.vllm.identity.identity import RequestKeys, media_salt_of
-from layerflow.connectors.vllm.layout import layout_of, waits_by_layer
+from layerflow.connectors.vllm.identity.identity import RequestKeys
+from layerflow.connectors.vllm.identity.reading import START_WAIT_S, WeightsReading
+from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, waits_by_layer
 from layerflow.connectors.vllm.options import parse_options
 from layerflow.connectors.vllm.pd.options import check_policy
 from layerflow.connectors.vllm.pd.side import HandoffSide
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout
+from layerflow.connectors.vllm.plan.plan import NOT_NAMED, StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.reuse import obstacle
 from layerflow.connectors.vllm.scheduler import recovery
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
@@ -38,6 +41,7 @@ from layerflow.connectors.vllm.worker.hooks import forward_pass
 from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
 from layerflow.connectors.vllm.worker.worker import WorkerSide
+from layerflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from layerflow.server import EmbeddedServer
@@ -55,6 +59,8 @@ _WORKER_HOOKS = (
 # vLLM 0.27 has neither: failures of background loads are told by their blocks there.
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 
+
+log = structlog.get_logger("layerflow.vllm")
 
 NAME = "LayerflowConnector"
 
@@ -85,6 +91,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_child = _is_child(transfer)
         self._bound: StepPlan | None = None
         self._forward = False
+        self._reading: WeightsReading[Layout] | None = None
+        self._told_of_reading = False
+        self._obstacle = obstacle(vllm_config, layer_specs(kv_cache_config))
+        if self._obstacle:
+            log.warning("reuse_off", reason=self._obstacle, effect="this engine loads and saves nothing")
         events = vllm_config.kv_events_config
         self._events = events is not None and events.enable_kv_cache_events and self.options.save
         if role == KVConnectorRole.SCHEDULER:
@@ -100,9 +111,9 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # With overlapping steps vLLM may emit tokens of the step behind a failed one: hits need leases there.
                 trusts_sight=transfer.kv_load_failure_policy == "recompute" and not _steps_overlap(vllm_config),
                 events=ChunkEvents(kv_cache_config) if self._events else None,
-                keys=RequestKeys(
-                    Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32)), media_salt_of(vllm_config)
-                ),
+                drains_holders=release(vllm.__version__) >= (0, 31),
+                keys=RequestKeys(Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32))),
+                reuses=not self._obstacle,
                 handoffs=HandoffSide(
                     self.options.pd,
                     transfer.engine_id,
@@ -128,8 +139,13 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers can only wait for their blocks if the hooks run: not inside one replayed graph."""
-        return parse_options(extra_config, producer=True, consumer=True).mode != "bulk"
+        """A batch that may be replayed as one whole graph waits for its loads before it, and saves behind it.
+
+        vLLM 0.32 tells whether a pass may be one. On earlier versions layers wait for their blocks in hooks, which do
+        not run inside such a graph.
+        """
+        options = parse_options(extra_config, producer=True, consumer=True)
+        return release(vllm.__version__) < (0, 32) and options.load and options.mode != "bulk"
 
     # -- the scheduler's process ----------------------------------------------------------------------
 
@@ -206,14 +222,27 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- the workers' processes -----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The worker's cache exists: attach."""
+        """The worker's cache exists: attach, as soon as its weights have a name."""
+        if self._obstacle:
+            return
         layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, self.options)
-        endpoint = self.options.endpoint
+        if self._worker is not None:  # vLLM has made its cache anew
+            self._worker.let_go()
+            self._worker.close()
+            self._worker = None
+        first = layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0
+        if not self.options.endpoint and first and self._server is None:
+            self._server = embed(self.options, self._kv_transfer_config.engine_id)
+        self._reading = WeightsReading(layout.with_content)
+        if self._reading.wait(START_WAIT_S):
+            self._attach(self._reading.found)
+        else:
+            effect = "until then this engine loads and saves nothing; the next start finds the digest"
+            log.info("weights_digest_pending", model=layout.spec.name, effect=effect)
+
+    def _attach(self, layout: Layout) -> None:
         engine_id = self._kv_transfer_config.engine_id
-        if not endpoint:
-            endpoint = embedded_endpoint(engine_id)
-            if layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0:
-                self._server = embed(self.options, engine_id)
+        endpoint = self.options.endpoint or embedded_endpoint(engine_id)
         agent = Agent(endpoint, layout.spec, layout.tensors, engine_id)
         # With some caches vLLM zeroes new blocks while it prepares a step, and where steps overlap the one before may
         # still run then.
@@ -235,15 +264,31 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
         )
 
+    def _attach_late(self) -> None:
+        """The digest of the weights is known by now, or will never be."""
+        if self._reading is None or not self._reading.wait(0):
+            return
+        try:
+            self._attach(self._reading.found)
+        except ConfigError as error:
+            self._reading = None
+            log.warning("reuse_off", reason=str(error), effect="this engine loads and saves nothing")
+
     def get_handshake_metadata(self) -> Any:
         """For :meth:`set_xfer_handshake_metadata`.
 
         In a MultiConnector none: it has room for one connector's, which NIXL insists on; the first step's report tells.
         """
-        return self._worker.greeting if self._worker is not None and not self._is_child else None
+        if self._is_child:
+            return None
+        if self._worker is not None:
+            return self._worker.greeting
+        return NOT_NAMED if self._reading is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The step is about to be prepared."""
+        if self._worker is None:
+            self._attach_late()
         if self._worker is not None:
             self._worker.prepare(kv_connector_metadata, inside=is_forward_context_available())
 
@@ -270,7 +315,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if this.replayed:
                 self._worker.wait_whole()
             if self._vllm_config.device_config.device_type == "npu":
-                self._worker.wait_unasked(forward_context.attn_metadata)
+                self._worker.wait_unasked(getattr(forward_context, "attn_metadata", None))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Before a layer's attention."""
@@ -310,7 +355,12 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> Any:
         """For :meth:`update_connector_output`."""
-        return self._worker.news() if self._worker is not None else None
+        if self._worker is not None:
+            return self._worker.news()
+        if self._reading is None or self._told_of_reading:
+            return None
+        self._told_of_reading = True
+        return WorkerReport(layouts=(NOT_NAMED,))
 
     # -- both -----------------------------------------------------------------------------------------
 
@@ -337,6 +387,8 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Detach."""
+        if self._reading is not None:
+            self._reading.close()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import structlog
 
-from layerflow.connectors.vllm.identity.identity import checkpoint_content
-from layerflow.errors import ConfigError
+from layerflow.connectors.vllm.identity.computation import computation_of
+from layerflow.connectors.vllm.identity.identity import quantization_of
 from layerflow.spec import GroupSpec
 
 BOUND = "a draft model may spread its KV heads over ranks in another way than the model"
@@ -43,19 +43,12 @@ def guesses_unseen(vllm_config: Any, drafts: frozenset[str]) -> bool:
     return speculative is not None and not drafts and speculative.method not in _NO_LAYERS
 
 
-def draft_content(vllm_config: Any) -> str:
-    """What the draft model computes, its cache's layout apart; empty: it cannot be told, and its layers stay here."""
+def draft_facts(vllm_config: Any, layers: Collection[str]) -> str:
+    """What the draft model computes with, its weights and its cache's layout apart."""
     speculative = vllm_config.speculative_config
     model = speculative.draft_model_config
-    # Its hf_overrides are vLLM's own, and the same wherever this method runs.
-    try:
-        content = checkpoint_content(model, vllm_config.load_config)
-    except ConfigError as error:
-        left_out(str(error))
-        return ""
-    facts = {"method": speculative.method, "content": content, "dtype": str(model.dtype)}
-    facts["quantization"] = str(model.quantization or "")
-    return json.dumps(facts, sort_keys=True)
+    facts = {"method": speculative.method, "dtype": str(model.dtype), "quantization": quantization_of(model)}
+    return json.dumps([facts, sorted(computation_of(vllm_config, model, layers))], sort_keys=True)
 
 
 def left_out(reason: str) -> None:
@@ -63,11 +56,11 @@ def left_out(reason: str) -> None:
     log.info("draft_layers_left_out", reason=reason)
 
 
-def draft_name(content: str, packing: str, group: GroupSpec) -> str:
-    """For :attr:`layerflow.spec.Shard.drafts`.
+def draft_name(facts: str, packing: str, group: GroupSpec) -> str:
+    """For :attr:`layerflow.spec.Shard.drafts`, before the draft model's weights are known.
 
-    :param content: of :func:`draft_content`. :param packing: as of :attr:`layerflow.spec.ModelSpec.attention`.
+    :param facts: of :func:`draft_facts`. :param packing: as of :attr:`layerflow.spec.ModelSpec.attention`.
     """
-    facts = [content, packing, group.kind, group.block_size, len(group.layers), group.window]
-    facts += [[plane.name, plane.dtype, plane.shape] for plane in group.planes]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+    cached = [facts, packing, group.kind, group.block_size, len(group.layers), group.window]
+    cached += [[plane.name, plane.dtype, plane.shape] for plane in group.planes]
+    return hashlib.blake2b(json.dumps(cached).encode(), digest_size=16).hexdigest()

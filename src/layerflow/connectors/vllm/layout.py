@@ -7,10 +7,12 @@ part of the fingerprint.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -20,16 +22,19 @@ import torch
 from layerflow.boxes import HeadAxis
 from layerflow.connectors.vllm.drafts import (
     BOUND,
-    draft_content,
+    draft_facts,
     draft_layers,
     draft_name,
     guesses_unseen,
     left_out,
 )
 from layerflow.connectors.vllm.heads import group_axis
-from layerflow.connectors.vllm.identity.identity import arithmetic_of, content_of
+from layerflow.connectors.vllm.identity.computation import computation_of
+from layerflow.connectors.vllm.identity.identity import Checkpoint, arithmetic_of, checkpoint_of
 from layerflow.connectors.vllm.options import Options
-from layerflow.errors import Unsupported
+from layerflow.connectors.vllm.reuse import kind_of
+from layerflow.connectors.vllm.versions import release
+from layerflow.errors import ConfigError, Unsupported
 from layerflow.kinds import KINDS
 from layerflow.spec import DEFAULT_CHUNK_TOKENS, GroupSpec, ModelSpec, Plane, Shard
 
@@ -38,23 +43,48 @@ log = structlog.get_logger("layerflow.vllm")
 GroupName = tuple[int, Any]
 """What all pipeline stages call one of layerflow's groups: vLLM's cache group, and its layers' spec."""
 
-_KINDS = {spec: kind for kind in KINDS.values() for spec in kind.vllm}
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One worker's cache.
 
-    :param spec: for layerflow.
+    :param spec: for layerflow; without its content, see :meth:`with_content`.
     :param tensors: for the agent: per layer and plane, uint8, shape ``(num_blocks, entries, bytes)``.
     :param numbers: layer names to layerflow's layer numbers.
     :param vllm_groups: for each of layerflow's groups: the vLLM cache group whose block table it shares.
+    :param weights: of the model. :param draft: of its draft model, where some group is that one's.
     """
 
     spec: ModelSpec
     tensors: dict[int, dict[str, torch.Tensor]]
     numbers: dict[str, int]
     vllm_groups: tuple[int, ...]
+    weights: Checkpoint
+    draft: Checkpoint | None = None
+
+    def with_content(self, stop: threading.Event | None = None) -> Layout:
+        """The same with the digests of the weights in its spec. Reads them where they are not known.
+
+        :param stop: set by another thread, it ends this call.
+        :raises ConfigError: they cannot be read.
+        """
+        shard, content = self.spec.shard, self.weights.content(stop)
+        if self.draft is not None:
+            drafted = self.draft.content(stop)
+            names = tuple(name and _digest(f"{name} {drafted}") for name in shard.drafts)
+            shard = msgspec.structs.replace(shard, drafts=names)
+        return replace(self, spec=msgspec.structs.replace(self.spec, content=content, shard=shard))
+
+
+def layer_specs(cache: Any) -> Iterator[Any]:
+    """VLLM's specs of all caches that are loaded and saved.
+
+    :param cache: vLLM's KVCacheConfig.
+    """
+    for group in cache.kv_cache_groups:
+        if getattr(group, "enable_kv_transfer", True):
+            for name in group.layer_names:
+                yield _layer_spec(group.kv_cache_spec, name)
 
 
 def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], options: Options) -> Layout:
@@ -63,9 +93,12 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     :param cache: vLLM's KVCacheConfig.
     :param kv_caches: registered tensors by layer name.
     :raises Unsupported: a cache kind or a memory layout that cannot be moved safely.
+    :raises ConfigError: the weights are not files that can be read here, and have no name.
     """
     shard = _shard(vllm_config.parallel_config)
-    drafts, drafted, unmoved = _drafts(vllm_config, cache, shard)
+    weights = checkpoint_of(vllm_config.model_config, vllm_config.load_config, options.model_content)
+    drafts, draft_weights, unmoved = _drafts(vllm_config, cache, shard)
+    drafted = draft_facts(vllm_config, drafts) if draft_weights is not None else ""
     stages = _stages(shard, cache, unmoved)
     places: dict[tuple[int, Any, tuple[int, ...], bool], list[str]] = {}
     planes: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -90,7 +123,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
     for (index, layer_spec, widths, draft), names in sorted(
         places.items(), key=lambda place: (place[0][3], named.index(place[0][:2]))
     ):
-        kind = _kind(layer_spec)
+        kind = kind_of(layer_spec)
         layers = tuple(sorted(numbers[name] for name in names))
         own = tuple(Plane(f"part{part}" if part else "kv", "uint8", (width,)) for part, width in enumerate(widths))
         window = layer_spec.sliding_window if KINDS[kind].windowed else 0
@@ -108,11 +141,11 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         )
     spec = ModelSpec(
         name=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
-        content=content_of(vllm_config, options.model_content),
+        content="",
         groups=tuple(groups),
         shard=_boxed(shard, axes, _layers(groups, named, stages), tuple(draft_names) if any(draft_names) else ()),
         attention=_packing(vllm_config, cache, {name: each for name, each in planes.items() if name not in drafts}),
-        quantization=arithmetic_of(vllm_config),
+        quantization=_arithmetic(vllm_config, shard, [name for name in planes if name not in drafts]),
         chunk_tokens=chunk_tokens(
             [group for group, draft in zip(groups, draft_names, strict=True) if not draft], options.chunk_tokens
         ),
@@ -121,7 +154,7 @@ def layout_of(vllm_config: Any, cache: Any, kv_caches: Mapping[str, Any], option
         numbers[name]: {f"part{part}" if part else "kv": plane for part, plane in enumerate(parts)}
         for name, parts in planes.items()
     }
-    return Layout(spec, tensors, numbers, tuple(vllm_groups))
+    return Layout(spec, tensors, numbers, tuple(vllm_groups), weights, draft_weights)
 
 
 def waits_by_layer(vllm_config: Any, layout: Layout) -> bool:
@@ -150,20 +183,6 @@ def chunk_tokens(groups: Sequence[GroupSpec], wanted: int = 0) -> int:
     return min(default, max(unit, window // unit * unit))
 
 
-def _kind(layer_spec: Any) -> str:
-    name = type(layer_spec).__name__
-    if name not in _KINDS:
-        raise Unsupported(
-            f"this model has a KV cache of kind {name}, which layerflow cannot move yet; run it without the connector"
-        )
-    if name == "MambaSpec" and layer_spec.mamba_cache_mode != "align":
-        raise Unsupported(
-            f"recurrent layers with mamba_cache_mode={layer_spec.mamba_cache_mode!r} keep no state that a later prompt "
-            "could continue from; start vLLM with --enable-prefix-caching (and --mamba-cache-mode align)"
-        )
-    return _KINDS[name].name
-
-
 def _ratio(layer_spec: Any) -> int:
     """Tokens of one row: vLLM's ``tokens_per_state`` (``compress_ratio`` before 0.32; -1 = recurrent state)."""
     tokens = getattr(layer_spec, "tokens_per_state", None) or getattr(layer_spec, "compress_ratio", None) or 1
@@ -183,8 +202,28 @@ def _shard(parallel: Any) -> Shard:
     return Shard(parallel.rank % tp_size, tp_size, parallel.rank // tp_size % pp_size, pp_size)
 
 
-def _drafts(vllm_config: Any, cache: Any, shard: Shard) -> tuple[frozenset[str], str, frozenset[str]]:
-    """A draft model's layers, what it computes, and those of its layers that are neither stored nor loaded."""
+def _arithmetic(vllm_config: Any, shard: Shard, layers: Sequence[str]) -> str:
+    """Of all pipeline stages: each sees its own layers only."""
+    import vllm  # noqa: PLC0415 - this file is used without vLLM too
+
+    told = _of_stages(shard, computation_of(vllm_config, vllm_config.model_config, layers))
+    engine = ".".join(str(part) for part in release(vllm.__version__))
+    return arithmetic_of(vllm_config, engine, frozenset[str]().union(*told))
+
+
+def _is_movable(draft_spec: Any) -> bool:
+    try:
+        return not KINDS[kind_of(draft_spec)].exact
+    except Unsupported:
+        return False
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _drafts(vllm_config: Any, cache: Any, shard: Shard) -> tuple[frozenset[str], Checkpoint | None, frozenset[str]]:
+    """A draft model's layers, its weights, and those of its layers that are neither stored nor loaded."""
     specs = {
         name: _layer_spec(group.kv_cache_spec, name)
         for group in cache.kv_cache_groups
@@ -193,22 +232,21 @@ def _drafts(vllm_config: Any, cache: Any, shard: Shard) -> tuple[frozenset[str],
     }
     drafts = draft_layers(vllm_config, specs)
     if not drafts:
-        return drafts, "", drafts
+        return drafts, None, drafts
     sizes = {layer_spec.block_size for name, layer_spec in specs.items() if name not in drafts}
-    unlike = {
-        name
-        for name in drafts
-        if type(specs[name]).__name__ not in _KINDS
-        or _KINDS[type(specs[name]).__name__].exact
-        or specs[name].block_size not in sizes
-    }
+    unlike = {name for name in drafts if not _is_movable(specs[name]) or specs[name].block_size not in sizes}
     if shard.pp_size > 1:
         left_out("they are on one pipeline stage, and the others have none")
     elif unlike:
         left_out(f"the cache of {min(unlike)} is not divided into blocks as the model's")
-    elif content := draft_content(vllm_config):
-        return drafts, content, frozenset()
-    return drafts, "", drafts
+    else:
+        try:
+            # Its hf_overrides are vLLM's own, and the same wherever this method runs.
+            model = vllm_config.speculative_config.draft_model_config
+            return drafts, checkpoint_of(model, vllm_config.load_config), frozenset()
+        except ConfigError as error:
+            left_out(str(error))
+    return drafts, None, drafts
 
 
 def _stages(shard: Shard, cache: Any, unmoved: frozenset[str]) -> list[dict[GroupName, int]]:
@@ -220,6 +258,11 @@ def _stages(shard: Shard, cache: Any, unmoved: frozenset[str]) -> list[dict[Grou
         for name in group.layer_names
         if name not in unmoved
     )
+    return _of_stages(shard, own)
+
+
+def _of_stages(shard: Shard, own: Any) -> list[Any]:
+    """What each pipeline stage tells the others, in their order."""
     if shard.pp_size == 1:
         return [own]
     from vllm.distributed.parallel_state import get_pp_group  # noqa: PLC0415 - this file is used without vLLM too
@@ -285,7 +328,7 @@ def _forward_order(name: str) -> tuple[int, str]:
 
 def _planes(name: str, layer_spec: Any, registered: Any, num_blocks: int) -> tuple[torch.Tensor, ...]:
     """The layer's blocks as uint8 tensors of shape ``(num_blocks, entries, bytes)``, sharing memory."""
-    entries = KINDS[_kind(layer_spec)](layer_spec.block_size, ratio=_ratio(layer_spec)).entries
+    entries = KINDS[kind_of(layer_spec)](layer_spec.block_size, ratio=_ratio(layer_spec)).entries
     views: list[torch.Tensor] = []
     for tensor in _parts(registered):
         if tensor.shape[0] % num_blocks and tensor.dim() > 1 and tensor.shape[1] % num_blocks == 0:

@@ -49,6 +49,7 @@ class DiskIndex:
         self.lock = threading.RLock()
         self._held: dict[bytes, StoredFile] = {}
         self._reserved: dict[bytes, int] = {}
+        self._reserved_bytes = 0
         self._policy: S3Fifo[StoredFile] = S3Fifo()
         self._used = self._pinned = 0
         self._reading: FolderReading | None = None
@@ -194,6 +195,7 @@ class DiskIndex:
                 return ObjectStatus.FULL, []
             victims = self._evict(short)
             self._reserved[stored.key] = stored.room
+            self._reserved_bytes += stored.room
             return ObjectStatus.OK, victims
 
     def shrink(self, nbytes: int) -> list[StoredFile]:
@@ -204,7 +206,7 @@ class DiskIndex:
     def release(self, stored: StoredFile) -> None:
         """It will not be written."""
         with self.lock:
-            self._reserved.pop(stored.key, None)
+            self._end_reservation(stored)
 
     def publish(self, stored: StoredFile) -> StoredFile | None:
         """Its file is in place: make it visible.
@@ -212,7 +214,7 @@ class DiskIndex:
         :returns: what had its key until now: a doubtful object, or one that was found while this one was written.
         """
         with self.lock:
-            self._reserved.pop(stored.key, None)
+            self._end_reservation(stored)
             replaced = self._held.get(stored.key)
             if replaced is not None:
                 self._take_out(replaced)
@@ -226,7 +228,7 @@ class DiskIndex:
     @property
     def reserved_bytes(self) -> int:
         with self.lock:
-            return sum(self._reserved.values())
+            return self._reserved_bytes
 
     def statistics(self) -> IndexStatistics:
         with self.lock:
@@ -243,6 +245,8 @@ class DiskIndex:
             evictable = len(self._held) - sum(stored.pins > 0 for stored in self._held.values())
             if (used, pinned, evictable) != (self._used, self._pinned, len(self._policy)):
                 raise PoolError(f"the disk's index miscounts: {(used, pinned, evictable)} by its objects")
+            if self._reserved_bytes != sum(self._reserved.values()):
+                raise PoolError(f"the disk's index miscounts what is reserved: {self._reserved_bytes} bytes")
 
     def _evict(self, nbytes: int, most: int | None = None) -> list[StoredFile]:
         victims: list[StoredFile] = []
@@ -255,6 +259,9 @@ class DiskIndex:
         if victims:
             self._gone([stored.key for stored in victims])
         return victims
+
+    def _end_reservation(self, stored: StoredFile) -> None:
+        self._reserved_bytes -= self._reserved.pop(stored.key, 0)
 
     def _admit(self, stored: StoredFile) -> None:
         self._held[stored.key] = stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from layerflow.config.settings import ServerSettings
@@ -25,8 +26,20 @@ class Asked:
     blocks: BlockDigests
 
 
-def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSettings) -> Asked:
-    """What the client asks for.
+def kept_bytes(message: wire.Lookup) -> int:
+    """What a lookup that waits keeps."""
+    texts = (message.request, message.handoff, *message.servers)
+    return len(message.digests) + len(message.block_digests) + sum(map(len, texts))
+
+
+def read_lookup(spec: ModelSpec, message: wire.Lookup) -> Generator[None, None, Asked]:
+    """What a lookup that is checked asks for, in slices. What waits keeps its message alone, and is read again."""
+    digests = yield from codec.split_in_slices(message.digests, f"request {message.request!r}")
+    return Asked(message, digests, _blocks_of(message, spec))
+
+
+def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSettings) -> Generator[None, None, Asked]:
+    """What the client asks for, in slices.
 
     :raises ProtocolError: it cannot be asked so.
     """
@@ -41,19 +54,17 @@ def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSet
             f"request {message.request!r}: chunks x groups x shards are {asked_for} objects, "
             f"server.max_lookup_objects is {limits.max_lookup_objects}; look up a shorter prompt",
         )
-    digests = codec.split_digests(message.digests, f"request {message.request!r}")
     chunks = message.tokens // spec.chunk_tokens
-    if len(message.root) != DIGEST_BYTES or message.tokens < 0 or len(digests) != chunks:
+    if len(message.root) != DIGEST_BYTES or message.tokens < 0 or len(message.digests) != chunks * DIGEST_BYTES:
         raise ProtocolError(
-            f"request {message.request!r}: {len(digests)} digests and a root of {len(message.root)} bytes for "
-            f"{message.tokens} tokens; {chunks} digests and {DIGEST_BYTES} bytes belong"
+            f"request {message.request!r}: {len(message.digests)} bytes of digests and a root of {len(message.root)} "
+            f"bytes for {message.tokens} tokens; {chunks} digests and {DIGEST_BYTES} bytes belong"
         )
     if len(message.tail) not in (0, DIGEST_BYTES) or (message.tail and not message.tokens % spec.chunk_tokens):
         raise ProtocolError(
             f"request {message.request!r}: a tail digest of {len(message.tail)} bytes for {message.tokens} tokens; "
             f"{DIGEST_BYTES} bytes where the full chunks leave tokens, else none"
         )
-    blocks = _blocks_of(message, spec)
     most_ms = int(limits.max_deadline_s * 1e3)
     if not 0 < message.lease_ms <= most_ms:
         raise ProtocolError(
@@ -61,7 +72,7 @@ def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSet
         )
     if not 0 <= message.written_ms <= most_ms:
         raise ProtocolError(f"request {message.request!r}: written_ms must be 0 to {most_ms}")
-    return Asked(message, digests, blocks)
+    return (yield from read_lookup(spec, message))
 
 
 def check_leases(session: ClientSession, request: str, most: int) -> None:

@@ -13,8 +13,8 @@ from layerflow.observe.metrics.metrics import Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import Pool
 from layerflow.server.clients.sessions import ClientSession, Sessions
+from layerflow.server.clients.turns import Turns
 from layerflow.server.driver import Driver
-from layerflow.server.handlers.turns import Turns
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.lookup.plans import Plans
 from layerflow.wire import messages as wire
@@ -55,7 +55,7 @@ class ServerContext:
     handoffs: Handoffs
     pd: Callable[[], PdSettings]
     lease_s: Callable[[], float]
-    turns: Turns = field(default_factory=Turns)
+    turns: Turns
     log_limit: LogLimit = field(default_factory=LogLimit)
     tier: Sources | None = None
     peers: Peers | None = None

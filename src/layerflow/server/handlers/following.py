@@ -5,8 +5,6 @@ Where it has failed, is over, or nobody opens it in time, the lookup is one of w
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +16,12 @@ from layerflow.keys import DIGEST_BYTES, covered_by
 from layerflow.pool import base
 from layerflow.pool.base import Pool
 from layerflow.pool.tails import ANY_LENGTH, merged
+from layerflow.server.clients.account import Charge
 from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.handlers.asked import Asked
+from layerflow.server.clients.turns import Work
+from layerflow.server.handlers.asked import Asked, kept_bytes, read_lookup
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import REPLACED
-from layerflow.server.handlers.turns import Work
 from layerflow.server.handoffs.contents import first_difference
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.spec import ModelSpec
@@ -120,8 +119,7 @@ class FollowLookups:
                 f"request {message.request!r}: follow_ms must be 1 to {most_ms}, which is server.max_deadline_s"
             )
         until = time.monotonic() + message.follow_ms / 1e3
-        handoff = self._context.handoffs.announce(message.handoff, until)
-        yield from self._answer(session, asked, handoff, until)
+        yield from self._answer(session, asked, until)
 
     def look_up_unasked(self, session: ClientSession, asked: Asked) -> Work:
         """A lookup that may wait for what other engines are storing, where that is quicker than computing it.
@@ -148,24 +146,31 @@ class FollowLookups:
                 return
         yield from self._answers.stored(session, asked, "")
 
-    def _answer(self, session: ClientSession, asked: Asked, handoff: Handoff, until: float) -> Work:
-        spec = session.spec
+    def _answer(self, session: ClientSession, asked: Asked, until: float, told: Handoff | None = None) -> Work:
+        """:param told: the hand-off that was waited for; None = it is looked for by its name."""
+        spec, message = session.spec, asked.message
         assert spec is not None
-        if handoff.status is HandoffStatus.ANNOUNCED:
-            self._wait(session, asked, handoff, until)
-            return
-        if not handoff.status.readable:
-            yield from self._answers.stored(session, asked, handoff.story())
-            return
-        assert handoff.spec is not None
-        if why := first_difference(spec, handoff.spec):
-            yield from self._answers.stored(session, asked, f"cannot be read by this engine: {why}")
-            return
-        if handoff.status is HandoffStatus.OPEN and not self._readable_open(session, handoff):
-            self._wait(session, asked, handoff, until)
-            return
-        message = asked.message
         now = time.monotonic()
+        # Counted before anything is kept: a name that is announced is.
+        charge = session.account.charge(
+            f"request {message.request!r}: a lookup that waits", kept_bytes(message), always=now >= until
+        )
+        handoff = told or self._context.handoffs.announce(message.handoff, until)
+        why = first_difference(spec, handoff.spec) if handoff.status.readable and handoff.spec is not None else ""
+        opened = handoff.status is HandoffStatus.OPEN and not why
+        if handoff.status is HandoffStatus.ANNOUNCED or (opened and not self._readable_open(session, handoff)):
+            if now < until:
+                self._wait(session, message, until, charge)
+                return
+            charge.release()
+            late = f"{handoff.status.value} and not readable in time"
+            yield from self._answers.stored(session, asked, late)
+            return
+        charge.release()
+        if why or not handoff.status.readable:
+            story = f"cannot be read by this engine: {why}" if why else handoff.story()
+            yield from self._answers.stored(session, asked, story)
+            return
         self._context.handoffs.claim(handoff, now, message.lease_ms / 1e3)
         self._context.driver.follows.allow(session.engine, message.request, now)
         source = HandoffLookup(self._context.pool, handoff)
@@ -181,31 +186,26 @@ class FollowLookups:
             covered_by(group, shard) for group in range(len(spec.groups)) for shard in spec.shard.peers()
         )
 
-    def _wait(self, session: ClientSession, asked: Asked, handoff: Handoff, until: float) -> None:
+    def _wait(self, session: ClientSession, message: wire.Lookup, until: float, charge: Charge) -> None:
         """Go on once the hand-off's state is another, or at the deadline."""
-        number, resets, handoffs = session.number, session.resets, self._context.handoffs
+        number, resets = session.number, session.resets
 
-        def go(work: Callable[[ClientSession], Work]) -> None:
+        def go_on(told: Handoff) -> None:
             client = self._context.sessions.get(number)
             if client is None:
                 return
             if client.resets != resets:
                 # Its keys are those of weights that were replaced meanwhile.
-                self._context.send(client, wire.Found(asked.message.id, 0, [], False, REPLACED))
+                self._context.send(client, wire.Found(message.id, 0, [], False, REPLACED))
             else:
-                self._go(number, asked.message, work(client))
+                self._go(number, message, self._again(client, message, until, told))
 
-        def changed(told: Handoff) -> None:
-            timer.cancel()
-            go(functools.partial(self._answer, asked=asked, handoff=told, until=until))
+        self._context.handoffs.wait(message.handoff, until, go_on, charge)
 
-        def expired() -> None:
-            handoffs.unwatch(handoff, changed)
-            late = f"{handoff.status.value} and not readable in time"
-            go(functools.partial(self._answers.stored, asked=asked, reason=late))
-
-        timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), expired)
-        handoffs.watch(handoff, changed)
+    def _again(self, session: ClientSession, message: wire.Lookup, until: float, told: Handoff) -> Work:
+        assert session.spec is not None
+        asked = yield from read_lookup(session.spec, message)
+        yield from self._answer(session, asked, until, told)
 
 
 def _tokens(spec: ModelSpec, message: wire.Lookup, hit: HitLength) -> int:

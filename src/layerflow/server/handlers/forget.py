@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -16,6 +17,9 @@ REPLACED = "the engine's weights were replaced"
 PURGED = "the pool was purged"
 CLEAR_S = 10.0
 """How long the pool behind the arena may take to remove what it holds."""
+
+KEYS_PER_SLICE = 512
+"""Objects that a purge forgets before anything else may get its turn."""
 
 log = structlog.get_logger("layerflow.server.handlers.forget")
 
@@ -57,8 +61,12 @@ async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -
     context.handoffs.purge(PURGED)
     context.driver.handle(*(StepsRevoked(one.number, False, PURGED) for one in context.sessions if one.memory))
     revoked = behind.revoke(PURGED, writes=tier) if behind is not None else 0
-    keys = context.pool.keys() if tier else []
-    told: dict[str, Any] = {"purged": context.pool.clear(), "revoked": revoked}
+    keys = context.pool.keys()
+    hidden = 0
+    for start in range(0, len(keys), KEYS_PER_SLICE):
+        hidden += context.pool.hide(keys[start : start + KEYS_PER_SLICE])
+        await asyncio.sleep(0)
+    told: dict[str, Any] = {"purged": hidden, "revoked": revoked}
     if tier and behind is not None:
         cleared = await behind.clear(keys, CLEAR_S)
         if behind.tier is not None and cleared is not None:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Generator
+from typing import NamedTuple
 
 from layerflow.errors import LayerflowError, ProtocolError
 from layerflow.keys import DIGEST_BYTES
-from layerflow.server.clients.account import Refused
+from layerflow.server.clients.account import Account, Refused
 from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.clients.turns import Work
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handoffs.contents import distinct, handoff_objects
+from layerflow.server.handoffs.contents import Prompt, distinct
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 
 ENDS = (HandoffStatus.COMPLETE, HandoffStatus.FAILED, HandoffStatus.REVOKED, HandoffStatus.RELEASED)
+OBJECT_BYTES = 512
+"""What the server's records of one object that a hand-off keeps take, in bytes."""
+SOON_S = 0.001
+"""A deadline so near has come: timers keep it no better."""
 ALIGNED = "this server keeps no partial chunk, and the prompt has no full one"
 
 
 Opening = wire.OpenHandoff | wire.PeerOpenHandoff
 
 
-def open_handoff(context: ServerContext, session: ClientSession, message: wire.OpenHandoff) -> None:
+def open_handoff(context: ServerContext, session: ClientSession, message: wire.OpenHandoff) -> Work:
     """Keep room for what a hit of the prompt needs, and pin what is stored; here, and at the servers it names."""
     if session.spec is None:
         raise Refused("not_attached", "attach a spec before opening a hand-off")
@@ -37,7 +43,8 @@ def open_handoff(context: ServerContext, session: ClientSession, message: wire.O
         why = f"this server reaches no other, and not {message.servers[0]}: set peers.learn, or name it in peers.attach"
     tokens = 0
     if not why:
-        tokens, why = keep(context, session.spec.chunk_tokens, session.engine, session.number, message)
+        opener = Opener(session.engine, session.number, session.account)
+        tokens, why = yield from keep(context, session.spec.chunk_tokens, opener, message)
     number = session.number
 
     def tell(why: str) -> None:
@@ -53,26 +60,38 @@ def open_handoff(context: ServerContext, session: ClientSession, message: wire.O
         peers.parts.open(handoff, message, others, tell)
 
 
-def keep(context: ServerContext, chunk_tokens: int, engine: str, opener: int, message: Opening) -> tuple[int, str]:
-    """Open a hand-off of what this server's workers of an engine store.
+class Opener(NamedTuple):
+    """Who opens a hand-off.
 
-    :param opener: number of the session, or of the server, that ends it.
+    :param engine: whose workers save it. :param number: of the session, or of the server, that ends it.
+    """
+
+    engine: str
+    number: int
+    account: Account
+
+
+def keep(
+    context: ServerContext, chunk_tokens: int, opener: Opener, message: Opening
+) -> Generator[None, None, tuple[int, str]]:
+    """Open a hand-off of what this server's workers of an engine store. In slices.
+
     :returns: how many tokens of it can be read; why it is refused, else empty.
     :raises ProtocolError: nobody can mean this.
     """
     name = message.handoff
     if not name:
         raise ProtocolError("a hand-off needs a name")
-    digests = codec.split_digests(message.digests, f"hand-off {name!r}")
+    engine = opener.engine
     chunks, rest = divmod(message.tokens, chunk_tokens)
     if (
         message.tokens < 1
-        or len(digests) != chunks
+        or len(message.digests) != chunks * DIGEST_BYTES
         or len(message.root) != DIGEST_BYTES
         or len(message.tail) != (DIGEST_BYTES if rest else 0)
     ):
         raise ProtocolError(
-            f"hand-off {name!r}: {len(digests)} digests, a root of {len(message.root)} and a tail of "
+            f"hand-off {name!r}: {len(message.digests)} bytes of digests, a root of {len(message.root)} and a tail of "
             f"{len(message.tail)} bytes for {message.tokens} tokens; {chunks} digests and {DIGEST_BYTES} bytes each "
             "belong, and no tail where the chunks leave nothing"
         )
@@ -102,10 +121,17 @@ def keep(context: ServerContext, chunk_tokens: int, engine: str, opener: int, me
             f"hand-off {name!r}: chunks x groups x workers are {asked_for} objects, server.max_lookup_objects is "
             f"{limits.max_lookup_objects}",
         )
-    objects = handoff_objects(specs, message.root, digests, tail, tokens)
+    digests = yield from codec.split_in_slices(message.digests, f"hand-off {name!r}")
     lease_s = message.lease_ms / 1e3 or context.pd().handoff_lease_s
     due = time.monotonic() + message.timeout_ms / 1e3
-    why = context.handoffs.open(name, engine, opener, specs[0], tokens, objects, lease_s, due)
+    prompt = Prompt(message.root, digests, tail, tokens)
+    charge = opener.account.charge(f"hand-off {name!r}", asked_for * OBJECT_BYTES)
+    why = "it was not opened"
+    try:
+        why = yield from context.handoffs.open(name, engine, opener.number, specs, prompt, lease_s, due, charge)
+    finally:
+        if why:
+            charge.release()
     return (0, why) if why else (tokens, "")
 
 
@@ -136,8 +162,8 @@ def watch_handoff(context: ServerContext, session: ClientSession, message: wire.
             f"hand-off {message.handoff!r}: needs a name, and deadline_ms 1 to {most_ms:.0f} (server.max_deadline_s)"
         )
     number, handoffs = session.number, context.handoffs
+    what, nbytes = f"a watch of hand-off {message.handoff!r}", len(message.handoff)
     until = time.monotonic() + message.deadline_ms / 1e3
-    handoff = handoffs.announce(message.handoff, until)
 
     def tell(told: Handoff) -> None:
         client = context.sessions.get(number)
@@ -147,18 +173,14 @@ def watch_handoff(context: ServerContext, session: ClientSession, message: wire.
 
     def changed(told: Handoff) -> None:
         tell(told)
-        if told.status in ENDS:
-            timer.cancel()
-        else:
-            handoffs.watch(told, changed)
+        client = context.sessions.get(number)
+        if told.status not in ENDS and client is not None and time.monotonic() < until - SOON_S:
+            handoffs.wait(message.handoff, until, changed, client.account.charge(what, nbytes, always=True))
 
-    def expired() -> None:
-        handoffs.unwatch(handoff, changed)
-        if handoff.status not in ENDS:
-            tell(handoff)
-
-    timer = asyncio.get_running_loop().call_later(message.deadline_ms / 1e3, expired)
+    charge = session.account.charge(what, nbytes)
+    handoff = handoffs.announce(message.handoff, until)
     if handoff.status is HandoffStatus.ANNOUNCED:
-        handoffs.watch(handoff, changed)
+        handoffs.wait(message.handoff, until, changed, charge)
     else:
+        charge.release()
         changed(handoff)

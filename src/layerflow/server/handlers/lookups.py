@@ -12,12 +12,13 @@ import msgspec
 from layerflow.hits import BlockDigests, HitLength, search_hit
 from layerflow.places import is_placed, unpack_places
 from layerflow.pool.base import Owner
+from layerflow.server.clients.account import Refused
 from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.handlers.asked import Asked, check_leases, check_lookup
+from layerflow.server.clients.turns import Work
+from layerflow.server.handlers.asked import Asked, check_leases, check_lookup, kept_bytes, read_lookup
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.following import FollowLookups
-from layerflow.server.handlers.remote import RemoteLookups
-from layerflow.server.handlers.turns import Work
+from layerflow.server.handlers.remote import DIGESTS_PER_SLICE, KEPT_KEY_BYTES, RemoteLookups
 from layerflow.server.lookup.lookup import (
     TieredLookup,
     TierLookup,
@@ -25,6 +26,7 @@ from layerflow.server.lookup.lookup import (
     find_and_bring,
     hit_keys,
     prompt_keys,
+    prompt_objects,
 )
 from layerflow.server.lookup.pieces import bring_pieces
 from layerflow.server.lookup.plans import lease_owner, lookup_owner
@@ -36,6 +38,9 @@ Search = Generator[None, None, HitLength]
 
 Guarded = Callable[[ClientSession, ToServer, Callable[[ClientSession, ToServer], Work]], Work]
 """Does work for a client's message; what goes wrong is answered with a Problem."""
+
+PINNED_BYTES = 64
+"""What the pin of one object takes, in bytes."""
 
 MOST_SEARCHES = 3
 """How often a lookup starts over because objects were evicted between its slices."""
@@ -55,9 +60,9 @@ class Lookups:
 
     def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
         limits = self._context.settings()
-        asked = check_lookup(session, message, limits)
+        asked = yield from check_lookup(session, message, limits)
         if message.written_ms:
-            self._written(session, message, asked.digests)
+            yield from self._written(session, asked)
             return
         check_leases(session, message.request, limits.max_leases)
         peers = self._context.peers
@@ -121,9 +126,11 @@ class Lookups:
             return
 
         number, resets = session.number, session.resets
-        objects = len(prompt_keys(session.spec, [*digests, message.tail] if message.tail else digests))
+        charge = session.account.charge(f"request {message.request!r}: a lookup that waits", kept_bytes(message))
+        objects = prompt_objects(session.spec, len(digests) + bool(message.tail))
 
         def answer(found: frozenset[bytes]) -> None:
+            charge.release()
             asker = context.sessions.get(number)
             if message.compute_ms and context.tier is not None:
                 found = context.tier.worth(found, message.compute_ms / 1e3, objects)
@@ -151,28 +158,41 @@ class Lookups:
         if asker is not None:
             self._context.turns.start(asker.account, self._guarded(asker, message, lambda *_: work), always=True)
 
-    def _written(self, session: ClientSession, message: wire.Lookup, digests: list[bytes]) -> None:
+    def _written(self, session: ClientSession, asked: Asked) -> Work:
         """Wait for what of the prompt is on its way into the tier; then of how many tokens is everything there?"""
-        context, spec, number = self._context, session.spec, session.number
+        context, spec, number, message = self._context, session.spec, session.number, asked.message
         tier = context.tier.tier if context.tier is not None else None
         assert spec is not None
         if tier is None:
             context.send(session, wire.Found(message.id, 0, []))
             return
         go = functools.partial(self._go_on, number, message)
+        kept = len(asked.digests) * len(spec.groups) * len(spec.shard.peers()) * KEPT_KEY_BYTES
+        charge = session.account.charge(f"request {message.request!r}: a lookup that waits", kept_bytes(message) + kept)
+
+        def ask() -> Work:
+            digests = (yield from read_lookup(spec, message)).digests
+            yield from ask_tier(
+                context.pool, tier, spec, (digests, message.tokens, message.tail), told, go, direct=True
+            )
+
+        def told(found: frozenset[bytes]) -> None:
+            charge.release()
+            go(tell(found))
 
         def tell(found: frozenset[bytes]) -> Work:
-            prompt = message.root, digests, message.tokens, message.tail
-            hit = yield from search_hit(TierLookup(tier, found), spec, *prompt)
+            digests = (yield from read_lookup(spec, message)).digests
+            hit = yield from search_hit(
+                TierLookup(tier, found), spec, message.root, digests, message.tokens, message.tail
+            )
             context.send(session, _found(message.id, hit))
 
-        asked = [*digests, message.tail] if message.tail else digests
-        lookup = digests, message.tokens, message.tail
-        tier.when_written(
-            prompt_keys(spec, asked),
-            time.monotonic() + message.written_ms / 1e3,
-            lambda: go(ask_tier(context.pool, tier, spec, lookup, lambda found: go(tell(found)), go, direct=True)),
-        )
+        digests = [*asked.digests, message.tail] if message.tail else asked.digests
+        keys: list[bytes] = []
+        for start in range(0, len(digests), DIGESTS_PER_SLICE):
+            keys += prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE])
+            yield
+        tier.when_written(keys, time.monotonic() + message.written_ms / 1e3, lambda: go(ask()))
 
     def _reach(
         self,
@@ -247,12 +267,12 @@ class Lookups:
         pool, resets = self._context.pool, session.resets
         owner = lookup_owner(session.engine, message.request, session.number, message.id)
         for _ in range(MOST_SEARCHES):
-            before = self._departures()
+            before = pool.departures
             hit = yield from search()
             until = time.monotonic() + message.lease_ms / 1e3
             places = yield from self._lease(session, message, digests, hit, owner, until)
             # With a store behind the arena, the step that loads the hit brings back what leaves the arena now.
-            if self._context.tier is not None or self._departures() == before:
+            if self._context.tier is not None or pool.departures == before:
                 break
         if session.resets != resets:  # these are keys of weights that were replaced meanwhile
             pool.release(owner)
@@ -262,11 +282,6 @@ class Lookups:
         if not plan:
             pool.hand_over(owner, lease_owner(session.engine, message.request), until)
         self._found(session, message, hit, heard, plan=plan, places=places, following=following, reason=reason)
-
-    def _departures(self) -> int:
-        """How many objects have left the pool since the start."""
-        figures = self._context.pool.statistics()
-        return figures.evictions + figures.hidden
 
     def _lease(
         self,
@@ -309,9 +324,14 @@ class Lookups:
         workers = context.sessions.workers_of(engine)
         if not workers or any(worker.direct for worker in workers):
             return 0
+        pinned = context.pool.pinned_by(owner) * PINNED_BYTES
+        try:
+            charge = session.account.charge(f"request {message.request!r}: the plan of a hit", pinned)
+        except Refused:
+            return 0  # what it has hit is leased all the same
         session.leases[message.request] = math.inf
         numbers = [worker.number for worker in workers]
-        return context.plans.keep(engine, message.request, session.number, numbers, owner)
+        return context.plans.keep(engine, message.request, session.number, numbers, owner, charge)
 
     def _found(
         self,

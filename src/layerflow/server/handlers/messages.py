@@ -19,17 +19,18 @@ from layerflow.flow.events import (
     SessionOpened,
 )
 from layerflow.server.clients.account import Refused
-from layerflow.server.clients.sessions import LOCAL, ClientSession
+from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.clients.turns import Work
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
 from layerflow.server.handlers.handoffs import end_handoff, open_handoff, release_handoff, watch_handoff
 from layerflow.server.handlers.lookups import Lookups
 from layerflow.server.handlers.parts import keep_part
 from layerflow.server.handlers.steps import open_step, report, tell
-from layerflow.server.handlers.turns import Work
 from layerflow.server.lookup.plans import lease_owner
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
+from layerflow.wire.rights import NotAllowed
 
 MOST_MISSED, MOST_MISSED_TOKENS = 1 << 20, 1 << 40
 """Lookups, and their tokens, that one Missed may tell of: a client sends it every second."""
@@ -45,6 +46,8 @@ class Handlers:
         self._context = context
         self._log = structlog.get_logger("layerflow.server")
         self._answering: set[asyncio.Task[None]] = set()
+        self._windows_due = False
+        self._told_window = -1
         self._lookups = Lookups(context, self._guarded)
         if context.peers is not None:
             context.peers.keep_part = functools.partial(keep_part, context)
@@ -61,7 +64,7 @@ class Handlers:
         work = self._guarded(session, message, self._dispatch)
         try:
             self._context.turns.start(session.account, work, nbytes, always=isinstance(message, ENDING))
-        except Refused as error:
+        except (NotAllowed, Refused) as error:
             self._refuse(session, message, error.code, error)
 
     def _guarded(
@@ -69,7 +72,7 @@ class Handlers:
     ) -> Work:
         try:
             yield from work(session, message)
-        except Refused as error:
+        except (NotAllowed, Refused) as error:
             self._refuse(session, message, error.code, error)
         except InvalidTransition as error:
             self._refuse(session, message, "impossible", error)
@@ -97,14 +100,24 @@ class Handlers:
         if context.tier is not None and not any(other.engine == session.engine for other in context.sessions):
             context.tier.drop_leases(session.engine)
         if session.memory:
-            self._tell_windows()
+            self._workers_changed()
         context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())
 
-    def _tell_windows(self, but: ClientSession | None = None) -> None:
-        """Workers share what may be in flight by plans: each has another window when one comes or goes."""
+    def _workers_changed(self) -> None:
+        """Workers share what may be in flight by plans: they are told where their windows change, once per turn."""
+        if not self._windows_due:
+            self._windows_due = True
+            asyncio.get_running_loop().call_soon(self._tell_windows)
+
+    def _tell_windows(self) -> None:
+        self._windows_due = False
+        terms = self._context.terms()
+        if terms.window_bytes == self._told_window:
+            return
+        self._told_window = terms.window_bytes
         for worker in self._context.sessions:
-            if worker.memory and worker is not but:
-                self._context.send(worker, self._context.terms())
+            if worker.memory:
+                self._context.send(worker, terms)
 
     def _refuse(self, session: ClientSession, message: ToServer, code: str, error: LayerflowError) -> None:
         self._context.metrics.protocol_error(code)
@@ -116,6 +129,7 @@ class Handlers:
 
     def _dispatch(self, session: ClientSession, message: ToServer) -> Work:
         context = self._context
+        session.rights.check(message, session.engine)
         match message:
             case wire.Report():
                 self._worker(session, "Report")
@@ -141,14 +155,12 @@ class Handlers:
             case wire.StatusRequest():
                 context.send(session, wire.Status(message.id, msgspec.json.encode(context.status())))
             case wire.Purge():
-                if session.address[0] != LOCAL:
-                    raise Refused("local_only", "only clients of this machine may purge the pool")
-                self._later(session, message.id, purge(context, session, tier=message.tier))
+                self._later(session, message.id, lambda: purge(context, session, tier=message.tier))
             case wire.Reset():
                 told = reset_engine(context, session.engine)
                 context.send(session, wire.Status(message.id, msgspec.json.encode(told)))
             case wire.OpenHandoff():
-                open_handoff(context, session, message)
+                yield from open_handoff(context, session, message)
             case wire.EndHandoff():
                 end_handoff(context, session, message)
             case wire.ReleaseHandoff():
@@ -181,12 +193,14 @@ class Handlers:
         if context.tier is not None:
             context.tier.drop_lease(owner)
 
-    def _later(self, session: ClientSession, number: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
+    def _later(
+        self, session: ClientSession, number: int, work: Callable[[], Coroutine[Any, Any, dict[str, Any]]]
+    ) -> None:
         """Answer with what `work` returns, if the client is still there then."""
 
         async def answer() -> None:
             try:
-                told = await work
+                told = await work()
             except LayerflowError as error:
                 self._log.exception("message_failed", session=session.number, kind="Purge")
                 self._context.send(session, wire.Problem(number, "internal", str(error)))
@@ -194,9 +208,15 @@ class Handlers:
             if self._context.sessions.get(session.number) is session:
                 self._context.send(session, wire.Status(number, msgspec.json.encode(told)))
 
+        charge = session.account.charge("a purge")
         task = asyncio.get_running_loop().create_task(answer())
         self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+
+        def done(ended: asyncio.Task[None]) -> None:
+            charge.release()
+            self._answering.discard(ended)
+
+        task.add_done_callback(done)
 
     def _worker(self, session: ClientSession, what: str) -> None:
         if not session.memory:
@@ -245,4 +265,4 @@ class Handlers:
         attached = wire.Attached(context.arena_bytes if message.memory else 0, context.terms(), context.incarnation)
         context.send(session, attached)
         if message.memory:
-            self._tell_windows(session)
+            self._workers_changed()

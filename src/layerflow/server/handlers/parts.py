@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from layerflow.errors import ProtocolError
+from layerflow.server.clients.turns import Work
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handlers.handoffs import ENDS, keep, release
+from layerflow.server.handlers.handoffs import ENDS, Opener, keep, release
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.server.peers.lending.readers import Reader
 from layerflow.wire import messages as wire
@@ -16,7 +17,7 @@ def keep_part(
     context: ServerContext,
     reader: Reader,
     message: wire.PeerOpenHandoff | wire.PeerEndHandoff | wire.PeerReleaseHandoff,
-) -> None:
+) -> Work:
     """What the server of the engine's scheduler wants done.
 
     :raises ProtocolError: it cannot be; nothing has changed.
@@ -24,7 +25,7 @@ def keep_part(
     handoffs = context.handoffs
     match message:
         case wire.PeerOpenHandoff():
-            _open(context, reader, message)
+            yield from _open(context, reader, message)
         case wire.PeerEndHandoff():
             handoff = handoffs.get(message.handoff)
             if handoff is None or handoff.session != reader.number or handoff.engine != message.engine:
@@ -37,7 +38,7 @@ def keep_part(
             release(context, message.handoff)
 
 
-def _open(context: ServerContext, reader: Reader, message: wire.PeerOpenHandoff) -> None:
+def _open(context: ServerContext, reader: Reader, message: wire.PeerOpenHandoff) -> Work:
     assert context.peers is not None and context.peers.lending is not None
     lending, handoffs = context.peers.lending, context.handoffs
     if message.incarnation != lending.incarnation:
@@ -45,7 +46,8 @@ def _open(context: ServerContext, reader: Reader, message: wire.PeerOpenHandoff)
     specs = [worker.spec for worker in context.sessions.workers_of(message.engine) if worker.spec is not None]
     why = f"no worker of engine {message.engine!r} is attached to this server"
     if specs:
-        _, why = keep(context, specs[0].chunk_tokens, message.engine, reader.number, message)
+        opener = Opener(message.engine, reader.number, reader.account)
+        _, why = yield from keep(context, specs[0].chunk_tokens, opener, message)
     if why:
         lending.tell(reader, wire.PeerHandoffState(message.id, message.handoff, "refused", why))
         return

@@ -5,22 +5,28 @@ Without them, in time or at all, the lookup is one of what is stored here, as an
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 from layerflow.errors import LayerflowError, ProtocolError
+from layerflow.server.clients.account import Charge
 from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.handlers.asked import Asked
+from layerflow.server.clients.turns import Work
+from layerflow.server.handlers.asked import Asked, kept_bytes, read_lookup
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import REPLACED
-from layerflow.server.handlers.turns import Work
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.server.lookup.lookup import prompt_keys, with_alternatives
 from layerflow.server.peers.reading.attachment import Attachment
 from layerflow.server.peers.reading.questions import PeerAnswer
 from layerflow.wire import messages as wire
+
+DIGESTS_PER_SLICE = 64
+"""Chunks whose objects are looked for before another client may get its turn."""
+
+KEPT_KEY_BYTES = 192
+"""What a key takes that was asked for, in bytes, while its answer is waited for."""
 
 
 class RemoteAnswers(Protocol):
@@ -60,70 +66,121 @@ class RemoteLookups:
             yield from self._answers.stored(session, asked, why)
             return
         until = time.monotonic() + message.follow_ms / 1e3
-        addresses = [address for address in dict.fromkeys(message.servers) if not peers.is_own(address)]
         try:
-            servers = [peers.learn(address) for address in addresses]
+            servers = self._servers(message)
         except LayerflowError as error:
             yield from self._answers.stored(session, asked, str(error))
             return
-        if len(addresses) == len(set(message.servers)):
-            self._ask(session, asked, servers, until)
+        if len(servers) == len(set(message.servers)):
+            yield from self._ask(session, asked, servers, until)
         else:
-            self._wait_own(session, asked, servers, until)
+            yield from self._own_part(session, asked, until)
 
-    def _wait_own(self, session: ClientSession, asked: Asked, servers: Sequence[Attachment], until: float) -> None:
-        """This server keeps a part itself: the others are asked once all of it is stored."""
-        handoffs, number, resets = self._context.handoffs, session.number, session.resets
+    def _servers(self, message: wire.Lookup) -> list[Attachment]:
+        """The other servers that it names, attached to.
 
-        def changed(told: Handoff) -> None:
-            client = self._context.sessions.get(number)
-            waits = told.status in (HandoffStatus.ANNOUNCED, HandoffStatus.OPEN) and time.monotonic() < until
-            if waits and client is not None:
-                handoffs.watch(told, changed)
-                return
-            timer.cancel()
-            handoffs.unwatch(told, changed)
-            if client is None:
-                return
-            if client.resets != resets:
-                self._context.send(client, wire.Found(asked.message.id, 0, [], False, REPLACED))
-            elif told.status is HandoffStatus.COMPLETE:
-                handoffs.claim(told, time.monotonic(), asked.message.lease_ms / 1e3)
-                self._ask(client, asked, servers, until)
-            else:
-                self._go(number, asked.message, self._answers.stored(client, asked, told.story()))
+        :raises LayerflowError: one of them cannot be.
+        """
+        peers = self._context.peers
+        assert peers is not None
+        return [peers.learn(address) for address in dict.fromkeys(message.servers) if not peers.is_own(address)]
 
-        handoff = handoffs.announce(asked.message.handoff, until)
-        timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), changed, handoff)
-        changed(handoff)
+    def _own_part(
+        self,
+        session: ClientSession,
+        asked: Asked,
+        until: float,
+        told: Handoff | None = None,
+    ) -> Work:
+        """This server keeps a part itself: the others are asked once all of it is stored.
 
-    def _ask(self, session: ClientSession, asked: Asked, servers: Sequence[Attachment], until: float) -> None:
+        :param told: the hand-off that was waited for; None = it is looked for by its name.
+        """
+        handoffs, number, resets, message = self._context.handoffs, session.number, session.resets, asked.message
+        now = time.monotonic()
+        charge = self._charge(session, message, kept_bytes(message), always=now >= until)
+        handoff = told or handoffs.announce(message.handoff, until)
+        if handoff.status in (HandoffStatus.ANNOUNCED, HandoffStatus.OPEN) and now < until:
+
+            def changed(told: Handoff) -> None:
+                client = self._context.sessions.get(number)
+                if client is not None and client.resets != resets:
+                    self._context.send(client, wire.Found(message.id, 0, [], False, REPLACED))
+                elif client is not None:
+                    self._go(number, message, self._own_part_again(client, message, until, told))
+
+            handoffs.wait(message.handoff, until, changed, charge)
+            return
+        charge.release()
+        if handoff.status is HandoffStatus.COMPLETE:
+            handoffs.claim(handoff, now, message.lease_ms / 1e3)
+            # Those that nobody has asked for while this part was waited for may have been left.
+            yield from self._ask(session, asked, self._servers(message), until)
+        else:
+            yield from self._answers.stored(session, asked, handoff.story())
+
+    def _own_part_again(
+        self,
+        session: ClientSession,
+        message: wire.Lookup,
+        until: float,
+        told: Handoff,
+    ) -> Work:
+        assert session.spec is not None
+        asked = yield from read_lookup(session.spec, message)
+        yield from self._own_part(session, asked, until, told)
+
+    def _charge(self, session: ClientSession, message: wire.Lookup, nbytes: int, *, always: bool = False) -> Charge:
+        return session.account.charge(f"request {message.request!r}: a lookup that waits", nbytes, always=always)
+
+    def _ask(self, session: ClientSession, asked: Asked, servers: Sequence[Attachment], until: float) -> Work:
         """What do these lend of it?"""
-        message, spec, peers = asked.message, session.spec, self._context.peers
+        spec, peers = session.spec, self._context.peers
         assert spec is not None and peers is not None and peers.reading is not None
-        own = prompt_keys(spec, [*asked.digests, message.tail] if message.tail else asked.digests)
-        pool = self._context.pool
+        message, blocks = asked.message, asked.blocks
         number, resets, reading = session.number, session.resets, peers.reading
+        asked_for = len(asked.digests) * len(spec.groups) * len(spec.shard.peers())
+        charge = self._charge(session, message, kept_bytes(message) + asked_for * KEPT_KEY_BYTES)
+        known: set[bytes] = set()
+        joined: PeerAnswer | None = None
 
-        def wanted() -> list[bytes]:
+        def wanted(digests: Sequence[bytes]) -> Generator[None, None, list[bytes]]:
             """What is not here of the prompt, and what may stand in for it, of all sizes that are known by now."""
-            missing = [key for key, here in zip(own, pool.lookup(own), strict=True) if not here]
-            return with_alternatives(pool.covering(spec), missing)
+            more: list[bytes] = []
+            for start in range(0, len(digests), DIGESTS_PER_SLICE):
+                own = prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE])
+                missing = [key for key, here in zip(own, self._context.pool.lookup(own), strict=True) if not here]
+                fresh = with_alternatives(self._context.pool.covering(spec), missing)
+                more += [key for key in fresh if key not in known]
+                known.update(more)
+                yield
+            return more
+
+        def ask(client: ClientSession, again: Asked) -> Work:
+            digests = [*again.digests, message.tail] if message.tail else again.digests
+            more = yield from wanted(digests)
+            if more or joined is None:
+                # The first time, and where its workers run in a size of which nothing was known when they were asked.
+                charge.end = reading.ask(servers, more, message.handoff, answered, until)
+                return
+            charge.release()
+            answer = joined
+            if not (answer.found or answer.reason) and (why := reading.difference(servers, spec.name)):
+                answer = PeerAnswer(frozenset(), reason=f"cannot be read by this engine: {why}")
+            yield from self._answers.lent(client, again, answer, until)
 
         def answered(answer: PeerAnswer) -> None:
+            nonlocal joined
+            joined = answer if joined is None else joined.joined(answer)
             client = self._context.sessions.get(number)
-            if client is not None and (more := [key for key in wanted() if key not in known]):
-                # Its workers run in a size of which nothing was known when they were asked.
-                known.update(more)
-                reading.ask(servers, more, message.handoff, lambda late: answered(answer.joined(late)), until)
-            elif client is not None and client.resets != resets:
+            if client is not None and client.resets != resets:
                 # Its keys are those of weights that were replaced meanwhile.
+                charge.release()
                 self._context.send(client, wire.Found(message.id, 0, [], False, REPLACED))
             elif client is not None:
-                if not (answer.found or answer.reason) and (why := reading.difference(servers, spec.name)):
-                    answer = PeerAnswer(frozenset(), reason=f"cannot be read by this engine: {why}")
-                self._go(number, message, self._answers.lent(client, asked, answer, until))
+                self._go(number, message, again(client))
 
-        first = wanted()
-        known = set(first)
-        reading.ask(servers, first, message.handoff, answered, until)
+        def again(client: ClientSession) -> Work:
+            yield from ask(client, (yield from read_lookup(spec, message)))
+
+        yield from ask(session, Asked(message, asked.digests, blocks))

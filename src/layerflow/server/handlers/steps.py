@@ -23,9 +23,10 @@ from layerflow.flow.events import (
 )
 from layerflow.server.clients.account import Refused
 from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.clients.turns import Work
 from layerflow.server.handlers.context import ServerContext
-from layerflow.server.handlers.turns import Work
 from layerflow.server.lookup.plans import lease_owner
+from layerflow.server.planner.book import Opening, step_owner
 from layerflow.server.planner.check import CheckedStep, check_deadlines, check_step, count_objects
 from layerflow.server.planner.direct import plan_direct
 from layerflow.server.planner.steps import plan_step
@@ -72,21 +73,11 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
             f"step {message.step}: this session's open steps would move {asked} bytes, server.max_open_bytes is "
             f"{limits.max_open_bytes}; close steps first",
         )
-    opening = (
-        plan_direct(session, message, checked)
-        if session.direct
-        else plan_step(
-            context.pool,
-            context.tier,
-            session,
-            message,
-            checked,
-            context.sessions.replicas_of(session),
-            context.driver.missed,
-            context.handoffs,
-            context.driver.follows,
-        )
-    )
+    try:
+        opening = _plan(context, session, message, checked)
+    except Exception:
+        context.pool.drop_owner(step_owner(session.number, message.step))
+        raise
     context.driver.open(key, opening.book)
     session.open_steps[message.step] = checked.nbytes
     # The plan goes first: batches that follow are numbered by it.
@@ -107,6 +98,22 @@ def open_step(context: ServerContext, session: ClientSession, message: wire.Open
     for request in {part.request: None for part in message.loads if part.request not in more}:
         context.plans.opened(session.engine, request, session.number)
     context.metrics.step_opened(session.labels, full=opening.full, missing=opening.missing)
+
+
+def _plan(context: ServerContext, session: ClientSession, message: wire.OpenStep, checked: CheckedStep) -> Opening:
+    if session.direct:
+        return plan_direct(session, message, checked)
+    return plan_step(
+        context.pool,
+        context.tier,
+        session,
+        message,
+        checked,
+        context.sessions.replicas_of(session),
+        context.driver.missed,
+        context.handoffs,
+        context.driver.follows,
+    )
 
 
 def _of_a_handoff(context: ServerContext, session: ClientSession, checked: CheckedStep) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from layerflow.keys import covered_by, object_key
@@ -22,27 +23,64 @@ def needed_chunks(rules: Kind, tokens: int, chunk_tokens: int) -> range:
     return own if rules.exact else range(rules.need(tokens - 1, chunk_tokens).start, own.stop)
 
 
-def handoff_objects(
-    specs: Iterable[ModelSpec], root: bytes, digests: Sequence[bytes], tail: bytes, tokens: int
-) -> dict[bytes, NewObject]:
-    """By key, what the workers of an engine store of a prompt's first `tokens` tokens and a reader needs.
+OBJECTS_PER_SLICE = 256
 
-    :param specs: of the workers; those that hold the same share their objects.
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens that a hand-off is about.
+
     :param root: digest before the first chunk.
     :param digests: of the full chunks. :param tail: of the partial chunk behind them; empty = there is none.
     """
-    found: dict[bytes, NewObject] = {}
-    for spec in specs:
-        for number, group in enumerate(spec.groups):
-            for chunk in needed_chunks(group.rules, tokens, spec.chunk_tokens):
-                partial = chunk == len(digests)
-                held = tokens - chunk * spec.chunk_tokens if partial else spec.chunk_tokens
-                key = object_key(tail if partial else digests[chunk], number, spec.shard)
-                before = digests[chunk - 1] if chunk else root
-                parent = object_key(before, number, spec.shard) if partial else b""
-                blocks = len(group.rules.keep(held))
-                found[key] = NewObject(key, object_bytes(group, blocks), blocks, held, parent)
-    return found
+
+    root: bytes
+    digests: Sequence[bytes]
+    tail: bytes
+    tokens: int
+
+    def nbytes(self, specs: Iterable[ModelSpec]) -> int:
+        """What :meth:`objects` keep in the arena, counted without making them."""
+        total, counted = 0, set()
+        for spec in specs:
+            for number, group in enumerate(spec.groups):
+                if (part := covered_by(number, spec.shard)) in counted:
+                    continue
+                counted.add(part)
+                chunks = needed_chunks(group.rules, self.tokens, spec.chunk_tokens)
+                tail = len(self.digests) in chunks
+                full = object_bytes(group, len(group.rules.keep(spec.chunk_tokens)))
+                total += (len(chunks) - tail) * full
+                if tail:
+                    held = self.tokens - len(self.digests) * spec.chunk_tokens
+                    total += object_bytes(group, len(group.rules.keep(held)))
+        return total
+
+    def objects(self, specs: Iterable[ModelSpec]) -> Iterator[dict[bytes, NewObject]]:
+        """By key, what the workers of an engine store of it and a reader needs, some at a time.
+
+        :param specs: of the workers; those that hold the same share their objects.
+        """
+        made: dict[bytes, None] = {}
+        few: dict[bytes, NewObject] = {}
+        for spec in specs:
+            for number, group in enumerate(spec.groups):
+                for chunk in needed_chunks(group.rules, self.tokens, spec.chunk_tokens):
+                    partial = chunk == len(self.digests)
+                    held = self.tokens - chunk * spec.chunk_tokens if partial else spec.chunk_tokens
+                    key = object_key(self.tail if partial else self.digests[chunk], number, spec.shard)
+                    if key in made:
+                        continue
+                    before = self.digests[chunk - 1] if chunk else self.root
+                    parent = object_key(before, number, spec.shard) if partial else b""
+                    blocks = len(group.rules.keep(held))
+                    made[key] = None
+                    few[key] = NewObject(key, object_bytes(group, blocks), blocks, held, parent)
+                    if len(few) >= OBJECTS_PER_SLICE:
+                        yield few
+                        few = {}
+        if few:
+            yield few
 
 
 def distinct(specs: Iterable[ModelSpec]) -> list[ModelSpec]:

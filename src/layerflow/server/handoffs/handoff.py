@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from layerflow.pool.base import NewObject, Owner
+from layerflow.server.clients.account import Charge
 from layerflow.spec import ModelSpec
 
 
@@ -76,6 +77,7 @@ class Handoff:
     :param due: what then happens depends on the state: nobody opened it, it is not complete, its lease is over.
     :param claims: readers that have come for it.
     :param watchers: told of its next state.
+    :param charge: what the client that opened it is charged for it.
     """
 
     name: str
@@ -95,7 +97,8 @@ class Handoff:
     pending: set[bytes] = field(default_factory=set)
     promised: set[bytes] = field(default_factory=set)
     foreign: set[bytes] = field(default_factory=set)
-    watchers: list[Told] = field(default_factory=list)
+    watchers: dict[Told, None] = field(default_factory=dict)
+    charge: Charge | None = None
 
     @property
     def owner(self) -> Owner:

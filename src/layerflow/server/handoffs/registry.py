@@ -8,17 +8,21 @@ costs the prefiller nothing.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import heapq
 import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 import structlog
 
+from layerflow.observe.log_limit import LogLimit
 from layerflow.pool.base import NewObject, Owner, Pool
-from layerflow.server.handoffs.contents import take
+from layerflow.server.clients.account import Charge
+from layerflow.server.handoffs.contents import Prompt, take
 from layerflow.server.handoffs.early import ReleasedEarly
 from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatistics, HandoffStatus, Told
 from layerflow.server.handoffs.kept import KeptObjects
@@ -57,9 +61,15 @@ class Handoffs:
         self._changed = changed
         self._serials = itertools.count(1)
         self._by_name: dict[str, Handoff] = {}
+        self._live: dict[Handoff, None] = {}  # not over; oldest first
+        self._due: list[tuple[float, int, Handoff]] = []
+        self._pushes = itertools.count()  # so that equal times compare
+        self._foreign: dict[Handoff, None] = {}  # some of whose objects others bring
         self._over: deque[Handoff] = deque()
         self._waiting: dict[bytes, list[Handoff]] = {}
         self._kept = KeptObjects()
+        self._kept_open = KeptObjects()  # of those that are not complete: nothing takes these back
+        self._log_limit = LogLimit()
         self._released_early = ReleasedEarly()
         self._counts: Counter[str] = Counter()
 
@@ -71,15 +81,14 @@ class Handoffs:
 
     def live(self) -> list[Handoff]:
         """Those that are not over, oldest first."""
-        live = (HandoffStatus.ANNOUNCED, HandoffStatus.OPEN, HandoffStatus.COMPLETE)
-        return sorted((each for each in self._by_name.values() if each.status in live), key=lambda each: each.serial)
+        return list(self._live)
 
     @property
     def wanted(self) -> bool:
         """Is one being computed, or does one wait for its reader?"""
         return any(
             each.status is HandoffStatus.OPEN or (each.status is HandoffStatus.COMPLETE and not each.claims)
-            for each in self._by_name.values()
+            for each in self._live
         )
 
     def concerned(self, keys: Iterable[bytes]) -> bool:
@@ -110,20 +119,44 @@ class Handoffs:
         """The hand-off of this name; one that nobody knows is announced, and forgotten at `until`."""
         known = self._by_name.get(name)
         if self._released_early.forget(name) or known is None:
-            known = self._by_name[name] = Handoff(name, next(self._serials))
-            known.due = until
+            known = self._begin(name)
+            self._set_due(known, until)
         elif known.status is HandoffStatus.ANNOUNCED:
-            known.due = max(known.due, until)
+            self._set_due(known, max(known.due, until))
         return known
+
+    def wait(self, name: str, until: float, then: Told, charge: Charge) -> None:
+        """Announce a hand-off, and call `then` once: with its next state, or as it is at `until`.
+
+        :param charge: of the client that waits; released then. Where the client ends first, nothing is told, and what
+            nobody else waits for is forgotten.
+        """
+        handoff, over = self.announce(name, until), False
+
+        def end() -> None:
+            nonlocal over
+            over = True
+            timer.cancel()
+            handoff.watchers.pop(told, None)
+
+        def told(_: Handoff) -> None:
+            if not over:
+                end()
+                charge.release()
+                then(handoff)
+
+        def ended() -> None:
+            end()
+            if handoff.status is HandoffStatus.ANNOUNCED and not (handoff.watchers or handoff.engine):
+                self._forget(handoff)
+
+        charge.end = ended
+        timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), told, handoff)
+        handoff.watchers[told] = None
 
     def watch(self, handoff: Handoff, told: Told) -> None:
         """Tell of its next state, once."""
-        handoff.watchers.append(told)
-
-    def unwatch(self, handoff: Handoff, told: Told) -> None:
-        """Nobody waits any more."""
-        if told in handoff.watchers:
-            handoff.watchers.remove(told)
+        handoff.watchers[told] = None
 
     def claim(self, handoff: Handoff, now: float, lease_s: float) -> None:
         """A reader has come: it is kept for as long as that reader may need, and others may come.
@@ -134,7 +167,7 @@ class Handoffs:
         self._counts["claimed"] += 1
         self._changed()
         if handoff.status is HandoffStatus.COMPLETE:
-            handoff.due = max(handoff.due, now + max(lease_s, handoff.lease_s))
+            self._set_due(handoff, max(handoff.due, now + max(lease_s, handoff.lease_s)))
 
     # The engine that computes it -----------------------------------------------------------------
 
@@ -143,43 +176,87 @@ class Handoffs:
         name: str,
         engine: str,
         session: int,
-        spec: ModelSpec,
-        tokens: int,
-        objects: Mapping[bytes, NewObject],
+        specs: Sequence[ModelSpec],
+        prompt: Prompt,
         lease_s: float,
         due: float,
-    ) -> str:
-        """Pin what is stored of these objects and reserve room for the others. Why not, else empty.
+        charge: Charge,
+    ) -> Generator[None, None, str]:
+        """Pin what is stored of a prompt and reserve room for the rest, in slices. Why not, else empty.
 
+        :param specs: of the engine's workers here, those that hold the same once.
         :param due: it has failed if it is not complete by then.
+        :param charge: of the client that opens it; released when it is over.
         """
         known = self._by_name.get(name)
-        if known is not None and known.status.readable:
+        if known is not None and known in self._live and known.engine:
             return self._refused(name, f"a hand-off of this name is {known.status.value} already")
         if self._released_early.holds(name, time.monotonic()):
             return self._refused(name, "its reader has released it already")
-        if why := self._make_share(objects):
+        most = self._share() * self._room_bytes
+        if (alone := prompt.nbytes(specs)) > most:
+            return self._refused(name, f"it alone would keep {alone} bytes; pd.handoff_share allows {most:.0f}")
+        announced = known if known is not None and known.status is HandoffStatus.ANNOUNCED else None
+        handoff = announced or self._begin(name)
+        handoff.engine, handoff.session, handoff.spec, handoff.tokens = engine, session, specs[0], prompt.tokens
+        handoff.lease_s, announced_until = lease_s, handoff.due
+        self._set_due(handoff, due if announced is None else max(announced_until, due))
+        why = "its client ended while it was being opened"
+        try:
+            why = yield from self._keep(handoff, prompt.objects(specs), most)
+        finally:
+            if why and handoff.status is HandoffStatus.ANNOUNCED:
+                self._let_go(handoff, why)
+                handoff.engine, handoff.session, handoff.spec, handoff.tokens = "", 0, None, 0
+                self._set_due(handoff, announced_until)
+                if announced is None:
+                    self._forget(handoff)
+        if handoff.status is not HandoffStatus.ANNOUNCED:
+            return self._refused(name, handoff.story())  # it ended while it was being opened
+        if why:
             return self._refused(name, why)
-        handoff = known if known is not None and known.status is HandoffStatus.ANNOUNCED else None
-        if handoff is None:
-            handoff = Handoff(name, next(self._serials))
-        taken = take(self._pool, handoff.owner, objects)
-        while taken is None and self._revoke_oldest():
-            taken = take(self._pool, handoff.owner, objects)
-        if taken is None:
-            return self._refused(name, "the arena has no room: what is in it is pinned, or being written")
-        handoff.pending, handoff.promised, handoff.foreign = taken
-        handoff.engine, handoff.session, handoff.spec, handoff.tokens = engine, session, spec, tokens
-        handoff.lease_s, handoff.due = lease_s, due
-        handoff.objects = dict(objects)
-        handoff.status = HandoffStatus.OPEN
-        self._by_name[name] = handoff
-        self._kept.add(objects)
-        for key in handoff.pending:
-            self._waiting.setdefault(key, []).append(handoff)
+        handoff.status, handoff.charge = HandoffStatus.OPEN, charge
+        self._set_due(handoff, due)
         self._counts["opened"] += 1
-        log.debug("handoff_opened", handoff=name, engine=engine, tokens=tokens, to_store=len(handoff.pending))
+        log.debug("handoff_opened", handoff=name, engine=engine, tokens=prompt.tokens, to_store=len(handoff.pending))
         self._tell(handoff)
+        return ""
+
+    def _keep(
+        self, handoff: Handoff, slices: Iterable[Mapping[bytes, NewObject]], most: float
+    ) -> Generator[None, None, str]:
+        """Keep these objects for a hand-off that is being opened. Why they cannot be, else empty."""
+        objects: list[Mapping[bytes, NewObject]] = []
+        fixed = self._kept_open.nbytes
+        for few in slices:
+            objects.append(few)
+            fixed += self._kept_open.nbytes_with(few) - self._kept_open.nbytes
+            yield
+        if fixed > most:
+            return f"hand-offs that are not complete would keep {fixed} bytes; pd.handoff_share allows {most:.0f}"
+        for few in objects:
+            if handoff.status is not HandoffStatus.ANNOUNCED:
+                return handoff.story()
+            while self._kept.nbytes_with(few) > most and self._revoke_oldest():
+                pass
+            if self._kept.nbytes_with(few) > most:
+                return f"hand-offs would keep more than the {most:.0f} bytes that pd.handoff_share allows"
+            taken = take(self._pool, handoff.owner, few)
+            while taken is None and self._revoke_oldest():
+                taken = take(self._pool, handoff.owner, few)
+            if taken is None:
+                return "the arena has no room: what is in it is pinned, or being written"
+            self._kept.add(few)
+            self._kept_open.add(few)
+            handoff.objects.update(few)
+            handoff.pending |= taken.pending
+            handoff.promised |= taken.promised
+            handoff.foreign |= taken.foreign
+            if taken.foreign:
+                self._foreign[handoff] = None
+            for key in taken.pending:
+                self._waiting.setdefault(key, []).append(handoff)
+            yield
         return ""
 
     def adopt(self, engine: str, objects: Sequence[NewObject], owner: Owner) -> dict[bytes, int]:
@@ -206,6 +283,7 @@ class Handoffs:
                     handoff.promised.discard(key)
                     self._withdraw([key], handoff.owner, "its engine loads it from behind the arena")
                 handoff.foreign.add(key)
+                self._foreign[handoff] = None
 
     def end(self, name: str, engine: str, tokens: int, reason: str, now: float) -> None:
         """Its engine computes nothing more of it."""
@@ -218,7 +296,7 @@ class Handoffs:
             return
         handoff.ended = True
         if handoff.promised:
-            handoff.due = min(handoff.due, now + ENDED_GRACE_S)
+            self._set_due(handoff, min(handoff.due, now + ENDED_GRACE_S))
         self._settle(handoff, now)
 
     def give_up(self, handoff: Handoff, reason: str) -> None:
@@ -271,27 +349,32 @@ class Handoffs:
     def purge(self, reason: str) -> None:
         """Nothing that is stored may be read any more."""
         for handoff in self.live():
-            if handoff.status.readable:
+            if handoff.engine:
                 self._close(handoff, HandoffStatus.REVOKED, reason)
 
     def lose_engine(self, engine: str, reason: str) -> None:
         """A worker of this engine is gone, or its weights are: what its engine has open fails."""
         for handoff in self.live():
-            if handoff.status is HandoffStatus.OPEN and handoff.engine == engine:
+            if handoff.status is not HandoffStatus.COMPLETE and handoff.engine == engine:
                 self._close(handoff, HandoffStatus.FAILED, reason)
 
     def lose_session(self, session: int, reason: str) -> None:
         """A client is gone: nobody ends what it has opened."""
         for handoff in self.live():
-            if handoff.status is HandoffStatus.OPEN and handoff.session == session and not handoff.ended:
+            opened = handoff.engine and handoff.session == session
+            if opened and handoff.status is not HandoffStatus.COMPLETE and not handoff.ended:
                 self._close(handoff, HandoffStatus.FAILED, reason)
 
     def expire(self, now: float) -> None:
         """Whatever was due by now."""
-        for handoff in self.live():
-            if handoff.foreign:
-                self._look_for_foreign(handoff, now)
+        for handoff in list(self._foreign):
+            self._look_for_foreign(handoff, now)
+        while self._due and self._due[0][0] <= now:
+            _, _, handoff = heapq.heappop(self._due)
+            if handoff not in self._live:
+                continue
             if handoff.due > now:
+                self._push(handoff)
                 continue
             match handoff.status:
                 case HandoffStatus.ANNOUNCED:
@@ -310,30 +393,12 @@ class Handoffs:
 
     def _refused(self, name: str, why: str) -> str:
         self._counts["refused"] += 1
-        log.info("handoff_refused", handoff=name, reason=why)
+        self._say("handoff_refused", handoff=name, reason=why)
         return why
-
-    def _make_share(self, objects: Mapping[bytes, NewObject]) -> str:
-        """Revoke the oldest complete ones until these objects are within the share; why they cannot be, else empty."""
-        most = self._share() * self._room_bytes
-        if self._kept.nbytes_with(objects) <= most:
-            return ""
-        fixed = {key: new.nbytes for key, new in objects.items()}
-        for handoff in self.live():
-            if handoff.status is HandoffStatus.OPEN:
-                fixed |= {key: new.nbytes for key, new in handoff.objects.items()}
-        if sum(fixed.values()) > most:
-            return (
-                f"hand-offs that are not complete would keep {sum(fixed.values())} bytes; pd.handoff_share allows "
-                f"{most:.0f}"
-            )
-        while self._kept.nbytes_with(objects) > most and self._revoke_oldest():
-            pass
-        return ""
 
     def _revoke_oldest(self) -> bool:
         """Take back the complete one that was opened first, one that a reader has come for before others."""
-        complete = [each for each in self.live() if each.status is HandoffStatus.COMPLETE]
+        complete = [each for each in self._live if each.status is HandoffStatus.COMPLETE]
         if not complete:
             return False
         victim = min(complete, key=lambda each: (not each.claims, each.serial))
@@ -342,6 +407,9 @@ class Handoffs:
 
     def _look_for_foreign(self, handoff: Handoff, now: float) -> None:
         foreign = list(handoff.foreign)
+        if not foreign:
+            self._foreign.pop(handoff, None)
+            return
         here = [key for key, there in zip(foreign, self._pool.lookup(foreign), strict=True) if there]
         self.stored(here, now)
         gone = [key for key in handoff.foreign if self._pool.writer(key) is None]
@@ -351,7 +419,8 @@ class Handoffs:
     def _settle(self, handoff: Handoff, now: float) -> None:
         if handoff.ended and not (handoff.pending or handoff.parts) and handoff.status is HandoffStatus.OPEN:
             handoff.status = HandoffStatus.COMPLETE
-            handoff.due = now + handoff.lease_s
+            self._set_due(handoff, now + handoff.lease_s)
+            self._kept_open.discard(handoff.objects)
             self._counts["completed"] += 1
             log.debug("handoff_complete", handoff=handoff.name, claims=handoff.claims)
             self._tell(handoff)
@@ -359,19 +428,10 @@ class Handoffs:
     def _close(self, handoff: Handoff, status: HandoffStatus, reason: str) -> None:
         before, handoff.status, handoff.reason = handoff.status, status, reason
         self._counts[status.value] += 1
-        for key in handoff.pending:
-            others = self._waiting.get(key, [])
-            if handoff in others:
-                others.remove(handoff)
-            if not others:
-                self._waiting.pop(key, None)
-        promised = [key for key in handoff.promised if not self._pass_on(key, handoff)]
-        handoff.promised.clear()
-        if promised:
-            self._withdraw(promised, handoff.owner, f"hand-off {handoff.name!r} {handoff.story()}")
-        self._pool.release(handoff.owner)
-        self._kept.discard(handoff.objects)
-        handoff.objects, handoff.pending = {}, set()
+        if before is not HandoffStatus.COMPLETE:
+            self._kept_open.discard(handoff.objects)
+        self._give_back(handoff, f"hand-off {handoff.name!r} {handoff.story()}")
+        self._live.pop(handoff, None)
         self._over.append(handoff)
         if len(self._over) > REMEMBERED:
             oldest = self._over.popleft()
@@ -379,8 +439,58 @@ class Handoffs:
                 del self._by_name[oldest.name]
         names = {"handoff": handoff.name, "engine": handoff.engine}
         if status is not HandoffStatus.RELEASED:
-            log.info("handoff_over", **names, was=before.value, state=status.value, reason=reason)
+            self._say("handoff_over", **names, was=before.value, state=status.value, reason=reason)
         self._tell(handoff)
+
+    def _let_go(self, handoff: Handoff, why: str) -> None:
+        """Its opening has not come to an end: it keeps nothing of what it has taken."""
+        self._kept_open.discard(handoff.objects)
+        self._give_back(handoff, f"hand-off {handoff.name!r} is refused: {why}")
+
+    def _give_back(self, handoff: Handoff, why: str) -> None:
+        """Pins, and room that is reserved, return to the arena; the client that opened it is not charged any more."""
+        for key in handoff.pending:
+            others = self._waiting.get(key, [])
+            if handoff in others:
+                others.remove(handoff)
+            if not others:
+                self._waiting.pop(key, None)
+        promised = [key for key in handoff.promised if not self._pass_on(key, handoff)]
+        if promised:
+            self._withdraw(promised, handoff.owner, why)
+        self._pool.release(handoff.owner)
+        self._kept.discard(handoff.objects)
+        handoff.objects, handoff.pending, handoff.promised, handoff.foreign = {}, set(), set(), set()
+        self._foreign.pop(handoff, None)
+        if handoff.charge is not None:
+            handoff.charge.release()
+
+    def _begin(self, name: str) -> Handoff:
+        handoff = self._by_name[name] = Handoff(name, next(self._serials))
+        self._live[handoff] = None
+        return handoff
+
+    def _forget(self, handoff: Handoff) -> None:
+        """It never was more than a name that somebody waited for."""
+        self._live.pop(handoff, None)
+        if self._by_name.get(handoff.name) is handoff:
+            del self._by_name[handoff.name]
+
+    def _set_due(self, handoff: Handoff, due: float) -> None:
+        sooner, handoff.due = due < handoff.due, due
+        if sooner:
+            self._push(handoff)
+
+    def _push(self, handoff: Handoff) -> None:
+        heapq.heappush(self._due, (handoff.due, next(self._pushes), handoff))
+        if len(self._due) > 2 * len(self._live) + REMEMBERED:
+            self._due = [(each.due, next(self._pushes), each) for each in self._live]
+            heapq.heapify(self._due)
+
+    def _say(self, event: str, **what: str) -> None:
+        unlogged = self._log_limit.admit(time.monotonic())
+        if unlogged is not None:
+            log.info(event, **what, unlogged=unlogged)
 
     def _pass_on(self, key: bytes, handoff: Handoff) -> bool:
         """Let another hand-off of the same engine that waits for the key keep its room."""
@@ -392,6 +502,6 @@ class Handoffs:
 
     def _tell(self, handoff: Handoff) -> None:
         self._changed()
-        watchers, handoff.watchers = handoff.watchers, []
+        watchers, handoff.watchers = handoff.watchers, {}
         for told in watchers:
             self._soon(functools.partial(told, handoff))

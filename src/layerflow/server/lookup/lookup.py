@@ -207,6 +207,11 @@ def prompt_keys(spec: ModelSpec, digests: Sequence[bytes]) -> list[bytes]:
     return object_keys(digests, range(len(spec.groups)), spec.shard.peers())
 
 
+def prompt_objects(spec: ModelSpec, chunks: int) -> int:
+    """How many :func:`prompt_keys` has of so many chunks."""
+    return chunks * len(spec.groups) * len(spec.shard.peers())
+
+
 def unknown_keys(
     known: LookupSource, spec: ModelSpec, digests: Sequence[bytes], groups: Sequence[int]
 ) -> Generator[None, None, list[list[bytes]]]:

@@ -13,6 +13,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from layerflow.pool.base import Owner, Pool
+from layerflow.server.clients.account import Charge
+
+MOST_UNUSED = 4
+"""A hit that was handed to workers may be looked up again, after a preemption say, before they open a step with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +26,7 @@ class HeldPlan:
     :param asker: number of the session that it was told.
     :param workers: numbers of those that may still open a step with it.
     :param used: one of them has.
+    :param charge: what whoever asked is charged for it.
     """
 
     number: int
@@ -29,6 +34,7 @@ class HeldPlan:
     request: str
     asker: int
     workers: set[int]
+    charge: Charge
     used: bool = False
 
     @property
@@ -73,9 +79,18 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def keep(self, engine: str, request: str, asker: int, workers: Collection[int], owner: Owner) -> int:
-        """What `owner` and the request's lease pin is a plan's from now on: its number."""
-        plan = HeldPlan(next(self._numbers), engine, request, asker, set(workers))
+    def keep(
+        self, engine: str, request: str, asker: int, workers: Collection[int], owner: Owner, charge: Charge
+    ) -> int:
+        """What `owner` and the request's lease pin is a plan's from now on: its number.
+
+        Of a request the asker has :data:`MOST_UNUSED` plans that no worker has used: past it the oldest is dropped.
+        """
+        plan = HeldPlan(next(self._numbers), engine, request, asker, set(workers), charge)
+        mine = (self._plans[number] for number in self._by_request.get((engine, request), ()))
+        unused = [other for other in mine if other.asker == asker and not other.used]
+        if len(unused) >= MOST_UNUSED:
+            self._end(min(unused, key=lambda other: other.number))
         for giver in (owner, lease_owner(engine, request)):
             self._pool.hand_over(giver, plan.owner, float("inf"))
         self._plans[plan.number] = plan
@@ -124,6 +139,7 @@ class Plans:
 
     def _end(self, plan: HeldPlan, until: float | None = None) -> None:
         del self._plans[plan.number]
+        plan.charge.release()
         mine = self._by_request[plan.engine, plan.request]
         mine.remove(plan.number)
         last = all(self._plans[number].asker != plan.asker for number in mine)

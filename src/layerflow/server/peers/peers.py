@@ -17,7 +17,9 @@ from layerflow.errors import ConfigError, LayerflowError, ProtocolError
 from layerflow.flow.events import Event
 from layerflow.observe.metrics.peers import PeerStatistics
 from layerflow.pool.base import Pool
+from layerflow.server.clients.account import Accounts
 from layerflow.server.clients.sessions import Address
+from layerflow.server.clients.turns import Turns, Work
 from layerflow.server.handoffs.follows import Follows
 from layerflow.server.handoffs.registry import Handoffs
 from layerflow.server.peers.lending.lending import Lending
@@ -31,8 +33,12 @@ from layerflow.server.transport.security import read_keys
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import INCARNATION_BYTES, Message
+from layerflow.wire.rights import Rights
 
 log = structlog.get_logger("layerflow.server.peers")
+
+AWAY_S, UNUSED_S = 180.0, 900.0
+"""A server that a request has named is forgotten once it was away, or nobody has asked for it, for so long."""
 
 PartMessage = wire.PeerOpenHandoff | wire.PeerEndHandoff | wire.PeerReleaseHandoff
 
@@ -45,6 +51,7 @@ class Peers:
     :param send: to a client of the control sockets. :param emit: gives events to the core.
     :param numbers: of fetches, shared with the tier's.
     :param storing: hand-offs, and what is followed.
+    :param accounts: of readers, among those of other clients. :param turns: likewise.
     :raises ConfigError: a tcp peer is named, and this server has no key of its own.
     """
 
@@ -61,16 +68,20 @@ class Peers:
         emit: Callable[[Sequence[Event]], None],
         numbers: Iterator[int],
         storing: tuple[Handoffs, Follows],
+        accounts: Accounts,
+        turns: Turns,
     ) -> None:
         self._settings, self._context, self._send = settings, context, send
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
         self.name = f"{socket.gethostname()}/{os.getpid()}"
         peers = settings().peers
-        self.lending = Lending(settings, pool, arena, view, models, send, *storing) if peers.serve else None
+        self.lending: Lending | None = None
+        if peers.serve:
+            self.lending = Lending(settings, pool, arena, view, models, send, *storing, accounts, turns)
         self.source: PeerSource | None = None
         self.reading: HandoffReading | None = None
         self.parts = HandoffParts(storing[0])
-        self.keep_part: Callable[[Reader, PartMessage], None] | None = None  #: does what other servers want kept
+        self.keep_part: Callable[[Reader, PartMessage], Work] | None = None  #: does what other servers want kept
         self._targets = [
             PeerTarget(
                 name=one.name, address=one.address, link=peers.link, keys=self._keys(one.address, one.server_key)
@@ -104,23 +115,24 @@ class Peers:
         """Who reads from that address."""
         return self.lending.readers.get(address) if self.lending is not None else None
 
-    def hello(self, address: Address, message: wire.PeerHello) -> None:
-        """:raises ProtocolError: nothing is lent here, or there is no room."""
+    def hello(self, address: Address, message: wire.PeerHello, rights: Rights) -> None:
+        """:raises ProtocolError: nothing is lent here, or not to this client, or there is no room."""
+        rights.check(message)
         if self.lending is None:
             raise ProtocolError("this server lends nothing: set peers.serve = true there")
-        self.lending.hello(address, message)
+        self.lending.hello(address, message, rights)
 
-    def heard(self, reader: Reader, message: wire.ToServer) -> None:
-        """A reader asks; what it cannot have is answered, and costs it nothing else."""
+    def heard(self, reader: Reader, message: wire.ToServer, nbytes: int) -> None:
+        """A reader asks; what it cannot have is answered, and costs it nothing else.
+
+        :param nbytes: of the message.
+        """
         assert self.lending is not None
-        try:
-            if isinstance(message, PartMessage) and self.keep_part is not None:
-                reader.heard = time.monotonic()
-                self.keep_part(reader, message)
-            else:
-                self.lending.handle(reader, message)
-        except LayerflowError as error:
-            self._send(reader.address, wire.Problem(getattr(message, "id", -1), "refused", str(error)))
+        if isinstance(message, PartMessage) and self.keep_part is not None:
+            work = self.keep_part(reader, message)
+        else:
+            work = self.lending.handle(reader, message)
+        self.lending.hear(reader, message, work, nbytes)
 
     def hung_up(self, address: Address) -> None:
         """The connection from that address has ended."""
@@ -129,9 +141,18 @@ class Peers:
             self.lending.lose(reader, "hung_up")
 
     def look_after(self, lag: float) -> None:
-        """Now and then: readers that fell silent. :param lag: how much of the time this server did not listen."""
+        """Now and then: readers that fell silent, and learned servers that nobody needs.
+
+        :param lag: how much of the time this server did not listen.
+        """
+        now = time.monotonic()
+        if self.source is not None:
+            for peer in self._learned():
+                away = now - peer.away_since > AWAY_S and not peer.up
+                if (away or now - peer.used_at > UNUSED_S) and not self.source.needed(peer):
+                    self.source.forget(peer)
         if self.lending is not None:
-            self.lending.lose_silent(time.monotonic(), self._settings().server.liveness_ms / 1e3 + lag)
+            self.lending.lose_silent(now, self._settings().server.liveness_ms / 1e3 + lag)
 
     # Peers ---------------------------------------------------------------------------------------
 
@@ -157,12 +178,32 @@ class Peers:
             raise ConfigError(f"{address} is not in peers.attach, and peers.learn is off")
         if listed is None and not (address.startswith("ipc:///") or (address.startswith("tcp://") and key)):
             raise ConfigError(f"{address} is neither ipc:// nor tcp:// with a peers.server_key")
-        if listed is None and len(self.source.peers) >= MAX_ATTACHED:
-            raise ConfigError(f"{MAX_ATTACHED} servers are attached to already; {address} is one too many")
         if listed is None:
+            self._make_room(address)
             link = self._settings().peers.link
             listed = PeerTarget(name=address, address=address, link=link, keys=self._keys(address, key))
         return self.source.add(listed)
+
+    def _learned(self) -> list[Attachment]:
+        """Servers that requests have named, those away first, and of these the one that was away longest."""
+        assert self.source is not None
+        named = {target.address for target in self._targets}
+        learned = [peer for peer in self.source.peers.values() if peer.target.address not in named]
+        return sorted(learned, key=lambda peer: (peer.up, peer.used_at if peer.up else peer.away_since))
+
+    def _make_room(self, address: str) -> None:
+        """For one more server.
+
+        :raises ConfigError: all that are attached are needed.
+        """
+        assert self.source is not None
+        if address in self.source.peers or len(self.source.peers) < MAX_ATTACHED:
+            return
+        for peer in self._learned():
+            if not self.source.needed(peer):
+                self.source.forget(peer)
+                return
+        raise ConfigError(f"{MAX_ATTACHED} servers are attached to already; {address} is one too many")
 
     def is_own(self, address: str) -> bool:
         """Is it one of this server's own control addresses?"""

@@ -10,6 +10,11 @@ from layerflow.flow.events import Event
 from layerflow.wire.messages import Plan
 
 
+def step_owner(session: int, step: int) -> tuple[str, int, int]:
+    """Who pins what a step loads, and has the room for what it saves."""
+    return ("step", session, step)
+
+
 @dataclass(slots=True)
 class StepBook:
     """What the server remembers of an open step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from layerflow.errors import ProtocolError
@@ -12,7 +13,7 @@ from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.lookup.lookup import stored_object
 from layerflow.server.lookup.plans import plan_owner
 from layerflow.server.planner.book import StepBook
-from layerflow.server.planner.check import MAX_STEP_S, Wanted
+from layerflow.server.planner.check import Wanted
 from layerflow.wire import codec
 from layerflow.wire.messages import Covered, OpenStep, PlanPart
 
@@ -29,7 +30,6 @@ def plan_loads(
     session: ClientSession,
     book: StepBook,
     loads: list[Wanted],
-    deadline: float,
     handoffs: Handoffs,
     follows: Follows,
 ) -> tuple[list[PlanPart], list[Part], set[str], list[Covered]]:
@@ -40,8 +40,8 @@ def plan_loads(
     """
     spec = session.spec
     assert spec is not None
-    # A pin outlives the deadline by far: it ends with the step, and only a lost server forgets it.
-    located = [pool.acquire(wanted.keys, book.owner, deadline + MAX_STEP_S) for wanted in loads]
+    # These pins end with the step, however it ends; with a lost session, too.
+    located = [pool.acquire(wanted.keys, book.owner, math.inf, counts=wanted.counts.tolist()) for wanted in loads]
     _follow(follows, session, loads, located)
     if tier is not None:
         lacking = [key for wanted, found in zip(loads, located, strict=True) for key in _missing(wanted, found)]

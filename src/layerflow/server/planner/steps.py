@@ -10,7 +10,7 @@ from layerflow.boxes import Replica
 from layerflow.flow.events import Event, StepOpened
 from layerflow.pool.base import Pool
 from layerflow.server.clients.sessions import ClientSession
-from layerflow.server.planner.book import Opening, StepBook
+from layerflow.server.planner.book import Opening, StepBook, step_owner
 from layerflow.server.planner.check import CheckedStep
 from layerflow.server.planner.loads import plan_loads, take_over
 from layerflow.server.planner.saves import MissedTurns, plan_saves
@@ -45,11 +45,11 @@ def plan_step(
     spec = session.spec
     assert spec is not None
     loads, saves = checked.loads, checked.saves
-    book = StepBook(("step", session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
+    book = StepBook(step_owner(session.number, message.step), in_turns=any(each.copies > 1 for each in replicas))
     load_plan, load_parts, bad, covered = (
         take_over(pool, session, book, message, loads)
         if message.planned
-        else plan_loads(pool, tier, session, book, loads, message.deadline, handoffs, follows)
+        else plan_loads(pool, tier, session, book, loads, handoffs, follows)
     )
     save_plan, save_parts, full, placed = plan_saves(
         pool, book, saves, bad, replicas, missed, functools.partial(handoffs.adopt, session.engine)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import secrets
+import threading
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from layerflow.connectors.vllm.identity.adapters import Adapters, folder_of
-from layerflow.content import model_content, renewed_content
-from layerflow.errors import ConfigError, LayerflowError, Unsupported
-from layerflow.keys import Chain, Media, root_digest
+from layerflow.connectors.vllm.identity.computation import plain
+from layerflow.connectors.vllm.identity.inputs import Inputs
+from layerflow.content import renewed_content, weight_files, weights_content
+from layerflow.errors import ConfigError, LayerflowError, SpecError, Unsupported
+from layerflow.keys import Chain, root_digest
 from layerflow.spec import ModelSpec
 
 _ADAPTERS = ("target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras", "enable_mixed_moe_lora_format")
@@ -23,41 +27,52 @@ _MEDIA = (
     "mm_encoder_attn_dtype",
     "mm_encoder_fp8_scale_path",
 )
-"""Of vLLM's MultiModalConfig: what changes an input's embeddings, and is not in the identifier that vLLM gives it."""
+"""Of vLLM's MultiModalConfig: what changes an input's embeddings, and is not in its processed data."""
+
+_NAME_IT = "; set model_content in kv_connector_extra_config to a name that changes whenever the weights do"
 
 
-def content_of(vllm_config: Any, named: str = "") -> str:
-    """Digest of the checkpoint that vLLM loaded; the same wherever it lies.
+class Checkpoint(NamedTuple):
+    """Weights as vLLM has loaded them, not read yet.
 
-    :param named: the operator's own name for the content, see :class:`.options.Options`.
-    :raises ConfigError: the weights are not safetensors files that can be read here, and they have no name.
+    :param head: what their content begins with: a name, or the seed of made-up weights.
+    :param files: those that have to be read; () = `head` is the content.
     """
-    if named:
-        return renewed_content("", name_of(named))
-    overrides = getattr(vllm_config.model_config, "hf_overrides", None)
-    if overrides and not isinstance(overrides, dict):
-        raise ConfigError("hf_overrides is a function: name what it makes of the model with model_content")
-    return checkpoint_content(vllm_config.model_config, vllm_config.load_config, overrides)
+
+    head: str
+    files: tuple[Path, ...] = ()
+
+    def content(self, stop: threading.Event | None = None) -> str:
+        """Digest of the weights, the same wherever they lie. Reads all of them, where no digest is known.
+
+        :param stop: set by another thread, it ends this call.
+        :raises ConfigError: a file cannot be read.
+        """
+        if not self.files:
+            return self.head
+        try:
+            return self.head + weights_content(self.files, stop)
+        except SpecError as error:
+            raise ConfigError(f"the model's content cannot be told: {error}{_NAME_IT}") from error
 
 
-def checkpoint_content(model: Any, load_config: Any, overrides: dict[str, Any] | None = None) -> str:
-    """The same of one of its models.
+def checkpoint_of(model: Any, load_config: Any, named: str = "") -> Checkpoint:
+    """Which weights vLLM has loaded for a model.
 
     :param model: vLLM's ModelConfig. :param load_config: its LoadConfig.
-    :param overrides: of the checkpoint's configuration.
-    :raises ConfigError: as :func:`content_of`.
+    :param named: the operator's own name for the content, see :class:`.options.Options`.
+    :raises ConfigError: the weights are not safetensors files that can be found here, and they have no name.
     """
-    extra = f"+{json.dumps(overrides, sort_keys=True, default=str)}" if overrides else ""
-    if str(load_config.load_format) == "dummy":
-        facts = model.hf_config.to_json_string(use_diff=False)
-        return f"dummy:{model.seed}:{facts}{extra}"
+    if named:
+        return Checkpoint(renewed_content("", name_of(named)))
+    load_format = str(load_config.load_format)
+    if load_format == "dummy":
+        return Checkpoint(f"dummy:{model.seed}")
     try:
-        return model_content(folder_of(model.model, getattr(model, "revision", None))) + extra
+        folder = folder_of(model.model, getattr(model, "revision", None))
+        return Checkpoint("", tuple(weight_files(folder, load_format)))
     except (LayerflowError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"the model's content cannot be told from {model.model}: {error}; set model_content in "
-            "kv_connector_extra_config to a name that changes whenever the weights do"
-        ) from error
+        raise ConfigError(f"the model's content cannot be told from {model.model}: {error}{_NAME_IT}") from error
 
 
 def name_of(written: str) -> str:
@@ -76,17 +91,22 @@ def name_of(written: str) -> str:
     return name
 
 
-def arithmetic_of(vllm_config: Any) -> str:
-    """What besides the weights decides the cached numbers: quantisation, dtypes, the cache's own scales.
+def arithmetic_of(vllm_config: Any, engine: str, computation: Collection[str] = ()) -> str:
+    """What besides the weights decides the cached numbers.
 
-    And how adapters are applied and multimodal inputs are read, where that is not vLLM's default.
+    Quantisation, dtypes, the engine's release, how adapters are applied and multimodal inputs are read, and what the
+    loaded model computes with.
+
+    :param engine: vLLM's release, "0.32": a disk tier outlives upgrades, and releases mend rotary and scale bugs.
+    :param computation: of :func:`.computation.computation_of`, of all pipeline stages.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts: dict[str, Any] = {
-        "quantization": str(model.quantization or ""),
+        "engine": f"vllm {engine}",
+        "quantization": quantization_of(model, getattr(vllm_config, "quant_config", None)),
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
-        "scales": bool(getattr(cache, "calculate_kv_scales", False)),
+        "computation": hashlib.blake2b("\n".join(sorted(computation)).encode(), digest_size=16).hexdigest(),
     }
     lora = vllm_config.lora_config
     for name in _ADAPTERS:
@@ -100,44 +120,32 @@ def arithmetic_of(vllm_config: Any) -> str:
     return json.dumps(facts, sort_keys=True, default=str)
 
 
-class RequestKeys:
-    """The digests of requests of one engine.
+def quantization_of(model: Any, resolved: Any = None) -> list[Any]:
+    """How a model's weights are quantised: the method, and its configuration as vLLM has resolved it.
 
-    :param media_salt: makes multimodal inputs this engine's own, see :func:`media_salt_of`.
+    :param model: vLLM's ModelConfig. :param resolved: its QuantizationConfig.
     """
+    return [str(model.quantization or ""), plain(getattr(model, "quantization_config", None)), plain(resolved)]
 
-    def __init__(self, adapters: Adapters | None = None, media_salt: str = "") -> None:
+
+class RequestKeys:
+    """The digests of requests of one engine."""
+
+    def __init__(self, adapters: Adapters | None = None) -> None:
         self.adapters = adapters or Adapters()
-        self._media_salt = media_salt
+        self.inputs = Inputs()
 
     def chain(self, spec: ModelSpec, request: Any) -> Chain:
         """A request's digests: its tokens, adapter, salt and multimodal inputs.
+
+        It ends before the first input whose content is not known: what lies behind has no key.
 
         :param request: vLLM's Request.
         :raises LayerflowError: its adapter's content cannot be told, or its prompt is not final.
         """
         if getattr(request, "resumable", False):
             raise Unsupported("a streaming session is not cached: its prompt and its multimodal inputs go on to change")
-        media = [
-            Media(
-                feature.mm_position.offset,
-                feature.mm_position.length,
-                f"{self._media_salt}{feature.identifier}".encode(),
-            )
-            for feature in request.mm_features
-        ]
+        media, known = self.inputs.read(request.mm_features)
         adapter = self.adapters.content(request.lora_request)
         root = root_digest(spec.fingerprint, adapter=adapter, salt=request.cache_salt or "")
-        return Chain(root, request.prompt_token_ids, spec.chunk_tokens, media)
-
-
-def media_salt_of(vllm_config: Any) -> str:
-    """What keeps one engine's multimodal inputs apart from another's, "" where vLLM names them by their content.
-
-    Without its processor's cache and its prefix cache vLLM only counts them: each engine has a first image.
-    """
-    media = vllm_config.model_config.multimodal_config
-    counted = (
-        media is not None and not media.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching
-    )
-    return f"{secrets.token_hex(16)}:" if counted else ""
+        return Chain(root, request.prompt_token_ids[:known], spec.chunk_tokens, media)

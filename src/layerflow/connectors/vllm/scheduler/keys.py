@@ -67,6 +67,10 @@ class PromptKeys:
         """
         self._requests.adapters.content(request.lora_request)
 
+    def close(self) -> None:
+        """Give up what is being read."""
+        self._requests.adapters.close()
+
     def lost(self, request: Any) -> bool:
         """Is it not known any more what vLLM computes with under the id of the request's adapter?"""
         return self._requests.adapters.lost(request.lora_request)

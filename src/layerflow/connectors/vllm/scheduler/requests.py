@@ -85,10 +85,15 @@ class Tracked:
         self.chain, self.outdated, self.saved = chain, False, 0
         self.know_tokens()
 
+    @property
+    def ends_early(self) -> bool:
+        """The prompt goes on behind what has keys: with an input of unknown content."""
+        return len(self.chain) < int(self.request.num_prompt_tokens)
+
     def know_tokens(self) -> None:
         """Hash the output that has come since: a preempted request continues from it."""
         known = self.request.num_tokens
-        if known > len(self.chain):
+        if known > len(self.chain) and not self.ends_early:
             self.chain.extend(self.request.all_token_ids[len(self.chain) : known])
 
     def summary(self) -> dict[str, Any]:
@@ -102,7 +107,7 @@ class Tracked:
 
 def wishes(params: dict[str, Any] | None) -> tuple[bool, bool]:
     """May a request load and save? ``kv_transfer_params = {"layerflow": {"load": false, "save": false}}`` says no."""
-    own = (params or {}).get("layerflow")
+    own = params.get("layerflow") if isinstance(params, dict) else None
     if not isinstance(own, dict):
         return True, True
     return own.get("load") is not False, own.get("save") is not False

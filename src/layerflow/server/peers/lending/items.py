@@ -26,19 +26,21 @@ class LentItem(NamedTuple):
     stored: int = 0
 
 
-def lent_item(view: memoryview, key: bytes, place: Located | None, pending: OpenObject | None) -> LentItem:
-    if place is not None:
-        nbytes = HEADER_BYTES + payload_bytes(view, place.offset)
-        return LentItem(key, wire.STORED, place.offset, nbytes, place.blocks, place.tokens, 0, 0, nbytes)
-    if pending is not None:
-        stored = pending.bytes_of(pending.layers)
-        return LentItem(
-            key, wire.OPEN, pending.offset, pending.nbytes, pending.blocks, 0, pending.layers, pending.save, stored
-        )
-    return LentItem(key, wire.MISSING)
+def whole_item(view: memoryview, key: bytes, place: Located) -> LentItem:
+    """An object that is whole."""
+    nbytes = HEADER_BYTES + payload_bytes(view, place.offset)
+    return LentItem(key, wire.STORED, place.offset, nbytes, place.blocks, place.tokens, 0, 0, nbytes)
 
 
-def lent(lease: int, token: bytes, items: Sequence[LentItem]) -> Lend:
+def open_item(key: bytes, pending: OpenObject) -> LentItem:
+    """An object that is being stored."""
+    stored = pending.bytes_of(pending.layers)
+    return LentItem(
+        key, wire.OPEN, pending.offset, pending.nbytes, pending.blocks, 0, pending.layers, pending.save, stored
+    )
+
+
+def lent(lease: int, token: bytes, lease_key: bytes, items: Sequence[LentItem]) -> Lend:
     """What the exporter is told: of all keys, so that positions are those of the lookup."""
     return Lend(
         lease,
@@ -48,11 +50,18 @@ def lent(lease: int, token: bytes, items: Sequence[LentItem]) -> Lend:
         pack_u64([item.nbytes for item in items]),
         pack_u32([item.blocks if item.state == wire.STORED else 0 for item in items]),
         pack_u64([item.stored for item in items]),
+        lease_key,
     )
 
 
 def found_of(
-    message: wire.PeerLookup, lease: int, token: bytes, items: Sequence[LentItem], reason: str, failed: bool
+    message: wire.PeerLookup,
+    lease: int,
+    token: bytes,
+    items: Sequence[LentItem],
+    reason: str,
+    failed: bool,
+    lease_key: bytes,
 ) -> wire.PeerFound:
     return wire.PeerFound(
         message.id,
@@ -67,4 +76,5 @@ def found_of(
         pack_u32([item.save for item in items]),
         reason,
         failed,
+        lease_key,
     )

@@ -29,7 +29,7 @@ class OpenObject:
     """One object that is lent while it is being stored.
 
     :param nbytes: of the whole object. :param layers: so many leading ones are stored.
-    :param save: those of one number are stored together.
+    :param save: those of one number are stored together; it means nothing outside its lease.
     """
 
     offset: int
@@ -64,7 +64,6 @@ class OpenObjects:
         self._pool, self._follows, self._models = pool, follows, models
         self._extend, self._tell, self._end = extend, tell, end
         self._lent: dict[bytes, dict[Lease, tuple[int, OpenObject]]] = {}
-        self._saves = 0
         follows.listener = self
 
     def __len__(self) -> int:
@@ -83,14 +82,14 @@ class OpenObjects:
             if key[DIGEST_BYTES:] in ends:
                 by_end.setdefault(key[DIGEST_BYTES:], []).append(key)
         found: dict[bytes, OpenObject] = {}
+        saves: dict[object, int] = {}
         for end, keys in by_end.items():
             number, group = ends[end]
             for key, pending in zip(keys, self._follows.lend(keys, number, group.layers), strict=True):
                 if pending is None:
                     continue
                 # What no step saves yet is stored by whichever steps come: each object on its own.
-                self._saves += pending.job.promised
-                save = self._saves + 1 if pending.job.promised else -pending.job.number << 16
+                save = saves.setdefault(key if pending.job.promised else pending.job, len(saves))
                 nbytes = object_bytes(group, pending.blocks)
                 found[key] = OpenObject(pending.offset, pending.blocks, nbytes, pending.job.stored, save, group)
                 self._lent.setdefault(key, {})[lease] = wanted[key], found[key]

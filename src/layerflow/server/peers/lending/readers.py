@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from layerflow.server.clients.account import Account
 from layerflow.server.clients.sessions import Address
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire import messages as wire
+from layerflow.wire.peer_link import READER_BYTES
+from layerflow.wire.rights import Rights
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """:param nbytes: that it pins. :param timer: ends it."""
+    """What a reader was lent with one answer.
+
+    :param nbytes: that it pins. :param timer: ends it.
+    """
 
     number: int
     reader: Reader
@@ -23,8 +30,13 @@ class Lease:
 
     @property
     def owner(self) -> tuple[str, int]:
-        """Of its pins."""
+        """Who has its pins."""
         return ("peer", self.number)
+
+    @property
+    def asked(self) -> tuple[str, int]:
+        """Who has the pins of what was asked for, until it is known which of it is lent."""
+        return ("peer_asked", self.number)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,16 +44,21 @@ class Reader:
     """A server that reads here.
 
     :param number: below 0: those of sessions are above.
+    :param account: what it makes this server keep.
     :param heard: when it last said anything, monotonic seconds.
+    :param rights: what it may do. :param link_name: of it on the link.
     """
 
     address: Address
     number: int
     name: str
     pid: int
+    account: Account
     heard: float
+    rights: Rights
     leases: dict[int, Lease] = field(default_factory=dict)
     lookups: int = 0
+    link_name: bytes = field(default_factory=lambda: secrets.token_bytes(READER_BYTES))
 
 
 class OwnSizes:

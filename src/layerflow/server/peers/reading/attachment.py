@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import structlog
 import zmq
 
@@ -25,6 +26,11 @@ MISMATCH_DELAY_S = 30.0
 """The same for one that speaks another protocol: somebody may upgrade it."""
 ANSWER_S = 5.0
 """A server that does not welcome this one for so long is tried again."""
+
+MIN_BEAT_S, MAX_BEAT_S = 0.01, 60.0
+MIN_LIVENESS_S, MAX_LIVENESS_S = 0.1, 3600.0
+"""What a peer may say of its heartbeat and of its patience: about what ``server.heartbeat_ms`` and ``liveness_ms`` may
+be."""
 
 log = structlog.get_logger("layerflow.server.peers")
 
@@ -46,6 +52,9 @@ class PeerListener(Protocol):
 
     def peer_up(self, peer: Attachment) -> None:
         """It can be read from; again whenever its exporter is another."""
+
+    def peer_changed(self, peer: Attachment) -> None:
+        """Its state, or where it can be read, is another."""
 
     def peer_lost(self, peer: Attachment, why: str) -> None:
         """Nothing that it has lent counts any more."""
@@ -97,6 +106,7 @@ class Attachment:
         self._heard = 0.0
         self._greeted = False
         self._delay = 0.0
+        self.used_at = self.away_since = time.monotonic()
         self.renew: Callable[[], list[int]] = list  #: leases that are needed for longer
 
     def start(self) -> None:
@@ -108,6 +118,7 @@ class Attachment:
         if self._dealer is not None and self.state is AttachmentState.UP:
             self.send(wire.Bye())
         self._hang_up()
+        self.state = AttachmentState.DOWN
 
     def send(self, message: Message) -> bool:
         """False: it does not read."""
@@ -117,6 +128,11 @@ class Attachment:
     def up(self) -> bool:
         """It can be asked."""
         return self.state is AttachmentState.UP
+
+    @property
+    def other_link(self) -> bool:
+        """It lends over other links than the one that is configured here: only new settings change that."""
+        return self.welcome is not None and self.up and bool(self.welcome.endpoints) and self.endpoint() is None
 
     @property
     def unreadable(self) -> str:
@@ -138,9 +154,7 @@ class Attachment:
         host = self.target.address.removeprefix("tcp://").rpartition(":")[0]
         host = host if self.target.address.startswith("tcp://") else "127.0.0.1"
         found = offered[0]
-        return wire.PeerEndpoint(
-            found.link, host + found.address if found.address.startswith(":") else found.address, found.incarnation
-        )
+        return msgspec.structs.replace(found, address=host + found.address) if found.address.startswith(":") else found
 
     # The connection ------------------------------------------------------------------------------
 
@@ -184,7 +198,9 @@ class Attachment:
         self._delay = FIRST_DELAY_S if was_up else min(max(2 * self._delay, FIRST_DELAY_S), LAST_DELAY_S)
         self._later(self._delay if delay is None else delay, self._connect)
         if was_up:
+            self.away_since = time.monotonic()
             self._listener.peer_lost(self, why)
+        self._listener.peer_changed(self)
 
     def _later(self, delay: float, call: Callable[[], None]) -> None:
         if self._timer is not None:
@@ -195,11 +211,11 @@ class Attachment:
         assert self.welcome is not None
         now = time.monotonic()
         silent_s = now - self._heard
-        if silent_s > self.welcome.liveness_ms / 1e3:
+        if silent_s > clamp_s(self.welcome.liveness_ms, MIN_LIVENESS_S, MAX_LIVENESS_S):
             self._fail(f"silent for {silent_s:.1f} s")
             return
         self.send(wire.PeerBeat(now, self.renew()))
-        self._later(self.welcome.heartbeat_ms / 1e3, self._beat)
+        self._later(clamp_s(self.welcome.heartbeat_ms, MIN_BEAT_S, MAX_BEAT_S), self._beat)
 
     # What it says --------------------------------------------------------------------------------
 
@@ -237,7 +253,8 @@ class Attachment:
                 if self.up:
                     self._listener.peer_said(self, message)
             case wire.PeerBeat():
-                self._listener.peer_renewed(self, message.sent, message.renew)
+                # A lease that is renewed lasts from when this server asked for that, which cannot be in the future.
+                self._listener.peer_renewed(self, min(message.sent, time.monotonic()), message.renew)
             case wire.Problem() if message.id >= 0:
                 self._listener.peer_refused(self, message.id, message.message)
             case wire.Problem():
@@ -255,7 +272,13 @@ class Attachment:
         if fresh:
             self.state, self.reason, self._delay = AttachmentState.UP, "", 0.0
             log.info("peer_up", peer=self.target.name, address=self.target.address, version=message.version)
-            self._later(message.heartbeat_ms / 1e3, self._beat)
+            self._later(clamp_s(message.heartbeat_ms, MIN_BEAT_S, MAX_BEAT_S), self._beat)
         elif exporters != [one.incarnation for one in message.endpoints]:
             self._listener.peer_lost(self, "its exporter is gone")
         self._listener.peer_up(self)
+        self._listener.peer_changed(self)
+
+
+def clamp_s(ms: int, least: float, most: float) -> float:
+    """A length of time that a peer has told, in seconds, within bounds."""
+    return min(max(ms / 1e3, least), most)

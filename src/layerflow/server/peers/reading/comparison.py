@@ -40,6 +40,11 @@ class Comparison:
 
     def compare(self, peer: Attachment, spec: ModelSpec) -> None:
         """Compare one."""
+        self._asked = {
+            number: asked
+            for number, asked in self._asked.items()
+            if asked[0] is not peer or asked[1].fingerprint != spec.fingerprint
+        }
         self._numbers += 1
         if peer.send(wire.PeerCompare(self._numbers, spec)):
             self._asked[self._numbers] = peer, spec
@@ -47,6 +52,11 @@ class Comparison:
     def lost(self, peer: Attachment) -> None:
         """It answers no more."""
         self._asked = {number: asked for number, asked in self._asked.items() if asked[0] is not peer}
+
+    def forget(self, peer: Attachment) -> None:
+        """It is attached no more."""
+        self.lost(peer)
+        self.differences.pop(peer.target.name, None)
 
     def answered(self, peer: Attachment, message: wire.PeerCompared) -> None:
         """It has compared."""

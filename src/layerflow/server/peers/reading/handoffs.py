@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from layerflow.config.settings import Settings
 from layerflow.server.peers.reading.attachment import Attachment, AttachmentState
@@ -13,8 +14,27 @@ from layerflow.server.peers.reading.questions import PeerAnswer
 from layerflow.server.peers.reading.source import PeerSource
 from layerflow.wire.messages import MAX_PEER_KEYS
 
-ATTACH_POLL_S = 0.02
-"""How often a lookup with a hand-off looks whether its server can be read from by now."""
+GRACE_S = 5.0
+"""How long an exporter or an importer may take to start anew before the lookups that wait for it are answered."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A lookup of one server.
+
+    :param attempts: to attach, after which the server is away.
+    :param since: when it was last seen that nothing but an exporter or importer is missing; monotonic seconds.
+    :param cancel: nobody waits any more.
+    """
+
+    peer: Attachment
+    attempts: int
+    keys: Sequence[bytes]
+    handoff: str
+    then: Callable[[PeerAnswer], None]
+    until: float
+    since: float
+    cancel: Callable[[], None] = lambda: None
 
 
 class HandoffReading:
@@ -25,6 +45,8 @@ class HandoffReading:
 
     def __init__(self, settings: Callable[[], Settings], source: PeerSource) -> None:
         self._settings, self._source = settings, source
+        self._waiting: dict[Attachment, dict[_Waiter, None]] = {}
+        source.on_change, source.waits_for = self._changed, self.waits_for
 
     def ask(
         self,
@@ -33,13 +55,15 @@ class HandoffReading:
         handoff: str,
         then: Callable[[PeerAnswer], None],
         until: float,
-    ) -> None:
+    ) -> Callable[[], None]:
         """What do these servers lend of a hand-off, stored or still to be? Answered once, by `until`.
 
         It is answered when all of them have, or as soon as one says that its part will never be whole. A server that is
-        not attached yet is waited for, unless it turns out to be away.
+        not attached yet is waited for, unless it turns out to be away. Call what is returned where nobody waits for the
+        answer any more.
         """
         waiting, joined = set(servers), PeerAnswer(frozenset())
+        asked: dict[Attachment, _Waiter] = {}
 
         def heard(peer: Attachment, answer: PeerAnswer) -> None:
             nonlocal joined
@@ -55,12 +79,20 @@ class HandoffReading:
             if not waiting:
                 then(joined)
 
+        def cancel() -> None:
+            waiting.clear()
+            for waiter in asked.values():
+                waiter.cancel()
+
         if not servers:
             then(joined)
+        now = time.monotonic()
         for peer in servers:
-            down = peer.state is AttachmentState.DOWN
-            attempts = peer.attempts + (1 if down else 0)
-            self._ask_one(peer, attempts, list(keys)[:MAX_PEER_KEYS], handoff, functools.partial(heard, peer), until)
+            attempts = peer.attempts + (1 if peer.state is AttachmentState.DOWN else 0)
+            few = list(keys)[:MAX_PEER_KEYS]
+            waiter = asked[peer] = _Waiter(peer, attempts, few, handoff, functools.partial(heard, peer), until, now)
+            self._go_on(waiter)
+        return cancel
 
     def difference(self, servers: Sequence[Attachment], model: str) -> str:
         """The first fact in which one of these differs from the model that is read here; empty = none is known."""
@@ -78,34 +110,68 @@ class HandoffReading:
         for peer in servers:
             self._source.releases.tell(peer, name, until)
 
-    def _ask_one(
-        self,
-        peer: Attachment,
-        attempts: int,
-        keys: Sequence[bytes],
-        handoff: str,
-        then: Callable[[PeerAnswer], None],
-        until: float,
-    ) -> None:
-        """:param attempts: to attach, after which the server is away."""
-        source, now = self._source, time.monotonic()
-        left = until - now
-        if left <= 0:
-            then(PeerAnswer(frozenset(), reason="its server cannot be read from in time", failed=True))
-        elif peer.state is AttachmentState.DOWN and peer.attempts >= attempts:
-            why = f"its server {peer.target.name} is away: {peer.reason}"
-            then(PeerAnswer(frozenset(), reason=why, failed=True))
+    def waits_for(self, peer: Attachment) -> bool:
+        """Does a lookup wait until this server can be asked?"""
+        return peer in self._waiting
+
+    def _go_on(self, waiter: _Waiter) -> None:
+        """Ask, if that can be done; or say why it never can; else wait for a change."""
+        source, now, peer = self._source, time.monotonic(), waiter.peer
+        left = waiter.until - now
+        if why := self._hopeless(waiter, now):
+            waiter.then(PeerAnswer(frozenset(), reason=why, failed=True))
         elif not source.able(peer, now):
-            again = functools.partial(self._ask_one, peer, attempts, keys, handoff, then, until)
-            asyncio.get_running_loop().call_later(min(ATTACH_POLL_S, left), again)
+            self._waiting.setdefault(peer, {})[waiter] = None
+            patience = [left, waiter.since + GRACE_S - now if peer.up else left, source.rests(peer, now) or left]
+            timer = asyncio.get_running_loop().call_later(max(0.0, min(patience)), self._wake, waiter)
+
+            def cancel() -> None:
+                timer.cancel()
+                self._forget(waiter)
+
+            waiter.cancel = cancel
         else:
 
             def answered(answer: PeerAnswer) -> None:
                 source.watch_leases()
-                then(answer)
+                waiter.then(answer)
 
             lease_ms = self._settings().peers.lease_ms
-            source.questions.ask([peer], keys, answered, timeout_s=left, lease_ms=lease_ms, handoff=handoff)
+            waiter.cancel = source.questions.ask(
+                [peer], waiter.keys, answered, timeout_s=left, lease_ms=lease_ms, handoff=waiter.handoff
+            )
+
+    def _hopeless(self, waiter: _Waiter, now: float) -> str:
+        """Why waiting is of no use; empty = it may be."""
+        source, peer = self._source, waiter.peer
+        if waiter.until <= now:
+            return "its server cannot be read from in time"
+        if peer.state is AttachmentState.DOWN and peer.attempts >= waiter.attempts:
+            return f"its server {peer.target.name} is away: {peer.reason}"
+        if peer.other_link:
+            return f"its server {peer.target.name} cannot be read from: {peer.unreadable}"
+        if not peer.up or source.able(peer, now):
+            waiter.since = now
+        elif now >= waiter.since + GRACE_S and not source.rests(peer, now):
+            why = peer.unreadable or "the importer of this server is not up"
+            return f"its server {peer.target.name} cannot be read from: {why}"
+        return ""
+
+    def _wake(self, waiter: _Waiter) -> None:
+        waiter.cancel()
+        self._go_on(waiter)
+
+    def _changed(self, peer: Attachment | None) -> None:
+        """Something about a server has changed, or about what reads from all of them (None)."""
+        for each in [peer] if peer is not None else list(self._waiting):
+            for waiter in list(self._waiting.get(each, ())):
+                self._wake(waiter)
+
+    def _forget(self, waiter: _Waiter) -> None:
+        mine = self._waiting.get(waiter.peer, {})
+        mine.pop(waiter, None)
+        if not mine:
+            self._waiting.pop(waiter.peer, None)
 
     def _give_back(self, handoff: str, servers: Sequence[Attachment]) -> None:
         for peer in servers:

@@ -45,6 +45,10 @@ class LinkCosts:
         """The importer is dead."""
         self._calls.clear()
 
+    def forget(self, peer: str) -> None:
+        """Nothing is read from it any more."""
+        self._models.pop(peer, None)
+
     def of(self, peer: str) -> LinkCost | None:
         """What is known; None = too little."""
         model = self._models.get(peer)

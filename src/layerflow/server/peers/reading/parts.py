@@ -128,6 +128,10 @@ class HandoffParts:
             if peer in parts.at.values():
                 self._fail(parts, f"its part at {peer.target.name} is lost: {why}")
 
+    def kept_at(self, peer: Attachment) -> bool:
+        """Does this peer keep a part of a hand-off?"""
+        return any(peer in parts.at.values() for parts in self._by_name.values())
+
     # ---------------------------------------------------------------------------------------------
 
     def _answer(self, parts: _Parts, why: str) -> None:

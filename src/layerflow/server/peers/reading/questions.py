@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,11 @@ import structlog
 
 from layerflow.errors import ProtocolError
 from layerflow.server.peers.reading.attachment import Attachment
-from layerflow.server.peers.reading.offers import Offers, RemoteLease
+from layerflow.server.peers.reading.offers import Offers
 from layerflow.wire import messages as wire
+
+MOST_LATE = 16_384
+"""Answers that may come too late, whose leases are given back then; the leases of older ones run out."""
 
 log = structlog.get_logger("layerflow.server.peers")
 
@@ -42,7 +46,7 @@ class PeerAnswer:
 
 @dataclass(slots=True)
 class _Question:
-    """:param waiting: numbers that have no answer. :param timer: None = it has been answered."""
+    """:param waiting: numbers that have no answer. :param timer: None = it is over."""
 
     then: Callable[[PeerAnswer], None]
     handoff: str
@@ -60,18 +64,19 @@ class _Asked:
     peer: Attachment
     keys: Sequence[bytes]
     at: float
+    lease_ms: int
 
 
 class PeerQuestions:
     """Those under way.
 
-    :param offers: takes what is lent. :param release: gives a lease back that nobody waits for any more.
-    :param worth: may what a lease offers be used at all?
+    :param offers: takes what is lent.
     """
 
-    def __init__(self, offers: Offers, release: Callable[[RemoteLease], None]) -> None:
-        self._offers, self._release = offers, release
+    def __init__(self, offers: Offers) -> None:
+        self._offers = offers
         self._asked: dict[int, _Asked] = {}
+        self._late: dict[int, Attachment] = {}  # what is over and was not answered, oldest first
         self._numbers = 0
         self.lookups = self.keys = self.unanswered = 0
 
@@ -84,8 +89,8 @@ class PeerQuestions:
         timeout_s: float,
         lease_ms: int,
         handoff: str = "",
-    ) -> None:
-        """Ask these; `then` is told once, perhaps at once.
+    ) -> Callable[[], None]:
+        """Ask these; `then` is told once, perhaps at once. Call what is returned where nobody waits any more.
 
         :param handoff: also for what is still to be stored of it.
         """
@@ -97,19 +102,31 @@ class PeerQuestions:
             incarnation = peer.welcome.incarnation
             if peer.send(wire.PeerLookup(self._numbers, incarnation, packed, lease_ms, handoff, wait_ms)):
                 question.waiting.add(self._numbers)
-                self._asked[self._numbers] = _Asked(question, peer, keys, now if not handoff else now + timeout_s)
+                self._asked[self._numbers] = _Asked(
+                    question, peer, keys, now if not handoff else now + timeout_s, lease_ms
+                )
         self.lookups += 1
         self.keys += len(keys)
         if question.waiting:
             question.timer = asyncio.get_running_loop().call_later(timeout_s, self._too_late, question)
         else:
             then(PeerAnswer(frozenset()))
+        return functools.partial(self._drop, question)
+
+    def waits_for(self, peer: Attachment) -> bool:
+        """Is a question to this peer under way?"""
+        return any(asked.peer is peer for asked in self._asked.values())
 
     def answered(self, peer: Attachment, message: wire.PeerFound) -> None:
         """A peer has answered.
 
         :raises ProtocolError: its lists do not fit the question.
         """
+        if self._late.get(message.id) is peer:
+            del self._late[message.id]
+            if message.lease:
+                peer.send(wire.PeerRelease(message.lease))
+            return
         asked = self._asked.get(message.id)
         if asked is None or asked.peer is not peer:
             return
@@ -119,19 +136,18 @@ class PeerQuestions:
         if message.lease:
             # The time of a question that waits for its hand-off says nothing of when its lease began; its owner answers
             # when it has, and the way here is what may be lost of it.
-            lease = self._offers.add(peer, asked.keys, message, min(asked.at, time.monotonic()))
+            lease_s = min(message.lease_ms, asked.lease_ms) / 1e3
+            lease = self._offers.add(peer, asked.keys, message, min(asked.at, time.monotonic()), lease_s)
             lease.handoff = question.handoff
-            if question.timer is not None:
-                question.found |= lease.offers.keys()
-                question.open = question.open or any(offer.open for offer in lease.offers.values())
-            else:
-                self._release(lease)  # too late
+            question.found |= lease.offers.keys()
+            question.open = question.open or any(offer.open for offer in lease.offers.values())
         question.reason = question.reason or message.reason
         question.failed = question.failed or message.failed
         self._settle(message.id)
 
     def refused(self, number: int, why: str) -> None:
         """A peer does not answer."""
+        self._late.pop(number, None)
         asked = self._asked.get(number)
         if asked is not None:
             log.warning("peer_refused", peer=asked.peer.target.name, reason=why)
@@ -140,6 +156,7 @@ class PeerQuestions:
 
     def lost(self, peer: Attachment, why: str) -> None:
         """Nothing that this peer was asked is answered."""
+        self._late = {number: other for number, other in self._late.items() if other is not peer}
         for number, asked in list(self._asked.items()):
             if asked.peer is peer:
                 asked.question.reason, asked.question.failed = asked.question.reason or why, True
@@ -153,11 +170,24 @@ class PeerQuestions:
     def _settle(self, number: int) -> None:
         question = self._asked.pop(number).question
         question.waiting.discard(number)
-        if not question.waiting and question.timer is not None:
+        if not question.waiting:
             self._end(question)
 
     def _end(self, question: _Question) -> None:
+        self._forget(question)
+        question.then(PeerAnswer(frozenset(question.found), question.open, question.reason, question.failed))
+
+    def _drop(self, question: _Question) -> None:
+        """Nobody waits for its answer any more; what was lent by then runs out, or is somebody else's by now."""
+        if question.timer is not None:
+            self._forget(question)
+
+    def _forget(self, question: _Question) -> None:
+        """It is over: of a peer that has not answered, only that it may still lend something is remembered."""
         assert question.timer is not None
         question.timer.cancel()
         question.timer = None
-        question.then(PeerAnswer(frozenset(question.found), question.open, question.reason, question.failed))
+        for number in question.waiting:
+            self._late[number] = self._asked.pop(number).peer
+        while len(self._late) > MOST_LATE:
+            del self._late[next(iter(self._late))]

@@ -46,6 +46,15 @@ class PeerReleases:
             if other is peer:
                 del self._waiting[peer, name]
 
+    def wait_for(self, peer: Attachment) -> bool:
+        """Is there something to tell this peer once it is attached?"""
+        return any(other is peer for other, _ in self._waiting)
+
+    def forget(self, peer: Attachment) -> None:
+        """This peer is told nothing any more."""
+        self._give_up([each for each in self._waiting if each[0] is peer], "it was away for too long")
+        self._watch()
+
     def close(self) -> None:
         """Tell nobody any more."""
         self._waiting.clear()

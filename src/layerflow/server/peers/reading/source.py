@@ -81,11 +81,13 @@ class PeerSource:
         self._reading: dict[int, RemoteLease] = {}
         self._failed_reads = NegativeCache()
         self._resting: dict[Attachment, float] = {}
-        self.questions = PeerQuestions(self.offers, self.release)
+        self.questions = PeerQuestions(self.offers)
         self.releases = PeerReleases()
         self.comparison = Comparison(models)
         self.partitions = PeerSizes(pool)
         self._parts = parts
+        self.on_change: Callable[[Attachment | None], None] = lambda _: None  #: told when what can be read changes
+        self.waits_for: Callable[[Attachment], bool] = lambda _: False  #: does a lookup wait for this peer?
         self._expiry: asyncio.TimerHandle | None = None
         self.failures: Counter[str] = Counter()
         self.costs = LinkCosts()
@@ -109,11 +111,30 @@ class PeerSource:
     def add(self, target: PeerTarget) -> Attachment:
         """Attach to a server, unless that is done."""
         known = self.peers.get(target.name)
-        if known is None:
+        if known is not None:
+            known.used_at = time.monotonic()
+        else:
             known = self.peers[target.name] = self._attach(target, self)
             known.renew = lambda peer=known: self._to_renew(peer)  # type: ignore[misc]
             known.start()
         return known
+
+    def forget(self, peer: Attachment) -> None:
+        """Leave a server that nobody needs; what is known of it is forgotten, and its descriptors are given back."""
+        log.info("peer_forgotten", peer=peer.target.name, state=peer.state.value, reason=peer.reason)
+        del self.peers[peer.target.name]
+        peer.close()
+        self.questions.lost(peer, "it is forgotten")
+        self.comparison.forget(peer)
+        self.releases.forget(peer)
+        self.costs.forget(peer.target.name)
+        self._resting.pop(peer, None)
+
+    def needed(self, peer: Attachment) -> bool:
+        """Is something of a peer leased, asked for, kept there, or to be told to it?"""
+        leased = next(self.offers.leases(peer), None) is not None
+        asked = self.questions.waits_for(peer) or self.waits_for(peer)
+        return leased or asked or self.releases.wait_for(peer) or self._parts.kept_at(peer)
 
     # Lookups -------------------------------------------------------------------------------------
 
@@ -142,6 +163,10 @@ class PeerSource:
     def able(self, peer: Attachment, now: float) -> bool:
         """Can it be read from now?"""
         return self.host_up and peer.endpoint() is not None and self._resting.get(peer, 0.0) <= now
+
+    def rests(self, peer: Attachment, now: float) -> float:
+        """In how many seconds the link to a peer is tried again after a failure; 0 = it is not at rest."""
+        return max(0.0, self._resting.get(peer, 0.0) - now)
 
     def dear(self, keys: Iterable[bytes], compute_s: float, objects: int) -> frozenset[bytes]:
         """Of these, what would take longer to read than to compute, peer by peer; where nothing is known, nothing.
@@ -184,7 +209,10 @@ class PeerSource:
             endpoint = lease.peer.endpoint()
             if endpoint is None:
                 continue
-            origin = Origin(lease.peer.target.name, endpoint.link, endpoint.address, endpoint.incarnation, lease.token)
+            origin = Origin(
+                lease.peer.target.name, endpoint.link, endpoint.address, endpoint.incarnation, endpoint.reader,
+                endpoint.reader_key, lease.token, lease.lease_key,
+            )  # fmt: skip
             available = lease.stored_layers(new.key for new in mine)
             positions = {new.key: lease.offers[new.key].position for new in mine}
             number = self.fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions, available))
@@ -269,6 +297,10 @@ class PeerSource:
         self.releases.peer_up(peer)
         self.comparison.peer_up(peer)
 
+    def peer_changed(self, peer: Attachment) -> None:
+        """Its state, or where it can be read, is another."""
+        self.on_change(peer)
+
     def compare(self, spec: ModelSpec) -> None:
         """A worker has attached."""
         self.partitions.learn(spec)
@@ -342,18 +374,23 @@ class PeerSource:
                 self._rest(message)
                 self.fetches.heard(message)
             case _:
-                self.host_up = self.host.state.state == "up"
+                self._host_is(self.host.state.state == "up")
 
     def host_stuck(self, why: str) -> None:
         """It was killed and does not die."""
-        self.host_up = False
+        self._host_is(False)
 
     def host_lost(self, why: str) -> None:
         """It is dead and will be started anew."""
-        self.host_up = False
+        self._host_is(False)
         self.costs.lost()
         self.failures["fetch_failed"] += self.fetches.coming_objects
         self._emit([HostLost(f"the importer is gone: {why}", (Hop.PEER,))])
+
+    def _host_is(self, up: bool) -> None:
+        if up != self.host_up:
+            self.host_up = up
+            self.on_change(None)
 
     def _rest(self, message: Fetched) -> None:
         """The link to a peer has failed: the importer reads nothing over it for a while, and lookups hit nothing."""

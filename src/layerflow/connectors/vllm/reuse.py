@@ -1,0 +1,96 @@
+"""Where the KV of a prompt's beginning may stand for computing it, and where it may not.
+
+It may where a token's KV follows from the tokens before it, and where the answer needs no more than the KV. Runners,
+poolers, caches and fields of caches that are known to be so are listed; what is not listed is refused with a sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from layerflow.errors import Unsupported
+from layerflow.kinds import KINDS
+
+RUNNERS = ("generate", "pooling")
+"""Of vLLM's ``runner_type``."""
+
+POOLERS = {"seq_pooling_type": (None, "LAST"), "tok_pooling_type": (None, "ALL")}
+"""Of vLLM's PoolerConfig: what reads the last token only, or reads all tokens and has its requests skip cached ones."""
+
+_FIELDS = frozenset(
+    {
+        # how many bytes there are, of which type, and how they lie
+        "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "page_size_padded",
+        "num_head_slots", "state_content_bytes", "block_stride_alignment", "alignment", "cache_dtype_str",
+        "tokens_per_state", "compress_ratio", "indexes_kv_by_block_stride", "num_heads", "max_tp_shards", "dcp_sharded",
+        "tp_replicated",
+        # which tokens a layer reads
+        "sliding_window", "attention_chunk_size",
+        # blocks that vLLM holds longer for a draft model
+        "extra_retained_tokens",
+        # which model's cache, and which of its caches
+        "model_version", "cache_role", "is_index_group_leader",
+        # recurrent state
+        "shapes", "dtypes", "mamba_type", "mamba_cache_mode", "num_speculative_blocks", "num_prefill_checkpoint_blocks",
+        "prefill_checkpoint_alignment",
+    }
+)  # fmt: skip
+"""Fields of vLLM's cache specs whose values are understood, whatever they are."""
+
+_SPECS = {spec: kind.name for kind in KINDS.values() for spec in kind.vllm}
+
+
+def kind_of(layer_spec: Any) -> str:
+    """What layerflow calls the kind of cache that vLLM's spec describes.
+
+    :raises Unsupported: a spec, or a value of one of its fields, that is not known.
+    """
+    name = type(layer_spec).__name__
+    if name not in _SPECS:
+        raise Unsupported(
+            f"this model has a KV cache of kind {name}, which layerflow cannot move yet; run it without the connector"
+        )
+    if name == "MambaSpec" and layer_spec.mamba_cache_mode != "align":
+        raise Unsupported(
+            f"recurrent layers with mamba_cache_mode={layer_spec.mamba_cache_mode!r} keep no state that a later prompt "
+            "could continue from; start vLLM with --enable-prefix-caching (and --mamba-cache-mode align)"
+        )
+    for field, value in _unusual(layer_spec):
+        if field not in _FIELDS:
+            raise Unsupported(
+                f"this model has a KV cache of kind {name} with {field}={value!r}, and what that means for its blocks "
+                "is not known here; run it without the connector"
+            )
+    return _SPECS[name]
+
+
+def obstacle(vllm_config: Any, layer_specs: Iterable[Any]) -> str:
+    """Why nothing may be loaded or saved for this engine, a sentence; "" = it may.
+
+    :param layer_specs: vLLM's, of all caches.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if model.runner_type not in RUNNERS:
+        return f"vLLM's runner {model.runner_type!r} is not known to compute the same answer from a prompt's cached KV"
+    pooler = model.pooler_config
+    for field, known in POOLERS.items() if pooler is not None else ():
+        if (kind := getattr(pooler, field, "missing")) not in known:
+            return f"{kind} pooling needs the hidden states of a whole prompt, and its KV alone does not give them"
+    if not model.is_prefix_caching_supported:
+        return "vLLM does not reuse prefixes of this model: its tokens' KV, or its answers, depend on more than those"
+    if any(getattr(each, "non_causal", False) for each in layer_specs):
+        return "some of this model's tokens attend to later ones: their KV does not follow from the tokens before them"
+    if getattr(cache, "calculate_kv_scales", False):
+        return "calculate_kv_scales takes the scales of the KV cache from each process's first batch: no other has them"
+    return ""
+
+
+def _unusual(layer_spec: Any) -> Iterator[tuple[str, Any]]:
+    """Fields that do not have their default."""
+    if dataclasses.is_dataclass(layer_spec):
+        for field in dataclasses.fields(layer_spec):
+            value = getattr(layer_spec, field.name)
+            if field.default is dataclasses.MISSING or value != field.default:
+                yield field.name, value

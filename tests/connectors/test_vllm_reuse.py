@@ -1,0 +1,85 @@
+"""Where vLLM cannot reuse a prompt's beginning, layerflow does not either, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, make_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerflow.connectors.vllm.reuse import kind_of, obstacle
+from layerflow.errors import Unsupported
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec:
+    """vLLM's."""
+
+    block_size: int = 16
+    sliding_window: int | None = None
+    non_causal: bool = False
+
+
+def engine(**changed: Any) -> Any:
+    model = {"runner_type": "generate", "pooler_config": None, "is_prefix_caching_supported": True}
+    cache = SimpleNamespace(calculate_kv_scales=changed.pop("calculate_kv_scales", False))
+    return SimpleNamespace(model_config=SimpleNamespace(**model | changed), cache_config=cache)
+
+
+def pooling(seq: str | None, tok: str | None = None) -> Any:
+    return engine(runner_type="pooling", pooler_config=SimpleNamespace(seq_pooling_type=seq, tok_pooling_type=tok))
+
+
+@pytest.mark.parametrize("config", [engine(), pooling("LAST"), pooling(None, "ALL"), pooling("LAST", "ALL")])
+def test_what_is_known_to_be_right_is_reused(config: Any) -> None:
+    assert obstacle(config, [FullAttentionSpec()]) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "layer_spec", "reason"),
+    [
+        (pooling("MEAN"), FullAttentionSpec(), "MEAN pooling"),
+        (pooling("CLS"), FullAttentionSpec(), "CLS pooling"),
+        (pooling("LAST", "STEP"), FullAttentionSpec(), "STEP pooling"),
+        (pooling("NEWEST"), FullAttentionSpec(), "NEWEST pooling"),
+        (engine(pooler_config=SimpleNamespace(pooling="LAST")), FullAttentionSpec(), "missing pooling"),
+        (engine(runner_type="draft"), FullAttentionSpec(), "runner 'draft'"),
+        (engine(is_prefix_caching_supported=False), FullAttentionSpec(), "does not reuse prefixes"),
+        (engine(), FullAttentionSpec(non_causal=True), "later ones"),
+        (engine(calculate_kv_scales=True), FullAttentionSpec(), "first batch"),
+    ],
+)
+def test_what_is_not_is_told_in_one_sentence(config: Any, layer_spec: Any, reason: str) -> None:
+    said = obstacle(config, [FullAttentionSpec(), layer_spec])
+    assert reason in said and ". " not in said
+
+
+def test_one_cache_that_is_not_causal_is_enough() -> None:
+    assert obstacle(engine(), [FullAttentionSpec(), FullAttentionSpec(non_causal=True)])
+
+
+class TestSpecs:
+    def test_fields_that_are_understood_may_have_any_value(self) -> None:
+        assert kind_of(FullAttentionSpec(block_size=64, sliding_window=128)) == "full"
+
+    def test_a_field_whose_other_value_is_not_understood_is_refused(self) -> None:
+        with pytest.raises(Unsupported, match="non_causal=True"):
+            kind_of(FullAttentionSpec(non_causal=True))
+
+    def test_a_new_field_is_refused_once_it_is_used(self) -> None:
+        newer = make_dataclass("FullAttentionSpec", [("block_size", int), ("rotated", bool, False)])
+        assert kind_of(newer(16)) == "full"
+        with pytest.raises(Unsupported, match="rotated=True"):
+            kind_of(newer(16, rotated=True))
+
+    def test_a_new_class_is_refused(self) -> None:
+        newer = make_dataclass("SparserAttentionSpec", [("block_size", int)])
+        with pytest.raises(Unsupported, match="SparserAttentionSpec"):
+            kind_of(newer(16))
+
+    def test_states_are_kept_at_boundaries_or_not_at_all(self) -> None:
+        state = make_dataclass("MambaSpec", [("block_size", int), ("mamba_cache_mode", str)])
+        assert kind_of(state(16, "align")) == "state"
+        with pytest.raises(Unsupported, match="mamba_cache_mode='all'"):
+            kind_of(state(16, "all"))

@@ -1,0 +1,206 @@
+"""What a client makes a server keep is bounded by its account and ends with it; no message leaves a pin behind."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from e2e.hostile import U32, Hostile
+from e2e.known import eventually, small_spec
+
+from layerflow.server import EmbeddedServer
+from layerflow.server.clients.account import ENTRY_BYTES
+from layerflow.server.handlers.handoffs import open_handoff
+from layerflow.server.lookup.plans import MOST_UNUSED
+from layerflow.wire import codec
+from layerflow.wire import messages as wire
+from server.raw import RawClient
+from server.support import Embed, worker_on
+
+SPEC = small_spec(2, content="kept")
+SHARE = 1 << 20
+SMALL = {"server__max_client_bytes": SHARE, "server__max_message_bytes": 256 << 10}
+Clients = Callable[..., RawClient]
+
+
+@pytest.fixture
+def client_of() -> Iterator[Clients]:
+    made: list[RawClient] = []
+
+    def make(server: EmbeddedServer, engine: str = "raw") -> RawClient:
+        made.append(RawClient(server.context, server.endpoint, SPEC, engine))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.conversation.dealer.close()
+
+
+def kept(server: EmbeddedServer, client: RawClient) -> int:
+    """Bytes that the server keeps for a client."""
+    found = server.call(lambda: server.server.sessions.get(client.number))
+    return found.account.nbytes if found is not None else 0
+
+
+def announced(server: EmbeddedServer) -> int:
+    return int(server.call(lambda: server.server.handoffs.statistics().announced))
+
+
+def test_watches_of_one_client_are_bounded_and_end_with_it(embed: Embed, client_of: Clients) -> None:
+    server = embed(**SMALL)
+    hostile, other = client_of(server), client_of(server)
+    for number in range(1000):
+        hostile.say(wire.WatchHandoff(number, f"h{number}", 600_000))
+    refused = hostile.hear(wire.HandoffState)
+    assert isinstance(refused, wire.Problem) and refused.code == "quota"
+    assert "server.max_client_bytes" in refused.message
+    hostile.beat()
+    watched = announced(server)
+    assert SHARE - ENTRY_BYTES - 16 < kept(server, hostile) <= SHARE
+    assert watched <= SHARE // ENTRY_BYTES, "a watch that is refused announces nothing"
+    other.say(wire.WatchHandoff(1, "another", 600_000))
+    other.beat()
+    assert announced(server) == watched + 1
+    hostile.close()
+    assert eventually(lambda: announced(server) == 1), "what a client waits for ends with the client"
+    assert server.call(lambda: server.server.accounts.nbytes) == kept(server, other)
+
+
+@pytest.mark.parametrize("waits_for", ["handoff", "servers"])
+def test_lookups_that_wait_are_counted_by_what_they_keep(embed: Embed, client_of: Clients, waits_for: str) -> None:
+    server = embed(**SMALL, peers__learn=True, pd__handoff_lease_s=60)
+    hostile, other = client_of(server), client_of(server)
+    digests = [os.urandom(16) for _ in range(8192)]
+    servers = ["ipc:///nowhere/control"] if waits_for == "servers" else []
+    if servers:  # its own address too: the part that this server keeps is waited for
+        servers.append(server.call(lambda: server.server.settings.server.endpoint))
+    for number in range(20):
+        hostile.say(hostile.lookup(f"r{number}", digests, handoff="never", servers=servers, follow_ms=600_000))
+    refused = hostile.hear(wire.Found)
+    assert isinstance(refused, wire.Problem) and refused.code == "quota"
+    hostile.beat()
+    assert 0 < kept(server, hostile) <= SHARE
+    other.say(other.lookup("one", digests[:4], handoff="never", follow_ms=1))
+    answer = other.hear(wire.Found)
+    assert isinstance(answer, wire.Found) and answer.tokens == 0
+    hostile.close()
+    assert eventually(lambda: announced(server) == 0)
+    assert server.call(lambda: server.server.accounts.nbytes) == kept(server, other) == 0
+
+
+def test_a_request_that_is_looked_up_again_and_again_has_few_plans(embed: Embed, client_of: Clients) -> None:
+    server = embed()
+    worker = worker_on(server, spec=SPEC, engine="raw")
+    chain = worker.prompt(64)
+    worker.serve(chain)
+    client = client_of(server)
+    digests = list(chain.digests)
+    plans = []
+    for _ in range(3 * MOST_UNUSED):
+        client.say(client.lookup("same", digests, tail=os.urandom(16)))
+        found = client.hear(wire.Found)
+        assert isinstance(found, wire.Found) and found.plan
+        plans.append(found.plan)
+    assert server.call(lambda: len(server.server._server_context.plans)) == MOST_UNUSED
+    assert kept(server, client) >= MOST_UNUSED * ENTRY_BYTES
+    client.say(wire.DropLease("same", -1))
+    client.beat()
+    assert kept(server, client) == 0
+    assert eventually(lambda: server.call(lambda: server.server.pool.statistics().pinned) == 0)
+    worker.agent.close()
+
+
+def test_a_hit_past_the_share_has_a_lease_and_no_plan(embed: Embed, client_of: Clients) -> None:
+    server = embed(**SMALL)
+    worker = worker_on(server, spec=SPEC, engine="raw")
+    chain = worker.prompt(64)
+    worker.serve(chain)
+    client = client_of(server)
+    for number in range(SHARE // ENTRY_BYTES):
+        client.say(wire.WatchHandoff(number, f"h{number}", 600_000))
+    client.say(client.lookup("r", list(chain.digests), tail=os.urandom(16)))
+    found = client.hear(wire.Found)
+    while isinstance(found, wire.Problem):
+        found = client.hear(wire.Found)
+    assert found.tokens == 64 and not found.plan
+    assert server.call(lambda: server.server.pool.statistics().pinned) > 0
+    worker.agent.close()
+
+
+def test_a_load_of_more_blocks_than_an_object_has_leaves_no_pin(embed: Embed) -> None:
+    server = embed()
+    hostile = Hostile(server.context, server.endpoint, SPEC)
+    block = SPEC.groups[0].block_size
+    tails = [struct.pack("<QQ", 1, number) for number in range(5)]
+
+    def step(number: int, loads: list[wire.LoadPart], saves: list[wire.SavePart]) -> None:
+        until = time.monotonic() + 30
+        hostile.conversation.send(wire.OpenStep(number, until, until, loads, saves))
+        progress = [wire.Progress(number, 1, 2)] if saves else []
+        hostile.conversation.send(wire.Report(progress=progress, closed=[wire.Closed(number, True)]))
+        while True:
+            message = codec.decode_reply(hostile.conversation.receive(until))
+            assert not isinstance(message, wire.Problem), message
+            if isinstance(message, wire.Grant) and message.batches:
+                hostile.conversation.send(wire.Report(done=[batch.batch for batch in message.batches]))
+            if isinstance(message, wire.Notice) and number in message.finished:
+                return
+
+    parent = bytes(16)
+    for number, tail in enumerate(tails):
+        step(number, [], [wire.SavePart("r", 0, tail, U32([1]), U32([block]), parent)])
+    assert server.call(lambda: server.server.pool.statistics().objects) == len(tails)
+    for number, tail in enumerate(tails):
+        step(100 + number, [wire.LoadPart("r", 0, tail, U32([2]), 0, b"")], [])
+        assert server.call(lambda: server.server.pool.statistics().pinned) == 0
+    hostile.close()
+
+
+def test_a_hand_off_of_more_than_its_share_is_refused_before_any_object_is_made(
+    embed: Embed, client_of: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = embed()
+    worker = worker_on(server, spec=SPEC, engine="raw")
+    client = client_of(server)
+    monkeypatch.setattr("layerflow.server.handoffs.contents.NewObject", None)  # making one would raise
+    chunks = 20_000
+    tokens = chunks * SPEC.chunk_tokens
+    client.say(wire.OpenHandoff(1, "h", bytes(16), os.urandom(16 * chunks), tokens, b"", 0, 60_000))
+    state = client.hear(wire.HandoffState)
+    assert isinstance(state, wire.HandoffState) and state.state == "refused"
+    assert "pd.handoff_share" in state.reason
+    worker.agent.close()
+
+
+def test_a_long_hand_off_is_opened_in_slices_and_closed_with_its_client(embed: Embed, client_of: Clients) -> None:
+    server = embed(pool__size="64MiB")
+    worker = worker_on(server, spec=SPEC, engine="raw")
+    client = client_of(server)
+    context = server.server._server_context
+    chunks = 2048
+    tokens = chunks * SPEC.chunk_tokens
+    message = wire.OpenHandoff(1, "h", bytes(16), os.urandom(16 * chunks), tokens, b"", 0, 60_000)
+    session = server.call(lambda: server.server.sessions.get(client.number))
+
+    def half() -> tuple[int, int]:
+        """Open it half, and close the generator, as is done with what a client has under way that is lost."""
+        work = open_handoff(context, session, message)
+        slices = sum(1 for _, _ in zip(range(12), work, strict=False))
+        reserved = server.server.pool.statistics().half_written
+        work.close()
+        return slices, reserved
+
+    slices, reserved = server.call(half)
+    assert slices == 12 and reserved, "each slice is a few hundred objects"
+    assert server.call(lambda: server.server.pool.statistics().half_written) == 0
+    assert kept(server, client) == 0 and announced(server) == 0
+    client.say(message)
+    state = client.hear(wire.HandoffState)
+    assert isinstance(state, wire.HandoffState) and state.state == "open", state
+    assert kept(server, client) > ENTRY_BYTES
+    client.close()
+    assert eventually(lambda: server.call(lambda: server.server.pool.statistics().half_written) == 0)
+    worker.agent.close()

@@ -1,0 +1,184 @@
+"""What a server that reads may ask of this one: in turns, each key once, and every answer or its Problem comes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from e2e.hostile import U32, Hostile
+from e2e.known import eventually, small_spec
+
+from layerflow.errors import PoolError
+from layerflow.keys import object_key
+from layerflow.server import EmbeddedServer
+from layerflow.server.peers.lending import lending
+from layerflow.wire import codec
+from layerflow.wire import messages as wire
+from server.raw import RawClient, RawReader
+from server.support import Embed, worker_on
+
+SPEC = small_spec(2, content="readers")
+BLOCKS = SPEC.chunk_tokens // SPEC.groups[0].block_size
+Readers = Callable[..., RawReader]
+
+
+@pytest.fixture
+def reader_of() -> Iterator[Readers]:
+    made: list[RawReader] = []
+
+    def make(server: EmbeddedServer, name: str = "reader") -> RawReader:
+        made.append(RawReader(server, name))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        reader.close()
+
+
+def stored(server: EmbeddedServer, tokens: int) -> list[bytes]:
+    """A prompt's objects, stored here."""
+    worker = worker_on(server, spec=SPEC, engine="p")
+    chain = worker.prompt(tokens)
+    worker.serve(chain)
+    worker.agent.close()
+    return [object_key(digest, 0, SPEC.shard) for digest in chain.digests]
+
+
+def pinned(server: EmbeddedServer) -> int:
+    return int(server.call(lambda: server.server.pool.statistics().pinned))
+
+
+def leases(server: EmbeddedServer) -> int:
+    return int(server.call(lambda: server.server.peers.lending.leases))
+
+
+def test_a_key_that_is_named_again_is_lent_once(embed: Embed, reader_of: Readers) -> None:
+    server = embed(peers__serve=True)
+    keys = stored(server, 64)
+    reader = reader_of(server)
+    reader.look([keys[0]] * 4000 + keys)
+    found = reader.hear(wire.PeerFound)
+    assert sum(found.states) == len(keys) and found.states[0] == wire.STORED
+    assert found.states[4001:] == bytes([wire.STORED]) * (len(keys) - 1)
+    assert pinned(server) == len(keys)
+    nbytes = int(codec.unpack_u64(found.nbytes, len(found.states), "nbytes").sum())
+    assert server.call(lambda: server.server.peers.lending.counts()["lent_bytes"]) == nbytes
+    reader.say(wire.PeerRelease(found.lease))
+    assert eventually(lambda: pinned(server) == 0)
+
+
+def test_what_the_share_has_no_room_for_takes_no_pin_of_what_is_lent(embed: Embed, reader_of: Readers) -> None:
+    server = embed(peers__serve=True)
+    keys = stored(server, 64)
+    reader = reader_of(server)
+    whole = RawReader(server, "other")
+    whole.look(keys[:1])
+    each = int(codec.unpack_u64(whole.hear(wire.PeerFound).nbytes, 1, "nbytes")[0])
+    whole.close()
+    assert eventually(lambda: pinned(server) == 0)
+    arena = server.call(lambda: server.server._arena.nbytes)
+    share = (2.5 * each) / arena
+    settings = server.server.settings
+    peers = settings.peers.model_copy(update={"lease_share": share})
+    server.call(lambda: setattr(server.server, "settings", settings.model_copy(update={"peers": peers})))
+    reader.look(keys)
+    found = reader.hear(wire.PeerFound)
+    assert list(found.states) == [wire.STORED] * 2 + [wire.MISSING] * (len(keys) - 2)
+    assert found.reason == "peers.lease_share is lent"
+    assert pinned(server) == 2, "a lease is a pin"
+
+
+def test_a_lookup_that_raises_is_answered_and_keeps_nothing(
+    embed: Embed, reader_of: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = embed(peers__serve=True)
+    keys = stored(server, 64)
+    reader = reader_of(server)
+
+    def broken(*_: object) -> None:
+        raise OverflowError("a number that does not fit")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lending, "found_of", broken)
+        number = reader.look(keys)
+        problem = reader.hear(wire.Problem)
+    assert problem.id == number and "a number that does not fit" in problem.message
+    assert (leases(server), pinned(server)) == (0, 0)
+    assert server.call(lambda: server.server.peers.lending.counts()["lent_bytes"]) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(server.server.pool, "share", lambda *_: (_ for _ in ()).throw(PoolError("a bug")))
+        reader.look(keys)
+        assert "a bug" in reader.hear(wire.Problem).message
+    assert (leases(server), pinned(server)) == (0, 0)
+    reader.look(keys)
+    assert reader.hear(wire.PeerFound).lease
+
+
+def test_others_have_their_turn_while_a_reader_asks(embed: Embed, reader_of: Readers) -> None:
+    """By the order in which the server handles them, not by time."""
+    server = embed(peers__serve=True)
+    reader, other = reader_of(server), RawClient(server.context, server.endpoint, SPEC, "other")
+    keys = os.urandom(24 * wire.MAX_PEER_KEYS)
+    asked = [reader.look([keys]) for _ in range(3)]
+    turns = server.server.turns
+    assert eventually(lambda: turns.busy)
+    other.beat()
+    assert turns.busy, "another client is answered while a reader's questions are under way"
+    assert [reader.hear(wire.PeerFound).id for _ in asked] == asked
+    other.conversation.dealer.close()
+
+
+def test_questions_that_wait_are_bounded_and_end_with_their_reader(embed: Embed) -> None:
+    server = embed(peers__serve=True, server__max_client_bytes=1 << 20, server__max_message_bytes=1 << 20)
+    reader = RawReader(server)
+    keys = [os.urandom(24) for _ in range(8192)]
+    for _ in range(20):
+        reader.look(keys, handoff="never", wait_ms=600_000)
+    assert "server.max_client_bytes" in reader.hear(wire.Problem).message
+    assert eventually(lambda: server.call(lambda: server.server.handoffs.statistics().announced) == 1)
+    reader.close()
+    assert eventually(lambda: server.call(lambda: server.server.handoffs.statistics().announced) == 0)
+    assert server.call(lambda: server.server.accounts.nbytes) == 0
+
+
+@pytest.mark.parametrize("before", [1 << 16, 1 << 32, 1 << 63], ids=["2**16", "2**32", "2**63"])
+def test_follows_go_on_past_each_size_of_number(embed: Embed, reader_of: Readers, before: int) -> None:
+    """A server that runs for long: whatever only counts up does not end what it counts."""
+    server = embed(peers__serve=True, pool__size="64MiB")
+    worker = Hostile(server.context, server.endpoint, SPEC)
+    scheduler = RawClient(server.context, server.endpoint, SPEC, "hostile")
+    reader = reader_of(server)
+    start = before - 3
+    inner = server.server
+
+    def age() -> None:
+        inner.driver.follows._numbers = -start
+        inner.peers.lending._numbers = start
+
+    server.call(age)
+    for number in range(start, start + 6):
+        assert hand_off(scheduler, worker, reader, number) == [wire.OPEN, wire.OPEN]
+    assert leases(server) == 6
+    scheduler.close()
+    worker.close()
+
+
+def hand_off(scheduler: RawClient, worker: Hostile, reader: RawReader, number: int) -> list[int]:
+    """One that is being stored when it is asked for: the states of its objects, as the reader is told."""
+    digests, name = [os.urandom(16) for _ in range(2)], f"h-{number}"
+    now = time.monotonic()
+    scheduler.say(wire.OpenHandoff(number, name, bytes(16), b"".join(digests), 2 * SPEC.chunk_tokens, b"", 0, 60_000))
+    state = scheduler.hear(wire.HandoffState)
+    assert isinstance(state, wire.HandoffState) and state.state == "open", state
+    save = wire.SavePart("r", 0, b"".join(digests), U32([BLOCKS] * 2), U32([SPEC.chunk_tokens] * 2), b"")
+    worker.conversation.send(wire.OpenStep(number, now + 60, now + 60, [], [save]))
+    while not isinstance(plan := codec.decode_reply(worker.conversation.receive(now + 20)), wire.Plan):
+        assert not isinstance(plan, wire.Problem), plan
+    asked = reader.look([object_key(digest, 0, SPEC.shard) for digest in digests], 60_000, name, 20_000)
+    found = reader.hear(wire.PeerFound)
+    assert found.id == asked and found.lease
+    saves = codec.unpack_u32(found.saves, 2, "saves").tolist()
+    assert saves[0] == saves[1], "one step stores both"
+    return list(found.states)
