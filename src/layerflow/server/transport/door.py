@@ -205,12 +205,6 @@ class Door:
             return False
         return self._write(connection, connection.zmtp.frame(frame))
 
-    def hang_up(self, identity: bytes) -> None:
-        """End a client's connection."""
-        connection = self._connections.get(identity)
-        if connection is not None:
-            self._end(connection)
-
     def key_of(self, identity: bytes) -> bytes:
         """The public key in Z85 that a client has shown and is admitted by; empty = it has shown none."""
         connection = self._connections.get(identity)
