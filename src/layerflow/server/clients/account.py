@@ -36,6 +36,11 @@ class Charge:
     descriptors: int = 0
     end: Callable[[], None] | None = None
 
+    def on_end(self, end: Callable[[], None]) -> None:
+        """Call this where the client ends before the charge is released; it may have been released already."""
+        if self.account.holds(self):
+            self.end = end
+
     def release(self) -> None:
         """What was kept is gone; again = nothing."""
         self.account.release(self)
@@ -91,9 +96,14 @@ class Account:
         self._add(nbytes, descriptors)
         return charge
 
+    def holds(self, charge: Charge) -> bool:
+        """Is this charge not released yet?"""
+        return charge in self._charges
+
     def release(self, charge: Charge) -> None:
         """A charge's end; again = nothing."""
         if self._charges.pop(charge, charge) is None:
+            charge.end = None  # it refers to what was kept, which must not wait for the garbage collector
             self._add(-charge.nbytes, -charge.descriptors)
 
     def close(self) -> None:
@@ -101,9 +111,10 @@ class Account:
         self._closed = True
         while self._charges:
             charge = next(iter(self._charges))
+            end = charge.end
             charge.release()
-            if charge.end is not None:
-                charge.end()
+            if end is not None:
+                end()
 
     @property
     def closed(self) -> bool:

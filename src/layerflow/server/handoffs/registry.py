@@ -35,6 +35,38 @@ Withdraw = Callable[[Sequence[bytes], Owner, str], None]
 log = structlog.get_logger("layerflow.server.handoffs")
 
 
+class _Wait:
+    """One client that waits for the next state of a hand-off: told of it, or told at `until`, or ended with its client.
+
+    It refers to nothing that refers to it once it is over: what it keeps is freed at once, without the collector.
+    """
+
+    def __init__(self, handoffs: Handoffs, handoff: Handoff, until: float, then: Told, charge: Charge) -> None:
+        self._handoffs, self._handoff, self._charge = handoffs, handoff, charge
+        self._then: Told | None = then
+        charge.on_end(self._ended)
+        delay = max(0.0, until - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay, self, handoff)
+
+    def __call__(self, _: Handoff) -> None:
+        """Tell of it, once."""
+        then = self._end()
+        if then is not None:
+            self._charge.release()
+            then(self._handoff)
+
+    def _ended(self) -> None:
+        """The client has ended."""
+        self._end()
+        self._handoffs.no_longer_awaited(self._handoff)
+
+    def _end(self) -> Told | None:
+        then, self._then = self._then, None
+        self._timer.cancel()
+        self._handoff.watchers.pop(self, None)
+        return then
+
+
 class Handoffs:
     """All hand-offs of a server. `now` is monotonic seconds.
 
@@ -131,28 +163,13 @@ class Handoffs:
         :param charge: of the client that waits; released then. Where the client ends first, nothing is told, and what
             nobody else waits for is forgotten.
         """
-        handoff, over = self.announce(name, until), False
+        handoff = self.announce(name, until)
+        handoff.watchers[_Wait(self, handoff, until, then, charge)] = None
 
-        def end() -> None:
-            nonlocal over
-            over = True
-            timer.cancel()
-            handoff.watchers.pop(told, None)
-
-        def told(_: Handoff) -> None:
-            if not over:
-                end()
-                charge.release()
-                then(handoff)
-
-        def ended() -> None:
-            end()
-            if handoff.status is HandoffStatus.ANNOUNCED and not (handoff.watchers or handoff.engine):
-                self._forget(handoff)
-
-        charge.end = ended
-        timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), told, handoff)
-        handoff.watchers[told] = None
+    def no_longer_awaited(self, handoff: Handoff) -> None:
+        """A client that waited for it has ended: what nobody else waits for, or opens, is forgotten."""
+        if handoff.status is HandoffStatus.ANNOUNCED and not (handoff.watchers or handoff.engine):
+            self._forget(handoff)
 
     def watch(self, handoff: Handoff, told: Told) -> None:
         """Tell of its next state, once."""
