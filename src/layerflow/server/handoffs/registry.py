@@ -410,7 +410,8 @@ class Handoffs:
 
     def _refused(self, name: str, why: str) -> str:
         self._counts["refused"] += 1
-        self._say("handoff_refused", handoff=name, reason=why)
+        if (unlogged := self._log_limit.admit(time.monotonic())) is not None:
+            log.info("handoff_refused", handoff=name, reason=why, unlogged=unlogged)
         return why
 
     def _revoke_oldest(self) -> bool:
@@ -455,8 +456,9 @@ class Handoffs:
             if self._by_name.get(oldest.name) is oldest:
                 del self._by_name[oldest.name]
         names = {"handoff": handoff.name, "engine": handoff.engine}
-        if status is not HandoffStatus.RELEASED:
-            self._say("handoff_over", **names, was=before.value, state=status.value, reason=reason)
+        unlogged = self._log_limit.admit(time.monotonic()) if status is not HandoffStatus.RELEASED else None
+        if unlogged is not None:
+            log.info("handoff_over", **names, was=before.value, state=status.value, reason=reason, unlogged=unlogged)
         self._tell(handoff)
 
     def _let_go(self, handoff: Handoff, why: str) -> None:
@@ -503,11 +505,6 @@ class Handoffs:
         if len(self._due) > 2 * len(self._live) + REMEMBERED:
             self._due = [(each.due, next(self._pushes), each) for each in self._live]
             heapq.heapify(self._due)
-
-    def _say(self, event: str, **what: str) -> None:
-        unlogged = self._log_limit.admit(time.monotonic())
-        if unlogged is not None:
-            log.info(event, **what, unlogged=unlogged)
 
     def _pass_on(self, key: bytes, handoff: Handoff) -> bool:
         """Let another hand-off of the same engine that waits for the key keep its room."""
