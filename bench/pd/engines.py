@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.vllm.children import Child, free_port
+from bench.vllm.children import Child
 from bench.vllm.contenders import BLOCK_SIZE, ENVIRONMENT, LAYERFLOW, MAX_MODEL_LEN, MODEL, NAME, VLLM_VENV
+
+from layerflow_testing.ports import held_ports
 
 KV_BYTES = 512 << 20
 POOL = "2GiB"
@@ -82,7 +84,7 @@ class Starter:
         made = []
         for role in ("prefill", "decode"):
             transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(held_ports(1)[0])}
             made.append(self._vllm(f"nixl-{role}", transfer, side))
         return Engines(made[0][1], made[1][1], children=[child for child, _ in made])
 
@@ -92,7 +94,7 @@ class Starter:
     def _vllm(
         self, name: str, transfer: dict[str, Any] | None, more: dict[str, str] | None = None
     ) -> tuple[Child, str]:
-        url = f"http://127.0.0.1:{free_port()}"
+        url = f"http://127.0.0.1:{held_ports(1)[0]}"
         command: list[str | Path] = [
             PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--served-model-name", NAME,
             "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--dtype", "bfloat16", "--enforce-eager",
@@ -105,7 +107,7 @@ class Starter:
         return child, url
 
     def _layerflow(self, name: str, sets: list[str]) -> tuple[Child, str]:
-        endpoint, http = f"ipc://{self._folder}/{name}", free_port()
+        endpoint, http = f"ipc://{self._folder}/{name}", held_ports(1)[0]
         command = [sys.executable, "-m", "layerflow_cli", "run", "--endpoint", endpoint, "--http-port", str(http)]
         command += ["--pool-size", POOL, *(word for each in sets for word in ("--set", each))]
         return self._start(name, command, {}, f"http://127.0.0.1:{http}/healthz"), endpoint

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,10 +95,3 @@ def stopped_at_the_end(children: list[Child]) -> Iterator[None]:
     finally:
         for child in reversed(children):
             child.stop()
-
-
-def free_port() -> int:
-    """A TCP port that nobody has at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 from bench.vllm.asking import Server
-from bench.vllm.children import BenchFailed, Child, free_port, stopped_at_the_end
+from bench.vllm.children import BenchFailed, Child, stopped_at_the_end
 from bench.vllm.contenders import (
     ENVIRONMENT,
     LAYERWISE,
@@ -26,6 +26,7 @@ from bench.vllm.contenders import (
 )
 
 from layerflow.agent.connection.control import fetch_status
+from layerflow_testing.ports import held_ports
 
 HOOK_TIMES = "LAYERFLOW_HOOK_TIMES"
 SETTLE_S = 30.0
@@ -64,7 +65,7 @@ class Fleet:
         :param config: its configuration file.
         """
         self._layerflow = f"ipc://{folder}/control"
-        http_port = free_port()
+        http_port = held_ports(1)[0]
         command = layerflow_command(self._layerflow, http_port, pool_gib)
         command += [] if config is None else ["--config", config]
         log = self.folder / "layerflow-server.log"
@@ -76,7 +77,7 @@ class Fleet:
 
         :param segment: name of its shared memory.
         """
-        port, http_port = free_port(), free_port()
+        port, http_port = held_ports(2)
         self._lmcache = f"http://127.0.0.1:{http_port}"
         command = lmcache_command(port, http_port, segment, pool_gib)
         log = self.folder / "lmcache-server.log"
@@ -85,7 +86,7 @@ class Fleet:
 
     def start(self, contender: Contender, kv_bytes: int, pools: Pools) -> Child:
         """A contender's vLLM; it needs a while until it serves."""
-        port = free_port()
+        port = held_ports(1)[0]
         watch = self._watched and contender is LAYERWISE
         environment = ENVIRONMENT | ({HOOK_TIMES: str(self._hooks)} if watch else {})
         if self._switched:

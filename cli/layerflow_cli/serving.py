@@ -18,6 +18,7 @@ from layerflow.server import Server
 from layerflow.server.transport.http import serve_http
 from layerflow.server.watch import watch_config
 from layerflow.system.descriptors import prepare_descriptors
+from layerflow.system.garbage import keep_collections_short
 from layerflow_cli.warming import show_warming
 
 
@@ -42,6 +43,7 @@ async def serve(
         http_open.set()
 
     def started(endpoints: list[str]) -> None:
+        keep_collections_short()
         for endpoint in [*endpoints, *urls]:
             say(f"layerflow listening on {endpoint}")
 

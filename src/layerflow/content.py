@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -140,25 +139,23 @@ def file_digests(files: Iterable[Path], stop: threading.Event | None = None) -> 
 
     :raises SpecError: as :func:`file_digest`.
     """
-    stop = stop or threading.Event()
-    waiting: SimpleQueue[Path] = SimpleQueue()
     # Workers of one engine read the same files: each begins with another one, and finds the rest in the cache.
-    for file in random.sample(shuffled := list(files), len(shuffled)):
-        waiting.put(file)
+    waiting = list(files)
+    random.shuffle(waiting)
     found: list[str] = []
-    failed: list[SpecError] = []
+    failed: list[Exception] = []
 
     def read() -> None:
-        with contextlib.suppress(Empty):
+        with contextlib.suppress(IndexError):
             while not failed:
-                file = waiting.get_nowait()
+                file = waiting.pop()
                 try:
                     found.append(file_digest(file, stop))
-                except SpecError as error:
+                except Exception as error:  # noqa: BLE001 - raised to the caller
                     failed.append(error)
 
-    readers = [threading.Thread(target=read, name="layerflow-digest", daemon=True) for _ in range(READERS)]
-    readers = readers[: max(1, min(len(shuffled), (os.cpu_count() or 1) // 2))]
+    count = max(1, min(READERS, len(waiting), (os.cpu_count() or 1) // 2))
+    readers = [threading.Thread(target=read, name="layerflow-digest", daemon=True) for _ in range(count)]
     for reader in readers:
         reader.start()
     for reader in readers:

@@ -5,9 +5,7 @@ Where a process can choose its port (0) and tell it, or take a socket by inherit
 
 from __future__ import annotations
 
-import contextlib
 import socket
-from collections.abc import Iterator
 
 
 class HeldPort:
@@ -50,8 +48,11 @@ class HeldPort:
         self._socket.close()
 
 
-@contextlib.contextmanager
-def held_ports(count: int) -> Iterator[list[int]]:
-    """So many numbers, held inside the block."""
-    with contextlib.ExitStack() as held:
-        yield [held.enter_context(HeldPort()).number for _ in range(count)]
+_HELD: list[HeldPort] = []
+
+
+def held_ports(count: int) -> list[int]:
+    """So many ports that are held until this process ends, for programs that it starts."""
+    held = [HeldPort() for _ in range(count)]
+    _HELD.extend(held)
+    return [port.number for port in held]

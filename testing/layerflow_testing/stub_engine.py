@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -35,6 +36,9 @@ SIX_KEYS = (
 )
 
 
+_MOST_TOKENS = 1_000_000
+_FLAG: TypeAdapter[Any] = TypeAdapter(bool | None)
+_NUMBER: TypeAdapter[Any] = TypeAdapter(int | None)
 NO_ANSWER = 0
 """Instead of the metaserver's status: its answer never came."""
 
@@ -159,7 +163,13 @@ class StubEngine:
         return Response(status_code=200)
 
     async def _complete(self, request: Request) -> Response:
-        body = await request.json()
+        try:
+            body = _checked(await request.json())
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            told = {
+                "error": {"message": f"stub: {error!r}"[:200], "type": "BadRequestError", "param": None, "code": 400}
+            }
+            return JSONResponse(told, 400)
         seen = Seen(request.url.path, body, dict(request.headers))
         self.seen.append(seen)
         how = self.answer_for(seen) if self.answer_for else self.behaviour
@@ -296,6 +306,22 @@ async def _followed(events: AsyncIterator[bytes], seen: Seen) -> AsyncIterator[b
     finally:
         seen.aborted = not seen.finished
         seen.ended.set()
+
+
+def _checked(body: Any) -> dict[str, Any]:
+    """With its flag and numbers as vLLM reads them. :raises ValueError: or another exception: vLLM refuses it."""
+    for name, kind in (("stream", _FLAG), ("n", _NUMBER), ("max_tokens", _NUMBER), ("max_completion_tokens", _NUMBER)):
+        if name in body:
+            body[name] = kind.validate_python(body[name])
+    if not isinstance(body.get("model", ""), str):
+        raise ValueError("no name of a model")
+    body.get("model", "").encode()
+    wanted = len(prompts_of(body)) * tokens_of(body) * int(body.get("n") or 1)
+    kinds = {type(prompt) for prompt in prompts_of(body)}
+    if not 0 < wanted <= _MOST_TOKENS or len(kinds) > 1 or not kinds <= {str, list}:
+        raise ValueError("not a request that can be computed")
+    (body.get("stream_options") or {}).get("include_usage")
+    return dict(body)
 
 
 def tokens_of(body: dict[str, Any]) -> int:

@@ -11,8 +11,8 @@ from e2e.rounds import record, rounds
 from mooncake_master import MooncakeMaster
 from mooncake_owner import Owner
 
-from layerflow.backends import free_ports
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_testing.ports import held_ports
 
 SEGMENT = 192 << 20
 RESUME_S = 5.0
@@ -100,7 +100,7 @@ def test_a_master_that_hangs(serve: Serve, master: MooncakeMaster, owner: Owner,
 
 def test_a_master_that_comes_later(serve: Serve, master: MooncakeMaster) -> None:
     master.kill()
-    port = free_ports(1)[0]
+    [port] = held_ports(1)
     server = serve(**settings(master, SEGMENT), server__http_port=port)
     took = arrive_later(server, port, master.address, master.start, 30)
     record("mooncake_comes_later", attached_s=round(took, 3))

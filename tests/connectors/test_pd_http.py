@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from layerflow.backends import free_ports
 from layerflow.connectors.vllm.pd.bootstrap import BootstrapServer
 from layerflow.connectors.vllm.pd.conventions.concurrent import query_answer
 from layerflow.connectors.vllm.pd.http_calls import HttpCall, HttpCalls
 from layerflow.errors import ConfigError
 from layerflow_testing.lossy_relay import HANGS, Loss, LossyRelay
+from layerflow_testing.ports import held_ports
 
 SOON_S = 20.0
 
@@ -129,7 +129,7 @@ class TestCalls:
         assert "no JSON" in ended(calls.get(answering(body=b"hello").url, soon())).error
 
     def test_nobody_there_is_a_failure(self, calls: HttpCalls) -> None:
-        call = ended(calls.post("h", f"http://127.0.0.1:{free_ports(1)[0]}", {}, soon()))
+        call = ended(calls.post("h", f"http://127.0.0.1:{held_ports(1)[0]}", {}, soon()))
         assert "ConnectError" in call.error
 
     def test_the_deadline_ends_it(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:

@@ -193,6 +193,22 @@ class TestLength:
         assert facts(4096) != facts(8192)
         assert facts(8192) != facts(8192, 32.0)
 
+    @pytest.mark.parametrize("tells", [True, False])
+    def test_what_llama4_makes_of_it_is_keyed_as_far_as_it_can_be_seen(self, tells: bool) -> None:
+        class Llama4ForCausalLM(Model):
+            def __init__(self, model_config: Any, rotary: nn.Module) -> None:
+                if tells:
+                    model_config.hf_config.attn_temperature_tuning = model_config.max_model_len > 32768
+                super().__init__(model_config, rotary)
+
+            def forward(self) -> None:
+                _ = self.vllm_config.model_config.max_model_len
+
+        facts = {length: computed(Llama4ForCausalLM, max_model_len=length) for length in (4096, 32768, 65536, 131072)}
+        assert (facts[4096] == facts[32768]) is tells
+        assert (facts[65536] == facts[131072]) is tells
+        assert facts[32768] != facts[65536]
+
     def test_code_that_reads_it_and_is_not_known_has_it_in_its_key(self) -> None:
         class Windowed(Model):
             def forward(self, positions: torch.Tensor) -> torch.Tensor:

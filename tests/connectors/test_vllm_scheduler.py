@@ -34,13 +34,15 @@ class FakeControl:
 
     def __init__(self, *_: Any) -> None:
         self.resets = 0
+        self.open_steps: list[int] = []
         self.released: list[tuple[str, tuple[str, ...]]] = []
         self.away = self.closed = False
 
-    def reset(self, timeout_s: float) -> None:
+    def reset(self, timeout_s: float) -> dict[str, int]:
         if self.away:
             raise SessionError("nobody is there")
         self.resets += 1
+        return {"steps": self.open_steps.pop(0) if self.open_steps else 0, "leases": 0}
 
     def release_handoff(self, handoff: str, servers: Sequence[str] = ()) -> None:
         self.released.append((handoff, tuple(servers)))

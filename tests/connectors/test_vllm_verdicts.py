@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerflow.connectors.vllm.plan.verdicts import Verdicts
+from layerflow.connectors.vllm.plan.verdicts import LOST_AFTER, Verdicts
 
 DEPTH = 3  # steps that are planned before the output of the first has come
 
@@ -89,3 +89,16 @@ def test_a_step_is_sound_once_every_load_before_it_has_ended() -> None:
     assert verdicts.take() == ((1, True),)
     verdicts.heard({2}, failed=False)
     assert verdicts.take() == ((2, True), (3, True))
+
+
+def test_an_output_that_never_comes_is_a_failure_and_not_the_end_of_all_saves() -> None:
+    verdicts = Verdicts()
+    verdicts.planned(1, loads=True, saves=True)
+    taken: dict[int, bool] = {}
+    for number in range(2, 2 * LOST_AFTER):
+        if verdicts.concerns(loads=number % 2 == 0, saves=True):
+            verdicts.planned(number, loads=number % 2 == 0, saves=True)
+        verdicts.heard([number], failed=False)
+        taken.update(verdicts.take())
+    assert taken[1] is False
+    assert taken[2 * LOST_AFTER - 2] is True

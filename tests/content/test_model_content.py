@@ -212,6 +212,17 @@ class TestDigests:
         with pytest.raises(SpecError, match="written to"):
             file_digest(file)
 
+    def test_a_file_whose_reader_fails_is_not_left_out(self, checkpoint, monkeypatch):
+        folder = checkpoint(**{f"m{number}": safetensors(weights(seed=number)) for number in range(3)})
+        digest = content.file_digest
+
+        def failing(file, stop):
+            return digest(file, stop) if file.name != "m1.safetensors" else 1 / 0
+
+        monkeypatch.setattr(content, "file_digest", failing)
+        with pytest.raises(ZeroDivisionError):
+            weights_content(weight_files(folder))
+
     def test_it_can_be_given_up(self, checkpoint):
         stop = threading.Event()
         stop.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from layerflow.doctor import Finding, Severity
 from layerflow.doctor.peers import examine_peers
 from layerflow.links import LinkPlugin, links
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_testing.ports import held_ports
 
 
 @dataclass
@@ -49,9 +49,8 @@ def key_file(folder: Path, name: str) -> tuple[Path, str]:
 def owner(tmp_path: Path) -> Iterator[Owner]:
     (own, public), (reader_key, reader_public) = key_file(tmp_path, "own"), key_file(tmp_path, "reader")
     (tmp_path / "allowed").write_text(f"{reader_public}\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    [port] = held_ports(1)
+    address = f"tcp://127.0.0.1:{port}"
     settings = {"server.tcp_endpoint": address, "server.curve_secret_key_file": own, "peers.serve": "true"}
     settings |= {"server.curve_allowed_keys_file": tmp_path / "allowed", "pool.size": "8MiB", "pool.warm": "false"}
     server = ServerProcess(settings)

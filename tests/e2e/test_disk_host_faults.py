@@ -10,8 +10,8 @@ import pytest
 
 from e2e.host_faults import ARENA, arrive_later, kill_hosts, stop_host
 from e2e.rounds import record, rounds
-from layerflow.backends import free_ports
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_testing.ports import held_ports
 
 CAPACITY = 256 << 20
 
@@ -50,7 +50,7 @@ def test_a_stopped_host(serve: Callable[..., ServerProcess], folder: Path, stops
 
 
 def test_a_folder_that_comes_later(serve: Callable[..., ServerProcess], tmp_path: Path) -> None:
-    port, mount = free_ports(1)[0], tmp_path / "mount"
+    port, mount = held_ports(1)[0], tmp_path / "mount"
     server = serve(pool__disk__path=mount / "tier", server__http_port=port)
     took = arrive_later(server, port, "No such file or directory", mount.mkdir, 20)
     record("disk_comes_later", attached_s=round(took, 3))

@@ -13,11 +13,11 @@ from e2e.children import Child, save_once, tokens_of
 from e2e.known import KnownWorker, eventually, small_spec
 from layerflow.agent import ClientKeys, Control
 from layerflow.agent.connection.handshake import Handshake, dial
-from layerflow.backends import free_ports
 from layerflow.errors import DeadlineExceeded, RemoteError
 from layerflow.keys import Chain, root_digest
 from layerflow.wire import messages as wire
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_testing.ports import held_ports
 
 LAYERS, TOKENS, SEED = 4, 150, 77
 
@@ -60,7 +60,7 @@ def curve(serve: Callable[..., ServerProcess], tmp_path: Path) -> tuple[ServerPr
     allowed, stranger = zmq.curve_keypair(), zmq.curve_keypair()
     (tmp_path / "secret").write_bytes(secret + b"\n")
     (tmp_path / "allowed").write_bytes(b"# those who may\n" + allowed[0] + b"  # one\n")
-    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    endpoint = f"tcp://127.0.0.1:{held_ports(1)[0]}"
     server = serve(
         server__tcp_endpoint=endpoint,
         server__curve_secret_key_file=tmp_path / "secret",

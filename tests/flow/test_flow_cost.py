@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
 from flow_world import World
 
+from layerflow.flow import Flow
 from layerflow.flow.commands import Submit
-from layerflow.flow.events import Direction, LayersComputed, Part, StepClosed
+from layerflow.flow.events import (
+    Direction,
+    LayersComputed,
+    LayerShape,
+    Part,
+    RequestAborted,
+    SessionLost,
+    SessionOpened,
+    StepClosed,
+    StepOpened,
+)
 from layerflow.flow.limits import Limits
 from layerflow_cli.bench.flow import measure
 
@@ -79,6 +91,32 @@ def test_finished_steps_leave_nothing():
 
     first = [step(number) for number in range(3)][-1]
     assert [step(number) for number in range(3, 40)][-1] <= first + 64
+
+
+def test_a_step_that_is_over_leaves_nothing_for_the_garbage_collector():
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        measure(requests=(2,), layers=3, sessions=())
+        flow = Flow(Limits())
+        flow.handle(SessionOpened(0, (LayerShape(0, 10),) * 2), 0.0)
+        part = (Part("r", 0, 1),)
+        flow.handle(StepOpened(0, 1, 10.0, 10.0, part, part), 0.0)
+        flow.handle(SessionLost(0), 0.0)  # with batches in flight
+        flow.handle(SessionOpened(1, (LayerShape(0, 10),) * 2), 0.0)
+        flow.handle(StepOpened(1, 1, 10.0, 10.0, part, part), 0.0)
+        flow.handle(StepClosed(1, 1, ok=False), 0.0)
+        flow.handle(RequestAborted(1, "r"), 0.0)
+        flow.handle(SessionLost(1), 0.0)
+        del flow
+        gc.collect()
+        left = [type(item).__name__ for item in gc.garbage if type(item).__module__.startswith("layerflow.flow")]
+        assert [name for name in left if name in ("Step", "TransferJob", "Transfer", "Cursor", "InFlightBatch")] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_the_benchmark_measures():

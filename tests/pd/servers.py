@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from engines import COMMON, ENVIRONMENT, MODELS, PER_MODEL, connector
 
-from layerflow.backends import free_ports
+from layerflow_testing.ports import held_ports
 from layerflow_testing.stub_engine import StubEngine
 
 START_S = 150.0
@@ -112,7 +112,7 @@ def vllm_server(
     :param arguments: over the ones for all and for the model.
     :param extra: of the connector.
     """
-    port = free_ports(1)[0]
+    port = held_ports(1)[0]
     arguments = COMMON | {"served_model_name": "model"} | PER_MODEL[model] | dict(arguments or {})
     arguments = {key: value for key, value in arguments.items() if key != "skip_tokenizer_init"}
     if endpoint is not None:
@@ -137,7 +137,7 @@ def layerflow_proxy(
 
     :param stores: control address of the prefill engine's server, where the decode engine has another.
     """
-    port = free_ports(1)[0]
+    port = held_ports(1)[0]
     from_where = f"{prefill.url}={stores}" if stores else prefill.url
     command = [sys.executable, "-m", "layerflow_cli", "proxy", "--prefill", from_where, "--decode", decode.url]
     command += ["--order", order, "--host", "127.0.0.1", "--port", str(port)]
@@ -148,7 +148,7 @@ def layerflow_proxy(
 
 def vllm_router(prefill: Program, decode: Program, folder: Path, *, bootstrap: int = 0) -> Program:
     """vllm-router; two phases, or with a bootstrap port both legs at once."""
-    port, metrics = free_ports(2)
+    port, metrics = held_ports(2)
     command = [str(BIN / "vllm-router"), "--vllm-pd-disaggregation", "--prefill", prefill.url]
     command += [str(bootstrap)] if bootstrap else []
     command += ["--decode", decode.url, "--kv-connector", "mooncake" if bootstrap else "nixl"]

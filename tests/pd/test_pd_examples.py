@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from engines import ENVIRONMENT, MODELS
 
-from layerflow.backends import free_ports
+from layerflow_testing.ports import held_ports
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "pd"
 BIN = Path(sys.executable).parent
@@ -29,7 +29,7 @@ NAMES = ("PORT", "PORT2", "PROXY_PORT", "HTTP_PORT", "BOOTSTRAP_PORT", "ROUTER_M
 def test_example(name: str, tmp_path: Path) -> None:
     if name == "router.sh" and shutil.which("vllm-router", path=str(BIN)) is None:
         pytest.skip("vllm-router is not installed")
-    ports = {key: str(port) for key, port in zip(NAMES, free_ports(len(NAMES)), strict=True)}
+    ports = {key: str(port) for key, port in zip(NAMES, held_ports(len(NAMES)), strict=True)}
     environment = os.environ | ENVIRONMENT | ports | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     environment |= {"LOGS": str(tmp_path), "COLUMNS": "200"}
     command = [str(EXAMPLES / name), str(MODELS / "llama"), *SMALL]

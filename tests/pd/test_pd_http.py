@@ -16,8 +16,8 @@ from legs import ORDERS, SIX_KEYS
 from servers import BIN, Program, closing, complete, layerflow_proxy, streamed, tokens_of, vllm_router, vllm_server
 
 from layerflow.agent.connection.control import fetch_status
-from layerflow.backends import free_ports
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_testing.ports import held_ports
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
 MAX_TOKENS = 6
@@ -43,7 +43,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(serve: Callable[..., ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder, server, bootstrap = tmp_path_factory.mktemp("http"), serve(), free_ports(1)[0]
+    folder, server, bootstrap = tmp_path_factory.mktemp("http"), serve(), held_ports(1)[0]
     extra = {"chunk_tokens": CHUNK}
     prefill = vllm_server(
         "prefill", "llama", folder, server.endpoint, "kv_producer", pd={"bootstrap_port": bootstrap}, **extra
@@ -124,7 +124,7 @@ def test_a_request_that_the_decode_engine_rejects_releases_the_hand_off(pair: Pa
 @pytest.mark.timeout(400)
 def test_a_lost_prefill_is_computed_or_a_true_error(pair: Pair, plain: Callable[..., Engine]) -> None:
     """Up to ``max_recompute_tokens`` D computes; above it the request ends with an error, and nothing else does."""
-    nowhere = {"do_remote_prefill": True, "metaserver": f"http://127.0.0.1:{free_ports(1)[0]}/v1/metaserver"}
+    nowhere = {"do_remote_prefill": True, "metaserver": f"http://127.0.0.1:{held_ports(1)[0]}/v1/metaserver"}
     short, long = prompt(2000, MOST), prompt(2001, MOST + 1)
     wanted = plain("llama").one(short, max_tokens=MAX_TOKENS).tokens
     assert tokens_of(complete(pair.decode.url, short, MAX_TOKENS, kv_transfer_params=nowhere)) == wanted

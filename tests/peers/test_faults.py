@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from layerflow.keys import Chain
 from layerflow.links import links
 from layerflow.spec import ModelSpec
 from layerflow.wire.peer_link import HEAD
+from layerflow_testing.ports import held_ports
 from peers.conftest import LINKS, Pair
 from peers.relay import Relay
 
@@ -75,9 +75,7 @@ def line(pair: Callable[..., Pair], link: str) -> Iterator[Callable[..., Line]]:
     lines: list[Line] = []
 
     def start(rate: float, owner: dict[str, object] | None = None, **reader: object) -> Line:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        [port] = held_ports(1)
         through = links()[link].maps_arena
         relay = Relay(f"127.0.0.1:{port}", rate if through else 0, pause_s=0 if through or not rate else PAUSE_S)
         sizes = {"pool.size": "64MiB"}
@@ -117,6 +115,26 @@ def test_a_host_that_dies_or_stops_costs_the_load_and_no_more(
     run = it.load(it.stored(), lambda: os.kill(victim, how), 1 << 20)
     assert run.failed, "the load cannot have ended"
     assert eventually(lambda: it.two.pid(role) not in (0, victim), 20)
+    recovered(it)
+
+
+def test_a_byte_that_is_altered_on_the_link_is_never_ready(line: Callable[..., Line]) -> None:
+    it = line(0)
+    if not it.through:
+        pytest.skip("its bytes do not go through the relay")
+    chain, spoilt = it.stored(), []
+
+    def alter(data: bytes) -> bytes:
+        if len(data) < 4096 or spoilt:
+            return data
+        spoilt.append(len(data) // 2)
+        return data[: spoilt[0]] + bytes([data[spoilt[0]] ^ 1]) + data[spoilt[0] + 1 :]
+
+    it.relay.alter = alter
+    run = it.load(chain, lambda: None, 0)
+    assert spoilt and run.failed, "no byte was altered, or the load did not notice"
+    assert it.two.reads["failures"] == {"fetch_broken": 1}
+    it.relay.alter = bytes
     recovered(it)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError
 from layerflow.links import links
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_testing.ports import held_ports
 from peers.conftest import Pair
 
 
@@ -32,9 +32,7 @@ def test_a_reader_needs_a_key_on_the_allow_list(pair: Callable[..., Pair], tmp_p
     (own, public), (reader_key, reader_public) = keys(tmp_path, "owner"), keys(tmp_path, "reader")
     allow = tmp_path / "allowed"
     allow.write_text(f"{reader_public if allowed else public}\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = held_ports(1)
     tcp = f"tcp://127.0.0.1:{port}"
     attach = json.dumps([{"name": "owner", "address": tcp, "server_key": public}])
     owner = {

@@ -256,6 +256,27 @@ async def test_a_failing_engine_is_left_alone_and_comes_back():
             assert await scene.metric("layerflow_proxy_instance_breaker_open") == 0
 
 
+async def test_requests_that_engines_answer_with_500_shut_no_engine_for_others():
+    """vLLM answers so what it did not foresee in a request."""
+
+    def behave(seen):
+        return Behaviour(status=500 if seen.body["prompt"] == "bad" else 200)
+
+    async def state(scene):
+        health = (await scene.client.get("/health")).json()
+        return [one["state"] for one in health["prefill"] + health["decode"]]
+
+    for decoders in (1, 2):
+        with StubEngine() as prefiller, StubEngine() as one, StubEngine() as two:
+            one.answer_for = two.answer_for = prefiller.answer_for = behave
+            async with proxied(prefiller, [one, two][:decoders], order="prefill-first", breaker_failures=1) as scene:
+                for _ in range(4):
+                    assert (await scene.complete(prompt="bad")).status_code == 500
+                    assert (await scene.client.get("/health")).status_code == 200
+                    assert (await scene.complete(prompt="good")).status_code == 200
+                    assert await state(scene) == ["up"] * (decoders + 1)
+
+
 @pytest.mark.parametrize("health", [503, 0])
 async def test_probes_find_engines_that_are_down_and_up_again(health):
     with StubEngine() as prefiller, StubEngine(Behaviour(health=health or 200)) as bad, StubEngine() as good:

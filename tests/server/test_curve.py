@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -22,6 +23,7 @@ from layerflow.server.transport import door as door_module
 from layerflow.server.transport.curve import CurveServer
 from layerflow.server.transport.door import Door
 from layerflow.server.transport.security import Curve
+from layerflow.wire.rights import HERE
 
 PATIENCE_S = 20.0
 MOST = 1 << 20
@@ -34,7 +36,7 @@ class World:
     def __init__(self) -> None:
         self.server, self.friend, self.stranger = (zmq.curve_keypair() for _ in range(3))
         self.heard: asyncio.Queue[tuple[bytes, bytes | None]] = asyncio.Queue()
-        curve = Curve(self.server[1], frozenset((self.friend[0],)))
+        curve = Curve(self.server[1], {self.friend[0]: HERE})
         self.door = Door(
             lambda identity, message: self.heard.put_nowait((identity, message)),
             lambda _: None,
@@ -144,6 +146,38 @@ async def test_refusals_of_one_address_are_one_line(world: World, monkeypatch: p
             await client.send(b"let me in")
         await world.refused(10)
     assert said == [("curve_key_refused", f"the key {world.stranger[0].decode()} is not on the allow-list")]
+
+
+async def test_a_large_message_is_opened_beside_the_loop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are heard meanwhile; what its client has not sealed ends that client alone."""
+    large, entered, go_on = MOST // 2, threading.Event(), threading.Event()
+    opened = CurveServer.open
+
+    def slow(self: CurveServer, payload: bytes) -> tuple[int, bytes]:
+        if len(payload) > large:
+            entered.set()
+            assert go_on.wait(PATIENCE_S)
+            payload = payload[:-1] + bytes((payload[-1] ^ broken,))
+        return opened(self, payload)
+
+    monkeypatch.setattr(CurveServer, "open", slow)
+    for broken in (0, 1):
+        entered.clear()
+        go_on.clear()
+        with world.client(world.friend) as client, world.client(world.friend) as other:
+            await client.send(bytes(MOST))
+            await client.send(b"behind it")
+            assert await asyncio.to_thread(entered.wait, PATIENCE_S)
+            assert world.door.pending()
+            await other.send(b"meanwhile")
+            assert (await world.message())[1] == b"meanwhile"
+            go_on.set()
+            if broken:
+                await world.refused()
+            else:
+                assert (await world.message())[1] == bytes(MOST)
+                assert (await world.message())[1] == b"behind it"
+    assert world.heard.empty()
 
 
 async def test_a_client_without_curve_is_hung_up_on(world: World) -> None:

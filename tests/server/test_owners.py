@@ -59,7 +59,9 @@ class Owner:
         one = codec.pack_u32([1] * n)
         zeros = codec.pack_u32([0] * n)
         states, nbytes = bytes([wire.STORED]) * n, codec.pack_u64([1 << 12] * n)
-        found = wire.PeerFound(lookup.id, lease, bytes(16), 1000, states, nbytes, one, one, zeros, zeros)
+        found = wire.PeerFound(
+            lookup.id, lease, bytes(16), 1000, states, nbytes, one, one, zeros, zeros, lease_key=bytes(32)
+        )
         self._answers.append((self._who, found))
 
     def _run(self) -> None:
@@ -76,7 +78,11 @@ class Owner:
             match codec.decode_request(frame):
                 case wire.PeerHello():
                     self._who = who
-                    links = [wire.PeerEndpoint(self._link, "127.0.0.1:9", bytes(16))] if self._link else []
+                    links = (
+                        [wire.PeerEndpoint(self._link, "127.0.0.1:9", bytes(16), bytes(16), bytes(32))]
+                        if self._link
+                        else []
+                    )
                     welcome = wire.PeerWelcome("0", bytes(16), self._heartbeat_ms, 2000, 1 << 20, links)
                     self._socket.send_multipart([who, codec.encode(welcome)])
                 case wire.PeerBeat(sent=sent):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from engines import ENVIRONMENT, MODELS
 
-from layerflow.backends import free_ports
+from layerflow_testing.ports import held_ports
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "vllm"
 SMALL = (
@@ -31,8 +31,8 @@ class Shown:
     """
 
     def __init__(self, name: str, logs: Path) -> None:
-        self.ports = free_ports(2)
-        http = free_ports(1)[0]
+        self.ports = held_ports(2)
+        http = held_ports(1)[0]
         engine = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         ports = {"PORT": str(self.ports[0]), "PORT2": str(self.ports[1]), "HTTP_PORT": str(http)}

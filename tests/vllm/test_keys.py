@@ -117,8 +117,13 @@ def test_a_start_does_not_wait_for_the_digest_of_its_weights(serve: Serve, vllm:
     [
         ({"seq_pooling_type": "LAST"}, "embed", True),
         ({"seq_pooling_type": "MEAN"}, "embed", False),
-        ({"seq_pooling_type": "CLS"}, "embed", False),
-        ({"tok_pooling_type": "STEP", "step_tag_id": 7, "task": "token_embed"}, "token_embed", False),
+        pytest.param({"seq_pooling_type": "CLS"}, "embed", False, marks=pytest.mark.campaign),
+        pytest.param(
+            {"tok_pooling_type": "STEP", "step_tag_id": 7, "task": "token_embed"},
+            "token_embed",
+            False,
+            marks=pytest.mark.campaign,
+        ),
     ],
     ids=["LAST", "MEAN", "CLS", "STEP"],
 )

@@ -111,7 +111,7 @@ def describe_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Par
     """
     parts = []
     for request in requests:
-        _check_name(request.request)
+        check_name(request.request)
         start, stop = request.load
         if start >= stop:
             continue
@@ -261,12 +261,13 @@ def _unpickled(
     return PartDescriptor(request, group, table, tuple(pieces), parent, places)
 
 
-def _check_name(request: object) -> None:
+def check_name(request: object) -> None:
+    """:raises SpecError: no request can have this id."""
     try:
         assert isinstance(request, str)
         request.encode()
     except (AssertionError, UnicodeEncodeError):
-        raise SpecError(f"request id {request!r}: must be a string that UTF-8 can encode") from None
+        raise SpecError(f"request id {ascii(request)[:200]}: must be a string that UTF-8 can encode") from None
 
 
 def _load_pieces(

@@ -191,6 +191,10 @@ class Flow:
             grant_calls(state.peers, state.budget, now, out)
         if state.writes.ring.queue:
             grant_calls(state.writes, state.budget, now, out)
+        if state.forgotten:
+            for step in state.forgotten:
+                step.dissolve()
+            state.forgotten.clear()
         earliest = state.deadlines.earliest()
         if earliest not in (state.wake, math.inf):
             state.wake = earliest

@@ -161,6 +161,7 @@ class State:
         "deadlines",
         "fetches",
         "follows",
+        "forgotten",
         "in_flight",
         "loosened",
         "newest_follow",
@@ -193,6 +194,7 @@ class State:
         self.severed: list[tuple[Transfer, Sequence[int], str]] = []
         self.unsettled: list[Step] = []
         self.loosened: list[TransferJob] = []
+        self.forgotten: list[Step] = []
         self.next_batch = 1
         self.paused = False
         self.newest_session = -1

@@ -15,6 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from layerflow.errors import ProxyError
 
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not the JSON that was asked for."""
 _LENIENT_BYTES = 1 << 20
 """Larger bodies are not tried again with Python's own reader, which builds every value."""
 _FIELD_BYTES = 1024  # of a flag or number
@@ -101,7 +103,7 @@ def parse_body(raw: bytes) -> Body:
         if encoding != "utf-8":
             raw = raw.decode(encoding).encode()
         values: Mapping[str, bytes | msgspec.Raw] = _decode(raw)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except NOT_JSON as error:
         values = _lenient(raw, error)
     dropped = [_STEERING] if _STEERING in values else []
     body = Body(values)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from layerflow.errors import ProxyError
-from layerflow.proxy.body import Body, parse_body
+from layerflow.proxy.body import NOT_JSON, Body, parse_body
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -86,7 +86,7 @@ def prompts_in(raw: bytes, most: int) -> list[bytes]:
             raise _too_many(most)
         try:
             prompts = [msgspec.json.encode(text) for text in _decode_texts(raw)]
-        except msgspec.DecodeError:
+        except NOT_JSON:
             return []
     elif _TOKEN_LISTS.match(raw) and b'"' not in raw:
         *lists, last = raw.strip()[1:-1].split(b"]", most + 1)

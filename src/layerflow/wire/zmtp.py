@@ -19,6 +19,8 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _LONG_HEADER = struct.Struct(">BQ")
 MAX_COMMAND_BYTES = 4096
 """Largest command: of a handshake, or a heartbeat."""
+UNSEALED_AT_ONCE = 128 << 10
+"""Sealed messages up to this size are opened where they are parsed, in a fraction of a millisecond."""
 SMALL_BYTES = 64 << 10
 """Frames up to this size are taken from everybody; larger ones have to be admitted."""
 
@@ -73,6 +75,8 @@ class Parsed(enum.Enum):
     OTHER = enum.auto()
     #: A message of several frames has ended; its frames were not kept.
     SEVERAL = enum.auto()
+    #: A large sealed message: :meth:`Zmtp.unseal` opens it, on any thread, before :meth:`Zmtp.next` goes on.
+    SEALED = enum.auto()
 
 
 class Null:
@@ -115,6 +119,8 @@ class Zmtp:
         self._at = 0  # of the first byte in _data that is not handled
         self._wanted = GREETING_BYTES  # bytes from there that are needed to go on
         self._greeted = False
+        self._sealed = b""  # a message that is to be opened
+        self._opened: tuple[int, bytes] | None = None  # its flags and content
         self._several = 0  # bytes of the frames so far, where the message has several; 0 = it has not
         self.output = bytearray(
             _SIGNATURE + bytes((3, 1)) + mechanism.name.ljust(20, b"\0") + b"\x01" + bytes(31)
@@ -148,7 +154,7 @@ class Zmtp:
     @property
     def more(self) -> bool:
         """May :meth:`next` find something?"""
-        return len(self._data) - self._at >= self._wanted
+        return self._opened is not None or len(self._data) - self._at >= self._wanted
 
     def feed(self, data: bytes) -> None:
         """Take bytes that the client has sent."""
@@ -169,6 +175,9 @@ class Zmtp:
         have = len(data) - at
         if not self._greeted and have:
             return self._greet(data, have)
+        if self._opened is not None:
+            (flags, body), self._opened = self._opened, None
+            return self._told(flags, body)
         if have < self._wanted:
             return Parsed.NOTHING
         flags, size, start = data[at], data[at + 1], at + 2
@@ -188,15 +197,31 @@ class Zmtp:
         self._at, self._wanted = end, 2
         if end == len(data):
             self._data, self._at = b"", 0
-        if self._mechanism.sealing and self._mechanism.ready:
-            inner, body = self._mechanism.open(body)
-            flags = (flags & _LONG) | (inner & 1) | (_COMMAND if inner & 2 else 0)
+        if not (self._mechanism.sealing and self._mechanism.ready):
+            return self._told(flags, body)
+        self._sealed = body
+        if size > UNSEALED_AT_ONCE:
+            return Parsed.SEALED
+        self.unseal()
+        return self.next()
+
+    def unseal(self) -> None:
+        """Open the sealed message that :meth:`next` has found; no other method is called meanwhile.
+
+        :raises ProtocolError: the client has not sealed it.
+        """
+        sealed, self._sealed = self._sealed, b""
+        inner, content = self._mechanism.open(sealed)
+        self._opened = (inner & 1) | (_COMMAND if inner & 2 else 0), content
+
+    def _told(self, flags: int, body: bytes) -> bytes | Parsed:
+        """A whole frame."""
         if flags & _COMMAND:
             self._obey(body)
             return Parsed.OTHER
         if not flags & _MORE and not self._several:
             return body
-        self._several += end - at
+        self._several += 2 + len(body)
         if self._several > SMALL_BYTES:
             self._admit(self._several)
         if flags & _MORE:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from peers.relay import Relay
 
 from layerflow.engine.texts import passage
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_testing.ports import held_ports
 
 PROMPT_TOKENS = 420
 PATIENCE_S = 3.0
@@ -111,9 +111,7 @@ class World:
 
     def __init__(self, shape: str, seed: int) -> None:
         self.dice = random.Random(seed)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        [port] = held_ports(1)
         self.relay = Relay(f"127.0.0.1:{port}", RATE)
         link = {"peers.link_address": f"127.0.0.1:{port}", "peers.link_advertise": f"127.0.0.1:{self.relay.port}"}
         self.owner = ServerProcess(SETTINGS | link | {"peers.serve": "true", "peers.lease_share": 1})

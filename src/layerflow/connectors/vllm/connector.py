@@ -111,6 +111,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # With overlapping steps vLLM may emit tokens of the step behind a failed one: hits need leases there.
                 trusts_sight=transfer.kv_load_failure_policy == "recompute" and not _steps_overlap(vllm_config),
                 events=ChunkEvents(kv_cache_config) if self._events else None,
+                drains_holders=release(vllm.__version__) >= (0, 31),
                 keys=RequestKeys(Adapters(keyed_by_path=release(vllm.__version__) >= (0, 32))),
                 reuses=not self._obstacle,
                 handoffs=HandoffSide(
@@ -138,8 +139,13 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers can only wait for their blocks if the hooks run: not inside one replayed graph."""
-        return parse_options(extra_config, producer=True, consumer=True).mode != "bulk"
+        """A batch that may be replayed as one whole graph waits for its loads before it, and saves behind it.
+
+        vLLM 0.32 tells whether a pass may be one. On earlier versions layers wait for their blocks in hooks, which do
+        not run inside such a graph.
+        """
+        options = parse_options(extra_config, producer=True, consumer=True)
+        return release(vllm.__version__) < (0, 32) and options.load and options.mode != "bulk"
 
     # -- the scheduler's process ----------------------------------------------------------------------
 
@@ -220,7 +226,12 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._obstacle:
             return
         layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, self.options)
-        if not self.options.endpoint and layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0:
+        if self._worker is not None:  # vLLM has made its cache anew
+            self._worker.let_go()
+            self._worker.close()
+            self._worker = None
+        first = layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0
+        if not self.options.endpoint and first and self._server is None:
             self._server = embed(self.options, self._kv_transfer_config.engine_id)
         self._reading = WeightsReading(layout.with_content)
         if self._reading.wait(START_WAIT_S):
@@ -304,7 +315,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if this.replayed:
                 self._worker.wait_whole()
             if self._vllm_config.device_config.device_type == "npu":
-                self._worker.wait_unasked(forward_context.attn_metadata)
+                self._worker.wait_unasked(getattr(forward_context, "attn_metadata", None))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Before a layer's attention."""

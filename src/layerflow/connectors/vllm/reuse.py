@@ -27,7 +27,7 @@ _FIELDS = frozenset(
         "tokens_per_state", "compress_ratio", "indexes_kv_by_block_stride", "num_heads", "max_tp_shards", "dcp_sharded",
         "tp_replicated",
         # which tokens a layer reads
-        "sliding_window",
+        "sliding_window", "attention_chunk_size",
         # blocks that vLLM holds longer for a draft model
         "extra_retained_tokens",
         # which model's cache, and which of its caches

@@ -296,6 +296,17 @@ class Step:
             when = max(self.deadline, self.save_deadline)
         return when
 
+    def dissolve(self) -> None:
+        """Let go of what refers back to the step, which is over: its memory then needs no garbage collector."""
+        for job in (self.loads, self.saves):
+            if job is not None:
+                for transfer in job.transfers.values():
+                    transfer.in_flight.clear()
+                job.transfers.clear()
+                job.cursors.clear()
+                job.gated.clear()
+        self.loads = self.saves = None
+
     def impossible(self, what: str) -> InvalidTransition:
         """The error for a report that cannot be, with the step's story."""
         return InvalidTransition(f"session {self.session.number} step {self.number} {what}", self.told())

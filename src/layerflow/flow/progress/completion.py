@@ -91,6 +91,7 @@ def forget(state: State, step: Step, out: list[Command]) -> None:
     del step.session.steps[step.number]
     state.deadlines.set(step, float("inf"))
     state.counters.steps_done += 1
+    state.forgotten.append(step)
     loaded = step.loads.moved if step.loads is not None else 0
     saved = step.saves.moved if step.saves is not None else 0
     out.append(StepDone(step.session.number, step.number, loaded, saved))

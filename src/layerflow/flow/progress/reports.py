@@ -124,6 +124,9 @@ def lose_session(state: State, session: Session, out: list[Command]) -> None:
             state.loosened.append(step.loads)
             out.append(LoadsDone(session.number, step.number))
         forget(state, step, out)
+    for pending in session.pending:
+        pending.clear()
+    session.aborting.clear()
 
 
 def _ground(state: State, job: TransferJob) -> None:

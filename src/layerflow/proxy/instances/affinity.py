@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import xxhash
 
-from layerflow.proxy.body import Body
+from layerflow.proxy.body import NOT_JSON, Body
 from layerflow.proxy.instances.instance import Instance
 
 BLOCK_BYTES = 1024
@@ -43,7 +43,7 @@ def prompt_bytes(body: Body, prompt: bytes) -> bytes:
         if len(start) < len(prompt):
             start = start[: start.rfind(b",")] + b"]"
         return head + array("q", msgspec.json.decode(start, type=list[int])).tobytes()
-    except (msgspec.DecodeError, OverflowError):
+    except (*NOT_JSON, OverflowError):
         return head + start  # not a prompt, or one that only the engine can read: it says so
 
 
@@ -53,7 +53,7 @@ def _text(start: bytes) -> str:
     for cut in range(_LONGEST_ESCAPE):
         try:
             return msgspec.json.decode(start if whole and not cut else start[: len(start) - cut] + b'"', type=str)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     raise msgspec.DecodeError("the prompt is not a text")
 
@@ -64,7 +64,7 @@ def _canonical(raw: bytes) -> bytes:
         return raw[:_MOST_BYTES]
     try:
         return msgspec.json.encode(msgspec.json.decode(raw))
-    except (msgspec.DecodeError, RecursionError):
+    except NOT_JSON:
         return raw
 
 

@@ -139,6 +139,11 @@ class Instance:
     def usable(self) -> bool:
         return not self.down and self.breaker.allows
 
+    @property
+    def last_resort(self) -> bool:
+        """Whether it may be asked where no engine is usable: it is there, and has answered, if with errors."""
+        return not self.down and self.breaker.answers
+
     @contextmanager
     def busy(self, tokens: int) -> Iterator[None]:
         """Around one request's stay, of `tokens` prompt tokens."""

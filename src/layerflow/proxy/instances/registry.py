@@ -79,7 +79,9 @@ class Registry:
         :param wanted: ``host:port`` that the client asked for; taken if it can be.
         :raises ProxyError: 503, no engine can take it.
         """
-        usable = [instance for instance in self.of(role) if instance.usable and instance not in tried]
+        there = [instance for instance in self.of(role) if instance not in tried]
+        usable = [instance for instance in there if instance.usable]
+        usable = usable or [instance for instance in there if instance.last_resort]
         if not usable:
             states = ", ".join(f"{instance.name} {instance.state}" for instance in self.of(role)) or "none"
             failed = f", {len(tried)} of them failed this request" if tried else ""

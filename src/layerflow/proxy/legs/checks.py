@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from layerflow.errors import UpstreamError
+from layerflow.proxy.body import NOT_JSON
 from layerflow.proxy.sse import DONE, Event
 
 _ERRORS = range(400, 600)
@@ -74,7 +75,7 @@ class StreamCheck:
             return False
         try:
             chunk = _decode_chunk(event.data)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        except NOT_JSON as error:
             raise UpstreamError(f"{self._engine} sent an event that is not the API's: {error}") from None
         if chunk.error:
             raise reported(self._engine, event.data, chunk.error)
@@ -120,7 +121,7 @@ def of_a_handoff(engine: str, error: UpstreamError) -> UpstreamError:
     """
     try:
         told = msgspec.json.decode(error.body or b"", type=_Ended).error
-    except (msgspec.ValidationError, msgspec.DecodeError):
+    except NOT_JSON:
         return error
     if error.status != _VLLM_ENDED or told.message != _VLLM_SAYS:
         return error
@@ -139,7 +140,7 @@ def whole_answer(engine: str, body: bytes) -> dict[str, Any]:
     """
     try:
         answer = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         what = f"no JSON ({error})" if body else "an empty body"
         raise UpstreamError(f"{engine} answered 200 with {what}") from None
     if not isinstance(answer, dict):

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import msgspec
 
+from layerflow.proxy.body import NOT_JSON
 from layerflow.proxy.sse import Event, make_event
 
 # A prefill's answer and the decoder's last token may cross on their way here, where one token was asked for.
@@ -68,4 +69,8 @@ def event_with_cached(event: Event, cached: int | None) -> Event:
     """The same for an event."""
     if cached is None or event.data is None:
         return event
-    return make_event(msgspec.json.encode(with_cached(msgspec.json.decode(event.data), cached)))
+    try:
+        answer = msgspec.json.decode(event.data)
+    except NOT_JSON:
+        return event  # what passes unread may hold what only its client can read
+    return make_event(msgspec.json.encode(with_cached(answer, cached)))

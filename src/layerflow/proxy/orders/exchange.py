@@ -41,6 +41,7 @@ class Exchange:
         self._began = context.clock()
         self._prefilled_at: float | None = None
         self._sent: dict[tuple[Role, str], int] = {}
+        self._unforeseen: dict[Role, set[Instance]] = {}  #: engines that answered it with 500
 
     def child(self, prompt: bytes | None, *, counted: bool) -> Exchange:
         """What a decoder asks for by itself: one prompt of the list, or one of several choices.
@@ -193,6 +194,11 @@ class Exchange:
 
     def failed(self, instance: Instance, error: UpstreamError) -> None:
         """Count and log a call that an engine failed or refused."""
+        if error.status == 500 and error.counts:
+            engines = self._unforeseen.setdefault(instance.role, set())
+            engines.add(instance)
+            for one in engines if len(engines) == 2 else {instance} if len(engines) > 2 else ():
+                one.breaker.forgive()
         role = instance.role.value
         self.context.metrics.failures.labels(role, instance.name, str(error.status)).inc()
         log = _log.info if error.judged else _log.warning

@@ -9,7 +9,8 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-from layerflow.errors import ProxyError
+from layerflow.errors import ProxyError, UpstreamError
+from layerflow.proxy.body import NOT_JSON
 from layerflow.proxy.outlet import ClientGone, ClientResponse, Outlet
 from layerflow.proxy.request import ClientRequest, Headers
 from layerflow.proxy.sse import DONE, Event, make_event
@@ -81,7 +82,10 @@ class _Merged:
             return event
         if event.data == DONE:
             return None
-        chunk = self._named(number, msgspec.json.decode(event.data))
+        try:
+            chunk = self._named(number, msgspec.json.decode(event.data))
+        except NOT_JSON as error:
+            raise UpstreamError(f"a decode engine sent an event that cannot be read: {error}") from None
         if chunk.get("choices") or not chunk.get("usage"):
             return make_event(msgspec.json.encode(chunk))
         self._usage_event = chunk

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from layerflow.config.proxy import InstanceAddress, instance_addresses
 from layerflow.errors import ProxyError
+from layerflow.proxy.body import NOT_JSON
 from layerflow.proxy.context import ProxyContext
 from layerflow.proxy.instances.instance import Instance, Role
 from layerflow.proxy.routes.bodies import path_of, read_small_body, refusal
@@ -107,7 +108,7 @@ class Admin:
             role = Role(asked["type"])
             named = asked["instances"]
             addresses = instance_addresses(",".join([named] if isinstance(named, str) else named))
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (*NOT_JSON, KeyError, TypeError, ValueError) as error:
             raise ProxyError(
                 f'write {{"type": "prefill" or "decode", "instances": ["http://host:port"]}}: {error}', 400
             ) from None

@@ -36,7 +36,7 @@ class Info:
         status = "ok"
         if context.draining:
             status = "draining"
-        elif not any(instance.usable for instance in sides[Role.DECODE]):
+        elif not any(instance.usable or instance.last_resort for instance in sides[Role.DECODE]):
             status = "no decode instance"
         content = {
             "status": status,

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from layerflow.errors import ProxyError
+from layerflow.proxy.body import NOT_JSON
 from layerflow.proxy.context import ProxyContext
 from layerflow.proxy.routes.bodies import read_small_body, refusal
 
@@ -35,7 +36,7 @@ class MetaserverRoute:
         raw = await read_small_body(request.receive, self._context.settings)
         try:
             posted = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except NOT_JSON as error:
             raise ProxyError(f"the body is not valid JSON: {error}", 400) from None
         name = posted.get("request_id") if isinstance(posted, dict) else None
         if not isinstance(name, str):

@@ -40,7 +40,10 @@ _FOLLOWS = {
 """Classes that read the length, and the parameters that they make of it."""
 
 _SIZES = frozenset({"Indexer", "DeepseekV32Indexer", "SparseAttnIndexer"})
-"""Classes that read the length for the size of their buffers only."""
+"""Classes of vLLM's that read the length for the size of their buffers only."""
+
+MISSING = "missing"
+"""In place of a parameter that a class of :data:`_FOLLOWS` does not have in this vLLM."""
 
 _ASKED = "get_"
 """Functions of models that are called so tell how large an input may get; no forward pass calls them."""
@@ -167,12 +170,17 @@ def _is_rotary(module: nn.Module) -> bool:
 
 
 def _length_facts(model_config: Any, modules: Collection[nn.Module], classes: Collection[type]) -> Iterator[str]:
-    readers = {kind for kind in classes if _reads_length(kind)}
-    unknown = sorted(kind.__name__ for kind in readers if kind.__name__ not in _SIZES | _FOLLOWS.keys())
-    for kind in readers:
-        for path in _FOLLOWS.get(kind.__name__, ()):
-            values = {_json(plain(_at(module, path))) for module in modules if isinstance(module, kind)}
-            yield _fact("length", [kind.__name__, path, sorted(values)])
+    unknown: list[str] = []
+    for kind in sorted((kind for kind in classes if _reads_length(kind)), key=lambda kind: kind.__name__):
+        made = [
+            (path, [_at(module, path) for module in modules if isinstance(module, kind)])
+            for path in _FOLLOWS.get(kind.__name__, ())
+        ]
+        is_known = made and all(MISSING not in values for _, values in made)
+        if not is_known and not (kind.__name__ in _SIZES and kind.__module__.startswith("vllm.")):
+            unknown.append(kind.__name__)
+        for path, values in made:
+            yield _fact("length", [kind.__name__, path, sorted({_json(plain(value)) for value in values})])
     if unknown or not modules:
         reason = (
             f"{', '.join(unknown)} may compute otherwise beyond some length" if modules else "the model was not found"
@@ -183,7 +191,7 @@ def _length_facts(model_config: Any, modules: Collection[nn.Module], classes: Co
 
 def _at(module: Any, path: str) -> Any:
     for name in path.split("."):
-        module = getattr(module, name, "unknown")
+        module = getattr(module, name, MISSING)
     return module
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -14,12 +13,14 @@ import structlog
 
 from layerflow.errors import ProtocolError
 from layerflow.http_client import TRUST_ENVIRONMENT
+from layerflow.system.threads import OwnedThread
 
 MAX_TRIES = 3
 """Of a connection that is refused: nothing was sent, so that it may be tried again."""
 RETRY_S = 0.1
 CONNECT_S = 3.0
 KNOWN_S = 30.0
+MOST_KNOWN = 256
 """How long an engine's answer to ``GET /query`` is believed."""
 
 log = structlog.get_logger("layerflow.vllm.pd")
@@ -73,7 +74,7 @@ class HttpCalls:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: OwnedThread | None = None
         self._client: httpx.AsyncClient | None = None
         self._calls: dict[str, HttpCall] = {}
         self._known: dict[str, tuple[float, HttpCall]] = {}
@@ -92,8 +93,16 @@ class HttpCalls:
         """GET JSON; what was answered a moment ago is not asked again."""
         known = self._known.get(url)
         if known is None or time.monotonic() - known[0] > KNOWN_S or known[1].error:
-            known = self._known[url] = time.monotonic(), self._begin(self._call("GET", url, None, until))
+            known = time.monotonic(), self._begin(self._call("GET", url, None, until))
+            self._know(url, known)
         return known[1]
+
+    def _know(self, url: str, known: tuple[float, HttpCall]) -> None:
+        """Requests name addresses: those that were asked last are known, and no more than :data:`MOST_KNOWN`."""
+        self._known.pop(url, None)
+        self._known[url] = known
+        while len(self._known) > MOST_KNOWN or time.monotonic() - next(iter(self._known.values()))[0] > KNOWN_S:
+            del self._known[next(iter(self._known))]
 
     def forget(self, name: str) -> None:
         """The hand-off is over. A post that still waits for its answer is given up."""
@@ -111,9 +120,12 @@ class HttpCalls:
     def _begin(self, call: Any) -> HttpCall:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="layerflow-http", daemon=True)
-            self._thread.start()
+            self._thread = OwnedThread("layerflow-http", self._run, self._loop, lost=self._lost).start()
         return HttpCall(asyncio.run_coroutine_threadsafe(call, self._loop))
+
+    def _lost(self, _: BaseException) -> None:
+        """The loop has ended, and with it what was under way; the next call begins another."""
+        self._loop = self._thread = None
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
@@ -145,6 +145,9 @@ class HandoffSide:
     def read(self, request: Any) -> Part:
         """Which part this engine plays for it. A prompt to prefill for a recurrent model loses its last token."""
         params = request.kv_transfer_params
+        if params and not isinstance(params, Mapping):
+            log.warning("handoff_not_followed", request=request.request_id, reason="kv_transfer_params is no object")
+            return PLAIN
         if not params or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
             return PLAIN
         words = Words(
@@ -282,10 +285,17 @@ class HandoffSide:
 
     def outdated(self, tracked: TrackedRequest) -> None:
         """The weights are being replaced."""
+        self.give_up(tracked, "weights were replaced")
+
+    def give_up(self, tracked: TrackedRequest, reason: str) -> None:
+        """It is not handed over.
+
+        :param reason: of the engine that gives it up.
+        """
         if isinstance(tracked.handoff, PrefillHandoff) and self._prefilling is not None:
-            self._prefilling.fail(tracked.handoff, "the prefill engine's weights were replaced")
+            self._prefilling.fail(tracked.handoff, f"the prefill engine's {reason}")
         elif isinstance(tracked.handoff, DecodeHandoff) and self._decoding is not None:
-            self._decoding.lose(tracked.handoff, "the decode engine's weights were replaced")
+            self._decoding.lose(tracked.handoff, f"the decode engine's {reason}")
 
     def finished(self, tracked: TrackedRequest, blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
         """The request is over: what its response says of the hand-off."""

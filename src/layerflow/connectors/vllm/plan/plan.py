@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,6 +23,34 @@ from layerflow.spec import GroupSpec, ModelSpec
 
 ChunkKey = tuple[int, bytes]
 """A chunk's layerflow group and digest."""
+
+
+class UnkeptLoad(NamedTuple):
+    """A load that vLLM was promised, and that could not be planned.
+
+    :param background: its request waits for it.
+    :param blocks: ids in vLLM's first cache group that hold nothing of it.
+    """
+
+    background: bool
+    blocks: tuple[int, ...]
+
+
+class Promise(NamedTuple):
+    """A load that vLLM was promised: `tokens` of a request behind its first `start`, into these block tables."""
+
+    tables: Sequence[Sequence[int]]
+    start: int
+    tokens: int
+    background: bool
+
+    def unkept(self, block_size: int) -> UnkeptLoad:
+        """It is not to be.
+
+        :param block_size: tokens, of the first cache group.
+        """
+        first, last = self.start // block_size, -(-(self.start + self.tokens) // block_size)
+        return UnkeptLoad(self.background, tuple(self.tables[0][first:last]))
 
 
 class Asking(enum.IntEnum):
@@ -60,6 +89,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param replaced: the weights were replaced since the plan before: what older plans have under way is cut off.
     :param work: new tokens and their context, see :func:`layerflow.agent.costs.work_of`.
     :param unsure: the forward pass may compute on a load that has failed: the saves wait for a verdict.
+    :param unkept: loads that vLLM was promised, by request, and that this plan has not: they have failed.
     :param verdicts: on earlier plans that were unsure; see :mod:`.verdicts`.
     """
 
@@ -80,12 +110,13 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     work: tuple[int, int] | None = None
     unsure: bool = False
     verdicts: tuple[Verdict, ...] = ()
+    unkept: dict[str, UnkeptLoad] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         """The step does not concern the workers at all: most steps that only decode."""
         moves = self.saves or self.loads or self.tails or self.background
-        told = self.unsure or self.verdicts or self.replaced
+        told = self.unsure or self.verdicts or self.replaced or self.unkept
         return not (self.fresh or moves or self.leaving or self.aborted or told)
 
     @property

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+LOST_AFTER = 64
+"""Numbered plans: the output of one whose step ran so many plans before another has not come and never will."""
+
 Verdict = tuple[int, bool]
 """A plan's number, and whether its saves may be published."""
 
@@ -41,10 +44,12 @@ class Verdicts:
     def heard(self, ran: Collection[int], *, failed: bool) -> None:
         """The output of a step has come.
 
-        :param ran: numbers of unsure plans that it belongs to.
+        :param ran: numbers of unsure plans that it belongs to. Far earlier ones that were never told have failed.
         :param failed: a load of a running step has failed: everything planned until now may build on it.
         """
-        self._running = [number for number in self._running if number not in ran]
+        lost = max(ran, default=0) - LOST_AFTER
+        failed |= any(number < lost for number in self._running)
+        self._running = [number for number in self._running if number not in ran and number >= lost]
         if failed:
             judged = self._unsure
         else:

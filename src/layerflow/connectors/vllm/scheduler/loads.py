@@ -13,6 +13,7 @@ import numpy as np
 from layerflow.agent.descriptors import ObjectDescriptor, PartDescriptor, describe_loads, with_more
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.connectors.vllm.plan.plan import Asking, StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.verdicts import LOST_AFTER
 from layerflow.connectors.vllm.scheduler.requests import Tracked
 from layerflow.errors import SpecError
 from layerflow.spec import GroupSpec, ModelSpec
@@ -108,6 +109,12 @@ class StepLoads:
         resident = self._one_group or hit.plan is not None
         return self._allowed and self._watched and resident and self._has_room(tokens)
 
+    def has_blocks(self, tokens: int) -> bool:
+        """Are blocks free for so many tokens of a request, whatever it takes of them?"""
+        tokens += self._ahead
+        wanted = sum(1 if group.rules.exact else -(-tokens // group.block_size) for group in self._groups)
+        return self._free_blocks() >= wanted
+
     def _has_room(self, tokens: int) -> bool:
         """Are blocks free for all that vLLM will take, recurrent states included?
 
@@ -154,8 +161,9 @@ class StepLoads:
         """The output of these plans has come: whose leases can go now?"""
         if not self._arrivals:
             return []
+        lost = max(ran, default=0) - LOST_AFTER
         for request, arrivals in list(self._arrivals.items()):
-            left = [arrival for arrival in arrivals if arrival.number not in ran]
+            left = [arrival for arrival in arrivals if arrival.number not in ran and arrival.number >= lost]
             if left:
                 self._arrivals[request] = left
             else:

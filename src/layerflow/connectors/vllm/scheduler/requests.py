@@ -107,7 +107,7 @@ class Tracked:
 
 def wishes(params: dict[str, Any] | None) -> tuple[bool, bool]:
     """May a request load and save? ``kv_transfer_params = {"layerflow": {"load": false, "save": false}}`` says no."""
-    own = (params or {}).get("layerflow")
+    own = params.get("layerflow") if isinstance(params, dict) else None
     if not isinstance(own, dict):
         return True, True
     return own.get("load") is not False, own.get("save") is not False

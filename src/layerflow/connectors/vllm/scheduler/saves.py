@@ -12,6 +12,7 @@ import numpy as np
 from layerflow.agent.costs import work_of
 from layerflow.agent.descriptors import PartDescriptor, describe_saves
 from layerflow.agent.values import StepRequest
+from layerflow.connectors.vllm.guard import attempt
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.prefilling import PrefillHandoff
 from layerflow.connectors.vllm.plan.planned import PlannedSaves, Tables
@@ -56,6 +57,11 @@ class SavePlanner:
     def reading(self, request: str) -> bool:
         """May a save of this request, which may be over, still read its blocks on some rank?"""
         return request in self._reading
+
+    @property
+    def any_reading(self) -> bool:
+        """May a save of any request still read, on some rank?"""
+        return bool(self._reading)
 
     def drained(self, request: str, number: int, ranks: int, of: int) -> None:
         """Saves for the request have ended on some ranks, up to and including those of a plan.
@@ -141,7 +147,10 @@ class SavePlanner:
                 upto = min(upto, len(tracked.chain))
             tables.follow(tracked)
             if upto > tracked.saved:
-                asked += self._ask_states(tracked, upto, output) if self._states else self._ask(tracked, upto)
+                more = functools.partial(self._more, asked, tracked, upto, output)
+                if not attempt(more, "build_connector_meta"):
+                    self.close(tracked)  # nothing more of it is saved; the others' saves are
+                    continue
             plan.promised |= isinstance(tracked.handoff, PrefillHandoff)
             if upto >= min(vllm.num_prompt_tokens, len(tracked.chain)) and not self._options.save_decode:
                 self.close(tracked)
@@ -154,7 +163,19 @@ class SavePlanner:
         plan.saves = PlannedSaves(names, [held for _, held in asked], functools.partial(self._outline, asked))
         plan.work = work_of(requests)
 
+    def _more(self, asked: list[Asked], tracked: Tracked, upto: int, output: Any) -> None:
+        asked += self._ask_states(tracked, upto, output) if self._states else self._ask(tracked, upto)
+
     def _outline(self, asked: Sequence[Asked]) -> list[PartDescriptor]:
+        outlined: list[PartDescriptor] = []
+        try:
+            outlined = self._parts(asked)
+        except Exception:  # noqa: BLE001 - told below, with the request that is to blame
+            for one in asked:
+                attempt(lambda one=one: outlined.extend(self._parts([one])), "build_connector_meta")  # type: ignore[misc]
+        return outlined
+
+    def _parts(self, asked: Sequence[Asked]) -> list[PartDescriptor]:
         requests = [dataclasses.replace(request, blocks=_signed(held)) for request, held in asked]
         return describe_saves(self.spec, requests, self._options.save_partial)
 

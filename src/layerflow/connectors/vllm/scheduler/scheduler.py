@@ -10,7 +10,9 @@ Loads can fail, also on another rank, while later steps are planned already: :mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -18,12 +20,15 @@ import structlog
 from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
+from layerflow.agent.descriptors import check_name
 from layerflow.agent.values import MISS
+from layerflow.connectors.vllm.guard import attempt, guarded, nothing
 from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
-from layerflow.connectors.vllm.plan.plan import NO_NEWS, StepPlan, WorkerLayout, WorkerReport
+from layerflow.connectors.vllm.plan.plan import NO_NEWS, Promise, StepPlan, UnkeptLoad, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.plan.verdicts import Verdicts
+from layerflow.connectors.vllm.scheduler.holders import BlockHolders
 from layerflow.connectors.vllm.scheduler.keys import PromptKeys
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
@@ -36,6 +41,9 @@ from layerflow.spec import ModelSpec
 if TYPE_CHECKING:
     from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 
+QUIET_S, QUIET_LOOK_S = 5.0, 0.02
+"""How long a reset waits for saves to end, and how often it looks; a worker's saves begin 5 ms behind a short step."""
+
 TELL_S = 0.5
 """How long a reset may wait for the server; it is complete without it."""
 
@@ -43,6 +51,16 @@ CONNECT_S = 2.0
 """How long vLLM's start may wait for a server, so that the first prompt finds it."""
 
 log = structlog.get_logger("layerflow.vllm")
+
+
+def _no_hit() -> tuple[int | None, bool]:
+    """A prompt is computed."""
+    return 0, False
+
+
+def _frees() -> tuple[bool, dict[str, Any] | None]:
+    """vLLM frees the request's blocks; a step that takes them ends the saves that read them."""
+    return False, None
 
 
 class SchedulerSide:
@@ -57,6 +75,7 @@ class SchedulerSide:
     :param keys: hashes its requests.
     :param reuses: nothing is loaded or saved unless it is set, and no worker tells a layout.
     :param handoffs: between prefill and decode engines.
+    :param drains_holders: vLLM lets requests run first that hold blocks for their loaded prompt.
     """
 
     def __init__(
@@ -72,6 +91,7 @@ class SchedulerSide:
         keys: RequestKeys | None = None,
         reuses: bool = True,
         handoffs: HandoffSide | None = None,
+        drains_holders: bool = True,
     ) -> None:
         self.options = options
         self.events = events
@@ -80,9 +100,11 @@ class SchedulerSide:
         self._keys = PromptKeys(keys or RequestKeys(), options.model_content)
         self._handoffs = handoffs or HandoffSide()
         self._trusts_sight = trusts_sight
+        self._holders = None if drains_holders else BlockHolders()
         self._may_load = options.load and (groups == 1 or can_fail_in_background)
         self._tracked: dict[str, Tracked] = {}
         self._loading: list[Tracked] = []
+        self._promised: dict[str, Promise] = {}
         self._leaving: list[str] = []
         self._aborted: list[str] = []
         self._ranks = 0
@@ -139,6 +161,7 @@ class SchedulerSide:
 
     # -- a request arrives ------------------------------------------------------------------------
 
+    @guarded(nothing)
     def arrived(self, request: Any) -> None:
         """Hash the prompt and start its lookup before its answer is waited for."""
         if self._unmet is not None and not self._awaits_weights:
@@ -149,6 +172,7 @@ class SchedulerSide:
         if request.prompt_embeds is not None or not request.prompt_token_ids:
             return self._handoffs.without_keys(part)
         try:
+            check_name(request.request_id)
             chain = self._keys.chain(request)
         except LayerflowError as error:
             self._handoffs.without_keys(part)
@@ -165,11 +189,14 @@ class SchedulerSide:
         if may_load and self._search is not None and not self._handoffs.seeks(tracked):
             self._search.ask(tracked)
 
+    @guarded(_no_hit)
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those vLLM has, None = not known yet; and whether in the background."""
         if self._unmet is not None and request.request_id in self._unmet:
             return None, False  # a step, be it empty, brings the workers' layouts
         tracked = self._tracked.get(request.request_id)
+        if self._holders is not None and self._holders.go_first(request, self.step_loads.has_blocks):
+            return None, False
         if tracked is None or self._search is None or self._advisor is None:
             return 0, False
         if self._search.undecided(tracked):
@@ -192,12 +219,18 @@ class SchedulerSide:
         tracked.background = mode is Mode.BULK or not self.step_loads.may(hit, request.num_tokens)
         return more, tracked.background
 
+    @guarded(nothing)
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """vLLM has given the request its blocks: the load is on, or not."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._lookups is None:
             return
         tracked.tables = blocks.get_block_ids()
+        if num_external > 0:  # first: whatever follows, it is loaded, or reported as failed
+            promised = Promise(tracked.tables, tracked.local, num_external, tracked.background)
+            self._promised[tracked.id] = promised
+            if self._holders is not None and tracked.background:
+                self._holders.loading(tracked.id)
         if tracked.hit is MISS:
             return
         if self._saves is not None:
@@ -212,12 +245,20 @@ class SchedulerSide:
     # -- a step -----------------------------------------------------------------------------------
 
     def plan(self, output: Any) -> StepPlan:
-        """What the step moves.
+        """What the step moves, and which loads that vLLM was promised it does not.
 
         :param output: vLLM's SchedulerOutput.
         """
+        plan = self._plan(output)
+        plan.unkept = self._unkept()
+        return plan
+
+    @guarded(StepPlan)
+    def _plan(self, output: Any) -> StepPlan:
         if self._search is not None:
             self._search.pass_over(idle=not output.num_scheduled_tokens)
+        if self._holders is not None:
+            self._holders.planned(output.num_scheduled_tokens)
         plan = StepPlan(replaced=self._replaced, restarts=self._handoffs.restarts)
         self._replaced = False
         if self._saves is None:
@@ -226,9 +267,13 @@ class SchedulerSide:
         plan.fresh = self._saves.fresh(output, self._loading)
         plan.prepared = self._saves.prepared(output, plan.fresh)
         plan.rewritten = are_rewritten(self._saves.spec, output, self._loading)
-        for tracked in self._loading:
-            self._load(tracked, plan, output.num_scheduled_tokens.get(tracked.id, 0))
-        self._loading.clear()
+        loading, self._loading = self._loading, []
+        for tracked in loading:
+            tokens = output.num_scheduled_tokens.get(tracked.id, 0)
+            if attempt(functools.partial(self._load, tracked, plan, tokens), "build_connector_meta"):
+                self._promised.pop(tracked.id, None)
+            else:
+                self._forsake(tracked)
         self._saves.step(output, plan)
         # Another connector of a MultiConnector may load in this step, and its failures are not told to these workers.
         loads = bool(plan.loads or plan.tails or getattr(output, "has_sync_kv_loads", False))
@@ -241,6 +286,7 @@ class SchedulerSide:
         self._leaving, self._aborted = [], []
         return plan
 
+    @guarded(nothing)
     def heard(self, output: Any) -> None:
         """What the workers report after a step.
 
@@ -253,6 +299,8 @@ class SchedulerSide:
         if self._unmet is not None:
             self._met(news.layouts)
         for request in output.finished_recving or ():
+            if self._holders is not None:
+                self._holders.loaded(request)
             if request in self._tracked:
                 self._tracked[request].arriving = False
                 if request not in news.failed:
@@ -276,6 +324,7 @@ class SchedulerSide:
         if news.costs is not None and self._advisor is not None:
             self._advisor.adopt(*news.costs)
 
+    @guarded(_frees)
     def finished(self, request: Any, tables: tuple[list[int], ...] = ()) -> tuple[bool, dict[str, Any] | None]:
         """The request is over: must its blocks stay until :attr:`StepPlan.leaving` is answered; what its response says.
 
@@ -286,6 +335,8 @@ class SchedulerSide:
         if self._unmet is not None:
             self._unmet.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
+        if self._holders is not None:
+            self._holders.finished(request.request_id)
         if tracked is None:
             return False, None
         if self._saves is not None:
@@ -297,6 +348,7 @@ class SchedulerSide:
             self._drop(tracked.id)
         if tracked.load is not None:
             self._loading.remove(tracked)
+            self._promised.pop(tracked.id, None)
         stays = self._saves is not None and self._saves.reading(tracked.id) and not tracked.arriving
         if stays:
             self._leaving.append(tracked.id)
@@ -305,6 +357,7 @@ class SchedulerSide:
             self._aborted.append(tracked.id)
         return stays, merged(tracked.summary(), self._handoffs.finished(tracked, tables))
 
+    @guarded(lambda: False)
     def reset(self) -> bool:
         """The weights are being replaced under the same name: nothing computed with the old ones is loaded again.
 
@@ -323,10 +376,29 @@ class SchedulerSide:
         if self.events is not None:
             self.events.cleared()
         try:
-            self._control.reset(TELL_S)
-        except LayerflowError as error:
+            return self._quiesce(self._control)
+        except LayerflowError as error:  # without a server the workers have cut off what they had under way
             log.warning("reset_not_told", error=str(error))
         return True
+
+    def _quiesce(self, control: Control) -> bool:
+        """Tell the server, and wait until no worker touches its engine's memory, which vLLM may unmap next.
+
+        False: some still do. Workers report to this side with steps only, and none follows: the server is asked. Saves
+        that were to begin a moment behind the last step have begun, and are cut off as well, when it says so twice.
+        """
+        told = control.reset(TELL_S)
+        if self._saves is None or not self._saves.any_reading:
+            return True
+        until, quiet = time.monotonic() + QUIET_S, 0
+        while time.monotonic() < until:
+            quiet = 0 if told["steps"] else quiet + 1
+            if quiet > 1:
+                return True
+            time.sleep(QUIET_LOOK_S)
+            told = control.reset(TELL_S)
+        log.warning("reset_while_saving", steps=told["steps"], waited_s=QUIET_S)
+        return False
 
     def _end(self, tracked: Tracked) -> None:
         """Nothing of the request is loaded or saved any more, unless it starts anew."""
@@ -366,11 +438,45 @@ class SchedulerSide:
 
     def _unknown(self, request: Any, error: LayerflowError) -> None:
         """The request has no keys; where its adapter is to blame, others of that adapter have none any more."""
-        log.warning("request_not_cached", request=request.request_id, error=str(error))
+        log.warning("request_not_cached", request=ascii(request.request_id)[1:-1][:200], error=str(error))
         for tracked in self._tracked.values():
             if self._keys.lost(tracked.request):
                 tracked.may_save = False
                 self._end(tracked)
+
+    def hook_failed(self, hook: str, subject: Any) -> None:
+        """See :class:`..guard.Side`."""
+        name = getattr(subject, "request_id", "")
+        if self._unmet is not None:
+            self._unmet.pop(name, None)
+        tracked = self._tracked.get(name)
+        if tracked is not None:
+            self._forsake(tracked)
+        if hook == "_plan":
+            self._loading.clear()
+
+    def _forsake(self, tracked: Tracked) -> None:
+        """The request is computed without layerflow from here on: what it has open ends, as far as that can be done."""
+        del self._tracked[tracked.id]
+        if tracked in self._loading:
+            self._loading.remove(tracked)
+        ends: list[Callable[[], object]] = [
+            functools.partial(self._handoffs.give_up, tracked, "connector has failed on this request"),
+            functools.partial(self._handoffs.finished, tracked, tracked.tables),
+            functools.partial(self._drop, tracked.id),
+        ]
+        if self._saves is not None:
+            ends.append(functools.partial(self._saves.close, tracked))
+        for end in ends:
+            attempt(end, "request_finished")
+
+    def _unkept(self) -> dict[str, UnkeptLoad]:
+        """Loads that vLLM was promised, and that no plan has."""
+        if not self._promised:  # nearly always
+            return {}
+        promised, self._promised = self._promised, {}
+        size = self.spec.groups[0].block_size if self.spec is not None else 1
+        return {name: promise.unkept(size) for name, promise in promised.items()}
 
     def close(self) -> None:
         """Hang up."""

@@ -9,6 +9,7 @@ import structlog
 
 from layerflow.agent import FailedBlocks, LoadResult
 from layerflow.agent.descriptors import PartDescriptor
+from layerflow.connectors.vllm.plan.plan import UnkeptLoad
 
 log = structlog.get_logger("layerflow.vllm")
 
@@ -59,6 +60,15 @@ class FailedLoads:
                 self._waiting.add(failed.request)
             else:
                 self._lost.add(failed.request)
+
+    def unkept(self, request: str, load: UnkeptLoad) -> None:
+        """A load that vLLM was promised, and that could not be planned."""
+        log.warning("load_failed", request=request, blocks=len(load.blocks), reason="it could not be planned")
+        self.shares[request] = 1.0
+        if not (self._several_groups or (load.background and self.restarts)):
+            self._blocks.update(load.blocks)
+        else:
+            (self._waiting if load.background else self._lost).add(request)
 
     def take_blocks(self) -> set[int]:
         """Block ids that hold no valid bytes."""

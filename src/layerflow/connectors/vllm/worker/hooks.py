@@ -31,7 +31,7 @@ def forward_pass(context: Any, told: Mapping[str, Any]) -> ForwardPass:
     """
     mode = getattr(context, "cudagraph_runtime_mode", None)
     replayed = getattr(mode, "name", "") == "FULL" or told.get("attn_metadata") is not None
-    return ForwardPass(context.attn_metadata is not None or bool(told.get("request_ids")), replayed)
+    return ForwardPass(getattr(context, "attn_metadata", None) is not None or bool(told.get("request_ids")), replayed)
 
 
 class LayerHooks:

@@ -19,6 +19,7 @@ from layerflow.agent import Agent, LoadResult, NoStep, Step
 from layerflow.agent.agent import REPLACED
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.lanes.save import FAST_LAYER_S
+from layerflow.connectors.vllm.guard import guarded, nothing, tell
 from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport, requests_of
 from layerflow.connectors.vllm.plan.verdicts import Verdict
@@ -45,11 +46,32 @@ IDLE_WAIT_S = 1e-3
 """How long a pass without a forward waits for background loads: it has nothing else to do."""
 
 NOT_ASKED = "vLLM has computed its layers without asking for their loaded blocks"
+BROKEN_HOOK = "the connector has failed in a hook of its step"
 NOT_OPENED = "vLLM has not run the step that was to load it"
 TWICE = "a layer was computed twice in one forward pass, and this may have been read in between"
 SKIPPED = "layers that usually call their hooks were not computed"
 
 log = structlog.get_logger("layerflow.vllm")
+
+
+def _no_transfers() -> tuple[set[str], set[str], set[str]]:
+    """Nothing is told to have ended; what has ended is told with the next step."""
+    return set(), set(), set()
+
+
+def _no_blocks() -> set[int]:
+    """The same of blocks."""
+    return set()
+
+
+def _no_stats() -> TransferStats | None:
+    """The same of figures."""
+    return None
+
+
+def _no_news() -> WorkerReport | None:
+    """The same of all else."""
+    return None
 
 
 class WorkerSide:
@@ -103,6 +125,8 @@ class WorkerSide:
         self._drafts: Step | NoStep | None = None  # what it saves of a draft model
         self._tails: Step | NoStep | None = None
         self._background: dict[str, Step | NoStep] = {}
+        self._unopened: dict[str, list[PartDescriptor]] = {}
+        self._unkept: set[str] = set()  # background loads that will never be opened
         self._outdated: set[str] = set()
         self._cut: set[str] = set()  # their requests are over
         self._leaving: set[str] = set()
@@ -128,6 +152,7 @@ class WorkerSide:
 
     # -- before the forward pass --------------------------------------------------------------------
 
+    @guarded(nothing)
     def prepare(self, plan: StepPlan, *, inside: bool = False) -> None:
         """A plan has arrived: blocks that its step overwrites must be nobody's source any more.
 
@@ -143,7 +168,7 @@ class WorkerSide:
             self._hand_over(self._put_off)
         self._plan, self._late, self._layer = plan, False, ""
         self._bound = self._in_pass = self._has_run = self._all_awaited = self._tails_awaited = False
-        self._loads_judged = not (plan.loads or plan.tails)
+        self._loads_judged, self._unopened = not (plan.loads or plan.tails), dict(plan.background)
         self._hooks.begin()
         self._order.begin(plan)
         if plan.empty:
@@ -158,6 +183,7 @@ class WorkerSide:
         if not self._late and (self._early or not (plan.loads or plan.tails) or self._order.is_known(plan)):
             self._open(plan)
 
+    @guarded(bool)
     def begin(self, plan: StepPlan, *, inside: bool = True) -> bool:
         """The step is prepared; False if its layers need not call their hooks.
 
@@ -179,27 +205,61 @@ class WorkerSide:
 
     def _bind(self, plan: StepPlan) -> None:
         """What the plan asks for beside its forward pass."""
-        self._bound = True
-        if plan.unsure:
-            self._ran.add(plan.number)
+        self._answer(plan)
         for request in plan.aborted:
             self._agent.abort(request)
-            self._cut.add(request)
-        self._failures.restarts = plan.restarts
+            if request in self._background:  # else its load has ended, and was told
+                self._cut.add(request)
         for request, parts in plan.background.items():
             timeout_s, after = plan.timeouts.get(request), self._order.after(plan)
             step = self._agent.open_descriptors(parts, [], timeout_s=timeout_s, after=after)
             step.want_all()
             self._background[request] = self._remember(step, (request,))
+            del self._unopened[request]
             self._counters.add("background_loads", 1)
-        self._leaving.update(plan.leaving)
 
+    def _answer(self, plan: StepPlan) -> None:
+        """What vLLM is to hear of the step, whatever becomes of it."""
+        self._bound = True
+        if plan.unsure:
+            self._ran.add(plan.number)
+        self._leaving.update(plan.leaving)
+        self._failures.restarts = plan.restarts
+        for request, load in plan.unkept.items():
+            self._failures.unkept(request, load)
+            if load.background:
+                self._unkept.add(request)
+
+    def hook_failed(self, hook: str, subject: Any) -> None:
+        """See :class:`..guard.Side`: the step's loads have failed, and it saves nothing."""
+        if isinstance(subject, StepPlan) and subject is not self._plan:
+            self._plan, self._opened, self._unopened = subject, None, dict(subject.background)
+            self._bound, self._loads_judged = False, not (subject.loads or subject.tails)
+        plan = self._plan
+        if plan is None:
+            return
+        if not self._bound:
+            self._answer(plan)
+        for step in (self._step, self._tails, self._drafts):
+            if isinstance(step, Step):
+                step.cancel_saves(BROKEN_HOOK)
+        unopened, self._unopened = self._unopened, {}
+        for request, parts in unopened.items():
+            self._unkept.add(request)
+            self._report(parts, all_failed(parts, BROKEN_HOOK), None, background=True)
+        if not self._loads_judged:
+            self._loads_judged = True
+            self._fail(plan.tails, BROKEN_HOOK, self._tails)
+            self._fail(plan.loads, BROKEN_HOOK, self._step)
+
+    @guarded(nothing)
     def wait_tails(self) -> None:
         """Wait for blocks that the forward pass writes to, or reads before their layer asks for them."""
         if self._tails is not None:
             self._tails_awaited = not self._hooks.asked
             self._check(self._tails, self._tails.wait_all())
 
+    @guarded(nothing)
     def wait_unasked(self, metadata: Any) -> None:
         """Before a forward pass of vLLM-Ascend: wait for all layers where its latent attention waits for none.
 
@@ -211,12 +271,14 @@ class WorkerSide:
         if any(getattr(layer, "num_prefills", None) == 0 for layer in layers):
             self.wait_whole()
 
+    @guarded(nothing)
     def wait_whole(self) -> None:
         """Wait for all layers before the forward pass: no layer of it may ask, as in a replay of one whole graph."""
         if self._step is not None:
             self._all_awaited = not self._hooks.asked
             self._check(self._step, self._step.wait_all())
 
+    @guarded(nothing)
     def wait_layer(self, name: str) -> None:
         """Before the layer's attention."""
         number = self._layout.numbers.get(name)
@@ -230,12 +292,14 @@ class WorkerSide:
             if not outcome.ready:
                 self._check(self._step, outcome)
 
+    @guarded(nothing)
     def layer_written(self, name: str) -> None:
         """The new keys and values of a layer are written, "" = of the one last waited for; its attention comes."""
         number = self._layout.numbers.get(name or self._layer)
         if number is not None and self._in_pass:
             self._computed(number, name or self._layer, once=self._hooks.write(number))
 
+    @guarded(nothing)
     def layer_done(self, name: str) -> None:
         """They are written, and its attention is over."""
         number = self._layout.numbers.get(name)
@@ -244,6 +308,7 @@ class WorkerSide:
 
     # -- after it -----------------------------------------------------------------------------------
 
+    @guarded(nothing)
     def end(self) -> None:
         """The forward pass has ended: layers without hooks are done now."""
         crashed = sys.exc_info()[0] is not None  # vLLM calls this on its way out too
@@ -285,6 +350,7 @@ class WorkerSide:
             self._mark_done(step)
         step.close(ok)
 
+    @guarded(_no_transfers)
     def transfers(self, *, forward: bool) -> tuple[set[str], set[str], set[str]]:
         """Requests whose saves have ended, whose background loads have, and those of them that failed.
 
@@ -295,9 +361,9 @@ class WorkerSide:
             self._has_run = True
             self._judge_loads()
         self._doubt_reads()
-        if not (self._background or self._leaving):  # most steps
+        if not (self._background or self._leaving or self._unkept):  # most steps
             return set(), set(), set()
-        arrived: set[str] = set()
+        arrived, self._unkept = self._unkept, set()
         if self._background and not forward:
             next(iter(self._background.values())).wait_loaded(IDLE_WAIT_S)
         for request, step in list(self._background.items()):
@@ -308,10 +374,7 @@ class WorkerSide:
                 self._cut.discard(request)
                 del self._background[request]
                 arrived.add(request)
-            elif step.wait_loaded(0.0):
-                outcome = step.wait_all()
-                self._check(step, self._outdated_or(request, step, outcome), background=True)
-                step.close()
+            elif self._has_loaded(request, step):
                 del self._background[request]
                 self._outdated.discard(request)
                 arrived.add(request)
@@ -319,11 +382,13 @@ class WorkerSide:
         self._leaving -= sent
         return sent, arrived, self._failures.take_waiting() & arrived
 
+    @guarded(_no_blocks)
     def failed_blocks(self) -> set[int]:
         """Block ids that hold no valid bytes, since the last call."""
         self._take_landed()
         return self._failures.take_blocks()
 
+    @guarded(_no_stats)
     def stats(self) -> TransferStats | None:
         """What was moved since the last call; None = nothing, or it can wait for the next step."""
         if self._in_haste:
@@ -332,6 +397,7 @@ class WorkerSide:
         taken = self._counters.take()
         return TransferStats(data=taken) if taken else None
 
+    @guarded(_no_news)
     def news(self) -> WorkerReport | None:
         """For the scheduler's side; None = nothing new, or it can wait for the next step."""
         layouts = () if self._met else (self.greeting,)
@@ -364,6 +430,10 @@ class WorkerSide:
             layouts=layouts,
             asking=asking,
         )
+
+    def let_go(self) -> None:
+        """The engine's cache is about to be unmapped: when this returns nothing reads or writes it any more."""
+        self._cut_off()
 
     def close(self) -> None:
         """Cut off what is open and hang up."""
@@ -536,6 +606,21 @@ class WorkerSide:
                 self._deferred.flush()  # one of them may be opened just now
             self._counters.add("revoked_saves", len(spoilt))
         self._counters.add("revoked_saves", self._agent.overwritten(per_group))
+
+    def _has_loaded(self, request: str, step: Step | NoStep) -> bool:
+        """Has this load in the background ended? What came of it is told."""
+        try:
+            if not step.wait_loaded(0.0):
+                return False
+            outcome = self._outdated_or(request, step, step.wait_all())
+        except Exception as error:  # noqa: BLE001 - told: it costs its request only
+            tell("get_finished", None, error)
+            outcome = all_failed(_loads(step), BROKEN_HOOK)
+            if isinstance(step, Step):
+                step.fence(BROKEN_HOOK)
+        self._check(step, outcome, background=True)
+        step.close()
+        return True
 
     def _saving_for(self, request: str) -> bool:
         """May a save still read the request's blocks? With events: or is it still to be told what it has stored?"""

@@ -61,7 +61,7 @@ class MemcacheClient(ClientHandle):
 
     def __init__(self, meta: Service, call_s: float = CALL_S) -> None:
         super().__init__("the memcache client is not connected")
-        self._meta, self._call_s = meta, call_s
+        self._meta, self.call_s = meta, call_s
         self._asker = AbandonableCaller(lambda: meta.generation)
         self._lock = threading.Lock()
         self._known: dict[str, _Known] = {}
@@ -271,7 +271,7 @@ class MemcacheClient(ClientHandle):
         if self._meta.ill and not probing:
             raise Unreachable(self._meta.ill)
         try:
-            return self._asker.ask(call, min(until, time.monotonic() + self._call_s), probing=probing)
+            return self._asker.ask(call, min(until, time.monotonic() + self.call_s), probing=probing)
         except Unreachable:
             self.unlinked = True
             self.count("failed_calls")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from layerflow.connectors.vllm.pd.conventions.parts import Convention, DecodePart, PrefillPart, Words
-from layerflow.connectors.vllm.pd.conventions.terms import KEY
+from layerflow.connectors.vllm.pd.conventions.terms import KEY, MAX_ID, address, number, servers_of, shown, text
 from layerflow.errors import ProtocolError
 
 QUERY = "/query"
@@ -33,10 +32,8 @@ def prefill_part(words: Words) -> PrefillPart:
 def decode_part(words: Words) -> DecodePart:
     """D. Where its servers are not told, the prefill engine's ``GET /query`` tells them."""
     told = words.params.get(KEY)
-    servers = told.get("servers") if isinstance(told, Mapping) else None
-    if servers is not None and not (isinstance(servers, list) and all(isinstance(each, str) for each in servers)):
-        raise ProtocolError(f"kv_transfer_params.{KEY}.servers = {servers!r}: should be a list of control addresses")
-    known = tuple(servers) if servers else words.prefill_servers
+    servers = servers_of(told) if isinstance(told, Mapping) else None
+    known = servers or words.prefill_servers
     bootstrap = words.params.get("remote_bootstrap_addr")
     return DecodePart(
         handoff=_handoff(words),
@@ -45,7 +42,7 @@ def decode_part(words: Words) -> DecodePart:
         servers=known,
         prefiller=words.terms,
         bootstrap=_url(bootstrap) if bootstrap and servers is None and not known else "",
-        engine=str(words.params.get("remote_engine_id") or ""),
+        engine=_name(words.params.get("remote_engine_id") or "", "remote_engine_id"),
     )
 
 
@@ -84,18 +81,32 @@ def servers_in(answer: Any, engine: str) -> tuple[str, ...]:
 def _deadline_s(told: Any, words: Words) -> float:
     """:raises ProtocolError: the request's is not a number of seconds."""
     wanted = told.get("deadline_s", words.deadline_s) if isinstance(told, Mapping) else words.deadline_s
-    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not wanted > 0:
-        raise ProtocolError(f"kv_transfer_params.{KEY}.deadline_s = {wanted!r}: should be a number above 0")
-    return min(wanted, words.deadline_s)
+    seconds = number(wanted, f"kv_transfer_params.{KEY}.deadline_s")
+    if not seconds > 0:
+        raise ProtocolError(f"kv_transfer_params.{KEY}.deadline_s = {shown(wanted)}: should be a number above 0")
+    return min(seconds, words.deadline_s)
 
 
 def _handoff(words: Words) -> str:
-    return f"{words.params['transfer_id']}:{words.digest}"
+    return f"{_name(words.params['transfer_id'], 'transfer_id')}:{words.digest}"
+
+
+def _name(value: Any, where: str) -> str:
+    """A proxy's name of something: text, or a number.
+
+    :raises ProtocolError: it is neither, or longer than a hand-off's name may be.
+    """
+    if isinstance(value, int) and abs(value) < 1 << 128:
+        value = str(value)
+    name = text(value, where)
+    if len(name) > MAX_ID:
+        raise ProtocolError(f"{where} has {len(name)} characters; should be at most {MAX_ID}")
+    return name
 
 
 def _url(bootstrap: Any) -> str:
     """:raises ProtocolError: not an http address."""
-    parts = urlsplit(str(bootstrap))
+    parts = address(bootstrap, "remote_bootstrap_addr")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ProtocolError(f"remote_bootstrap_addr = {bootstrap!r}: should be a URL such as http://host:8998")
+        raise ProtocolError(f"remote_bootstrap_addr = {shown(bootstrap)}: should be a URL such as http://host:8998")
     return str(bootstrap).rstrip("/") + QUERY

@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from layerflow.connectors.vllm.pd.conventions.parts import Convention, DecodePart, PrefillPart, Sizes, Words
-from layerflow.connectors.vllm.pd.conventions.terms import KEY, HandoffTerms
+from layerflow.connectors.vllm.pd.conventions.terms import KEY, HandoffTerms, address, shown
 from layerflow.errors import ProtocolError
 
 # vLLM appends eight random digits to the id that its caller knows.
@@ -25,9 +24,9 @@ def decode_part(words: Words) -> DecodePart:
     :raises ProtocolError: the metaserver is no http address.
     """
     url = words.params["metaserver"]
-    parts = urlsplit(url) if isinstance(url, str) else None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ProtocolError(f"metaserver = {url!r}: should be a URL such as http://proxy:8000/v1/metaserver")
+    parts = address(url, "metaserver")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ProtocolError(f"metaserver = {shown(url)}: should be a URL such as http://proxy:8000/v1/metaserver")
     return DecodePart(
         handoff=words.own_handoff,
         prompt=words.digest,

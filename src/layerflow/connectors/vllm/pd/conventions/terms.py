@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
@@ -19,7 +21,11 @@ DEFAULT_LEASE_S = 0.0
 DEFAULT_DEADLINE_S = 60.0
 
 MAX_ID = 512
+MAX_TOKENS = 1 << 40
+MAX_S = 1e9
+"""What a request says beyond these is taken for these."""
 MAX_SERVERS = 1024
+MAX_SHOWN = 200
 _WHERE = "kv_transfer_params.layerflow"
 
 
@@ -72,29 +78,93 @@ def terms_in(params: Mapping[str, Any]) -> HandoffTerms | None:
     version = own.get("v", VERSION)
     if version != VERSION:
         raise ProtocolError(
-            f"{_WHERE}: version {version!r}; this layerflow speaks version {VERSION}: use equal releases"
+            f"{_WHERE}: version {shown(version)}; this layerflow speaks version {VERSION}: use equal releases"
         )
     handoff = _text(own, "handoff")
     if not 0 < len(handoff) <= MAX_ID:
         raise ProtocolError(f"{_WHERE}.handoff has {len(handoff)} characters; should be 1 to {MAX_ID}")
-    servers = own.get("servers", ())
-    if not isinstance(servers, list | tuple) or not all(isinstance(server, str) for server in servers):
-        raise ProtocolError(f"{_WHERE}.servers = {servers!r}: should be a list of control addresses")
-    if len(servers) > MAX_SERVERS:
-        raise ProtocolError(f"{_WHERE}.servers lists {len(servers)} addresses; at most {MAX_SERVERS} are used")
     layout = own.get("layout", {})
-    if not isinstance(layout, Mapping) or not all(isinstance(fact, str) for pair in layout.items() for fact in pair):
-        raise ProtocolError(f"{_WHERE}.layout = {layout!r}: should be an object of texts")
+    if not isinstance(layout, Mapping):
+        raise ProtocolError(f"{_WHERE}.layout = {shown(layout)}: should be an object of texts")
+    for pair in layout.items():
+        for fact in pair:
+            text(fact, f"{_WHERE}.layout")
     return HandoffTerms(
         handoff=handoff,
-        servers=tuple(servers),
+        servers=servers_of(own) or (),
         incarnation=_text(own, "incarnation"),
         layout=dict(layout),
         prompt=_text(own, "prompt"),
-        tokens=int(_number(own, "tokens", 0)),
-        lease_s=_number(own, "lease_s", DEFAULT_LEASE_S),
+        tokens=int(min(_number(own, "tokens", 0), MAX_TOKENS)),
+        lease_s=min(_number(own, "lease_s", DEFAULT_LEASE_S), MAX_S),
         deadline_s=_number(own, "deadline_s", DEFAULT_DEADLINE_S),
     )
+
+
+def servers_of(own: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Control addresses under :data:`KEY`; None where there are none.
+
+    :raises ProtocolError: not a list of texts.
+    """
+    servers = own.get("servers")
+    if servers is None:
+        return None
+    if not isinstance(servers, list | tuple):
+        raise ProtocolError(f"{_WHERE}.servers = {shown(servers)}: should be a list of control addresses")
+    if len(servers) > MAX_SERVERS:
+        raise ProtocolError(f"{_WHERE}.servers lists {len(servers)} addresses; at most {MAX_SERVERS} are used")
+    return tuple(text(server, f"{_WHERE}.servers") for server in servers)
+
+
+def text(value: Any, where: str) -> str:
+    """A text that can be sent on.
+
+    :raises ProtocolError: it is none, or has no UTF-8: half of a surrogate pair.
+    """
+    if not isinstance(value, str):
+        raise ProtocolError(f"{where} = {shown(value)}: should be text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ProtocolError(f"{where} = {shown(value)}: has half of a surrogate pair; should be text") from None
+    return value
+
+
+def number(value: Any, where: str) -> float:
+    """A number from 0 on.
+
+    :raises ProtocolError: it is none, or larger than a float.
+    """
+    wrong = isinstance(value, bool) or not isinstance(value, int | float)
+    try:
+        found = -1.0 if wrong else float(value)
+    except OverflowError:
+        found = math.inf
+    if not 0 <= found < math.inf:
+        raise ProtocolError(f"{where} = {shown(value)}: should be a number from 0 on")
+    return found
+
+
+def address(url: str, where: str) -> SplitResult:
+    """The parts of an address; its port can be read.
+
+    :raises ProtocolError: it cannot be taken apart.
+    """
+    try:
+        parts = urlsplit(text(url, where))
+        parts.port  # noqa: B018 - read here, where a wrong one is the request's error
+    except ValueError as error:
+        raise ProtocolError(f"{where} = {shown(url)}: {error}") from None
+    return parts
+
+
+def shown(value: Any) -> str:
+    """A client's value in a message: ASCII, and not all of a long one."""
+    try:
+        found = ascii(value)
+    except (ValueError, RecursionError) as error:  # an int of 5,000 digits has no text
+        return f"<{type(value).__name__} without a text: {type(error).__name__}>"
+    return found if len(found) <= MAX_SHOWN else f"{found[:MAX_SHOWN]}..."
 
 
 def prompt_digest(tokens: Sequence[int]) -> str:
@@ -103,14 +173,8 @@ def prompt_digest(tokens: Sequence[int]) -> str:
 
 
 def _text(own: Mapping[str, Any], key: str) -> str:
-    value = own.get(key, "")
-    if not isinstance(value, str):
-        raise ProtocolError(f"{_WHERE}.{key} = {value!r}: should be text")
-    return value
+    return text(own.get(key, ""), f"{_WHERE}.{key}")
 
 
 def _number(own: Mapping[str, Any], key: str, default: float) -> float:
-    value = own.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ProtocolError(f"{_WHERE}.{key} = {value!r}: should be a number from 0 on")
-    return value
+    return number(own.get(key, default), f"{_WHERE}.{key}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from layerflow.connectors.vllm.pd.conventions.parts import (
     PLAIN,
@@ -21,7 +20,7 @@ from layerflow.connectors.vllm.pd.conventions.parts import (
     Sizes,
     Words,
 )
-from layerflow.connectors.vllm.pd.conventions.terms import KEY, HandoffTerms
+from layerflow.connectors.vllm.pd.conventions.terms import KEY, HandoffTerms, address, shown, text
 
 TRANSFER_MODE = "layerflow"
 
@@ -31,8 +30,8 @@ def prefill_part(words: Words) -> Part:
     params = words.params
     if params.get("remote_host") and params.get("remote_block_ids"):
         return RefusedPart(
-            f"request {words.request}: its decode engine at {params['remote_host']} wants its own blocks written to, "
-            "and does not speak layerflow; give both engines LayerflowConnector"
+            f"request {words.request}: its decode engine at {shown(params['remote_host'])} wants its own blocks "
+            "written to, and does not speak layerflow; give both engines LayerflowConnector"
         )
     return PrefillPart(
         handoff=words.own_handoff,
@@ -49,7 +48,8 @@ def decode_part(words: Words) -> Part:
     if terms is None:
         if params.get("remote_engine_id") or params.get("remote_host"):
             return PlainPart(
-                f"engine {params.get('remote_engine_id')!r} at {params.get('remote_host')!r} does not speak layerflow"
+                f"engine {shown(params.get('remote_engine_id'))} at {shown(params.get('remote_host'))} does not speak "
+                "layerflow"
             )
         return PLAIN
     # vLLM tells of a request that it has rejected as one with a single token: that is to release the hand-off.
@@ -93,7 +93,8 @@ def _addresses(servers: tuple[str, ...], host: Any) -> tuple[tuple[str, ...], tu
     """Where to look first, and then: a router may have put another host in, the one that it reaches P by."""
     if not servers or not isinstance(host, str) or not host:
         return servers, ()
-    first = urlsplit(servers[0])
+    host = text(host, "remote_host")
+    first = address(servers[0], "kv_transfer_params.layerflow.servers")
     if first.scheme != "tcp" or first.hostname in (None, host):
         return servers, ()
     shown = f"[{host}]" if ":" in host else host
