@@ -10,6 +10,7 @@ import resource
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -240,7 +241,8 @@ class Server:
         """Everything ``layerflow status`` shows, JSON-ready."""
         self.read_statistics()
         found = status_of(self._server_context, self.settings, self.started_at, healthy=self.healthy)
-        return found | {"memory_node": self._arena.placed}
+        doors = {name: asdict(door.statistics()) for name, door in self._doors.items() if isinstance(door, Door)}
+        return found | {"memory_node": self._arena.placed, "doors": doors}
 
     def metrics_text(self) -> bytes:
         """Prometheus exposition text."""
