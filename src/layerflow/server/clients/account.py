@@ -32,13 +32,12 @@ class Refused(ProtocolError):
 class Charge:
     """One entry of an account.
 
-    :param nbytes: what it keeps. :param descriptors: that it holds open.
+    :param nbytes: what it keeps.
     :param end: ends what is kept, when the client does; None = it ends in another way.
     """
 
     account: Account
     nbytes: int
-    descriptors: int = 0
     end: Callable[[], None] | None = None
 
     def on_end(self, end: Callable[[], None]) -> None:
@@ -53,24 +52,23 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What may be kept: bytes by one client, bytes by all, descriptors by all."""
+    """What may be kept, in bytes: by one client, and by all together."""
 
     share: int
     total: int
-    descriptors: int
 
 
 class Account:
     """Of one client.
 
-    :ivar nbytes: that the client makes the server keep. :ivar most: that it ever did. :ivar descriptors: open for it.
+    :ivar nbytes: that the client makes the server keep. :ivar most: that it ever did.
     """
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
         self._charges: dict[Charge, None] = {}
         self._closed = False
-        self.nbytes = self.most = self.descriptors = 0
+        self.nbytes = self.most = 0
 
     @property
     def entries(self) -> int:
@@ -82,7 +80,6 @@ class Account:
         what: str,
         nbytes: int = 0,
         *,
-        descriptors: int = 0,
         end: Callable[[], None] | None = None,
         always: bool = False,
     ) -> Charge:
@@ -95,10 +92,10 @@ class Account:
         """
         nbytes += ENTRY_BYTES
         if not always:
-            self._accounts.check(self, what, nbytes, descriptors)
-        charge = Charge(self, nbytes, descriptors, end)
+            self._accounts.check(self, what, nbytes)
+        charge = Charge(self, nbytes, end)
         self._charges[charge] = None
-        self._add(nbytes, descriptors)
+        self._add(nbytes)
         return charge
 
     def holds(self, charge: Charge) -> bool:
@@ -109,7 +106,7 @@ class Account:
         """A charge's end; again = nothing."""
         if self._charges.pop(charge, charge) is None:
             charge.end = None  # it refers to what was kept, which must not wait for the garbage collector
-            self._add(-charge.nbytes, -charge.descriptors)
+            self._add(-charge.nbytes)
 
     def close(self) -> None:
         """The client has ended: end what is kept for it, oldest first."""
@@ -126,25 +123,23 @@ class Account:
         """The client has ended."""
         return self._closed
 
-    def _add(self, nbytes: int, descriptors: int) -> None:
+    def _add(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self.most = max(self.most, self.nbytes)
-        self.descriptors += descriptors
         self._accounts.nbytes += nbytes
-        self._accounts.descriptors += descriptors
 
 
 class Accounts:
     """Of all clients of a server, by the address that each is known by.
 
-    :ivar nbytes: that all of them make the server keep. :ivar descriptors: likewise.
+    :ivar nbytes: that all of them make the server keep.
     """
 
     def __init__(self, allowance: Callable[[], Allowance]) -> None:
         self._allowance = allowance
         self._accounts: dict[Hashable, Account] = {}
         self._most_freed = 0
-        self.nbytes = self.descriptors = 0
+        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -171,7 +166,7 @@ class Accounts:
             if trim is not None:
                 trim(0)
 
-    def check(self, account: Account, what: str, nbytes: int, descriptors: int) -> None:
+    def check(self, account: Account, what: str, nbytes: int) -> None:
         """May this be kept for a client?
 
         :raises Refused: it may not.
@@ -189,10 +184,4 @@ class Accounts:
                 "quota",
                 f"{what} of {nbytes} bytes: {self.nbytes} bytes are kept for {len(self._accounts)} clients, and "
                 f"server.max_clients_bytes is {allowed.total}; try again later",
-            )
-        if descriptors and self.descriptors + descriptors > allowed.descriptors:
-            raise Refused(
-                "quota",
-                f"{what}: {self.descriptors} descriptors are open for clients, and {allowed.descriptors} may be; close "
-                "connections, or raise the limit of open files",
             )
