@@ -98,6 +98,26 @@ class BackendContract(ShapesContract):
         assert seen(bench, one) == [[False]] * len(bench.clients)
         assert save(bench, bench.first, [one]) == [OK]
 
+    @pytest.mark.parametrize("call", ["open_write", "commit"])
+    def test_a_call_that_raises_leaves_its_keys_free(self, bench, call):
+        """The host revokes all that such a call was for; then they can be written again, or are whole."""
+        if bench.outage is None:
+            pytest.skip("its calls do not raise here")
+        things = [bench.thing(("outage", call, number)) for number in range(3)]
+        offsets, backend = lay_out(things), bench.first.backend
+        put(bench, things, offsets)
+        places = [thing.at(bench.first, offset) for thing, offset in zip(things, offsets, strict=True)]
+        if call == "commit":
+            assert outcomes(backend.open_write(places, soon())) == [OK] * 3
+            assert outcomes(backend.write(places, 0, things[0].layers, soon())) == [OK] * 3
+        with bench.outage(call), pytest.raises(Exception):  # noqa: B017 - of whatever kind
+            getattr(backend, call)(places, soon())
+        backend.revoke(places)
+        for thing in things:
+            assert save(bench, bench.first, [thing]) in ([OK], [EXISTS])
+        for client in bench.clients:
+            assert_whole(bench, client, things)
+
     # Write once ----------------------------------------------------------------------------------
 
     def test_a_complete_object_is_not_written_again(self, bench):

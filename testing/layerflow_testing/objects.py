@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -44,6 +45,8 @@ class Bench:
     :param arena: of :data:`ARENA` bytes or more, as mapped by the test.
     :param capacity: bytes that the pool holds; more than so many cannot be in it at once.
     :param evicts: whether a full pool makes room by itself.
+    :param outage: ``outage("open_write")`` or ``outage("commit")``: while that context lasts, such a call of the first
+        client raises when it has done some of its work. None = it never raises there, or a test cannot make it.
     """
 
     first: Client
@@ -51,6 +54,7 @@ class Bench:
     arena: SharedMemory
     capacity: int
     evicts: bool = True
+    outage: Callable[[str], AbstractContextManager[object]] | None = None
     nonce: bytes = field(default_factory=lambda: os.urandom(8))  # pools outlive tests: keys are of one bench
 
     @property

@@ -10,6 +10,7 @@ from layerflow.connectors.vllm.worker.figures import FIGURES
 from layerflow.observe.metrics.metrics import Metrics
 from layerflow.proxy.instances.registry import Registry
 from layerflow.proxy.metrics import ProxyMetrics
+from layerflow.wire.rights import NEEDED, Role
 
 TEXT = page("operations.md")
 
@@ -43,6 +44,16 @@ def test_metrics_named_elsewhere_exist():
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r"\blayerflow_(?!cli|testing)\w+", re.sub(r"/\S*layerflow_\S*", "", text)):
             assert name.removesuffix("_total") in known, f"{path.name}: {name}"
+
+
+def test_every_message_of_a_client_stands_behind_the_role_that_it_asks_for():
+    roles = {"any": None, "none, this machine only": Role.LOCAL}
+    told = {}
+    for role, _, messages in (cells for cells in rows(sections(TEXT)["Who may do what"]) if len(cells) == 3):
+        if role not in ("role", "door") and "`" in messages:
+            for name in re.findall(r"`(\w+)`", messages):
+                told[name] = roles[role] if role in roles else Role(code(role).partition("=")[0])
+    assert told == {kind.__name__: role for kind, role in NEEDED.items()}
 
 
 def test_every_log_event_is_explained():

@@ -72,7 +72,8 @@ def test_limits_are_the_current_ones():
 
 def test_every_problem_code_is_listed():
     source = "".join(path.read_text() for path in sorted((ROOT / "src/layerflow/server").rglob("*.py")))
-    raised = set(re.findall(r'Refused\(\s*"(\w+)"', source))
+    source += (ROOT / "src/layerflow/wire/rights.py").read_text()
+    raised = set(re.findall(r'(?:Refused|NotAllowed)\(\s*"(\w+)"', source))
     raised |= set(re.findall(r'_refuse\(session, message, "(\w+)"', source))
     raised |= set(re.findall(r'= "(\w+)" if .* else ', source)) | {STRANGER}
     assert {code(cells[0]) for cells in rows(sections(TEXT)["Problems"])[1:]} == raised

@@ -129,7 +129,7 @@ class FakeBackend(Backend):
     def revoke(self, places: Sequence[ObjectLocation]) -> None:
         self._enter("revoke", len(places))
         for place in places:
-            del self._writing[place.key]
+            self._writing.pop(place.key, None)
 
     def close(self) -> None:
         self._enter("close")

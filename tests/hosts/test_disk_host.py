@@ -96,14 +96,13 @@ async def test_a_corrupt_object(tmp_path: Path) -> None:
 async def test_a_folder_that_goes_and_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     async with served(path) as it:
-        await it.hear(Up)
+        up = await it.hear(Up)
         await it.hear(Indexed)
         await write(it, 1, DONE)
         os.rename(path, tmp_path / "away")
         assert not (await it.hear(Down)).fatal
         os.rename(tmp_path / "away", path)
-        await it.hear(Up)
-        assert len((await it.hear(Indexed)).keys) == 2 * 24
+        assert (await it.hear()).generation == up.generation
         await load(it, 2, DONE)
         assert DONE.intact(it.arena) == [True, True]
         assert it.host.state.restarts == 0

@@ -26,6 +26,7 @@ class Pool:
 
     generation: int = 1
     ill: str = ""
+    uncopied: str = ""
     largest: int = 0
     room: list[int] = field(default_factory=list)
     published: dict[bytes, bytearray] = field(default_factory=dict)
@@ -57,6 +58,8 @@ class Writer(StoreWriter):
         self, places: Sequence[ObjectLocation], spans: Sequence[tuple[int, int]], until: float
     ) -> list[ObjectResult]:
         assert self.arena is not None
+        if self.pool.uncopied:
+            raise Unreachable(self.pool.uncopied)
         for place, (start, stop) in zip(places, spans, strict=True):
             there = self.arena.view[place.offset + start : place.offset + stop]
             self.pool.unfinished[place.key][start:stop] = there
@@ -187,7 +190,7 @@ def test_one_key_is_written_once_at_a_time(arena):
 
 
 def test_a_service_that_goes_while_the_store_is_full_leaves_nothing_open(arena):
-    """The caller takes all of them for failed, and revokes none: what stayed open could never be written again."""
+    """What stayed open could never be written again."""
     pool = Pool(room=[1, -1])
     writer, places = Writer(pool, arena), [place(arena, name) for name in range(3)]
     with pytest.raises(Unreachable):
@@ -226,3 +229,29 @@ def test_a_commit_that_was_not_answered_is_neither_open_nor_given_back(arena):
     assert not pool.given_back, "it may be complete all the same"
     pool.ill = ""
     assert writer.open([one], FOREVER) == [OK]
+
+
+def test_a_store_that_goes_before_a_commit_publishes_leaves_nothing_open(arena):
+    pool = Pool()
+    writer, places = Writer(pool, arena), [place(arena, name) for name in range(2)]
+    for one in places:
+        fill(arena, one)
+    assert writer.open(places, FOREVER) == writer.write(places, 0, LAYERS, FOREVER) == [OK] * 2
+    pool.uncopied = "it is away"
+    with pytest.raises(Unreachable):
+        writer.commit(places, FOREVER)
+    assert pool.given_back == [one.key for one in places] and not pool.published
+    pool.uncopied = ""
+    assert writer.open(places, FOREVER) == [OK] * 2
+
+
+def test_who_has_lost_its_room_is_no_writer(arena):
+    """Whoever opened it may be gone without a word."""
+    pool = Pool()
+    writer, one = Writer(pool, arena), place(arena, 1)
+    writer.expires_at = time.monotonic()
+    assert writer.open([one], FOREVER) == [OK]
+    writer.expires_at = FOREVER
+    assert writer.open([one], FOREVER) == [OK]
+    assert pool.given_back == [one.key]
+    assert writer.open([one], FOREVER)[0].outcome is ObjectStatus.EXISTS

@@ -18,10 +18,20 @@ class Relay(TcpRelay):
     :param rate: bytes per second from the target; 0 = as they come.
     :param pause_s: before each of its answers is passed on; where the bytes themselves do not come this way.
     :param cut_after: bytes from the target after which everything is hung up on, once; 0 = never.
+    :param alter: what is passed on of what came from the target.
+    :ivar heard: what came from the other end.
     """
 
-    def __init__(self, target: str, rate: float = 0, cut_after: int = 0, pause_s: float = 0) -> None:
+    def __init__(
+        self,
+        target: str,
+        rate: float = 0,
+        cut_after: int = 0,
+        pause_s: float = 0,
+        alter: Callable[[bytes], bytes] = bytes,
+    ) -> None:
         self.rate, self.cut_after, self.pause_s = rate, cut_after, pause_s
+        self.alter, self.heard = alter, bytearray()
         self.passed = 0
         self.cuts = 0
         super().__init__(target)
@@ -34,6 +44,7 @@ class Relay(TcpRelay):
             there.join()
 
     def _pass(self, data: bytes, sink: socket.socket) -> None:
+        self.heard += data
         sink.sendall(data)
 
     def _pass_slowly(self, data: bytes, sink: socket.socket) -> None:
@@ -44,7 +55,7 @@ class Relay(TcpRelay):
             self.passed = self.cut_after
             self.cuts += 1
             raise OSError("cut")
-        sink.sendall(data)
+        sink.sendall(self.alter(data))
         self.passed += len(data)
 
 

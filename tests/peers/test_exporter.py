@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from e2e.known import eventually
 
+from layerflow.hosts.peer import serving
 from layerflow.hosts.peer.grants import Grants
+from layerflow.hosts.peer.greeting import greeted
+from layerflow.hosts.peer.link import LinkFailed
 from layerflow.hosts.peer.links.tcp import StreamLender
-from layerflow.hosts.peer.serving import Links
+from layerflow.hosts.peer.seal import RangeSeal
+from layerflow.hosts.peer.serving import MAX_GREETING, MAX_LINKS_OF_READER, Links
 from layerflow.hosts.peer.streams import LinkClosed, receive
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Extend, Lend, pack_u32, pack_u64
 from layerflow.wire.peer_link import (
+    CHALLENGE,
     GONE,
     HEAD,
     HELLO,
     ITEM,
+    LINK_MAGIC,
+    LINK_VERSION,
+    NONCE_BYTES,
     NOT_YET,
     OUTSIDE,
+    PROOF,
     READ,
     REQUEST,
     REQUEST_MAGIC,
     TAIL,
-    check_hello,
-    hello,
+    reader_key_of,
 )
 from peers.conftest import Pair
+from peers.relay import Relay
 
-INCARNATION, TOKEN = b"i" * 16, b"t" * 16
+INCARNATION, TOKEN, READER = b"i" * 16, b"t" * 16, b"r" * 16
+EXPORTER_KEY, LEASE_KEY = b"e" * 32, b"l" * 32
 KEY, OFFSET, PAYLOAD = b"k" * 24, 4096, 1 << 16
 OPEN_KEY, OPEN_OFFSET = b"o" * 24, 1 << 18
 
@@ -45,20 +57,28 @@ class Exporting:
         self.arena = SharedMemory.create(1 << 20)
         self.withdrawn: list[int] = []
         self.grants = Grants(self.withdrawn.append, self.arena.nbytes)
-        self.links = Links(self.arena, StreamLender(self.arena), self.grants, ("127.0.0.1", 0), INCARNATION)
+        self.ended = threading.Event()
+        lender, where = StreamLender(self.arena), ("127.0.0.1", 0)
+        self.links = Links(self.arena, lender, self.grants, where, INCARNATION, EXPORTER_KEY, self.ended.set)
         self.links.start()
         self.payload = os.urandom(PAYLOAD)
         header = pack_header(KEY, blocks=4, tokens=16, payload=PAYLOAD)
         self.arena.view[OFFSET : OFFSET + HEADER_BYTES + PAYLOAD] = header + self.payload
         nbytes = HEADER_BYTES + PAYLOAD
         places = pack_u64([OFFSET, OPEN_OFFSET]), pack_u64([nbytes, nbytes])
-        self.grants.lend(Lend(7, TOKEN, KEY + OPEN_KEY, *places, pack_u32([4, 0]), pack_u64([nbytes, HEADER_BYTES])))
+        self.grants.lend(
+            Lend(7, TOKEN, KEY + OPEN_KEY, *places, pack_u32([4, 0]), pack_u64([nbytes, HEADER_BYTES]), LEASE_KEY)
+        )
 
-    def connect(self, incarnation: bytes = INCARNATION) -> socket.socket:
-        link = socket.create_connection(("127.0.0.1", self.links.port))
-        link.sendall(hello(incarnation))
-        assert check_hello(heard(link, HELLO.size)) == INCARNATION
-        return link
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.links.port}"
+
+    def connect(self, reader: bytes = READER) -> socket.socket:
+        return greeted(self.address, reader, reader_key_of(EXPORTER_KEY, reader), time.monotonic() + 10)
+
+    def open_links(self) -> int:
+        return int(self.links.statistics()["links"])
 
 
 @pytest.fixture
@@ -88,13 +108,23 @@ def answer(link: socket.socket) -> tuple[int, bytes, int]:
     return status, data, TAIL.unpack(heard(link, TAIL.size))[1]
 
 
+def refused(link: socket.socket) -> None:
+    """Nothing comes any more but the end."""
+    with pytest.raises((LinkClosed, ConnectionResetError)):
+        while True:
+            heard(link, 1)
+
+
 def test_ranges_of_what_was_lent_are_read(exporting: Exporting) -> None:
     with exporting.connect() as link:
         ask(link, (0, HEADER_BYTES, 100), (9, 0, 1), (0, HEADER_BYTES + 1000, PAYLOAD - 1000))
         heads = [HEAD.unpack(heard(link, HEAD.size)) for _ in range(3)]
         assert heads == [(0, READ, 100), (9, OUTSIDE, 0), (0, READ, PAYLOAD - 1000)]
         assert heard(link, PAYLOAD - 900) == exporting.payload[:100] + exporting.payload[1000:]
-        assert [TAIL.unpack(heard(link, TAIL.size)) for _ in range(2)] == [(0, READ)] * 2
+        seal, tails = RangeSeal(LEASE_KEY, TOKEN), [TAIL.unpack(heard(link, TAIL.size)) for _ in range(2)]
+        assert [tail[:2] for tail in tails] == [(0, READ)] * 2
+        assert seal.fits(tails[0][2], KEY, HEADER_BYTES, memoryview(exporting.payload[:100]))
+        assert not seal.fits(tails[1][2], KEY, HEADER_BYTES, memoryview(exporting.payload[:100]))
 
 
 @pytest.mark.parametrize(
@@ -116,29 +146,131 @@ def test_a_wrong_token_reads_nothing(exporting: Exporting, token: bytes) -> None
         assert answer(link) == (READ, exporting.payload[:100], READ)
 
 
-def test_who_looks_for_another_incarnation_is_told_and_hung_up_on(exporting: Exporting) -> None:
-    with exporting.connect(b"j" * 16) as link, pytest.raises((LinkClosed, ConnectionResetError)):
+def test_who_does_not_know_the_key_learns_nothing(exporting: Exporting) -> None:
+    with pytest.raises(LinkFailed, match="another exporter answers"):
+        greeted(exporting.address, READER, b"another exporter's key, 32 bytes", time.monotonic() + 10)
+    with socket.create_connection(("127.0.0.1", exporting.links.port)) as link:
+        link.sendall(HELLO.pack(LINK_MAGIC, LINK_VERSION, 0, READER, bytes(NONCE_BYTES)))
+        told = heard(link, CHALLENGE.size)
+        assert INCARNATION not in told and EXPORTER_KEY not in told
+        link.sendall(bytes(PROOF.size))
+        refused(link)
+
+
+def test_what_was_overheard_in_a_greeting_opens_no_link(exporting: Exporting) -> None:
+    """The proofs are for nonces of both ends."""
+    relay = Relay(exporting.address)
+    greeted(f"127.0.0.1:{relay.port}", READER, reader_key_of(EXPORTER_KEY, READER), time.monotonic() + 10).close()
+    assert eventually(lambda: len(relay.heard) == HELLO.size + PROOF.size)
+    relay.close()
+    with socket.create_connection(("127.0.0.1", exporting.links.port)) as link:
+        link.sendall(relay.heard)
+        refused(link)
+
+
+def test_strangers_keep_no_reader_out(exporting: Exporting) -> None:
+    strangers = [socket.create_connection(("127.0.0.1", exporting.links.port)) for _ in range(2 * MAX_GREETING)]
+    assert eventually(lambda: 0 < exporting.links.statistics()["greeting_links"] <= MAX_GREETING)
+    with exporting.connect() as link:
         ask(link, (0, HEADER_BYTES, 100))
-        answer(link)
+        assert answer(link) == (READ, exporting.payload[:100], READ)
+        refused(strangers[0])
+        for stranger in strangers:
+            stranger.close()
+        assert eventually(lambda: exporting.links.statistics()["greeting_links"] == 0)
+        assert exporting.open_links() == 1
+
+
+def test_a_connection_that_greets_too_slowly_is_hung_up_on(
+    exporting: Exporting, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a health check does that only connects."""
+    monkeypatch.setattr(serving, "GREETING_S", 0.05)
+    with socket.create_connection(("127.0.0.1", exporting.links.port)) as link:
+        refused(link)
+    assert eventually(lambda: exporting.links.statistics()["greeting_links"] == 0)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_reader_that_leaks_links_loses_those_that_are_idle_longest(exporting: Exporting) -> None:
+    first = exporting.connect()
+    ask(first, (0, HEADER_BYTES, 100))
+    answer(first)
+    others = [exporting.connect() for _ in range(MAX_LINKS_OF_READER)]
+    with exporting.connect(b"s" * 16) as another:
+        assert eventually(lambda: exporting.open_links() == MAX_LINKS_OF_READER + 1)
+        refused(first)
+        for link in (others[-1], another):
+            ask(link, (0, HEADER_BYTES, 100))
+            assert answer(link)[0] == READ
+    for link in (first, *others):
+        link.close()
+
+
+def test_a_link_that_asks_for_nothing_is_hung_up_on(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "IDLE_S", 0.05)
+    with exporting.connect() as link:
+        refused(link)
+    assert eventually(lambda: exporting.open_links() == 0)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "too many"), OSError(errno.ECONNABORTED, "gone")])
+def test_an_accept_that_fails_is_tried_again(
+    exporting: Exporting, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    failures, accept = iter([error] * 3), socket.socket.accept
+
+    def failing(listener: socket.socket) -> tuple[socket.socket, object]:
+        if listener is exporting.links._listener and (failed := next(failures, None)) is not None:
+            raise failed
+        return accept(listener)
+
+    monkeypatch.setattr(serving, "PAUSE_S", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    for _ in range(3):
+        with exporting.connect() as link:
+            ask(link, (0, HEADER_BYTES, 100))
+            assert answer(link)[0] == READ
+    assert exporting.links.statistics()["failed_accepts_total"] == 3 and not exporting.ended.is_set()
+
+
+def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
+    exporting: Exporting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoThread:
+        def __init__(self, **_: object) -> None:
+            monkeypatch.undo()
+
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(serving.threading, "Thread", NoThread)
+    with socket.create_connection(("127.0.0.1", exporting.links.port)) as link:
+        refused(link)
+    with exporting.connect() as link:
+        ask(link, (0, HEADER_BYTES, 100))
+        assert answer(link)[0] == READ
+
+
+def test_without_its_listener_the_exporter_ends(exporting: Exporting) -> None:
+    exporting.links._listener.shutdown(socket.SHUT_RDWR)
+    assert exporting.ended.wait(10)
 
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64), struct.pack("<4sHH16s", b"LFPL", 99, 0, INCARNATION)],
+    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64), HELLO.pack(LINK_MAGIC, 99, 0, READER, bytes(16))],
 )
 def test_garbage_is_hung_up_on(exporting: Exporting, garbage: bytes) -> None:
     with socket.create_connection(("127.0.0.1", exporting.links.port)) as link:
         link.sendall(garbage)
-        with pytest.raises((LinkClosed, ConnectionResetError)):
-            heard(link, 1)
+        refused(link)
     with exporting.connect() as link:
         link.sendall(os.urandom(REQUEST.size))
-        with pytest.raises((LinkClosed, ConnectionResetError)):
-            heard(link, 1)
+        refused(link)
     with exporting.connect() as link:
         link.sendall(REQUEST.pack(REQUEST_MAGIC, 1 << 31, TOKEN, 0))
-        with pytest.raises((LinkClosed, ConnectionResetError)):
-            heard(link, 1)
+        refused(link)
     assert eventually(lambda: exporting.links.statistics()["links"] == 0)
 
 

@@ -118,6 +118,26 @@ def test_a_host_that_dies_or_stops_costs_the_load_and_no_more(
     recovered(it)
 
 
+def test_a_byte_that_is_altered_on_the_link_is_never_ready(line: Callable[..., Line]) -> None:
+    it = line(0)
+    if not it.through:
+        pytest.skip("its bytes do not go through the relay")
+    chain, spoilt = it.stored(), []
+
+    def alter(data: bytes) -> bytes:
+        if len(data) < 4096 or spoilt:
+            return data
+        spoilt.append(len(data) // 2)
+        return data[: spoilt[0]] + bytes([data[spoilt[0]] ^ 1]) + data[spoilt[0] + 1 :]
+
+    it.relay.alter = alter
+    run = it.load(chain, lambda: None, 0)
+    assert spoilt and run.failed, "no byte was altered, or the load did not notice"
+    assert it.two.reads["failures"] == {"fetch_broken": 1}
+    it.relay.alter = bytes
+    recovered(it)
+
+
 def test_links_to_exporters_that_are_gone_are_hung_up(pair: Callable[..., Pair]) -> None:
     """Each of them listens at a port of its own."""
     two = pair({"pool.size": "64MiB", "peers.link_address": "127.0.0.1:0"}, {"pool.size": "64MiB"})

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,9 +20,10 @@ from layerflow.hosts.peer.windowed.reading import WindowedLink
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Lend, pack_u32, pack_u64
-from layerflow.wire.peer_link import Origin
+from layerflow.wire.peer_link import Origin, reader_key_of
 
-INCARNATION, TOKEN = b"i" * 16, b"t" * 16
+INCARNATION, TOKEN, READER = b"i" * 16, b"t" * 16, b"r" * 16
+EXPORTER_KEY, LEASE_KEY = b"e" * 32, b"l" * 32
 LAYERS, LAYER_BYTES, COUNT = 3, TURN_BYTES // 2 + 4096 + 64, 4
 PAYLOAD = LAYERS * LAYER_BYTES
 STRIDE = HEADER_BYTES + PAYLOAD + 64
@@ -81,7 +83,8 @@ class Both:
         self.withdrawn: list[int] = []
         self.grants = Grants(self.withdrawn.append, nbytes)
         self.lender = WindowLender(unmapped, "127.0.0.1", Local)
-        self.links = Links(unmapped, self.lender, self.grants, ("127.0.0.1", 0), INCARNATION)
+        where = ("127.0.0.1", 0)
+        self.links = Links(unmapped, self.lender, self.grants, where, INCARNATION, EXPORTER_KEY, lambda: None)
         self.links.start()
         self.source.array[:] = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
         keys, self.places = [], []
@@ -92,11 +95,13 @@ class Both:
             self.places.append(ObjectLocation(keys[-1], at * STRIDE, 0, LAYER_BYTES, LAYERS, 2, 16, position=at))
         sizes = pack_u64([HEADER_BYTES + PAYLOAD] * COUNT)
         offsets = pack_u64([at * STRIDE for at in range(COUNT)])
-        self.grants.lend(Lend(7, TOKEN, b"".join(keys), offsets, sizes, pack_u32([2] * COUNT), sizes))
-        self.origin = Origin("owner", "local", f"127.0.0.1:{self.links.port}", INCARNATION, TOKEN)
+        self.grants.lend(Lend(7, TOKEN, b"".join(keys), offsets, sizes, pack_u32([2] * COUNT), sizes, LEASE_KEY))
+        address, key = f"127.0.0.1:{self.links.port}", reader_key_of(EXPORTER_KEY, READER)
+        self.origin = Origin("owner", "local", address, INCARNATION, READER, key, TOKEN, LEASE_KEY)
 
-    def connect(self) -> WindowedLink:
-        return WindowedLink(self.into, self.origin, time.monotonic() + 10, Local)
+    def connect(self, reader: bytes = READER) -> WindowedLink:
+        origin = msgspec.structs.replace(self.origin, reader=reader, reader_key=reader_key_of(EXPORTER_KEY, reader))
+        return WindowedLink(self.into, origin, time.monotonic() + 10, Local)
 
     def read(self, link: WindowedLink, lo: int, hi: int) -> list[ObjectStatus]:
         return [result.outcome for result in link.read(self.origin, self.places, lo, hi, time.monotonic() + 10)]
@@ -174,6 +179,25 @@ def test_too_many_reads_that_hang_end_the_process(both: Both, monkeypatch: pytes
     assert ended == [reading.HUNG]
 
 
+def test_what_was_altered_in_a_window_does_not_count_nor_land(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a fault, or by who reaches the library's data plane."""
+    link = both.connect()
+    copy = _Copy.wait
+
+    def spoilt(self: _Copy, until: float) -> None:
+        copy(self, until)
+        self._plane.window.view[5 * TURN_BYTES // 2] ^= 1
+
+    monkeypatch.setattr(_Copy, "wait", spoilt)
+    results = both.read(link, 0, 3)
+    assert ObjectStatus.BROKEN in results and set(results) <= {ObjectStatus.OK, ObjectStatus.BROKEN}
+    for place, result in zip(both.places, results, strict=True):
+        if result is ObjectStatus.OK:
+            span = slice(place.offset + HEADER_BYTES, place.offset + place.nbytes)
+            assert np.array_equal(both.source.array[span], both.target.array[span])
+    link.close()
+
+
 def test_a_library_that_fails_fails_the_link(both: Both) -> None:
     link = both.connect()
     Local.mode = "fails"
@@ -201,7 +225,7 @@ def test_a_window_of_another_exporter_or_an_earlier_turn_does_not_count(both: Bo
 
 
 def test_sections_come_back_and_one_more_reader_than_there_are_is_refused(both: Both) -> None:
-    held = [both.connect() for _ in range(SECTIONS)]
+    held = [both.connect(bytes([number]) * 16) for number in range(SECTIONS)]
     with pytest.raises(LinkFailed):
         both.connect()
     held.pop().close()

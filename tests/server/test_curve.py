@@ -23,6 +23,7 @@ from layerflow.server.transport import door as door_module
 from layerflow.server.transport.curve import CurveServer
 from layerflow.server.transport.door import Door
 from layerflow.server.transport.security import Curve
+from layerflow.wire.rights import HERE
 
 PATIENCE_S = 20.0
 MOST = 1 << 20
@@ -35,7 +36,7 @@ class World:
     def __init__(self) -> None:
         self.server, self.friend, self.stranger = (zmq.curve_keypair() for _ in range(3))
         self.heard: asyncio.Queue[tuple[bytes, bytes | None]] = asyncio.Queue()
-        curve = Curve(self.server[1], frozenset((self.friend[0],)))
+        curve = Curve(self.server[1], {self.friend[0]: HERE})
         self.door = Door(
             lambda identity, message: self.heard.put_nowait((identity, message)),
             lambda _: None,

@@ -59,7 +59,9 @@ class Owner:
         one = codec.pack_u32([1] * n)
         zeros = codec.pack_u32([0] * n)
         states, nbytes = bytes([wire.STORED]) * n, codec.pack_u64([1 << 12] * n)
-        found = wire.PeerFound(lookup.id, lease, bytes(16), 1000, states, nbytes, one, one, zeros, zeros)
+        found = wire.PeerFound(
+            lookup.id, lease, bytes(16), 1000, states, nbytes, one, one, zeros, zeros, lease_key=bytes(32)
+        )
         self._answers.append((self._who, found))
 
     def _run(self) -> None:
@@ -76,7 +78,11 @@ class Owner:
             match codec.decode_request(frame):
                 case wire.PeerHello():
                     self._who = who
-                    links = [wire.PeerEndpoint(self._link, "127.0.0.1:9", bytes(16))] if self._link else []
+                    links = (
+                        [wire.PeerEndpoint(self._link, "127.0.0.1:9", bytes(16), bytes(16), bytes(32))]
+                        if self._link
+                        else []
+                    )
                     welcome = wire.PeerWelcome("0", bytes(16), self._heartbeat_ms, 2000, 1 << 20, links)
                     self._socket.send_multipart([who, codec.encode(welcome)])
                 case wire.PeerBeat(sent=sent):
@@ -153,6 +159,7 @@ def test_a_question_ends_with_its_client_and_a_late_lease_is_given_back(
     server, owner = embed(peers__learn=True), owner_of()
     client = RawClient(server.context, server.endpoint, SPEC)
     ask(client, "waits", owner.address, 3_600_000)
+    assert eventually(lambda: len(owner.asked) == 1, 30)
     ask(client, "late", owner.address, 3_000)
     assert eventually(lambda: len(owner.asked) == 2, 30)
     questions = server.server.peers.source.questions  # type: ignore[union-attr]
@@ -177,7 +184,7 @@ def test_servers_that_requests_name_make_room_for_each_other(
     assert eventually(lambda: len(owner.asked) == 1, 30)
     descriptors = len(os.listdir("/proc/self/fd"))
     for number in range(20):
-        ask(client, f"gone{number}", f"ipc://{tmp_path}/gone-{number}", 300)
+        ask(client, f"gone{number}", f"ipc://{tmp_path}/gone-{number}", 100)
         assert "too many" not in reason(client)
     assert len(learned(server)) == 4
     assert owner.address in learned(server), "one that is asked something stays"

@@ -123,7 +123,9 @@ class ServerSettings(Section):
     )
     tcp_endpoint: str = setting("", "Control socket for other hosts, tcp://address:port; needs both CURVE files.")
     curve_secret_key_file: OptionalPath = setting(None, "File with the server's CURVE secret key.", secret=True)
-    curve_allowed_keys_file: OptionalPath = setting(None, "File with the public keys of allowed clients, one a line.")
+    curve_allowed_keys_file: OptionalPath = setting(
+        None, "File with the public keys of allowed clients, one a line with its roles."
+    )
     http_host: str = setting("127.0.0.1", "Address of /healthz, /metrics and /status.")
     http_port: Whole = setting(9464, "Port of the same; 0 = any free port, -1 = off.", ge=-1, le=65535)
     heartbeat_ms: Whole = setting(500, "Heartbeat interval, both ways.", unit="ms", ge=10, le=60_000)

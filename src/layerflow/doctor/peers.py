@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +18,12 @@ from layerflow.config.peers import PeerAddress
 from layerflow.config.settings import Settings
 from layerflow.errors import ConfigError, LayerflowError, VersionMismatch
 from layerflow.findings import Finding, ok, probes, problem, warning
+from layerflow.hosts.peer.greeting import greeted
+from layerflow.hosts.peer.link import LinkFailed
 from layerflow.links import links
 from layerflow.server.transport.security import read_keys
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
-from layerflow.wire.peer_link import HELLO, check_hello, hello
 
 ANSWER_MS = 2000
 
@@ -110,7 +112,7 @@ def _peer(settings: Settings, peer: PeerAddress, state: dict[str, Any] | None) -
             peer.address.removeprefix("tcp://").rpartition(":")[0] if peer.address.startswith("tcp://") else "127.0.0.1"
         )
         where = host + where
-    yield _link_greeted(check, where, offered[mine].incarnation)
+    yield _link_greeted(check, where, offered[mine])
     if state is not None:
         seen = f"the running server has it {state['state']}, at {state['gbps'] or '?'} GB/s"
         differs = "; ".join(f"model {name}: {what}" for name, what in state["differs"].items())
@@ -183,20 +185,11 @@ def _answer(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], public: str) 
     raise ConfigError(f"no answer for {ANSWER_MS / 1e3:g} s; {why}")
 
 
-def _link_greeted(check: str, where: str, incarnation: bytes) -> Finding:
+def _link_greeted(check: str, where: str, endpoint: wire.PeerEndpoint) -> Finding:
     """Does the exporter answer as the one that its server speaks of?"""
-    host, _, port = where.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_MS / 1e3) as connection:
-            connection.sendall(hello(incarnation))
-            raw = b""
-            while len(raw) < HELLO.size and (more := connection.recv(HELLO.size - len(raw))):
-                raw += more
-        met = check_hello(raw) if len(raw) == HELLO.size else b""
-    except (OSError, LayerflowError) as error:
-        return problem(
-            check, f"its exporter at {where}: {error}", "open that port to this machine; see peers.link_address"
-        )
-    if met != incarnation:
-        return problem(check, f"another exporter answers at {where}", "see peers.link_advertise there")
+        greeted(where, endpoint.reader, endpoint.reader_key, time.monotonic() + ANSWER_MS / 1e3).close()
+    except LinkFailed as error:
+        advice = "open that port to this machine; see peers.link_address, and peers.link_advertise there"
+        return problem(check, f"its exporter at {where}: {error}", advice)
     return ok(check, f"its exporter answers at {where}")

@@ -122,7 +122,7 @@ class BackendInfo:
 
     :param details: for people: version, address, sizes; JSON-ready, shown by ``layerflow status``.
     :param index: the objects it holds, where nobody else can add to it; None = others share it, ask. What it finds
-        later it tells; see :meth:`Backend.report_found`.
+        later, and what leaves it, it tells, also while it cannot be reached; see :meth:`Backend.report_found`.
     """
 
     details: dict[str, str | int | float | bool]
@@ -211,7 +211,8 @@ class Backend(abc.ABC):
     def open_write(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         """Room for new objects, invisible to everybody. A full pool that can evict is tried again until `until`.
 
-        What is OK ends with :meth:`commit` or :meth:`revoke`; EXISTS and the others end here.
+        What is OK ends with :meth:`commit` or :meth:`revoke`; EXISTS and the others end here. After an exception all of
+        them are revoked.
         """
 
     @abc.abstractmethod
@@ -222,12 +223,15 @@ class Backend(abc.ABC):
     def commit(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         """Every layer is written: add the header (it lies in the arena now) and publish.
 
-        What fails here is not visible, or complete all the same.
+        What fails here is not visible, or complete all the same. After an exception all of them are revoked.
         """
 
     @abc.abstractmethod
     def revoke(self, places: Sequence[ObjectLocation]) -> None:
-        """Opened objects that will not be finished: they never become visible. Never raises."""
+        """Opened objects that will not be finished: they never become visible, and their keys are free for others.
+
+        What is not open is ignored, also what a commit that raised has published. Never raises.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from layerflow.errors import ExtentError, ProtocolError
 from layerflow.hosts.backend import BackendInfo, IndexEntry, ObjectLocation
@@ -16,7 +16,6 @@ from layerflow.wire.host_messages import (
     Objects,
     ToServer,
     Up,
-    Written,
     pack_u32,
     split_keys,
     unpack_u32,
@@ -69,7 +68,7 @@ PIECE = 4096
 
 
 class IndexReporter:
-    """Says Up, and with an index everything that follows from it.
+    """Says Up, and with an index everything that follows from it. The index itself is told once and not kept here.
 
     :param tell: sends to the server.
     """
@@ -77,8 +76,7 @@ class IndexReporter:
     def __init__(self, tell: Callable[[ToServer], None]) -> None:
         self._tell = tell
         self._lock = threading.Lock()
-        self._details: dict[str, Any] = {}
-        self._entries: dict[bytes, IndexEntry] | None = None
+        self._up = Up({})
         self._found_early: dict[bytes, IndexEntry] = {}
         self._gone_early: set[bytes] = set()
         self._attached = False
@@ -86,27 +84,30 @@ class IndexReporter:
     def attach(self, attached: BackendInfo) -> None:
         """The backend is connected for the first time."""
         with self._lock:
-            self._details = dict(attached.details)
+            indexed = attached.index is not None
+            self._up = Up(dict(attached.details), indexed, secrets.randbits(62) + 1 if indexed else 0)
+            self._tell(self._up)
             if attached.index is not None:
-                self._entries = {entry.key: entry for entry in attached.index if entry.key not in self._gone_early}
-                self._entries |= self._found_early
+                told = [
+                    entry
+                    for entry in attached.index
+                    if entry.key not in self._gone_early and entry.key not in self._found_early
+                ]
+                self._say_held([*told, *self._found_early.values()])
             self._found_early, self._gone_early = {}, set()
             self._attached = True
-            self._say()
 
     def again(self) -> None:
         """It can be used again after it could not."""
         with self._lock:
-            self._say()
+            self._tell(self._up)
 
     def found(self, entries: Sequence[IndexEntry]) -> None:
         """The backend holds these too. Any thread."""
         with self._lock:
-            more = {entry.key: entry for entry in entries}
             if not self._attached:
-                self._found_early |= more
-            elif self._entries is not None and more:
-                self._entries |= more
+                self._found_early |= {entry.key: entry for entry in entries}
+            elif self._up.indexed and entries:
                 self._say_held(entries)
 
     def gone(self, keys: Sequence[bytes]) -> None:
@@ -116,25 +117,9 @@ class IndexReporter:
                 self._gone_early |= set(keys)
                 for key in keys:
                     self._found_early.pop(key, None)
-            elif self._entries is not None and keys:
-                for key in keys:
-                    self._entries.pop(key, None)
-                self._tell(Evicted(b"".join(keys)))
-
-    def published(self, places: Sequence[ObjectLocation], report: Written) -> None:
-        """A call of a write has ended and published these."""
-        with self._lock:
-            if self._entries is not None:
-                for place in places:
-                    self._entries[place.key] = IndexEntry(
-                        place.key, place.blocks, place.tokens, place.parent, place.block_digests
-                    )
-            self._tell(report)
-
-    def _say(self) -> None:
-        self._tell(Up(self._details, self._entries is not None))
-        if self._entries is not None:
-            self._say_held(list(self._entries.values()))
+            elif self._up.indexed:
+                for at in range(0, len(keys), PIECE):
+                    self._tell(Evicted(b"".join(keys[at : at + PIECE])))
 
     def _say_held(self, entries: Sequence[IndexEntry]) -> None:
         for at in range(0, max(1, len(entries)), PIECE):

@@ -107,13 +107,13 @@ class HostMain:
             self._patience = Patience(start.options.get("timeout_ms", CALL_MS) / 1e3)
             backend = make(start.backend, start.options)
             backend.report_found(self._holding.found)
-            attached = self._attach(backend)
+            self._holding.attach(self._attach(backend))
         except Unusable as error:
             self._tell(Down(str(error), fatal=True))
             return FATAL
         except _Ended:
             return ENDED
-        self._serve(backend, attached)
+        self._serve(backend)
         return ENDED
 
     # Attaching -----------------------------------------------------------------------------------
@@ -157,16 +157,15 @@ class HostMain:
 
     # Serving -------------------------------------------------------------------------------------
 
-    def _serve(self, backend: Backend, attached: BackendInfo) -> None:
+    def _serve(self, backend: Backend) -> None:
         check = HealthCheck(backend, lambda reason: self._tell(Down(reason)), self._holding.again, self._over)
         backend_calls = BackendCalls(check.suspect)
         ask = LookupLane(backend, self._tell, backend_calls)
         fetch = FetchLane(
             backend, self._arena, self._tell, backend_calls, lambda keys: ask.put(Hide(keys)), self._patience
         )
-        write = WriteLane(backend, self._arena, backend_calls, self._holding.published, self._patience)
+        write = WriteLane(backend, self._arena, backend_calls, self._tell, self._patience)
         self._check, self._movers = check, (fetch, write)
-        self._holding.attach(attached)
         parts = (ask, fetch, write, check)
         for part in parts:
             part.start()

@@ -1,8 +1,8 @@
 """Redis, Valkey, or any other server that speaks RESP, behind the arena: an object is one string.
 
-It is written under a name of its own, which expires by itself where its writer dies, and renamed when it is whole: no
-reader sees a part. Redis leases nothing, so an object may be evicted while it is read. Its checksum, in the header,
-tells: it is compared with the last layer.
+It is written under a name of its own, which has an expiry from the moment it exists until it is whole and renamed: no
+reader sees a part, and a writer that dies leaves nothing for long. Redis leases nothing, so an object may be evicted
+while it is read. Its checksum, in the header, tells: it is compared with the last layer.
 """
 
 from __future__ import annotations
@@ -108,12 +108,18 @@ def examine(options: RedisOptions, pool: PoolSettings, running: bool) -> Iterato
     except (redis.exceptions.RedisError, ValueError) as error:
         yield problem(check, f"does not answer: {error}", "start it, or correct pool.redis.url")
         return
+    if mode := _other_mode(server):
+        yield problem(check, mode, _ONE_SERVER)
+        return
     yield ok(check, _version(server))
     most, policy = int(memory.get("maxmemory") or 0), str(memory.get("maxmemory_policy", "?"))
     if not most:
         yield warning(
             "redis memory", "no maxmemory: it takes memory until there is none", "set one in its configuration"
         )
+    elif policy.startswith("volatile-"):
+        why = f"{gib(most)}, {policy}: it evicts what expires, and objects never do; once full it stores nothing more"
+        yield problem("redis memory", why, "maxmemory-policy allkeys-lru")
     elif policy == "noeviction":
         yield warning("redis memory", f"{gib(most)}; once full it stores nothing more", "maxmemory-policy allkeys-lru")
     else:
@@ -136,6 +142,16 @@ def trial(options: RedisOptions, folder: Path, nbytes: int, running: bool) -> Tr
     return Trial(options={"url": url}, command=tuple(command), ready=url)
 
 
+_ONE_SERVER = "name one Redis or Valkey server that is in no cluster in pool.redis.url"
+
+
+def _other_mode(server: Mapping[str, Any]) -> str:
+    """Why this is not a server that keeps objects; "" = it is one."""
+    mode = str(server.get("redis_mode") or server.get("server_mode") or "standalone")
+    named = {"cluster": "one server of a Redis Cluster, which keeps some of the keys only", "sentinel": "a Sentinel"}
+    return "" if mode == "standalone" else f"it is {named.get(mode, f'in mode {mode}')}"
+
+
 def _version(server: Mapping[str, Any]) -> str:
     return str(server.get("valkey_version") or server.get("redis_version", "?"))
 
@@ -148,9 +164,13 @@ def _xxh3() -> xxh3_64:
 
 @dataclass(slots=True)
 class _OpenObject:
-    """What has passed of an object, in order."""
+    """What has passed of an object, in order.
+
+    :param expires_at: monotonic seconds; an object that is written may have left Redis by then.
+    """
 
     name: str = ""
+    expires_at: float = 0.0
     layers: int = 0
     state: xxh3_64 = field(default_factory=_xxh3)
 
@@ -185,6 +205,8 @@ class Redis(Backend):
             raise Unusable(f"Redis refuses this client: {error}; correct pool.redis.url") from None
         except redis.exceptions.RedisError as error:
             raise Unreachable(f"Redis does not answer: {error}") from None
+        if mode := _other_mode(server):
+            raise Unusable(f"{mode}; {_ONE_SERVER}")
         self._most_bytes = min(MAX_STRING_BYTES, int(memory.get("maxmemory") or MAX_STRING_BYTES))
         shown = {"version": _version(server)}
         return BackendInfo({**shown, "maxmemory_policy": str(memory.get("maxmemory_policy", "?"))})
@@ -257,6 +279,8 @@ class Redis(Backend):
     # Writing --------------------------------------------------------------------------------------
 
     def open_write(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
+        now = time.monotonic()
+        self.revoke([each for each in places if (done := self._writing.get(each.key)) and done.expires_at <= now])
         sizes = self._run(("STRLEN", pool_name(place.key)) for place in places)
         results = [_EXISTS if size else _LATE for size in sizes]
         wanted: dict[bytes, int] = {}
@@ -277,13 +301,18 @@ class Redis(Backend):
 
     def _reserve(self, places: Sequence[ObjectLocation]) -> list[ObjectResult]:
         """A string of the object's size for each: a write at its end makes Redis allocate all of it."""
+        expires_at = time.monotonic() + self._unfinished_ms / 1e3
+        results = []
         names = [f"{pool_name(b'')}unfinished-{secrets.token_hex(8)}-{place.key.hex()}" for place in places]
-        asked = zip(names, places, strict=True)
-        found = self._run((("SETRANGE", name, place.nbytes - 1, b"\0") for name, place in asked), full=True)
-        results = [OK if isinstance(size, int) else _FULL for size in found]
-        made = [at for at, result in enumerate(results) if result is OK]
-        self._run(("PEXPIRE", names[at], self._unfinished_ms) for at in made)
-        self._writing |= {places[at].key: _OpenObject(names[at]) for at in made}
+        found = self._run_each(
+            [("SET", name, b"", "PX", self._unfinished_ms, "NX"), ("SETRANGE", name, place.nbytes - 1, b"\0")]
+            for name, place in zip(names, places, strict=True)
+        )
+        for name, place, answers in zip(names, places, found, strict=True):
+            error = _error_of(answers)
+            results.append(OK if error is None else self._refusal(error))
+            if error is None:
+                self._writing[place.key] = _OpenObject(name, expires_at)
         return results
 
     def write(self, places: Sequence[ObjectLocation], lo: int, hi: int, until: float) -> list[ObjectResult]:
@@ -307,13 +336,17 @@ class Redis(Backend):
                 set_checksum(self._bytes(place, 0, HEADER_BYTES), self._writing[place.key].state.intdigest())
         results = self._put(places, [(0, HEADER_BYTES)] * len(places), results)
         whole = [at for at, result in enumerate(results) if result is OK]
-        for at in whole:
-            own, name = self._writing[places[at].key].name, pool_name(places[at].key)
-            # Both or none: renamed only, the object would expire.
-            renamed, _ = self._run([("RENAMENX", own, name), ("PERSIST", name)], atomic=True)
-            results[at] = OK if renamed == 1 else _EXISTS
-            if renamed == 1:
+        names = [(self._writing[places[at].key].name, pool_name(places[at].key)) for at in whole]
+        # Both or none: renamed only, the object would expire.
+        found = self._run_each([("RENAMENX", own, name), ("PERSIST", name)] for own, name in names)
+        for at, answers in zip(whole, found, strict=True):
+            error = _error_of(answers)
+            if error is not None:
+                results[at] = _LOST if str(error) == "no such key" else self._refusal(error)
+            elif answers[0] == 1:
                 del self._writing[places[at].key]
+            else:
+                results[at] = _EXISTS
         self.revoke(places)
         return results
 
@@ -339,30 +372,73 @@ class Redis(Backend):
     ) -> list[ObjectResult]:
         """Write a span of each object that is OK so far, and put its expiry off."""
         wanted = [at for at, result in enumerate(results) if result is OK]
-        commands: list[tuple[Any, ...]] = []
-        for at in wanted:
-            own, (start, stop) = self._writing[places[at].key].name, spans[at]
-            commands.append(("PEXPIRE", own, self._unfinished_ms))
-            commands.append(("SETRANGE", own, start, self._bytes(places[at], start, stop)))
-        found = self._run(commands, full=True)
-        for at, there, size in zip(wanted, found[::2], found[1::2], strict=True):
-            results[at] = OK if there == 1 and size == places[at].nbytes else _LOST
+        expires_at, later = time.monotonic() + self._unfinished_ms / 1e3, self._unfinished_ms
+        found = self._run_each(
+            # Where it has left Redis, the write makes it anew: that too shall expire.
+            [("PEXPIRE", own, later), ("SETRANGE", own, start, data), ("PEXPIRE", own, later)]
+            for own, start, data in (
+                (self._writing[places[at].key].name, spans[at][0], self._bytes(places[at], *spans[at])) for at in wanted
+            )
+        )
+        for at, answers in zip(wanted, found, strict=True):
+            error, done = _error_of(answers), self._writing[places[at].key]
+            if error is not None:
+                results[at] = self._refusal(error)
+            elif answers[:2] != [1, places[at].nbytes]:
+                results[at] = _LOST
+            else:
+                done.expires_at = expires_at
         return results
 
     def _bytes(self, place: ObjectLocation, start: int, stop: int) -> memoryview:
         assert self._arena is not None
         return self._arena.view[place.offset + start : place.offset + stop]
 
-    def _run(self, commands: Iterable[tuple[Any, ...]], *, full: bool = False, atomic: bool = False) -> list[Any]:
+    def _run(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
         """The answers to these, in one round trip.
 
-        :param full: an answer may be an exception: there is no room.
-        :raises Unreachable: no answer.
+        :raises Unreachable: there is no answer, or it is an error.
         """
         try:
-            with self._client.pipeline(transaction=atomic) as pipe:
+            with self._client.pipeline(transaction=False) as pipe:
                 for command in commands:
                     pipe.execute_command(*command)
-                return list(pipe.execute(raise_on_error=not full))
+                return list(pipe.execute())
         except (self._errors.ConnectionError, self._errors.TimeoutError) as error:
             raise Unreachable(f"Redis does not answer: {error}") from None
+        except self._errors.RedisError as error:
+            raise Unreachable(f"Redis refuses: {error}") from None
+
+    def _run_each(self, groups: Iterable[Sequence[tuple[Any, ...]]]) -> list[list[Any]]:
+        """The answers to each group of commands, errors among them: of a group all are executed, or none. One round
+        trip.
+
+        :raises Unreachable: no answer.
+        """
+        sizes = []
+        try:
+            with self._client.pipeline(transaction=False) as pipe:
+                for group in groups:
+                    sizes.append(len(group))
+                    for command in (("MULTI",), *group, ("EXEC",)):
+                        pipe.execute_command(*command)
+                found = iter(pipe.execute(raise_on_error=False))
+        except (self._errors.ConnectionError, self._errors.TimeoutError) as error:
+            raise Unreachable(f"Redis does not answer: {error}") from None
+        answers = []
+        for size in sizes:
+            queued, executed = [next(found) for _ in range(size + 1)], next(found)
+            # What is refused when it is queued says why; then nothing is executed, which says no more than that.
+            refused = [answer for answer in queued if isinstance(answer, Exception)]
+            answers.append(refused or (executed if isinstance(executed, list) else [executed]))
+        return answers
+
+    def _refusal(self, error: Exception) -> ObjectResult:
+        if isinstance(error, self._errors.OutOfMemoryError):
+            return _FULL
+        return ObjectResult(ObjectStatus.FAILED, f"Redis refuses: {error or type(error).__name__}")
+
+
+def _error_of(answers: Sequence[Any]) -> Exception | None:
+    """The first of these that is an error."""
+    return next((answer for answer in answers if isinstance(answer, Exception)), None)

@@ -28,6 +28,7 @@ class EmbeddedServer:
 
     def __init__(self, settings: Settings | None = None, endpoint: str | None = None) -> None:
         base = settings or Settings()
+        self.endpoints: list[str] = []  #: as they are bound; with ``server.tcp_endpoint`` there are two
         self.endpoint = endpoint or f"inproc://layerflow-{id(self):x}"
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         server_settings = base.server.model_copy(update={"endpoint": self.endpoint})
@@ -81,4 +82,8 @@ class EmbeddedServer:
     async def _serve(self) -> None:
         self._shutdown = anyio.Event()
         self._token = anyio.lowlevel.current_token()
-        await self.server.run(self._shutdown, started=lambda _: self._ready.set())
+        await self.server.run(self._shutdown, started=self._started)
+
+    def _started(self, endpoints: list[str]) -> None:
+        self.endpoints = endpoints
+        self._ready.set()

@@ -10,6 +10,7 @@ import resource
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ from layerflow.server.transport.security import Curve, open_curve
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import STRANGER, Message
+from layerflow.wire.rights import HERE, NotAllowed, Rights
 from layerflow.wire.zmtp import Mechanism, Null
 
 if TYPE_CHECKING:
@@ -239,7 +241,8 @@ class Server:
         """Everything ``layerflow status`` shows, JSON-ready."""
         self.read_statistics()
         found = status_of(self._server_context, self.settings, self.started_at, healthy=self.healthy)
-        return found | {"memory_node": self._arena.placed}
+        doors = {name: asdict(door.statistics()) for name, door in self._doors.items() if isinstance(door, Door)}
+        return found | {"memory_node": self._arena.placed, "doors": doors}
 
     def metrics_text(self) -> bytes:
         """Prometheus exposition text."""
@@ -355,13 +358,14 @@ class Server:
     def _hear(self, door: str, identity: bytes, frame: bytes | None) -> None:
         address = (door, identity)
         session = self.sessions.at(address)
+        reader = self.peers.reader(address) if self.peers is not None else None
         if session is not None:
             session.heard = time.monotonic()
             session.silent = False
         try:
             if frame is None:
                 raise ProtocolError("a message is one frame, not several")
-            if self.peers is not None and (reader := self.peers.reader(address)) is not None:
+            if self.peers is not None and reader is not None:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
                 self.peers.heard(reader, message, len(frame))
             elif session is not None:
@@ -371,20 +375,36 @@ class Server:
                 message = codec.decode_request(frame, self.settings.server.max_message_bytes)
                 if isinstance(message, wire.PeerHello) and self.peers is not None:
                     self._clients.take_greeting(address)
-                    self.peers.hello(address, message)
+                    self.peers.hello(address, message, self._rights(address))
                 else:
-                    self._clients.hello(address, message)
+                    self._clients.hello(address, message, self._rights(address))
             else:
                 self._clients.greet(address, frame)
         except ProtocolError as error:
-            known = "malformed" if session is not None else STRANGER
-            code = "version" if isinstance(error, VersionMismatch) else known
+            known_code = "malformed" if session is not None else STRANGER
+            code = "version" if isinstance(error, VersionMismatch) else known_code
+            if isinstance(error, NotAllowed):
+                code = error.code
             self.metrics.protocol_error(code)
             unlogged = self._server_context.log_limit.admit(time.monotonic())
             if unlogged is not None:
                 self._log.warning("message_refused", code=code, error=str(error), door=door, unlogged=unlogged)
             number = codec.number_of(frame) if session is not None and frame is not None else -1
             self._doors[door].send(identity, codec.encode(wire.Problem(number, code, str(error))))
+
+    def _rights(self, address: Address) -> Rights:
+        """What a client may do, by the door and the key it came with.
+
+        :raises ProtocolError: it is gone.
+        """
+        name, identity = address
+        door = self._doors[name]
+        if name == LOCAL or self._curve is None or not isinstance(door, Door):
+            return HERE
+        rights = self._curve.allowed.get(door.key_of(identity))
+        if rights is None:
+            raise ProtocolError("a client without a key, or one that has left")
+        return rights
 
     def _hung_up(self, address: Address) -> None:
         """A client's connection has ended."""

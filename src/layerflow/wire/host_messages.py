@@ -144,6 +144,7 @@ class Lend(msgspec.Struct, tag="lend", frozen=True):
     :param keys: 24 bytes each. :param offsets: u64 each: the header's place in the arena. :param nbytes: u64 each.
     :param blocks: u32 each; 0 = the object is being saved, and has no header yet.
     :param stored: u64 each: so many leading bytes may be read.
+    :param lease_key: with which what is read is tagged.
     """
 
     lease: int
@@ -153,6 +154,7 @@ class Lend(msgspec.Struct, tag="lend", frozen=True):
     nbytes: bytes
     blocks: bytes
     stored: bytes
+    lease_key: bytes
 
 
 class Extend(msgspec.Struct, tag="extend", frozen=True):
@@ -193,13 +195,15 @@ class ObjectFailure(msgspec.Struct, array_like=True, frozen=True):
 class Up(msgspec.Struct, tag="up", frozen=True):
     """Attached, or reachable again. Said first of all, and after each Down.
 
-    :param indexed: the backend has an index of its own and is not shared: `Indexed` messages follow until
-        one says `last`. From then on Gone, Written and, where the index is read slowly, more of Held keep the
-        server's copy exact.
+    :param indexed: the backend has an index of its own and is not shared: the first time `Indexed` messages follow
+        until one says `last`. From then on Evicted, Written and, where the index is read slowly, more of Indexed keep
+        the server's copy exact, whether the backend can be reached or not.
+    :param generation: of that index. A server that has all of it needs nothing more.
     """
 
     details: dict[str, Any]
     indexed: bool = False
+    generation: int = 0
 
 
 class Down(msgspec.Struct, tag="down", frozen=True):

@@ -1,36 +1,48 @@
 """The link between an importer and an exporter: fixed frames over a byte stream, and where an object lies at a peer.
 
-The importer says HELLO with the incarnation of the exporter that it was told of, and is answered with that of the one
-that it has reached. Then it sends requests, each a REQUEST and `count` ITEMs, and is answered with a HEAD for each,
-then the bytes of all whose status is :data:`READ`, one behind the other, then a TAIL for each of these. Only a TAIL
-says that bytes are those of the object: the exporter still had the right to read them when it had. Integers are
-little-endian.
+Both ends greet each other: the importer says HELLO with its reader's name and a nonce, the exporter answers with a
+CHALLENGE, a nonce of its own and the proof that it knows that reader's key, and the importer says PROOF that it does
+too. The key came with the owner's PeerWelcome and never crosses the link, nor does the exporter's incarnation.
+
+Then the importer sends requests, each a REQUEST and `count` ITEMs, and is answered with a HEAD for each, then the bytes
+of all whose status is :data:`READ`, one behind the other, then a TAIL for each of these. Only a TAIL says that bytes
+are those of the object: the exporter still had the right to read them when it had, and the TAIL's tag, made with the
+key of the lease, covers the bytes and which they are (:mod:`layerflow.hosts.peer.seal`). Integers are little-endian.
 
 A windowed link (mooncake, nixl) is told of its window with a WINDOW after the greeting. Its requests name a turn of it,
-which the exporter fills before it answers with the HEADs; their statuses are final, no bytes follow and no TAIL. A turn
-begins with a STAMP, which the library brings along: it was this exporter's window, filled for this request.
+which the exporter fills before it answers with the HEADs and TAILs; no bytes follow. A turn begins with a STAMP, which
+the library brings along: it was this exporter's window, filled for this request.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 
 import msgspec
 
 from layerflow.errors import ProtocolError
 
-LINK_VERSION = 1
+LINK_VERSION = 2
 LINK_MAGIC, REQUEST_MAGIC = b"LFPL", b"LFPR"
-HELLO = struct.Struct("<4sHH16s")
-"""Magic, version, 0, incarnation."""
+READER_BYTES, NONCE_BYTES, PROOF_BYTES, LINK_KEY_BYTES = 16, 16, 32, 32
+"""Of a reader's name on the link, of a nonce and of a proof in the greeting, and of the keys of readers and leases."""
+HELLO = struct.Struct(f"<4sHH{READER_BYTES}s{NONCE_BYTES}s")
+"""Magic, version, 0, the reader's name, the importer's nonce."""
+CHALLENGE = struct.Struct(f"<4sHH{NONCE_BYTES}s{PROOF_BYTES}s")
+"""Magic, version, 0, the exporter's nonce, its proof."""
+PROOF = struct.Struct(f"<{PROOF_BYTES}s")
+"""The importer's."""
 REQUEST = struct.Struct("<4sI16sQ")
 """Magic, count of items, token of the lease, and 0, or the place of a registered window's turn."""
 ITEM = struct.Struct("<IIQQ")
 """The object's position in the lease, 0, first byte within the object, bytes."""
 HEAD = struct.Struct("<IIQ")
 """Position, status, bytes that follow."""
-TAIL = struct.Struct("<II")
-"""Position, status."""
+TAG_NONCE_BYTES, TAG_BYTES = 12, 28
+"""Of a tag's nonce, and of a whole tag: the nonce and 16 bytes of AES-256-GMAC."""
+TAIL = struct.Struct(f"<II{TAG_BYTES}s")
+"""Position, status, tag; where the status is not READ, zeros."""
 WINDOW = struct.Struct("<4sIQQII")
 """Of a windowed link, from the exporter, after the greeting: magic, turns, where the reader's section of the window
 begins, bytes of a turn, bytes of the library's description that follow, 0."""
@@ -45,14 +57,15 @@ MAX_LINK_ITEMS = 65_536
 LINK_REST_S = 1.0
 """After a failure nothing is read over a link for so long: its jobs fail at once, and hold up no other peer's."""
 
-READ, GONE, NOT_YET, OUTSIDE = 0, 1, 2, 3
+READ, GONE, NOT_YET, OUTSIDE, ALTERED = 0, 1, 2, 3, 4
 """Status of an item: its bytes follow (or have); the lease or the object's place has ended; these layers are not stored
-yet; the object has no such bytes."""
+yet; the object has no such bytes. ALTERED never crosses the link: the importer finds that a tag does not fit."""
 
 STATUS_WORDS = {
     GONE: "its lease or its place at the peer has ended",
     NOT_YET: "these layers are not stored at the peer yet",
     OUTSIDE: "the peer's object has another size",
+    ALTERED: "its bytes are not those that the peer has read: they were altered between the two arenas",
 }
 
 
@@ -62,14 +75,18 @@ class Origin(msgspec.Struct, array_like=True, frozen=True):
     :param peer: its name, for people.
     :param link: ``tcp``, ``mooncake`` or ``nixl``.
     :param address: ``host:port`` of the exporter. :param incarnation: its own.
-    :param token: of the lease.
+    :param reader: this server's name on that link. :param reader_key: shown to be known in the greeting.
+    :param token: of the lease. :param lease_key: with which its ranges are tagged.
     """
 
     peer: str
     link: str
     address: str
     incarnation: bytes
+    reader: bytes
+    reader_key: bytes
     token: bytes
+    lease_key: bytes
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -89,23 +106,21 @@ def decode_origin(raw: bytes) -> Origin:
         raise ProtocolError(f"objects of a peer without an origin: {error}") from None
 
 
-def hello(incarnation: bytes) -> bytes:
-    """The first frame, either way."""
-    return HELLO.pack(LINK_MAGIC, LINK_VERSION, 0, incarnation)
-
-
-def check_hello(raw: bytes) -> bytes:
-    """The other end's incarnation.
-
-    :raises ProtocolError: it speaks something else.
-    """
-    magic, version, _, incarnation = HELLO.unpack(raw)
+def check_version(magic: bytes, version: int) -> None:
+    """:raises ProtocolError: the other end speaks something else."""
     if magic != LINK_MAGIC or version != LINK_VERSION:
         raise ProtocolError(
             f"the other end of the link speaks {magic!r} version {version}, not {LINK_MAGIC!r} version {LINK_VERSION}; "
             "run the same layerflow version on both"
         )
-    return bytes(incarnation)
+
+
+def reader_key_of(exporter_key: bytes, reader: bytes) -> bytes:
+    """The key that a reader shows to know: the server tells it, the exporter finds it by itself.
+
+    :param exporter_key: of this exporter, known to its server.
+    """
+    return hashlib.blake2b(reader, key=exporter_key, digest_size=LINK_KEY_BYTES, person=b"layerflow-reader").digest()
 
 
 def pack_window(start: int, turn_bytes: int, turns: int, described: int) -> bytes:

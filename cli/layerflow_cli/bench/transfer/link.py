@@ -30,7 +30,7 @@ from layerflow.links import links
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Frames, Lend, Start, Stop, Up, decode_to_server, encode, pack_u32, pack_u64
-from layerflow.wire.peer_link import Origin
+from layerflow.wire.peer_link import LINK_KEY_BYTES, Origin, reader_key_of
 
 LAYERS = 32
 PATIENCE_S = 60.0
@@ -94,7 +94,8 @@ def _objects(source: SharedMemory, target: SharedMemory, count: int, layer_bytes
 @contextmanager
 def _exported(which: str, source: SharedMemory, target: SharedMemory, places: list[ObjectLocation]) -> Iterator[Any]:
     """A real exporter of `source`, and what reads all of it once; seconds."""
-    incarnation, token = secrets.token_bytes(16), secrets.token_bytes(16)
+    incarnation, token, reader = (secrets.token_bytes(16) for _ in range(3))
+    exporter_key, lease_key = secrets.token_bytes(LINK_KEY_BYTES), secrets.token_bytes(LINK_KEY_BYTES)
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-P", "-m", "layerflow.hosts.peer.exporter", "--socket", str(theirs.fileno())]
     command += ["--arena", str(source.fd), "--arena-bytes", str(source.nbytes), "--parent", str(os.getpid())]
@@ -103,14 +104,18 @@ def _exported(which: str, source: SharedMemory, target: SharedMemory, places: li
     theirs.close()
     try:
         options = {"host": "127.0.0.1", "port": 0, "link": which, "shown": "127.0.0.1"}
-        ours.sendall(encode(Start("exporter", options | {"incarnation": incarnation.hex()})))
+        options |= {"incarnation": incarnation.hex(), "key": exporter_key.hex()}
+        ours.sendall(encode(Start("exporter", options)))
         up = decode_to_server(_frame(ours))
         if not isinstance(up, Up):
             raise LayerflowError(f"the exporter did not start: {up}")
         sizes, keys = pack_u64([place.nbytes for place in places]), b"".join(place.key for place in places)
         offsets, blocks = pack_u64([place.offset for place in places]), pack_u32([1] * len(places))
-        ours.sendall(encode(Lend(1, token, keys, offsets, sizes, blocks, sizes)))
-        origin = Origin("bench", which, f"127.0.0.1:{up.details['port']}", incarnation, token)
+        ours.sendall(encode(Lend(1, token, keys, offsets, sizes, blocks, sizes, lease_key)))
+        origin = Origin(
+            "bench", which, f"127.0.0.1:{up.details['port']}", incarnation, reader,
+            reader_key_of(exporter_key, reader), token, lease_key,
+        )  # fmt: skip
         link = named(links()[which].reader)(target, origin, time.monotonic() + PATIENCE_S)
 
         def read(call_bytes: int) -> float:

@@ -52,6 +52,9 @@ class Scan:
             log.warning("disk_not_read", error=error.strerror)
         except _Superseded:
             log.info("disk_reading_stopped", reason="the folder was opened anew")
+        except Exception as error:  # what was found until then is not all there is
+            self.error = f"cannot be read: {type(error).__name__}: {error}"
+            log.exception("disk_not_read", error=self.error)
         finally:
             self._done.set()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from layerflow.hosts.backend import Backend, Unreachable, Unusable
 from layerflow.hosts.lanes.lane import describe, log
+from layerflow.system.threads import OwnedThread
 
 PERIOD_S = 0.5
 
@@ -31,7 +32,7 @@ class HealthCheck:
         self._backend, self._down, self._up, self._over = backend, down, up, over
         self._changed = threading.Condition()
         self._suspected = self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="layerflow-check", daemon=True)
+        self._thread = OwnedThread("layerflow-check", self._run, restart_s=PERIOD_S)
         self.reason = ""  #: why it is down; empty = it is up
         self.statistics: dict[str, float] = {}  #: the latest
         self.began = math.inf  #: when the check that is under way began, on the monotonic clock
@@ -52,8 +53,7 @@ class HealthCheck:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while True:

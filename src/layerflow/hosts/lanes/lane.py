@@ -18,6 +18,7 @@ from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import Backend, BackendError, ObjectLocation, ObjectResult, ObjectStatus, Unreachable
 from layerflow.hosts.objects import places_of
 from layerflow.system.memfd import SharedMemory
+from layerflow.system.threads import OwnedThread
 from layerflow.wire.host_messages import ObjectFailure, Objects, Pull, Push, ToServer
 
 log = structlog.get_logger(__name__)
@@ -29,6 +30,9 @@ Report = Callable[[tuple[ObjectFailure, ...]], None]
 """Tells of the end of a call: what failed since the one before."""
 
 Item = TypeVar("Item")
+
+RESTART_S = 0.1
+"""Before a lane goes on whose thread has ended by an error; what it was at has been reported as failed."""
 
 REASON_CHARS = 500
 """Native libraries put whole traces into their errors; a failure's reason is for one line of a log."""
@@ -68,7 +72,7 @@ class Lane(abc.ABC, Generic[Item]):
         self._inbox: list[Item] = []
         self._changed = threading.Condition()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=f"layerflow-{name}", daemon=True)
+        self._thread = OwnedThread(f"layerflow-{name}", self._run, restart_s=RESTART_S)
 
     def start(self) -> None:
         """Once."""
@@ -85,8 +89,7 @@ class Lane(abc.ABC, Generic[Item]):
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout_s)
 
     @abc.abstractmethod
     def _accept(self, item: Item) -> None:
@@ -235,8 +238,13 @@ class BackendCalls:
     def __init__(self, suspect: Callable[[], None]) -> None:
         self.suspect = suspect
 
-    def results(self, name: str, count: int, call: Callable[[], list[ObjectResult]]) -> list[ObjectResult]:
-        """The backend's verdicts on `count` objects; an exception is the failure of all of them."""
+    def results(
+        self, name: str, count: int, call: Callable[[], list[ObjectResult]], undo: Callable[[], None] | None = None
+    ) -> list[ObjectResult]:
+        """The backend's verdicts on `count` objects; an exception is the failure of all of them.
+
+        :param undo: called then: what the backend had done until then is not known.
+        """
         try:
             results = call()
             if len(results) != count:
@@ -248,6 +256,8 @@ class BackendCalls:
         except Exception as error:
             log.exception("backend_call_failed", call=name, objects=count, error=describe(error))
             reason = f"{name}: {describe(error)}"
+        if undo is not None:
+            undo()
         return [ObjectResult(ObjectStatus.FAILED, reason)] * count
 
     def quietly(self, name: str, call: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ OPEN_PATIENCE_S = 0.5
 class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
     """Items are messages.
 
-    :param ended: sends the report of a call that published these places, often none.
+    :param tell: sends the report of a call.
     :param patience: how long a call may take.
     """
 
@@ -26,11 +26,11 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
         backend: Backend,
         arena: SharedMemory,
         backend_calls: BackendCalls,
-        ended: Callable[[Sequence[ObjectLocation], Written], None],
+        tell: Callable[[Written], None],
         patience: Patience | None = None,
     ) -> None:
         super().__init__("write", backend, arena, backend_calls, patience)
-        self._ended = ended
+        self._tell = tell
         self._refused: dict[int, list[ObjectFailure]] = {}
 
     def _obey(self, message: Write | Push | Drop | EndWrite) -> None:
@@ -38,11 +38,10 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
             case Write():
                 self._open(message)
             case Push():
-                published: list[ObjectLocation] = []
                 self._call(
                     message,
-                    lambda job, failed: self._move(job, message, failed, published),
-                    lambda failed: self._ended(published, Written(message.id, message.call, failed)),
+                    lambda job, failed: self._move(job, message, failed),
+                    lambda failed: self._tell(Written(message.id, message.call, failed)),
                 )
             case Drop():
                 self._drop(message)
@@ -59,11 +58,14 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
         until = time.monotonic() + OPEN_PATIENCE_S
         with self.under_way(0):
             results = self._backend_calls.results(
-                "open_write", len(places), lambda: self._backend.open_write(places, until)
+                "open_write",
+                len(places),
+                lambda: self._backend.open_write(places, until),
+                lambda: self._undo(message.id, places),
             )
         self._settle(job, positions, results, self._refused.setdefault(message.id, []))
 
-    def _move(self, job: HostJob, message: Push, failed: list[ObjectFailure], published: list[ObjectLocation]) -> None:
+    def _move(self, job: HostJob, message: Push, failed: list[ObjectFailure]) -> None:
         failed += self._refused.pop(message.id, ())
         lo, hi = message.layer_lo, message.layer_hi
         mine = [at for at in range(message.lo, message.hi) if at in job.places]
@@ -73,10 +75,14 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
         if lo == hi:
             with self.under_way(0) as until:
                 results = self._backend_calls.results(
-                    "commit", len(places), lambda: self._backend.commit(places, until)
+                    "commit",
+                    len(places),
+                    lambda: self._backend.commit(places, until),
+                    lambda: self._undo(message.id, places),
                 )
             self._settle(job, mine, results, failed)
-            published += [job.places.pop(at) for at in mine if at in job.places]
+            for at in mine:
+                job.places.pop(at, None)
             return
         nbytes = (hi - lo) * sum(place.layer_bytes for place in places)
         with self.under_way(nbytes) as until:
@@ -96,6 +102,15 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
             with self.under_way(0):
                 self._backend_calls.quietly("revoke", lambda: self._backend.revoke(places))
 
+    def _undo(self, number: int, places: Sequence[ObjectLocation]) -> None:
+        """After a call of job `number` that raised: any of these may be open at the backend, and none stays so.
+
+        What another job has opened is that job's: this one was told, or would have been, that it exists.
+        """
+        others = {place.key for other, job in self._jobs.items() if other != number for place in job.places.values()}
+        mine = [place for place in places if place.key not in others]
+        self._backend_calls.quietly("revoke", lambda: self._backend.revoke(mine))
+
     def _end(self, number: int) -> None:
         self._refused.pop(number, None)
         job = self._jobs.pop(number, None)
@@ -105,6 +120,6 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
     def _leave(self) -> None:
         for message in self._waiting:
             if isinstance(message, Push):
-                self._ended((), Written(message.id, message.call, tuple(refuse(message, "the host stops"))))
+                self._tell(Written(message.id, message.call, tuple(refuse(message, "the host stops"))))
         for number in list(self._jobs):
             self._end(number)

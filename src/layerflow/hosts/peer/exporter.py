@@ -38,7 +38,7 @@ from layerflow.wire.host_messages import (
     encode,
 )
 
-FATAL = 3
+NO_LINKS, FATAL = 1, 3
 _READ_BYTES = 1 << 18
 
 log = structlog.get_logger("layerflow.hosts.peer.exporter")
@@ -94,8 +94,9 @@ class Exporter:
     def _start(self, options: dict[str, Any]) -> bool:
         try:
             where, incarnation = (options["host"], options["port"]), bytes.fromhex(options["incarnation"])
+            key = bytes.fromhex(options["key"])
             lender = named(links()[options["link"]].lender)(self._arena, options["shown"])
-            self._links = Links(self._arena, lender, self._grants, where, incarnation)
+            self._links = Links(self._arena, lender, self._grants, where, incarnation, key, _no_links)
         except Unusable as error:
             self._tell(Down(f"peers.link = {options['link']!r}: {error}", fatal=True))
             return False
@@ -119,6 +120,11 @@ class Exporter:
                 self._connection.sendall(encode(message))
             except OSError as error:
                 log.warning("server_unreachable", message=type(message).__name__, error=str(error))
+
+
+def _no_links() -> None:
+    """An exporter that accepts nobody is of no use: its server starts another."""
+    os._exit(NO_LINKS)
 
 
 def main() -> None:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from layerflow.errors import PoolError
+from layerflow.hosts.peer.seal import MAX_RANGE_BYTES, RangeSeal
 from layerflow.objects import HEADER_BYTES, check_header
 from layerflow.wire.host_messages import Extend, Lend, split_keys, unpack_u32, unpack_u64
-from layerflow.wire.peer_link import GONE, NOT_YET, OUTSIDE, READ
+from layerflow.wire.peer_link import GONE, NOT_YET, OUTSIDE, READ, TAG_BYTES, TAIL
 
 LEND_S = 1.0
 """A reader may be quicker than its owner's word to the exporter: so long a token that is not known is waited for."""
@@ -21,6 +22,7 @@ LEND_S = 1.0
 class ReadGrant:
     """One lease. Fields change under the lock of :class:`Grants`.
 
+    :param seal: tags what is read of it.
     :param reading: the connections that read it now.
     """
 
@@ -31,8 +33,20 @@ class ReadGrant:
     nbytes: list[int]
     blocks: list[int]
     stored: list[int]
+    seal: RangeSeal
     withdrawn: bool = False
     reading: list[socket.socket] = field(default_factory=list)
+
+    def tail(self, read: Callable[[int, int], bytes], item: tuple[int, int, int], data: memoryview) -> bytes:
+        """What is said of an item behind its bytes: whether they count, with their tag where they do.
+
+        :param data: the bytes as they were read. The tag is made first: if they may be read after that, they were the
+            object's all the while.
+        """
+        position, start, _ = item
+        tag = self.seal.tag(self.keys[position], start, data)
+        status = self.check(read, *item)
+        return TAIL.pack(position, status, tag if status == READ else bytes(TAG_BYTES))
 
     def check(self, read: Callable[[int, int], bytes], position: int, start: int, length: int) -> int:
         """Whether these bytes of an object may be read, and are its own: a status of :mod:`layerflow.wire.peer_link`.
@@ -41,7 +55,9 @@ class ReadGrant:
         """
         if self.withdrawn:
             return GONE
-        if not 0 <= position < len(self.keys) or not length or start + length > self.nbytes[position]:
+        if not (0 <= position < len(self.keys) and 0 < length <= MAX_RANGE_BYTES):
+            return OUTSIDE
+        if start + length > self.nbytes[position]:
             return OUTSIDE
         if start + length > self.stored[position]:
             return NOT_YET
@@ -84,7 +100,8 @@ class Grants:
             raise PoolError(f"lease {message.lease}: lists of different lengths")
         if any(at + size > self._arena_bytes for at, size in zip(offsets, nbytes, strict=True)):
             raise PoolError(f"lease {message.lease}: an object leaves the arena")
-        grant = ReadGrant(message.lease, message.token, keys, offsets, nbytes, blocks, stored)
+        seal = RangeSeal(message.lease_key, message.token)
+        grant = ReadGrant(message.lease, message.token, keys, offsets, nbytes, blocks, stored, seal)
         with self._changed:
             self._by_token[grant.token] = self._by_lease[grant.lease] = grant
             self._changed.notify_all()

@@ -115,6 +115,9 @@ class Importer(Backend):
 
     def _link(self, name: tuple[str, str, bytes], origin: Origin, until: float) -> PeerLink:
         link = self._links.get(name)
+        if link is not None and link.closed:  # the exporter hangs up on links over which nothing is asked for
+            self._drop(name)
+            link = None
         if link is None:
             # An exporter that was there before; the peer's next one may listen elsewhere.
             before = self._link_of.get(origin.peer)

@@ -1,7 +1,8 @@
 """The contract of a link: what an importer and an exporter do over it.
 
 Whatever moves the bytes, an importer connects to its exporter over TCP first: there both greet each other, requests
-show the token of their lease, and the exporter says of each object whether its bytes count.
+show the token of their lease, and the exporter says of each object whether its bytes count, with a tag that covers
+them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Sequence
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectResult, ObjectStatus
 from layerflow.hosts.peer.grants import ReadGrant
-from layerflow.wire.peer_link import GONE, READ, STATUS_WORDS, Origin
+from layerflow.wire.peer_link import ALTERED, GONE, READ, STATUS_WORDS, Origin
 
 STALL_S = 2.0
 """Of a link on which nothing comes for so long nothing more is expected, in seconds."""
 Items = Sequence[tuple[int, int, int]]
 """Position in the lease, first byte within the object, bytes."""
-_OUTCOMES = {GONE: ObjectStatus.EXPIRED}
+_OUTCOMES = {GONE: ObjectStatus.EXPIRED, ALTERED: ObjectStatus.BROKEN}
 
 
 class LinkFailed(Exception):
@@ -36,6 +37,11 @@ class PeerLink(abc.ABC):
 
         :raises LinkFailed: none of it counts.
         """
+
+    @property
+    @abc.abstractmethod
+    def closed(self) -> bool:
+        """Has the other end hung up while nothing was asked for?"""
 
     @abc.abstractmethod
     def close(self) -> None:

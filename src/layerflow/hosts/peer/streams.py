@@ -30,6 +30,17 @@ def set_timeout(connection: socket.socket, seconds: float | None) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(whole), int(whole % 1 * 1e6)))
 
 
+def hung_up(connection: socket.socket) -> bool:
+    """Has the other end hung up, or said what nobody has asked for? Neither leaves a connection to go on with."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def receive(
     connection: socket.socket, room: Sequence[memoryview], stall_s: float | None, until: float | None = None
 ) -> None:

@@ -70,6 +70,9 @@ class StoreWriter(abc.ABC):
     def open(self, places: Sequence[ObjectLocation], until: float) -> list[ObjectResult]:
         """Room for new objects, tried again while the store is full and evicts."""
         results = [_BEING_WRITTEN] * len(places)
+        now = time.monotonic()
+        # Whoever opened these can write no more, and has not said so.
+        self.revoke([place for place in places if place.key in self._open and self._open[place.key].expires_at <= now])
         pending: dict[bytes, int] = {}
         for at, place in enumerate(places):
             if place.key not in self._open and pending.setdefault(place.key, at) == at:
@@ -89,7 +92,7 @@ class StoreWriter(abc.ABC):
                     self._client.count("full_retries", len(wanted))
                     time.sleep(max(0.0, min(pause, until - time.monotonic())))
                     pause = min(2 * pause, LAST_RETRY_S)
-        except BaseException:  # the caller takes all of them for failed, and revokes none
+        except BaseException:  # no caller knows which of them this call has opened
             self.revoke([places[at] for at in pending.values()])
             raise
         return results
@@ -114,7 +117,11 @@ class StoreWriter(abc.ABC):
             checksum = self._open[place.key].checksum if result is OK else None
             if checksum is not None and self.arena is not None:
                 set_checksum(self.arena.view[place.offset : place.offset + HEADER_BYTES], checksum.intdigest())
-        results = self._put(places, [(0, HEADER_BYTES)] * len(places), results, until)
+        try:
+            results = self._put(places, [(0, HEADER_BYTES)] * len(places), results, until)
+        except BaseException:  # nothing of them is published
+            self.revoke(places)
+            raise
         ready = [at for at, result in enumerate(results) if result is OK]
         try:
             published = self._publish([places[at] for at in ready], until) if ready else []

@@ -6,6 +6,7 @@ a client that keeps less than an equal part of it is let through all the same: t
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ from layerflow.errors import ProtocolError
 
 ENTRY_BYTES = 4096
 """What the server's own records of one entry take at most, in bytes: objects, timers, places in tables."""
+
+
+WORTH_BYTES = 8 << 20
+"""A client that has kept so much is worth some milliseconds of the loop, when it has ended."""
 
 
 class Refused(ProtocolError):
@@ -36,6 +41,11 @@ class Charge:
     descriptors: int = 0
     end: Callable[[], None] | None = None
 
+    def on_end(self, end: Callable[[], None]) -> None:
+        """Call this where the client ends before the charge is released; it may have been released already."""
+        if self.account.holds(self):
+            self.end = end
+
     def release(self) -> None:
         """What was kept is gone; again = nothing."""
         self.account.release(self)
@@ -53,14 +63,14 @@ class Allowance:
 class Account:
     """Of one client.
 
-    :ivar nbytes: that the client makes the server keep. :ivar descriptors: likewise.
+    :ivar nbytes: that the client makes the server keep. :ivar most: that it ever did. :ivar descriptors: open for it.
     """
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
         self._charges: dict[Charge, None] = {}
         self._closed = False
-        self.nbytes = self.descriptors = 0
+        self.nbytes = self.most = self.descriptors = 0
 
     @property
     def entries(self) -> int:
@@ -91,9 +101,14 @@ class Account:
         self._add(nbytes, descriptors)
         return charge
 
+    def holds(self, charge: Charge) -> bool:
+        """Is this charge not released yet?"""
+        return charge in self._charges
+
     def release(self, charge: Charge) -> None:
         """A charge's end; again = nothing."""
         if self._charges.pop(charge, charge) is None:
+            charge.end = None  # it refers to what was kept, which must not wait for the garbage collector
             self._add(-charge.nbytes, -charge.descriptors)
 
     def close(self) -> None:
@@ -101,9 +116,10 @@ class Account:
         self._closed = True
         while self._charges:
             charge = next(iter(self._charges))
+            end = charge.end
             charge.release()
-            if charge.end is not None:
-                charge.end()
+            if end is not None:
+                end()
 
     @property
     def closed(self) -> bool:
@@ -112,6 +128,7 @@ class Account:
 
     def _add(self, nbytes: int, descriptors: int) -> None:
         self.nbytes += nbytes
+        self.most = max(self.most, self.nbytes)
         self.descriptors += descriptors
         self._accounts.nbytes += nbytes
         self._accounts.descriptors += descriptors
@@ -126,6 +143,7 @@ class Accounts:
     def __init__(self, allowance: Callable[[], Allowance]) -> None:
         self._allowance = allowance
         self._accounts: dict[Hashable, Account] = {}
+        self._most_freed = 0
         self.nbytes = self.descriptors = 0
 
     def __len__(self) -> int:
@@ -142,7 +160,16 @@ class Accounts:
         """A client has ended, and with it all that is kept for it."""
         account = self._accounts.pop(client, None)
         if account is not None:
+            self._most_freed = max(self._most_freed, account.most)
             account.close()
+
+    def return_memory(self) -> None:
+        """Give what ended clients have kept back to the system: the C library's heap keeps it else."""
+        if self._most_freed >= WORTH_BYTES:
+            self._most_freed = 0
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+            if trim is not None:
+                trim(0)
 
     def check(self, account: Account, what: str, nbytes: int, descriptors: int) -> None:
         """May this be kept for a client?

@@ -17,6 +17,7 @@ from layerflow.server.clients.sessions import LOCAL, Address, ClientSession, Ses
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
+from layerflow.wire.rights import HERE, Rights
 
 LAST_WORDS_S = 0.25
 """How long the last messages of a client without memory may come after it has hung up."""
@@ -82,16 +83,17 @@ class Clients:
         """This client has introduced itself as something else than a client."""
         self._greeted.pop(address, None)
 
-    def hello(self, address: Address, message: wire.ToServer) -> None:
+    def hello(self, address: Address, message: wire.ToServer, rights: Rights = HERE) -> None:
         """A client's first message: it has a session from now on, and is told what it needs to know.
 
-        :raises ProtocolError: it is another message, or there is no room for more clients.
+        :raises ProtocolError: it is another message, it may not say this, or there is no room for more clients.
         """
         if not isinstance(message, wire.Hello):
             raise ProtocolError(f"{type(message).__name__} before Hello; introduce yourself first")
+        rights.check(message)
         self._greeted.pop(address, None)
         self._make_room_for_client()
-        session = self._sessions.open(address, message.engine, message.client, message.pid, time.monotonic())
+        session = self._sessions.open(address, message.engine, message.client, message.pid, time.monotonic(), rights)
         settings = self._settings()
         server = settings.server
         fd_server = str(self._fd_server_path) if address[0] == LOCAL else ""

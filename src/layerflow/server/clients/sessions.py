@@ -13,6 +13,7 @@ from layerflow.keys import covered_by
 from layerflow.server.clients.account import Account, Accounts
 from layerflow.server.transport.fd_server import TOKEN_BYTES
 from layerflow.spec import ModelSpec
+from layerflow.wire.rights import HERE, Rights
 
 LOCAL, REMOTE = "local", "tcp"
 Address = tuple[str, bytes]
@@ -23,6 +24,8 @@ Address = tuple[str, bytes]
 class ClientSession:
     """One client: an engine worker (with `memory`) or one that only looks things up.
 
+    :param engine: the name it has given itself, or one of its own; see :meth:`Rights.name_of`.
+    :param rights: what it may do.
     :param account: what it makes the server keep.
     :param heard: when it last said anything, monotonic seconds.
     :param token: what it names itself by at the fd server.
@@ -44,6 +47,7 @@ class ClientSession:
     engine: str
     client: str
     pid: int
+    rights: Rights
     account: Account
     heard: float
     spec: ModelSpec | None = None
@@ -68,7 +72,7 @@ class Sessions:
     """All sessions, found by number, address or token."""
 
     def __init__(self, accounts: Accounts) -> None:
-        self._accounts = accounts
+        self.accounts = accounts
         self._numbers = itertools.count(1)
         self._by_number: dict[int, ClientSession] = {}
         self._by_address: dict[Address, ClientSession] = {}
@@ -80,11 +84,15 @@ class Sessions:
     def __iter__(self) -> Iterator[ClientSession]:
         return iter(list(self._by_number.values()))
 
-    def open(self, address: Address, engine: str, client: str, pid: int, now: float) -> ClientSession:
+    def open(
+        self, address: Address, engine: str, client: str, pid: int, now: float, rights: Rights = HERE
+    ) -> ClientSession:
         """A new session for a client that has none."""
         token = secrets.token_bytes(TOKEN_BYTES)
-        account = self._accounts.of(address)
-        session = ClientSession(next(self._numbers), address, token, engine, client, pid, account, now)
+        account = self.accounts.of(address)
+        session = ClientSession(
+            next(self._numbers), address, token, rights.name_of(engine), client, pid, rights, account, now
+        )
         self._by_number[session.number] = session
         self._by_address[address] = session
         self._by_token[token] = session
@@ -95,7 +103,7 @@ class Sessions:
         del self._by_number[session.number]
         del self._by_address[session.address]
         del self._by_token[session.token]
-        self._accounts.close(session.address)
+        self.accounts.close(session.address)
 
     def get(self, number: int) -> ClientSession | None:
         """By number."""

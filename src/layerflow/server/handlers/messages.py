@@ -19,7 +19,7 @@ from layerflow.flow.events import (
     SessionOpened,
 )
 from layerflow.server.clients.account import Refused
-from layerflow.server.clients.sessions import LOCAL, ClientSession
+from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.clients.turns import Work
 from layerflow.server.handlers.context import ServerContext
 from layerflow.server.handlers.forget import purge, reset_engine
@@ -30,6 +30,7 @@ from layerflow.server.handlers.steps import open_step, report, tell
 from layerflow.server.lookup.plans import lease_owner
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import ToServer
+from layerflow.wire.rights import NotAllowed
 
 MOST_MISSED, MOST_MISSED_TOKENS = 1 << 20, 1 << 40
 """Lookups, and their tokens, that one Missed may tell of: a client sends it every second."""
@@ -63,7 +64,7 @@ class Handlers:
         work = self._guarded(session, message, self._dispatch)
         try:
             self._context.turns.start(session.account, work, nbytes, always=isinstance(message, ENDING))
-        except Refused as error:
+        except (NotAllowed, Refused) as error:
             self._refuse(session, message, error.code, error)
 
     def _guarded(
@@ -71,7 +72,7 @@ class Handlers:
     ) -> Work:
         try:
             yield from work(session, message)
-        except Refused as error:
+        except (NotAllowed, Refused) as error:
             self._refuse(session, message, error.code, error)
         except InvalidTransition as error:
             self._refuse(session, message, "impossible", error)
@@ -128,6 +129,7 @@ class Handlers:
 
     def _dispatch(self, session: ClientSession, message: ToServer) -> Work:
         context = self._context
+        session.rights.check(message, session.engine)
         match message:
             case wire.Report():
                 self._worker(session, "Report")
@@ -153,8 +155,6 @@ class Handlers:
             case wire.StatusRequest():
                 context.send(session, wire.Status(message.id, msgspec.json.encode(context.status())))
             case wire.Purge():
-                if session.address[0] != LOCAL:
-                    raise Refused("local_only", "only clients of this machine may purge the pool")
                 self._later(session, message.id, lambda: purge(context, session, tier=message.tier))
             case wire.Reset():
                 told = reset_engine(context, session.engine)

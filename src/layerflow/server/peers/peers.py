@@ -33,6 +33,7 @@ from layerflow.server.transport.security import read_keys
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import INCARNATION_BYTES, Message
+from layerflow.wire.rights import Rights
 
 log = structlog.get_logger("layerflow.server.peers")
 
@@ -114,11 +115,12 @@ class Peers:
         """Who reads from that address."""
         return self.lending.readers.get(address) if self.lending is not None else None
 
-    def hello(self, address: Address, message: wire.PeerHello) -> None:
-        """:raises ProtocolError: nothing is lent here, or there is no room."""
+    def hello(self, address: Address, message: wire.PeerHello, rights: Rights) -> None:
+        """:raises ProtocolError: nothing is lent here, or not to this client, or there is no room."""
+        rights.check(message)
         if self.lending is None:
             raise ProtocolError("this server lends nothing: set peers.serve = true there")
-        self.lending.hello(address, message)
+        self.lending.hello(address, message, rights)
 
     def heard(self, reader: Reader, message: wire.ToServer, nbytes: int) -> None:
         """A reader asks; what it cannot have is answered, and costs it nothing else.

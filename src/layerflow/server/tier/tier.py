@@ -83,6 +83,7 @@ class Tier:
         self._outcomes: Counter[str] = Counter()
         self._log = structlog.get_logger("layerflow.server.tier.tier")
         self._index = TierIndex()
+        self._generation = self._coming = 0  # of the host's index: which is whole here, and which is being told
         self._recent = SharedBlocks(MAX_RECENT_CHUNKS)  # of a backend without an index: what this server wrote to it
         self._failed_reads = NegativeCache()
         self._clearing: dict[int, asyncio.Future[Cleared]] = {}
@@ -248,12 +249,7 @@ class Tier:
             case Present():
                 self._questions.heard(message)
             case Up():
-                self.up, self.reason, self.details = not message.indexed, "", message.details
-                self.indexed = message.indexed
-                self._index.clear()
-                self._log.info("tier_up", backend=self.name, **message.details)
-                if not message.indexed:
-                    self.partitions.refresh()
+                self._raise(message)
             case Indexed():
                 self._hold(message)
             case Evicted():
@@ -333,6 +329,18 @@ class Tier:
             if not waiting.done():
                 waiting.set_result(Cleared(number, 0, reason))
 
+    def _raise(self, message: Up) -> None:
+        """It can be used: at once, but for an index that is still to be told."""
+        self.reason, self.details, self.indexed = "", message.details, message.indexed
+        whole = message.indexed and message.generation == self._generation
+        if not whole:
+            self._index.clear()
+            self._generation, self._coming = 0, message.generation
+        self.up = whole or not message.indexed
+        self._log.info("tier_up", backend=self.name, **message.details)
+        if self.up:
+            self.partitions.refresh()
+
     def _hold(self, message: Indexed) -> None:
         parents, digests = dict(message.parents), dict(message.block_digests)
         rows = zip(split_keys(message.keys), unpack_u32(message.blocks), unpack_u32(message.tokens), strict=True)
@@ -340,9 +348,11 @@ class Tier:
             IndexEntry(key, blocks, tokens, parents.get(at, b""), digests.get(at, b""))
             for at, (key, blocks, tokens) in enumerate(rows)
         )
-        if message.last and not self.up:
-            self.up = True
-            self.partitions.refresh()
+        if message.last and self._coming:
+            self._generation, self._coming = self._coming, 0
+            if not self.reason:  # else it is away again by now
+                self.up = True
+                self.partitions.refresh()
 
     def _read_failed(self, key: bytes, outcome: int, reason: str) -> None:
         name = ObjectStatus(outcome).name.lower()

@@ -118,15 +118,19 @@ class PeerReleaseHandoff(Message, frozen=True, tag=27):
 
 
 class PeerEndpoint(Message, frozen=True):
-    """A link on which bytes are read.
+    """A link on which bytes are read, as one reader is told of it.
 
     :param link: ``tcp``, ``mooncake`` or ``nixl``.
     :param address: ``host:port`` of the exporter; an empty host is that of the control address.
+    :param reader: 16 bytes, the reader's name on the link. :param reader_key: 32 bytes, which the reader shows to know
+        there; they never cross the link.
     """
 
     link: str
     address: str
     incarnation: bytes
+    reader: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    reader_key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class PeerWelcome(Message, frozen=True, tag=120):
@@ -147,6 +151,8 @@ class PeerFound(Message, frozen=True, tag=121):
     """What of the keys can be read, in their order.
 
     :param lease: 0 = nothing was found, and nothing is leased.
+    :param token: 16 bytes that name the lease on the link.
+    :param lease_key: 32 bytes, with which both ends tag what is read; they never cross the link.
     :param lease_ms: how long it lasts; no longer than was asked for.
     :param states: one byte each: :data:`MISSING`, :data:`STORED` or :data:`OPEN`.
     :param nbytes: u64 each, header included. :param blocks: u32 each, per layer. :param tokens: u32 each.
@@ -168,6 +174,7 @@ class PeerFound(Message, frozen=True, tag=121):
     saves: bytes
     reason: str = ""
     failed: bool = False
+    lease_key: bytes = b""
 
 
 class PeerProgress(Message, frozen=True, tag=122):

@@ -11,11 +11,12 @@ import time
 from typing import Any
 
 from layerflow.hosts.peer.link import STALL_S, Lender, LinkFailed, PeerLink
-from layerflow.hosts.peer.windowed.lending import WindowLender
+from layerflow.hosts.peer.windowed.lending import RESTART_S, WindowLender
 from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Unusable, Window
 from layerflow.hosts.peer.windowed.reading import WindowedLink
 from layerflow.links import LinkPlugin
 from layerflow.system.memfd import SharedMemory
+from layerflow.system.threads import OwnedThread
 from layerflow.wire.peer_link import Origin
 
 LINK = LinkPlugin(
@@ -91,7 +92,7 @@ class _Waiter:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._reads: queue.SimpleQueue[_MooncakeRead | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="layerflow-mooncake", daemon=True).start()
+        OwnedThread("layerflow-mooncake", self._run, restart_s=RESTART_S).start()
 
     def put(self, read: _MooncakeRead | None) -> None:
         """None = no more."""

@@ -11,10 +11,11 @@ from layerflow.hosts.backend import ObjectLocation, ObjectResult
 from layerflow.hosts.peer.grants import ReadGrant
 from layerflow.hosts.peer.greeting import greeted
 from layerflow.hosts.peer.link import STALL_S, Items, Lender, LentLink, LinkFailed, PeerLink, result_of
-from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive, send
+from layerflow.hosts.peer.seal import RangeSeal
+from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, hung_up, receive, send
 from layerflow.links import LinkPlugin
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.peer_link import HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, TAIL, Origin
+from layerflow.wire.peer_link import ALTERED, HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, TAIL, Origin
 
 LINK = LinkPlugin(reader=f"{__name__}:reader", lender=f"{__name__}:lender")
 PIECE_BYTES = 1 << 20
@@ -43,7 +44,7 @@ class TcpLink(PeerLink):
 
     def __init__(self, view: memoryview, origin: Origin, until: float) -> None:
         self._view = view
-        self._socket = greeted(origin, until)
+        self._socket = greeted(origin.address, origin.reader, origin.reader_key, until)
 
     def read(
         self, origin: Origin, places: Sequence[ObjectLocation], lo: int, hi: int, until: float
@@ -56,12 +57,12 @@ class TcpLink(PeerLink):
         table = b"".join(ITEM.pack(place.position, 0, *span) for place, span in zip(places, spans, strict=True))
         try:
             send(self._socket, [REQUEST.pack(REQUEST_MAGIC, len(places), origin.token, 0), table])
-            return self._answers(places, spans, until)
+            return self._answers(RangeSeal(origin.lease_key, origin.token), places, spans, until)
         except (LinkClosed, LinkStalled, ProtocolError, OSError) as error:
             raise LinkFailed(str(error)) from None
 
     def _answers(
-        self, places: Sequence[ObjectLocation], spans: Sequence[tuple[int, int]], until: float
+        self, seal: RangeSeal, places: Sequence[ObjectLocation], spans: Sequence[tuple[int, int]], until: float
     ) -> list[ObjectResult]:
         heads = bytearray(HEAD.size * len(places))
         receive(self._socket, [memoryview(heads)], STALL_S, until)
@@ -77,14 +78,22 @@ class TcpLink(PeerLink):
         receive(self._socket, coming, STALL_S, until)
         tails = bytearray(TAIL.size * len(coming))
         receive(self._socket, [memoryview(tails)], STALL_S, until)
-        ends = iter(TAIL.iter_unpack(tails))
+        ends = iter(zip(coming, TAIL.iter_unpack(tails), strict=True))
         results = []
-        for place, status in zip(places, states, strict=True):
-            end = next(ends) if status == READ else (place.position, status)
-            if end[0] != place.position:
-                raise ProtocolError(f"the tail of object {end[0]} came, not that of {place.position}")
-            results.append(result_of(place, end[1]))
+        for place, (start, _), status in zip(places, spans, states, strict=True):
+            end = status
+            if status == READ:
+                data, (position, end, tag) = next(ends)
+                if position != place.position:
+                    raise ProtocolError(f"the tail of object {position} came, not that of {place.position}")
+                if end == READ and not seal.fits(tag, place.key, start, data):
+                    end = ALTERED
+            results.append(result_of(place, end))
         return results
+
+    @property
+    def closed(self) -> bool:
+        return hung_up(self._socket)
 
     def close(self) -> None:
         """Hang up."""
@@ -121,6 +130,9 @@ class _Stream(LentLink):
                     if grant.withdrawn:
                         raise LinkClosed("its lease was withdrawn")
         send(connection, pieces)
-        # The kernel has copied the bytes: if they may be read now, they were the object's all the while.
-        send(connection, [b"".join(TAIL.pack(item[0], grant.check(self._arena.read, *item)) for item in items)])
+        tails = []
+        for item in items:
+            at = grant.offsets[item[0]] + item[1]
+            tails.append(grant.tail(self._arena.read, item, view[at : at + item[2]]))
+        send(connection, [b"".join(tails)])
         return sum(length for _, _, length in items)

@@ -14,7 +14,8 @@ from layerflow.hosts.peer.link import Items, Lender, LentLink, LinkFailed
 from layerflow.hosts.peer.streams import send
 from layerflow.hosts.peer.windowed.plane import DataPlane, Window
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.peer_link import HEAD, READ, STAMP, pack_window
+from layerflow.system.threads import OwnedThread
+from layerflow.wire.peer_link import STAMP, pack_window
 
 TURN_BYTES = 2 << 20
 """Read at once, its stamp included."""
@@ -24,6 +25,8 @@ SECTIONS = 64
 """Readers at once."""
 SERVE_S = 3.0
 """For so long after it was last heard of a reader may be reading, in seconds."""
+RESTART_S = 0.1
+"""Before the library is served again after an error of its own."""
 POLL_S = 2e-4
 """Between two looks at a library that has no thread of its own, while somebody may be reading."""
 
@@ -43,7 +46,7 @@ class WindowLender(Lender):
         self._free = list(range(SECTIONS))[::-1]
         self._busy_until = 0.0
         if plane.serve is not DataPlane.serve:
-            threading.Thread(target=self._serve, name="layerflow-plane", daemon=True).start()
+            OwnedThread("layerflow-plane", self._serve, restart_s=RESTART_S).start()
 
     def open(self, incarnation: bytes) -> LentLink:
         with self._lock:
@@ -75,6 +78,7 @@ class _Section(LentLink):
         self._lender, self._number, self._incarnation = lender, number, incarnation
         self._filled = 0
         self._start = number * TURNS * TURN_BYTES
+        self._copied = memoryview(bytearray(TURN_BYTES))
 
     def introduce(self, connection: socket.socket) -> None:
         described = self._lender.described
@@ -89,21 +93,18 @@ class _Section(LentLink):
         at = self._start + turn * TURN_BYTES
         STAMP.pack_into(view, at, self._incarnation, self._filled)
         self._filled += 1
-        at += STAMP.size
-        for position, start, length in items:
-            if os.preadv(arena.fd, [view[at : at + length]], grant.offsets[position] + start) != length:
+        at, tails, done = at + STAMP.size, [], 0
+        for item in items:
+            position, start, length = item
+            data = self._copied[done : done + length]
+            if os.preadv(arena.fd, [data], grant.offsets[position] + start) != length:
                 raise OSError(f"the arena ends before {length} bytes of object {position}")
-            at += length
-        # What was copied stays: if it might be read when that was done, it is the object's, whenever it is fetched.
-        states = iter([(item[2], grant.check(arena.read, *item)) for item in items])
-        told = []
-        for head in heads:
-            position, status, nbytes = HEAD.unpack(head)
-            if status == READ:
-                nbytes, status = next(states)
-            told.append(HEAD.pack(position, status, nbytes))
+            # Tagged where nobody else can write: whoever reaches the library's data plane may write to the window.
+            tails.append(grant.tail(arena.read, item, data))
+            done += length
+        view[at : at + done] = self._copied[:done]
         self._lender.busy()
-        send(connection, [b"".join(told)])
+        send(connection, [b"".join([*heads, *tails])])
         return total
 
     def close(self) -> None:

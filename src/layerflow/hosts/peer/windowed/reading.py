@@ -13,10 +13,23 @@ from layerflow.errors import ProtocolError
 from layerflow.hosts.backend import ObjectLocation, ObjectResult
 from layerflow.hosts.peer.greeting import greeted
 from layerflow.hosts.peer.link import STALL_S, LinkFailed, PeerLink, result_of
-from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive, send
+from layerflow.hosts.peer.seal import RangeSeal
+from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, hung_up, receive, send
 from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Window
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.peer_link import HEAD, ITEM, READ, REQUEST, REQUEST_MAGIC, STAMP, WINDOW, Origin, unpack_window
+from layerflow.wire.peer_link import (
+    ALTERED,
+    HEAD,
+    ITEM,
+    READ,
+    REQUEST,
+    REQUEST_MAGIC,
+    STAMP,
+    TAIL,
+    WINDOW,
+    Origin,
+    unpack_window,
+)
 
 LEAST_BANDWIDTH = 1 << 20
 """Of a link that works, in bytes per second."""
@@ -36,10 +49,10 @@ class _Part(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A turn that the library reads: its number, what is in it."""
+    """A turn that the library reads: its number, what is in it, with its tags."""
 
     number: int
-    came: list[_Part]
+    came: list[tuple[_Part, bytes]]
     reading: PlaneRead | None
 
 
@@ -54,7 +67,7 @@ class WindowedLink(PeerLink):
     def __init__(self, arena: SharedMemory, origin: Origin, until: float, plane: type[DataPlane]) -> None:
         self._arena = arena
         self._filled = 0
-        self._socket = greeted(origin, until)
+        self._socket = greeted(origin.address, origin.reader, origin.reader_key, until)
         try:
             raw = bytearray(WINDOW.size)
             receive(self._socket, [memoryview(raw)], STALL_S, until)
@@ -62,6 +75,7 @@ class WindowedLink(PeerLink):
             described = bytearray(size)
             receive(self._socket, [memoryview(described)], STALL_S, until)
             self._window = Window(self._turns * self._turn_bytes)
+            self._copied = memoryview(bytearray(self._turn_bytes))
             self._plane = plane(self._window, self._socket.getsockname()[0])
             self._plane.connect(bytes(described), self._socket.getpeername()[0])
         except (LinkClosed, LinkStalled, ProtocolError, OSError) as error:
@@ -99,6 +113,7 @@ class WindowedLink(PeerLink):
         for number, turn in enumerate(turns[: self._turns]):
             self._ask(origin, places, number, turn)
         pending: deque[_Pending] = deque()
+        seal = RangeSeal(origin.lease_key, origin.token)
 
         def finish() -> None:
             number, came, reading = pending[0]
@@ -106,7 +121,7 @@ class WindowedLink(PeerLink):
                 reading.wait(min(until, time.monotonic() + STALL_S + self._turn_bytes / LEAST_BANDWIDTH))
                 pending.popleft()
                 self._check(number, origin.incarnation)
-                self._land(places, number, came)
+                self._land(seal, places, number, came, statuses)
             else:
                 pending.popleft()
             if number + self._turns < len(turns):
@@ -147,24 +162,33 @@ class WindowedLink(PeerLink):
 
     def _heads(
         self, places: Sequence[ObjectLocation], turn: list[_Part], statuses: list[int], until: float
-    ) -> list[_Part]:
-        """What the exporter has put into a turn."""
+    ) -> list[tuple[_Part, bytes]]:
+        """What the exporter has put into a turn, with the tags of what counts."""
         raw = bytearray(HEAD.size * len(turn))
         receive(self._socket, [memoryview(raw)], STALL_S, until)
         came = []
         for part, (position, status, nbytes) in zip(turn, HEAD.iter_unpack(raw), strict=True):
-            if position != places[part.at].position or nbytes not in (0, part.nbytes):
+            if position != places[part.at].position or nbytes != (part.nbytes if status == READ else 0):
                 raise ProtocolError(f"object {position}, {nbytes} bytes; asked were {places[part.at].position} and "
                                     f"{part.nbytes}")  # fmt: skip
+            if status == READ:
+                came.append(part)
+            else:
+                statuses[part.at] = status
+        tails = bytearray(TAIL.size * len(came))
+        receive(self._socket, [memoryview(tails)], STALL_S, until)
+        tagged = []
+        for part, (position, status, tag) in zip(came, TAIL.iter_unpack(tails), strict=True):
+            if position != places[part.at].position:
+                raise ProtocolError(f"the tail of object {position} came, not that of {places[part.at].position}")
             if status != READ:
                 statuses[part.at] = status
-            if nbytes:
-                came.append(part)
-        return came
+            tagged.append((part, tag))
+        return tagged
 
-    def _begin(self, number: int, came: list[_Part]) -> PlaneRead | None:
+    def _begin(self, number: int, came: list[tuple[_Part, bytes]]) -> PlaneRead | None:
         local = number % self._turns * self._turn_bytes
-        nbytes = sum(part.nbytes for part in came)
+        nbytes = sum(part.nbytes for part, _ in came)
         return self._plane.read(local, self._section + local, STAMP.size + nbytes) if nbytes else None
 
     def _check(self, number: int, incarnation: bytes) -> None:
@@ -177,11 +201,31 @@ class WindowedLink(PeerLink):
             raise ProtocolError("the library has read another window than that of the exporter that was asked")
         self._filled += 1
 
-    def _land(self, places: Sequence[ObjectLocation], number: int, came: list[_Part]) -> None:
+    def _land(
+        self,
+        seal: RangeSeal,
+        places: Sequence[ObjectLocation],
+        number: int,
+        came: list[tuple[_Part, bytes]],
+        statuses: list[int],
+    ) -> None:
+        """Copy what a turn brought into the arena, as far as it counts and its tags fit."""
         at = number % self._turns * self._turn_bytes + STAMP.size
-        for part in came:
-            self._arena.write(places[part.at].offset + part.start, self._window.view[at : at + part.nbytes])
+        for part, tag in came:
+            place, data = places[part.at], self._copied[: part.nbytes]
+            # Copied first: what lies in the window may change under the library's hands, and under a stranger's.
+            data[:] = self._window.view[at : at + part.nbytes]
             at += part.nbytes
+            if statuses[part.at] != READ:
+                continue
+            if seal.fits(tag, place.key, part.start, data):
+                self._arena.write(place.offset + part.start, data)
+            else:
+                statuses[part.at] = ALTERED
+
+    @property
+    def closed(self) -> bool:
+        return hung_up(self._socket)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ from layerflow.links import links
 from layerflow.server.tier.process import HostProcess
 from layerflow.wire.host_messages import Extend, Lend, ToServer, Up, Withdraw, Withdrawn
 from layerflow.wire.messages import INCARNATION_BYTES, PeerEndpoint
+from layerflow.wire.peer_link import LINK_KEY_BYTES, reader_key_of
 
 EXPORTER = "layerflow.hosts.peer.exporter"
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - recognised, not listened on
@@ -57,7 +58,7 @@ class Exporting:
         self._renew()
         mapped = links()[self._link].maps_arena
         self.host = HostProcess("exporter", self._options, *arena, self, module=EXPORTER, mapped=mapped)
-        self.endpoints: list[PeerEndpoint] = []
+        self.address = ""  #: where it is reached; "" = there is none
 
     def start(self) -> None:
         """Start the process, on the running loop."""
@@ -71,6 +72,18 @@ class Exporting:
         """False: there is no process, and so nobody who reads."""
         return self.host.send(message)
 
+    def endpoints(self, reader: bytes) -> list[PeerEndpoint]:
+        """Where a reader of this name on the link reads; none while there is no exporter."""
+        if not self.address:
+            return []
+        incarnation, key = (bytes.fromhex(self._options[name]) for name in ("incarnation", "key"))
+        return [PeerEndpoint(self._link, self.address, incarnation, reader, reader_key_of(key, reader))]
+
+    @property
+    def shown(self) -> list[str]:
+        """For people: ``link://host:port``."""
+        return [f"{self._link}://{self.address}"] if self.address else []
+
     @property
     def alive(self) -> bool:
         """There is a process, which may be reading."""
@@ -79,6 +92,7 @@ class Exporting:
     def _renew(self) -> None:
         """The next process is another exporter: who looks for the one before must not read from it."""
         self._options["incarnation"] = secrets.token_hex(INCARNATION_BYTES)
+        self._options["key"] = secrets.token_hex(LINK_KEY_BYTES)
 
     def host_said(self, message: ToServer) -> None:
         """News from the process."""
@@ -88,7 +102,7 @@ class Exporting:
                 shown = "" if host in WILDCARDS else host
                 where = f"[{shown}]:{message.details['port']}" if ":" in shown else f"{shown}:{message.details['port']}"
                 where = self._advertise or where
-                self.endpoints = [PeerEndpoint(self._link, where, bytes.fromhex(self._options["incarnation"]))]
+                self.address = where
                 log.info("exporter_up", link=self._link, address=where, loopback=is_loopback(where))
                 self._changed()
             case Withdrawn():
@@ -98,12 +112,12 @@ class Exporting:
 
     def host_stuck(self, why: str) -> None:
         """It was killed and does not die; it only reads, and what it may read stays as it is until it does."""
-        self.endpoints = []
+        self.address = ""
         self._changed()
 
     def host_lost(self, why: str) -> None:
         """It is dead."""
-        self.endpoints = []
+        self.address = ""
         self._renew()
         self._lost()
         self._changed()

@@ -40,7 +40,7 @@ def open_item(key: bytes, pending: OpenObject) -> LentItem:
     )
 
 
-def lent(lease: int, token: bytes, items: Sequence[LentItem]) -> Lend:
+def lent(lease: int, token: bytes, lease_key: bytes, items: Sequence[LentItem]) -> Lend:
     """What the exporter is told: of all keys, so that positions are those of the lookup."""
     return Lend(
         lease,
@@ -50,11 +50,18 @@ def lent(lease: int, token: bytes, items: Sequence[LentItem]) -> Lend:
         pack_u64([item.nbytes for item in items]),
         pack_u32([item.blocks if item.state == wire.STORED else 0 for item in items]),
         pack_u64([item.stored for item in items]),
+        lease_key,
     )
 
 
 def found_of(
-    message: wire.PeerLookup, lease: int, token: bytes, items: Sequence[LentItem], reason: str, failed: bool
+    message: wire.PeerLookup,
+    lease: int,
+    token: bytes,
+    items: Sequence[LentItem],
+    reason: str,
+    failed: bool,
+    lease_key: bytes,
 ) -> wire.PeerFound:
     return wire.PeerFound(
         message.id,
@@ -69,4 +76,5 @@ def found_of(
         pack_u32([item.save for item in items]),
         reason,
         failed,
+        lease_key,
     )

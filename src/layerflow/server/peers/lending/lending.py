@@ -36,6 +36,8 @@ from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Extend, Withdraw, split_keys
 from layerflow.wire.messages import Message
+from layerflow.wire.peer_link import LINK_KEY_BYTES
+from layerflow.wire.rights import Rights
 
 KEYS_PER_SLICE = 256
 """Keys of a lookup that are pinned before another client may get its turn."""
@@ -97,7 +99,7 @@ class Lending:
         """That pin something, those included that are being ended."""
         return sum(len(reader.leases) for reader in self.readers.values()) + len(self._ending)
 
-    def hello(self, address: Address, message: wire.PeerHello) -> None:
+    def hello(self, address: Address, message: wire.PeerHello, rights: Rights) -> None:
         """A server introduces itself.
 
         :raises ProtocolError: there is no room for more.
@@ -106,7 +108,7 @@ class Lending:
         if len(self.readers) >= most:
             raise ProtocolError(f"peers.max_readers = {most} servers read here already")
         account = self._accounts.of(address)
-        reader = Reader(address, next(self._readers), message.name, message.pid, account, time.monotonic())
+        reader = Reader(address, next(self._readers), message.name, message.pid, account, time.monotonic(), rights)
         self.readers[address] = reader
         log.info("peer_reader", reader=reader.name, pid=reader.pid, door=address[0])
         self._welcome(reader)
@@ -123,6 +125,10 @@ class Lending:
         :param nbytes: of the message.
         """
         reader.heard = time.monotonic()
+        if isinstance(message, wire.PeerBeat):  # it waits for nothing: silence is what it is to tell from
+            for _ in self._guarded(reader, message, work):
+                pass
+            return
         self.start(reader, message, work, nbytes, always=isinstance(message, ENDING))
 
     def start(
@@ -136,6 +142,7 @@ class Lending:
 
     def _guarded(self, reader: Reader, message: wire.ToServer, work: Work) -> Work:
         try:
+            reader.rights.check(message)
             yield from work
         except LayerflowError as error:
             self.refuse(reader, message, error)
@@ -162,7 +169,8 @@ class Lending:
                 if lease is not None:
                     self._end(lease)
             case wire.PeerBeat():
-                renewed = [lease for number in message.renew if (lease := reader.leases.get(number)) is not None]
+                numbers = dict.fromkeys(message.renew)
+                renewed = [lease for number in numbers if (lease := reader.leases.get(number)) is not None]
                 for lease in renewed:
                     self._set_timer(lease)
                 self._send(reader.address, wire.PeerBeat(message.sent, [lease.number for lease in renewed]))
@@ -222,7 +230,7 @@ class Lending:
         return {
             "leases": self.leases,
             **self.counts(),
-            "endpoints": [f"{one.link}://{one.address}" for one in self.exporting.endpoints],
+            "endpoints": self.exporting.shown,
             "exporter": dataclasses.asdict(exporter.state),
             "exporter_figures": dict(exporter.statistics),
             "who": [
@@ -309,7 +317,7 @@ class Lending:
         items = list(map(LentItem, keys, itertools.repeat(wire.MISSING)))
         why = ""
         coming: dict[bytes, int] = {}
-        if not self.exporting.endpoints:
+        if not self.exporting.address:
             why = "no exporter"
         else:
             wanted: dict[bytes, int] = {}  # a key that is named again is lent once
@@ -329,8 +337,10 @@ class Lending:
             why = self._pin(stored, lease, items) or why
         lent_objects = sum(item.state != wire.MISSING for item in items)
         token = secrets.token_bytes(wire.PEER_TOKEN_BYTES) if lent_objects else b""
+        lease_key = secrets.token_bytes(LINK_KEY_BYTES) if lent_objects else b""
         number = lease.number if lent_objects else 0
-        told, answer = lent(number, token, items), found_of(message, number, token, items, reason or why, failed)
+        told = lent(number, token, lease_key, items)
+        answer = found_of(message, number, token, items, reason or why, failed, lease_key)
         if lent_objects:
             lease.reader.leases[lease.number] = lease
             self._set_timer(lease)
@@ -425,6 +435,6 @@ class Lending:
                 server.heartbeat_ms,
                 server.liveness_ms,
                 self._arena_bytes,
-                self.exporting.endpoints,
+                self.exporting.endpoints(reader.link_name),
             ),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from layerflow.server.clients.account import Account
 from layerflow.server.clients.sessions import Address
 from layerflow.spec import ModelSpec, Shard
 from layerflow.wire import messages as wire
+from layerflow.wire.peer_link import READER_BYTES
+from layerflow.wire.rights import Rights
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +46,7 @@ class Reader:
     :param number: below 0: those of sessions are above.
     :param account: what it makes this server keep.
     :param heard: when it last said anything, monotonic seconds.
+    :param rights: what it may do. :param link_name: of it on the link.
     """
 
     address: Address
@@ -51,8 +55,10 @@ class Reader:
     pid: int
     account: Account
     heard: float
+    rights: Rights
     leases: dict[int, Lease] = field(default_factory=dict)
     lookups: int = 0
+    link_name: bytes = field(default_factory=lambda: secrets.token_bytes(READER_BYTES))
 
 
 class OwnSizes:

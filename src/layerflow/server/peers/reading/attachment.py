@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import structlog
 import zmq
 
@@ -153,9 +154,7 @@ class Attachment:
         host = self.target.address.removeprefix("tcp://").rpartition(":")[0]
         host = host if self.target.address.startswith("tcp://") else "127.0.0.1"
         found = offered[0]
-        return wire.PeerEndpoint(
-            found.link, host + found.address if found.address.startswith(":") else found.address, found.incarnation
-        )
+        return msgspec.structs.replace(found, address=host + found.address) if found.address.startswith(":") else found
 
     # The connection ------------------------------------------------------------------------------
 

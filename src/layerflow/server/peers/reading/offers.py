@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from layerflow.errors import ProtocolError
 from layerflow.server.peers.reading.attachment import Attachment
 from layerflow.wire import messages as wire
 from layerflow.wire.codec import unpack_u32, unpack_u64
+from layerflow.wire.peer_link import LINK_KEY_BYTES
 
 MARGIN = 0.9
 """Of a lease's time that its reader counts on: the clocks of two machines do not run alike."""
@@ -27,6 +29,7 @@ class RemoteLease:
     peer: Attachment
     number: int
     token: bytes
+    lease_key: bytes
     lease_s: float
     until: float
     handoff: str = ""
@@ -89,15 +92,17 @@ class Offers:
 
         :param lease_s: how long it lasts from `asked_at` on, in seconds.
 
-        :raises ProtocolError: its lists do not fit the question.
+        :raises ProtocolError: its lists do not fit the question, or it has no key.
         """
+        if len(found.lease_key) != LINK_KEY_BYTES:
+            raise ProtocolError(f"lease {found.lease} has a key of {len(found.lease_key)} bytes, not {LINK_KEY_BYTES}")
         count = len(keys)
         nbytes = unpack_u64(found.nbytes, count, "nbytes").tolist()
         blocks, layers, saves = (
             unpack_u32(getattr(found, name), count, name).tolist() for name in ("blocks", "layers", "saves")
         )
         states = unpack_u32(b"".join(bytes((state, 0, 0, 0)) for state in found.states), count, "states").tolist()
-        lease = RemoteLease(peer, found.lease, found.token, lease_s, asked_at + MARGIN * lease_s)
+        lease = RemoteLease(peer, found.lease, found.token, found.lease_key, lease_s, asked_at + MARGIN * lease_s)
         for at, state in enumerate(states):
             if state == wire.MISSING:
                 continue

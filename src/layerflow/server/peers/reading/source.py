@@ -209,7 +209,10 @@ class PeerSource:
             endpoint = lease.peer.endpoint()
             if endpoint is None:
                 continue
-            origin = Origin(lease.peer.target.name, endpoint.link, endpoint.address, endpoint.incarnation, lease.token)
+            origin = Origin(
+                lease.peer.target.name, endpoint.link, endpoint.address, endpoint.incarnation, endpoint.reader,
+                endpoint.reader_key, lease.token, lease.lease_key,
+            )  # fmt: skip
             available = lease.stored_layers(new.key for new in mine)
             positions = {new.key: lease.offers[new.key].position for new in mine}
             number = self.fetches.begin(mine, layers, source, AtPeer(encode_origin(origin), positions, available))

@@ -1,0 +1,70 @@
+"""The server's copy of an index that its host tells: whole once, and kept while the backend is away."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from layerflow.config.settings import PoolSettings
+from layerflow.server.tier.tier import Tier
+from layerflow.wire.host_messages import Down, Evicted, Indexed, ToServer, Up, pack_u32
+
+KEYS = [bytes([number]) * 24 for number in range(4)]
+
+
+class Pool:
+    """Not asked for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+@pytest.fixture
+async def tier() -> AsyncIterator[Tier]:
+    made = Tier("disk", {}, PoolSettings(), Pool(), (0, 4096), lambda events: None)
+    yield made
+    if made.partitions._timer is not None:
+        made.partitions._timer.cancel()
+
+
+def told(*keys: bytes, last: bool = True) -> ToServer:
+    return Indexed(b"".join(keys), pack_u32([1] * len(keys)), pack_u32([16] * len(keys)), last=last)
+
+
+async def test_an_index_is_offered_when_all_of_it_is_told(tier: Tier) -> None:
+    tier.host_said(Up({}, True, 7))
+    tier.host_said(told(KEYS[0], last=False))
+    assert not tier.up and tier.holds(KEYS) == [False] * 4
+    tier.host_said(told(KEYS[1]))
+    assert tier.up and tier.holds(KEYS) == [True, True, False, False]
+
+
+async def test_after_an_outage_the_same_index_is_offered_at_once(tier: Tier) -> None:
+    tier.host_said(Up({}, True, 7))
+    tier.host_said(told(*KEYS[:3]))
+    tier.host_said(Down("it is away"))
+    tier.host_said(Evicted(KEYS[1]))
+    assert not tier.up and tier.holds(KEYS) == [False] * 4
+    tier.host_said(Up({}, True, 7))
+    assert tier.up and tier.holds(KEYS) == [True, False, True, False]
+
+
+async def test_another_process_tells_all_of_its_own(tier: Tier) -> None:
+    tier.host_said(Up({}, True, 7))
+    tier.host_said(told(*KEYS[:3]))
+    tier.host_said(Up({}, True, 8))
+    assert not tier.up
+    tier.host_said(told(KEYS[3]))
+    assert tier.up and tier.holds(KEYS) == [False, False, False, True]
+
+
+async def test_what_is_away_by_the_time_that_all_is_told_is_not_up(tier: Tier) -> None:
+    tier.host_said(Up({}, True, 7))
+    tier.host_said(told(KEYS[0], last=False))
+    tier.host_said(Down("it is away"))
+    tier.host_said(told(KEYS[1]))
+    assert not tier.up
+    tier.host_said(Up({}, True, 7))
+    assert tier.up and tier.holds(KEYS) == [True, True, False, False]
