@@ -195,7 +195,10 @@ def test_a_prefiller_killed_in_mid_save(serve: Callable[..., ServerProcess], sha
     assert result.tokens == alone(shape)
     assert result.restarts == 1
     state = control.watch_handoff("r", 5.0)
-    assert state.state == "failed" and "worker of its engine" in state.reason
+    # One process was worker and scheduler: the server sees either of its connections end first.
+    assert state.state == "failed" and (
+        "worker of its engine" in state.reason or state.reason == "who opened it is gone"
+    )
     assert eventually(lambda: quiet(control)), control.status()
     decoder.connection.close()
     control.close()

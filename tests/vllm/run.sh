@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs the tests against a real vLLM on the CPU; VLLM_VERSION picks another than the default. Skips, saying why,
-# where that vLLM cannot be had. Arguments go to pytest.
+# where that vLLM cannot be had. An engine has one thread, so two files run beside each other. Arguments go to pytest.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 venv=$root/.venv-vllm${VLLM_VERSION:+-$VLLM_VERSION}
 "$here/setup.sh" ${VLLM_VERSION:+"$VLLM_VERSION"}
 case $? in 0) ;; 3) echo "vLLM tests: skipped"; exit 0 ;; *) exit 1 ;; esac
-cd "$root" && exec "$venv/bin/python" -m pytest tests/vllm -p no:cacheprovider --durations=15 "$@"
+cd "$root" && exec "$venv/bin/python" -m pytest tests/vllm -p no:cacheprovider -n 2 --dist loadfile --durations=15 "$@"
