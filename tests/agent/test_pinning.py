@@ -20,6 +20,7 @@ from layerflow.agent.connection import mapping
 from layerflow.device.captures import CaptureGate
 from layerflow.ops.bounced import SLOT_BYTES, SLOTS
 from layerflow.ops.staged import INDEX_ROWS, INDEX_SLOTS
+from layerflow.system.memfd import SharedMemory
 
 PIECE = 64 << 10
 MIB = 1 << 20
@@ -241,3 +242,27 @@ def test_work_that_is_given_up_during_a_capture_is_not_done() -> None:
     assert gate.capturing
     with CaptureGate().work() as may:
         assert may is True
+
+
+def test_nothing_is_pinned_for_which_no_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    free = [0.0]
+    monkeypatch.setattr(mapping, "free_bytes", lambda: free[0])
+    monkeypatch.setattr(mapping, "FREE_LOOK_S", 0.001)
+    with SharedMemory.create(4 * PIECE) as memory:
+        memory.populate(0, PIECE)
+        pinning = mapping.Pinning(memory, machine.accelerator(), CaptureGate(), PIECE)
+        with structlog.testing.capture_logs() as logs:
+            pinning.start()
+            assert eventually(lambda: pinning.pinned_bytes == PIECE, PATIENCE_S), "its pages are there"
+            assert eventually(lambda: any(entry["event"] == "arena_pinning_waits" for entry in logs), PATIENCE_S)
+            free[0] = PIECE + mapping.SPARE_BYTES
+            assert pinning.wait(PATIENCE_S)
+        assert pinning.pinned_bytes == 4 * PIECE
+        pinning.undo()
+        free[0] = 0.0
+    with SharedMemory.create(PIECE) as memory:
+        pinning = mapping.Pinning(memory, machine.accelerator(), CaptureGate(), PIECE)
+        pinning.start()
+        pinning.undo()  # ends the wait
+        assert not pinning.pinned_bytes

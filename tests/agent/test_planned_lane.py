@@ -137,3 +137,20 @@ def test_what_may_not_move_yet_holds_nobody_up():
     ahead.frontier = behind.frontier = 1
     taken = [(task.batch.step, task.batch.layer) for task in queue.take(CopyCaps(10, 100))]
     assert taken == [(1, 1), (1, 2), (2, 2)]
+
+
+def test_a_window_has_room_for_several_batches_so_that_a_link_never_waits_for_one_to_be_seen():
+    step = FakeStep()
+    queue = PlannedQueue(PlannedCaps(1000, 0))
+    queue.add(loads(step, 1, 100, 10))
+    flying = queue.take(CopyCaps(1000, 1000))
+    flying += queue.take(CopyCaps(1000, 1000))
+    assert [task.batch.nbytes for task in flying] == [250] * 4
+
+
+def test_no_block_is_cut_for_that():
+    step = FakeStep()
+    queue = PlannedQueue(PlannedCaps(1000, 0))
+    queue.add(loads(step, 1, 4, 400))
+    flying = queue.take(CopyCaps(1000, 1000))
+    assert [task.batch.nbytes for task in flying] == [400] * 2

@@ -6,8 +6,11 @@ import threading
 
 import pytest
 
+from layerflow.connectors.vllm.identity.identity import Checkpoint
 from layerflow.connectors.vllm.identity.reading import WeightsReading
+from layerflow.connectors.vllm.layout import Layout
 from layerflow.errors import ConfigError
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 PATIENCE_S = 20.0
 
@@ -46,3 +49,24 @@ def test_a_shutdown_ends_it() -> None:
     assert seen.wait(PATIENCE_S)
     reading.close()
     assert reading.found is True
+
+
+def drafting(*names: str) -> Layout:
+    """A worker's cache whose second group is a draft model's, before its weights are read."""
+    groups = tuple(GroupSpec("full", 16, (layer,), (Plane("kv", "uint8", (8,)),)) for layer in range(2))
+    spec = ModelSpec("m", "", groups, Shard(drafts=("", "shape")), chunk_tokens=16)
+    return Layout(spec, {}, {}, (0, 0), *(Checkpoint(name) for name in names))
+
+
+def test_weights_and_those_of_a_draft_model_are_in_the_keys_of_their_own_layers() -> None:
+    base = drafting("weights", "draft").with_content()
+    tuned, redrafted = drafting("tuned", "draft").with_content(), drafting("weights", "other").with_content()
+    assert base.spec.content != tuned.spec.content
+    assert base.spec.shard.drafts == tuned.spec.shard.drafts != redrafted.spec.shard.drafts
+    assert base.spec.own == redrafted.spec.own, "engines with another draft model share the model's own layers"
+
+
+def test_a_cache_that_is_made_anew_keeps_the_names_of_its_weights() -> None:
+    """The scheduler's side goes on with those; the files may be others by now, or slow to read."""
+    first = drafting("weights", "draft").with_content()
+    assert drafting("elsewhere", "else").named_as(first).spec == first.spec

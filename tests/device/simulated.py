@@ -119,6 +119,7 @@ class Machine:
     :ivar lockable: bytes that may be pinned.
     :ivar pins: how many further ranges may be pinned before the driver takes its time; None = it never does.
     :ivar registered: bytes of each pinned range, by address.
+    :ivar current: threads that have made the device their own.
     :ivar torn: ranges of batches that lie in no one pinned range.
     """
 
@@ -136,6 +137,7 @@ class Machine:
     pins: threading.Semaphore | None = None
     registered: dict[int, int] = field(default_factory=dict)
     torn: list[int] = field(default_factory=list)
+    current: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -180,6 +182,9 @@ class Machine:
             yield
         finally:
             self._thread.stream = before
+
+    def set_device(self, device: object) -> None:
+        self.current.append(threading.current_thread().name)
 
     def device(self, device: object) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

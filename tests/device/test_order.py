@@ -43,6 +43,8 @@ def test_saves_and_loads_come_in_the_order_of_the_engines_own_stream(machine: Ma
     assert not told.copies.single
     assert {call.thread for call in machine.calls} == {"layerflow-load", "layerflow-save"}
     assert engine.stream not in {call.stream for call in machine.calls}
+    ours = {"layerflow-load", "layerflow-save", "layerflow-link", "layerflow-pin", machine.accelerator().kind}
+    assert sorted(machine.current) == sorted(ours), "each has made the device its own, once; the engine's has not"
     assert machine.default not in {stream for stream, _ in machine.waits}, "nothing computes there"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import structlog
 import torch
 
 from device.simulated import Machine, filled
@@ -15,12 +16,11 @@ from layerflow.device.accelerator import Accelerator
 from layerflow.device.base import CopyCounts
 from layerflow.device.native import BatchCopied, CannNative, CudaNative
 from layerflow.device.poller import Poller
-from layerflow.errors import Unsupported
 from layerflow.ops.base import PinnedPart
 from layerflow.ops.copier import copier_for
 from layerflow.ops.extents import BlockList, Extents
 from layerflow.ops.paged import PagedMemory
-from layerflow.ops.streamed import StreamCopier
+from layerflow.ops.streamed import MOST_REFUSED, StreamCopier
 from layerflow.spec import GroupSpec, ModelSpec, Plane
 from layerflow.system.memfd import SharedMemory
 
@@ -144,11 +144,29 @@ def test_a_driver_without_the_call_is_asked_once(bench: Bench) -> None:
     assert bench.device.copies.counts.single == 2 * bench.extents.nbytes.size
 
 
-def test_what_the_driver_refuses_is_said_with_the_range(bench: Bench) -> None:
+def test_what_the_driver_refuses_for_once_is_copied_range_by_range(bench: Bench) -> None:
+    before = bench.engine_bytes()
     bench.machine.code = 1
-    with pytest.raises(Unsupported, match=rf"code 1, at range 1 of {bench.extents.nbytes.size}"):
+    with structlog.testing.capture_logs() as logs:
+        bench.copier.save(bench.extents)
+    [told] = [entry for entry in logs if entry["event"] == "batch_copy_refused"]
+    assert (told["code"], told["at"], told["ranges"]) == (1, 1, bench.extents.nbytes.size)
+    bench.machine.code = 0
+    bench.clear()
+    bench.copier.load(bench.extents)
+    bench.machine.run()
+    assert bench.engine_bytes() == before
+    counts = bench.device.copies.counts
+    assert counts.single == bench.extents.nbytes.size and counts.calls == 1
+
+
+def test_a_driver_that_refuses_every_batch_is_asked_for_no_more(bench: Bench) -> None:
+    bench.machine.code = 1
+    for _ in range(MOST_REFUSED):
         bench.copier.load(bench.extents)
-    assert bench.device.copies.counts == CopyCounts()
+    bench.machine.code = 0
+    bench.copier.load(bench.extents)
+    assert bench.machine.calls == []
 
 
 def test_more_ranges_than_the_driver_takes_are_as_few_calls_as_can_be(arena: SharedMemory) -> None:

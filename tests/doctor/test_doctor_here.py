@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,18 @@ def test_huge_pages_that_are_not_reserved(monkeypatch):
         (found, _, _) = memory.examine_memory(pool, running=False)
         assert found.state is state
         assert found.check == "huge pages" and ("vm.nr_hugepages=3" in found.advice) == (state is Severity.PROBLEM)
+
+
+def test_small_pages_of_a_large_arena_cost_a_gpu_memory(monkeypatch):
+    monkeypatch.setattr(machine, "devices", lambda pattern: ["nvidia0"] if pattern.startswith("nvidia") else [])
+
+    def advice(**pool: Any) -> list[str]:
+        found = memory.examine_memory(Settings(pool=pool).pool, running=True)
+        return [one.advice for one in found if one.check == "pinned pages"]
+
+    assert "pool.hugepages = true" in advice(size="200GiB")[0]
+    assert not advice(size="200GiB", hugepages=True)
+    assert not advice(size="4GiB")
 
 
 def test_a_limit_for_pinned_memory_matters_with_a_device(monkeypatch):

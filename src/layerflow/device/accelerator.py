@@ -77,11 +77,18 @@ class Accelerator:
         return int(getattr(stream, f"{self.kind}_stream"))
 
     def leave_captures(self) -> None:
-        """From now on no call of this thread disturbs a graph that another thread captures. Not the engine's thread."""
-        if self.native is not None and not hasattr(self._beside, "left"):
-            with self._module.device(self._device):
-                self.native.leave_captures()
-            self._beside.left = True
+        """From now on no call of this thread disturbs a graph that another thread captures, or is another device's.
+
+        Not the engine's thread.
+        """
+        if hasattr(self._beside, "left"):
+            return
+        # For good: an event that is asked or waited for takes the thread's current device, and would make a context
+        # on device 0 for each rank.
+        self._module.set_device(self._device)
+        if self.native is not None:
+            self.native.leave_captures()
+        self._beside.left = True
 
     def capturing(self) -> bool:
         # Of all ways to tell, only a stream answers on another thread than the one that captures.

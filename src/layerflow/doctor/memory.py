@@ -11,6 +11,9 @@ from layerflow.findings.memory import fits, gib
 from layerflow.system import machine, numa
 from layerflow.system.memfd import HUGE_PAGE_BYTES
 
+LARGE_BYTES = 32 << 30
+"""From here on a GPU's page tables for an arena of small pages are worth a word: 2 MiB a GiB."""
+
 
 def examine_memory(pool: PoolSettings, running: bool) -> Iterator[Finding]:
     """The arena against free memory, huge pages and the limit for pinned memory.
@@ -23,6 +26,13 @@ def examine_memory(pool: PoolSettings, running: bool) -> Iterator[Finding]:
         yield fits("arena", pool.size, 0, "pool.size", running)
     yield _node(pool.numa)
     yield _pinning(pool.size)
+    if not pool.hugepages and pool.size >= LARGE_BYTES and machine.devices("nvidia[0-9]*"):
+        yield _page_tables(pool.size)
+
+
+def _page_tables(nbytes: int) -> Finding:
+    found = f"each GPU maps the arena's {gib(nbytes)} in pages of 4 KiB: some {gib(nbytes // 512)} of its memory each"
+    return warning("pinned pages", found, "pool.hugepages = true: fewer pages, pinned in less time by each rank")
 
 
 def _huge_pages(nbytes: int, running: bool) -> Finding:

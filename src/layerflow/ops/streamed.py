@@ -10,7 +10,6 @@ import torch
 
 from layerflow.device.accelerator import Accelerator
 from layerflow.device.base import DeviceEvent
-from layerflow.errors import Unsupported
 from layerflow.ops.base import MappedArena, PinnedPart
 from layerflow.ops.bounced import BounceBuffer, CopyCall, within_pieces
 from layerflow.ops.extents import Extents
@@ -18,11 +17,20 @@ from layerflow.ops.paged import Int64, PagedMemory
 from layerflow.ops.staged import Fill, Staging
 from layerflow.ops.views import ByteViews
 
+MOST_REFUSED = 3
+"""Batches that the driver refuses for a reason of its own before no more are tried."""
+
 log = structlog.get_logger("layerflow.ops")
 
 
 class _NoBatchesError(Exception):
-    """The driver answers that it cannot copy many ranges in one call."""
+    """The driver has not copied many ranges in one call.
+
+    :param for_good: it cannot, or has refused to too often.
+    """
+
+    def __init__(self, *, for_good: bool) -> None:
+        self.for_good = for_good
 
 
 class _Whole(NamedTuple):
@@ -64,6 +72,7 @@ class StreamCopier:
         self._arena_views = ByteViews((torch.from_numpy(arena.array),))
         self._base = arena.address
         self._in_one_call = device.native is not None
+        self._refused = 0
         whole = device.is_pinned(arena.address)
         self._pinned = pinned or _Whole(arena.nbytes, arena.nbytes if whole else 0)
         self._bounce = None if whole or not self._in_one_call else BounceBuffer(device, arena, copy)
@@ -99,16 +108,18 @@ class StreamCopier:
                 return self._device.event(self._stream)
             try:
                 event, staged = self._move(extents, loads)
-            except _NoBatchesError:
+            except _NoBatchesError as refused:
+                # What is copied a second time holds the same bytes.
                 self._in_one_call = False
                 event, staged = self._move(extents, loads)
+                self._in_one_call = not refused.for_good
             self._device.copies.add(batches=1, staged=staged)
             return event
 
     def _move(self, extents: Extents, loads: bool) -> tuple[DeviceEvent, bool]:
         """Enqueue the copies; the event behind them, and whether they went by way of the buffer on the device.
 
-        :raises _NoBatchesError: the driver has no call for many ranges, after all.
+        :raises _NoBatchesError: the driver has no call for many ranges, after all, or refuses these.
         """
         pinned = int((extents.arena + extents.nbytes).max()) <= self._pinned.pinned_bytes
         fills = self._fills(extents) if pinned or not self._in_one_call else None
@@ -146,8 +157,7 @@ class StreamCopier:
     def _call(self, dst: Int64, src: Int64, nbytes: Int64, loads: bool) -> None:
         """One native call, or as few as the driver takes.
 
-        :raises _NoBatchesError: the driver has none.
-        :raises Unsupported: the driver refused.
+        :raises _NoBatchesError: the driver has none, or refused.
         """
         native = self._device.native
         assert native is not None
@@ -160,12 +170,19 @@ class StreamCopier:
             code, failed = native.copy_batch(dst[part], src[part], nbytes[part], handle, loads)
             if code in native.unsupported and not at:
                 log.warning("batch_copy_unavailable", device=str(self._device), reason=f"the driver answers {code}")
-                raise _NoBatchesError
+                raise _NoBatchesError(for_good=True)
             if code:
-                where = f", at range {at + failed} of {nbytes.size}" if failed >= 0 else ""
-                raise Unsupported(
-                    f"device {self._device}: the driver refused a batch of {nbytes.size} copies with code {code}{where}"
+                # A device that is broken refuses single copies too, and that is the batch's failure.
+                self._refused += 1
+                log.warning(
+                    "batch_copy_refused",
+                    device=str(self._device),
+                    code=code,
+                    ranges=nbytes.size,
+                    at=at + failed if failed >= 0 else None,
+                    refused=self._refused,
                 )
+                raise _NoBatchesError(for_good=self._refused >= MOST_REFUSED)
             self._device.copies.add(calls=1)
 
     def _one_by_one(self, dst: Int64, src: Int64, nbytes: Int64, loads: bool) -> None:

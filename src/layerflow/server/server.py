@@ -6,10 +6,10 @@ import asyncio
 import functools
 import itertools
 import os
-import resource
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -217,8 +217,7 @@ class Server:
 
     def _allowance(self) -> Allowance:
         server = self.settings.server
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return Allowance(server.max_client_bytes, server.max_clients_bytes, descriptors)
+        return Allowance(server.max_client_bytes, server.max_clients_bytes)
 
     def apply(self, settings: Settings) -> None:
         """Take new values of the live keys; steps in flight go on under the new limits.
@@ -240,7 +239,8 @@ class Server:
         """Everything ``layerflow status`` shows, JSON-ready."""
         self.read_statistics()
         found = status_of(self._server_context, self.settings, self.started_at, healthy=self.healthy)
-        return found | {"memory_node": self._arena.placed}
+        doors = {name: asdict(door.statistics()) for name, door in self._doors.items() if isinstance(door, Door)}
+        return found | {"memory_node": self._arena.placed, "doors": doors}
 
     def metrics_text(self) -> bytes:
         """Prometheus exposition text."""

@@ -28,6 +28,8 @@ _SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>, Linux 5.1: mappings and writes aft
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.restype = ctypes.c_int
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_libc.mincore.restype = ctypes.c_int
 
 
 def _round_up(value: int, step: int) -> int:
@@ -189,6 +191,17 @@ class SharedMemory:
         end = min(_round_up(stop, self.page_bytes), self.nbytes)
         for at in range(begin, end, POPULATE_PIECE_BYTES):
             _populate_piece(array[at : min(at + POPULATE_PIECE_BYTES, end)], self.writable)
+
+    def missing_bytes(self, start: int, stop: int) -> int:
+        """Of bytes ``start:stop``: what the machine has no pages for yet. Reserved huge pages miss nothing."""
+        if self.page_bytes > mmap.PAGESIZE:
+            return 0
+        begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+        piece = self.array[begin:stop]
+        pages = np.zeros(-(-piece.nbytes // mmap.PAGESIZE), dtype=np.uint8)
+        if _libc.mincore(piece.ctypes.data, piece.nbytes, pages.ctypes.data) != 0:
+            return int(piece.nbytes)
+        return int(np.count_nonzero(~pages & 1)) * mmap.PAGESIZE
 
     def unmap_pages(self, start: int, stop: int) -> None:
         """Take whole pages within ``start:stop`` out of this process's page tables; their bytes stay as they are.

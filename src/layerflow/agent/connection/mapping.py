@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import structlog
@@ -20,6 +21,9 @@ log = structlog.get_logger("layerflow.agent")
 
 PIN_PIECE_BYTES = 256 << 20
 """What one call of the driver pins: some 0.1 s, so that a lost server's arena is let go at once."""
+SPARE_BYTES, FREE_LOOK_S = 64 << 20, 0.5
+"""Pinning leaves so much memory to others, in bytes, and looks again after so many seconds."""
+
 PROGRESS_S = 2.0
 """How often the log tells how far pinning is."""
 
@@ -71,6 +75,8 @@ class ArenaAccess:
 class Pinning:
     """Pins an arena from its start, which slots are handed out from, beside copies that can do without.
 
+    Only as far as memory is free: the driver takes pages that are not there yet, and they count for this process.
+
     :param device: that copies from and to it.
     :param gate: shut while the engine captures a graph.
     :param piece_bytes: what one call of the driver pins.
@@ -85,7 +91,7 @@ class Pinning:
         self._address, self._nbytes = arena.address, arena.nbytes
         self._device = device
         self._gate = gate
-        self._stopping = False
+        self._stopping = threading.Event()
         self._thread = OwnedThread("layerflow-pin", self._run)
         self._pinned = 0
 
@@ -104,7 +110,7 @@ class Pinning:
 
     def undo(self) -> None:
         """End, and give back what is pinned."""
-        self._stopping = True
+        self._stopping.set()
         self._thread.join()
         for at in range(0, self._pinned, self.piece_bytes):
             self._device.unpin(self._address + at)
@@ -114,22 +120,34 @@ class Pinning:
         self._device.leave_captures()
         began = told = time.monotonic()
         log.info("arena_pinning", device=self._device.kind, nbytes=self._nbytes)
-        while self._pinned < self._nbytes and self._pin_next():
+        while self._pinned < self._nbytes and self._wait_free() and self._pin_next():
             if (now := time.monotonic()) - told >= PROGRESS_S:
                 told = now
                 log.info("arena_pinning", device=self._device.kind, nbytes=self._nbytes, pinned_bytes=self._pinned)
         if self._pinned == self._nbytes:
             seconds = round(time.monotonic() - began, 3)
             log.info("arena_pinned", device=self._device.kind, nbytes=self._nbytes, seconds=seconds)
-        elif not self._stopping:
+        elif not self._stopping.is_set():
             _populate(self._arena, self._pinned)
+
+    def _wait_free(self) -> bool:
+        """Wait until there is memory for the next piece; False: it is to stop."""
+        told = False
+        end = min(self._pinned + self.piece_bytes, self._nbytes)
+        while (missing := self._arena.missing_bytes(self._pinned, end)) and free_bytes() < missing + SPARE_BYTES:
+            if not told:
+                told = True
+                log.info("arena_pinning_waits", pinned_bytes=self._pinned, nbytes=self._nbytes)
+            if self._stopping.wait(FREE_LOOK_S):
+                return False
+        return True
 
     def _pin_next(self) -> bool:
         """Whether there was a piece to pin, and the driver did."""
         size = min(self.piece_bytes, self._nbytes - self._pinned)
         reason = ""
-        with self._gate.work(lambda: self._stopping) as may:
-            if not may or self._stopping:
+        with self._gate.work(self._stopping.is_set) as may:
+            if not may or self._stopping.is_set():
                 return False
             try:
                 done = self._device.pin(self._address + self._pinned, size)

@@ -82,6 +82,11 @@ class PlannedLoads:
         """Of the next batch."""
         return self._layers[self._index].layer
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of the next batch's layer."""
+        return self._layers[self._index].block_bytes
+
     def cut(self, caps: CopyCaps, room: int, upto: int) -> list[CopyTask]:
         """The next batches; to be called while :attr:`left`.
 
@@ -185,7 +190,7 @@ class PlannedQueue:
         :param caps: of one call.
         """
         window, depth = self.caps
-        caps = CopyCaps(caps.blocks, max(1, min(caps.nbytes, window)))
+        most = max(1, min(caps.nbytes, window))
         taken: list[CopyTask] = []
         while self._steps:
             for loads in [each for each in self._steps if not each.left]:
@@ -195,6 +200,8 @@ class PlannedQueue:
                 break
             alone = len(self._steps) == 1
             first = self._steps[0] if alone else min(self._steps, key=lambda each: each.distance)
+            # A device is given the next batches before the first has landed. A block is not cut for that.
+            caps = CopyCaps(caps.blocks, min(most, max(window // FLYING, first.block_bytes)))
             with self._lock:
                 room = window - self._flying
                 if self._flying and first.next_bytes(caps) > room:
@@ -209,6 +216,9 @@ class PlannedQueue:
                 break
         return taken
 
+
+FLYING = 4
+"""Batches that a window has room for at least, where blocks are that small."""
 
 FIRST_LAYERS = 2
 """Of a step. They leave before the others are cut."""

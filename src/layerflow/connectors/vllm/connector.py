@@ -92,6 +92,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._bound: StepPlan | None = None
         self._forward = False
         self._reading: WeightsReading[Layout] | None = None
+        self._named: Layout | None = None
         self._told_of_reading = False
         self._obstacle = obstacle(vllm_config, layer_specs(kv_cache_config))
         if self._obstacle:
@@ -233,6 +234,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         first = layout.spec.shard.tp_rank == layout.spec.shard.pp_rank == 0
         if not self.options.endpoint and first and self._server is None:
             self._server = embed(self.options, self._kv_transfer_config.engine_id)
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
+        if self._named is not None:  # the scheduler's side knows the weights by this name
+            return self._attach(layout.named_as(self._named))
         self._reading = WeightsReading(layout.with_content)
         if self._reading.wait(START_WAIT_S):
             self._attach(self._reading.found)
@@ -241,6 +247,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.info("weights_digest_pending", model=layout.spec.name, effect=effect)
 
     def _attach(self, layout: Layout) -> None:
+        self._named = layout
         engine_id = self._kv_transfer_config.engine_id
         endpoint = self.options.endpoint or embedded_endpoint(engine_id)
         agent = Agent(endpoint, layout.spec, layout.tensors, engine_id)

@@ -75,6 +75,11 @@ class Layout:
             shard = msgspec.structs.replace(shard, drafts=names)
         return replace(self, spec=msgspec.structs.replace(self.spec, content=content, shard=shard))
 
+    def named_as(self, other: Layout) -> Layout:
+        """The same with the digests that the weights have in another layout of this worker."""
+        shard = msgspec.structs.replace(self.spec.shard, drafts=other.spec.shard.drafts)
+        return replace(self, spec=msgspec.structs.replace(self.spec, content=other.spec.content, shard=shard))
+
 
 def layer_specs(cache: Any) -> Iterator[Any]:
     """VLLM's specs of all caches that are loaded and saved.
