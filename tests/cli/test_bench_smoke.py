@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from layerflow_cli.bench import auto, flow, lookup, miss, overlap, pd, pool, proxy, stagger
+from layerflow_cli.bench import auto, directory, flow, lookup, miss, overlap, pd, pool, proxy, stagger
 from layerflow_cli.bench.transfer import copy, device
 
 
@@ -41,6 +41,12 @@ def test_flow():
     for figures in result["by_sessions"].values():
         assert figures["us_per_event"] > 0 and figures["tries_per_event"] <= 1 and figures["events"] > 1000
     assert len(flow.present(result)) > 1
+
+
+def test_directory():
+    result = directory.measure(objects=2000, replaced=500)
+    assert result["evictions"] > 0 and set(result["phases"]) == {"filling", "reading", "filling the rest", "evicting"}
+    assert result["worst_ms"] > 0 and result["first_eviction_ms"] > 0 and result["target_ms"] == 50
 
 
 def test_copy():

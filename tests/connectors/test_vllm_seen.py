@@ -44,7 +44,7 @@ class Runner:
         self.engine, self.machine, self.second = engine, engine.machine, second
         layout: Any = SimpleNamespace(spec=SPEC, numbers=NAMES, vllm_groups=(0,))
         self.side = WorkerSide(
-            engine.agent, layout, "ipc://x", several_groups=False, early=False, events=False, in_flight=2, **side
+            engine.agent, layout, "ipc://x", several_groups=False, early=False, events=False, **{"in_flight": 2, **side}
         )
         self.side._is_short = lambda _: False  # type: ignore[method-assign]
         self.numbers = 0
@@ -253,11 +253,14 @@ class TestStepsWithoutAnEnd:
         runner.forward(compute)
         runner.side.transfers(forward=True)
 
-    def test_the_next_plan_is_loaded(self, runner_of: Make) -> None:
-        runner = runner_of(stored=True)
+    def saves_another(self, runner: Runner) -> StepPlan:
         other = runner.engine.agent.chain([*range(1000, 1064)])
         asked = StepRequest("p", other, (OTHERS,), save=(0, 64))
-        self.unended(runner, StepPlan(number=1, saves=runner.saves_of("p", OTHERS, asked), work=(64, 0)))
+        return StepPlan(number=9, saves=runner.saves_of("p", OTHERS, asked), work=(64, 0))
+
+    def test_the_next_plan_is_loaded(self, runner_of: Make) -> None:
+        runner = runner_of(stored=True, in_flight=None)
+        self.unended(runner, self.saves_another(runner))
         self.unended(runner, StepPlan(loads=runner.loads()), runner.engine.attend)
         runner.engine.assert_saw_all()
         assert not runner.side.failed_blocks()
@@ -265,7 +268,7 @@ class TestStepsWithoutAnEnd:
     def test_what_was_computed_is_published(self, runner_of: Make) -> None:
         runner = runner_of()
         self.unended(runner, runner.saving(), runner.engine.compute)
-        self.unended(runner, StepPlan())
+        self.unended(runner, self.saves_another(runner))
         assert runner.found() == HIT
         runner.assert_stored_right()
 

@@ -9,8 +9,8 @@ from layerflow.server.clients.account import ENTRY_BYTES, Accounts, Allowance, R
 SHARE, TOTAL = 10 * ENTRY_BYTES, 16 * ENTRY_BYTES
 
 
-def accounts(descriptors: int = 100) -> Accounts:
-    return Accounts(lambda: Allowance(SHARE, TOTAL, descriptors))
+def accounts() -> Accounts:
+    return Accounts(lambda: Allowance(SHARE, TOTAL))
 
 
 def test_a_client_keeps_no_more_than_its_share() -> None:
@@ -43,18 +43,9 @@ def test_what_is_left_ends_with_the_client() -> None:
     mine = every.of("a")
     gone = mine.charge("a lookup", end=lambda: ended.append("gone"))
     mine.charge("a lookup", end=lambda: ended.append("first"))
-    last = mine.charge("a watch", 5, descriptors=2, end=lambda: ended.append("last"))
+    last = mine.charge("a watch", 5, end=lambda: ended.append("last"))
     gone.release()
-    assert every.descriptors == 2
     every.close("a")
     last.release()
     assert ended == ["first", "last"]
-    assert (every.nbytes, every.descriptors, len(every), mine.closed) == (0, 0, 0, True)
-
-
-def test_descriptors_are_bounded_for_all_together() -> None:
-    every = accounts(descriptors=3)
-    every.of("a").charge("a connection", descriptors=3)
-    with pytest.raises(Refused, match="descriptors"):
-        every.of("b").charge("a connection", descriptors=1)
-    every.of("b").charge("a watch")
+    assert (every.nbytes, len(every), mine.closed) == (0, 0, True)

@@ -18,7 +18,7 @@ class World:
     """Clients over sessions of its own; nothing is sent."""
 
     def __init__(self) -> None:
-        self.sessions = Sessions(Accounts(lambda: Allowance(1 << 20, 1 << 30, 100)))
+        self.sessions = Sessions(Accounts(lambda: Allowance(1 << 20, 1 << 30)))
         self.lost: list[tuple[int, str]] = []
         self.suspected: list[ClientSession] = []
         nowhere, nobody = Path("/nowhere"), lambda *_: None

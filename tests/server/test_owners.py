@@ -159,6 +159,7 @@ def test_a_question_ends_with_its_client_and_a_late_lease_is_given_back(
     server, owner = embed(peers__learn=True), owner_of()
     client = RawClient(server.context, server.endpoint, SPEC)
     ask(client, "waits", owner.address, 3_600_000)
+    assert eventually(lambda: len(owner.asked) == 1, 30)
     ask(client, "late", owner.address, 3_000)
     assert eventually(lambda: len(owner.asked) == 2, 30)
     questions = server.server.peers.source.questions  # type: ignore[union-attr]
@@ -183,7 +184,7 @@ def test_servers_that_requests_name_make_room_for_each_other(
     assert eventually(lambda: len(owner.asked) == 1, 30)
     descriptors = len(os.listdir("/proc/self/fd"))
     for number in range(20):
-        ask(client, f"gone{number}", f"ipc://{tmp_path}/gone-{number}", 300)
+        ask(client, f"gone{number}", f"ipc://{tmp_path}/gone-{number}", 100)
         assert "too many" not in reason(client)
     assert len(learned(server)) == 4
     assert owner.address in learned(server), "one that is asked something stays"

@@ -144,7 +144,8 @@ def test_questions_that_wait_are_bounded_and_end_with_their_reader(embed: Embed)
 
 
 @pytest.mark.parametrize("before", [1 << 16, 1 << 32, 1 << 63], ids=["2**16", "2**32", "2**63"])
-def test_follows_go_on_past_each_size_of_number(embed: Embed, reader_of: Readers, before: int) -> None:
+@pytest.mark.parametrize("many", [6, pytest.param(1000, marks=pytest.mark.campaign)])
+def test_follows_go_on_past_each_size_of_number(embed: Embed, reader_of: Readers, before: int, many: int) -> None:
     """A server that runs for long: whatever only counts up does not end what it counts."""
     server = embed(peers__serve=True, pool__size="64MiB")
     worker = Hostile(server.context, server.endpoint, SPEC)
@@ -158,9 +159,9 @@ def test_follows_go_on_past_each_size_of_number(embed: Embed, reader_of: Readers
         inner.peers.lending._numbers = start
 
     server.call(age)
-    for number in range(start, start + 6):
+    for number in range(start, start + many):
         assert hand_off(scheduler, worker, reader, number) == [wire.OPEN, wire.OPEN]
-    assert leases(server) == 6
+    assert leases(server) == many
     scheduler.close()
     worker.close()
 

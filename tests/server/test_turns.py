@@ -30,7 +30,7 @@ SHARE = 64 << 20
 @pytest.fixture
 def account() -> Open:
     """The account of a client, by its number."""
-    return Accounts(lambda: Allowance(SHARE, 1 << 30, 100)).of
+    return Accounts(lambda: Allowance(SHARE, 1 << 30)).of
 
 
 async def run(turns_: Turns) -> None:

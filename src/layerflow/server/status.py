@@ -41,6 +41,8 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
                 "heard_s_ago": round(now - session.heard, 3),
                 "leases": sum(until > now for until in session.leases.values()),
                 "open_steps": len(session.open_steps),
+                "kept_bytes": session.account.nbytes,
+                "kept": session.account.entries,
                 "model": session.spec.name if session.spec else None,
                 "fingerprint": session.spec.fingerprint.hex() if session.spec else None,
                 "tp": f"{session.spec.shard.tp_rank}/{session.spec.shard.tp_size}" if session.spec else None,

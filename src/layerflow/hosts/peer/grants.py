@@ -37,15 +37,17 @@ class ReadGrant:
     withdrawn: bool = False
     reading: list[socket.socket] = field(default_factory=list)
 
-    def tail(self, read: Callable[[int, int], bytes], item: tuple[int, int, int], data: memoryview) -> bytes:
+    def tag(self, item: tuple[int, int, int], data: memoryview) -> bytes:
+        """The tag of an item whose bytes are `data`."""
+        position, start, _ = item
+        return self.seal.tag(self.keys[position], start, data)
+
+    def tail(self, read: Callable[[int, int], bytes], item: tuple[int, int, int], tag: bytes) -> bytes:
         """What is said of an item behind its bytes: whether they count, with their tag where they do.
 
-        :param data: the bytes as they were read. The tag is made first: if they may be read after that, they were the
-            object's all the while.
+        Its bytes have been tagged and copied: if they may be read now, they were the object's all the while.
         """
-        position, start, _ = item
-        tag = self.seal.tag(self.keys[position], start, data)
-        status = self.check(read, *item)
+        position, status = item[0], self.check(read, *item)
         return TAIL.pack(position, status, tag if status == READ else bytes(TAG_BYTES))
 
     def check(self, read: Callable[[int, int], bytes], position: int, start: int, length: int) -> int:

@@ -6,6 +6,7 @@ a client that keeps less than an equal part of it is let through all the same: t
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ from layerflow.errors import ProtocolError
 
 ENTRY_BYTES = 4096
 """What the server's own records of one entry take at most, in bytes: objects, timers, places in tables."""
+
+
+WORTH_BYTES = 8 << 20
+"""A client that has kept so much is worth some milliseconds of the loop, when it has ended."""
 
 
 class Refused(ProtocolError):
@@ -27,14 +32,18 @@ class Refused(ProtocolError):
 class Charge:
     """One entry of an account.
 
-    :param nbytes: what it keeps. :param descriptors: that it holds open.
+    :param nbytes: what it keeps.
     :param end: ends what is kept, when the client does; None = it ends in another way.
     """
 
     account: Account
     nbytes: int
-    descriptors: int = 0
     end: Callable[[], None] | None = None
+
+    def on_end(self, end: Callable[[], None]) -> None:
+        """Call this where the client ends before the charge is released; it may have been released already."""
+        if self.account.holds(self):
+            self.end = end
 
     def release(self) -> None:
         """What was kept is gone; again = nothing."""
@@ -43,24 +52,23 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What may be kept: bytes by one client, bytes by all, descriptors by all."""
+    """What may be kept, in bytes: by one client, and by all together."""
 
     share: int
     total: int
-    descriptors: int
 
 
 class Account:
     """Of one client.
 
-    :ivar nbytes: that the client makes the server keep. :ivar descriptors: likewise.
+    :ivar nbytes: that the client makes the server keep. :ivar most: that it ever did.
     """
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
         self._charges: dict[Charge, None] = {}
         self._closed = False
-        self.nbytes = self.descriptors = 0
+        self.nbytes = self.most = 0
 
     @property
     def entries(self) -> int:
@@ -72,7 +80,6 @@ class Account:
         what: str,
         nbytes: int = 0,
         *,
-        descriptors: int = 0,
         end: Callable[[], None] | None = None,
         always: bool = False,
     ) -> Charge:
@@ -85,48 +92,54 @@ class Account:
         """
         nbytes += ENTRY_BYTES
         if not always:
-            self._accounts.check(self, what, nbytes, descriptors)
-        charge = Charge(self, nbytes, descriptors, end)
+            self._accounts.check(self, what, nbytes)
+        charge = Charge(self, nbytes, end)
         self._charges[charge] = None
-        self._add(nbytes, descriptors)
+        self._add(nbytes)
         return charge
+
+    def holds(self, charge: Charge) -> bool:
+        """Is this charge not released yet?"""
+        return charge in self._charges
 
     def release(self, charge: Charge) -> None:
         """A charge's end; again = nothing."""
         if self._charges.pop(charge, charge) is None:
-            self._add(-charge.nbytes, -charge.descriptors)
+            charge.end = None  # it refers to what was kept, which must not wait for the garbage collector
+            self._add(-charge.nbytes)
 
     def close(self) -> None:
         """The client has ended: end what is kept for it, oldest first."""
         self._closed = True
         while self._charges:
             charge = next(iter(self._charges))
+            end = charge.end
             charge.release()
-            if charge.end is not None:
-                charge.end()
+            if end is not None:
+                end()
 
     @property
     def closed(self) -> bool:
         """The client has ended."""
         return self._closed
 
-    def _add(self, nbytes: int, descriptors: int) -> None:
+    def _add(self, nbytes: int) -> None:
         self.nbytes += nbytes
-        self.descriptors += descriptors
+        self.most = max(self.most, self.nbytes)
         self._accounts.nbytes += nbytes
-        self._accounts.descriptors += descriptors
 
 
 class Accounts:
     """Of all clients of a server, by the address that each is known by.
 
-    :ivar nbytes: that all of them make the server keep. :ivar descriptors: likewise.
+    :ivar nbytes: that all of them make the server keep.
     """
 
     def __init__(self, allowance: Callable[[], Allowance]) -> None:
         self._allowance = allowance
         self._accounts: dict[Hashable, Account] = {}
-        self.nbytes = self.descriptors = 0
+        self._most_freed = 0
+        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -142,9 +155,18 @@ class Accounts:
         """A client has ended, and with it all that is kept for it."""
         account = self._accounts.pop(client, None)
         if account is not None:
+            self._most_freed = max(self._most_freed, account.most)
             account.close()
 
-    def check(self, account: Account, what: str, nbytes: int, descriptors: int) -> None:
+    def return_memory(self) -> None:
+        """Give what ended clients have kept back to the system: the C library's heap keeps it else."""
+        if self._most_freed >= WORTH_BYTES:
+            self._most_freed = 0
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+            if trim is not None:
+                trim(0)
+
+    def check(self, account: Account, what: str, nbytes: int) -> None:
         """May this be kept for a client?
 
         :raises Refused: it may not.
@@ -162,10 +184,4 @@ class Accounts:
                 "quota",
                 f"{what} of {nbytes} bytes: {self.nbytes} bytes are kept for {len(self._accounts)} clients, and "
                 f"server.max_clients_bytes is {allowed.total}; try again later",
-            )
-        if descriptors and self.descriptors + descriptors > allowed.descriptors:
-            raise Refused(
-                "quota",
-                f"{what}: {self.descriptors} descriptors are open for clients, and {allowed.descriptors} may be; close "
-                "connections, or raise the limit of open files",
             )

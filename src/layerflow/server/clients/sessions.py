@@ -72,7 +72,7 @@ class Sessions:
     """All sessions, found by number, address or token."""
 
     def __init__(self, accounts: Accounts) -> None:
-        self._accounts = accounts
+        self.accounts = accounts
         self._numbers = itertools.count(1)
         self._by_number: dict[int, ClientSession] = {}
         self._by_address: dict[Address, ClientSession] = {}
@@ -89,7 +89,7 @@ class Sessions:
     ) -> ClientSession:
         """A new session for a client that has none."""
         token = secrets.token_bytes(TOKEN_BYTES)
-        account = self._accounts.of(address)
+        account = self.accounts.of(address)
         session = ClientSession(
             next(self._numbers), address, token, rights.name_of(engine), client, pid, rights, account, now
         )
@@ -103,7 +103,7 @@ class Sessions:
         del self._by_number[session.number]
         del self._by_address[session.address]
         del self._by_token[session.token]
-        self._accounts.close(session.address)
+        self.accounts.close(session.address)
 
     def get(self, number: int) -> ClientSession | None:
         """By number."""

@@ -161,26 +161,37 @@ def watch_handoff(context: ServerContext, session: ClientSession, message: wire.
         raise ProtocolError(
             f"hand-off {message.handoff!r}: needs a name, and deadline_ms 1 to {most_ms:.0f} (server.max_deadline_s)"
         )
-    number, handoffs = session.number, context.handoffs
-    what, nbytes = f"a watch of hand-off {message.handoff!r}", len(message.handoff)
     until = time.monotonic() + message.deadline_ms / 1e3
-
-    def tell(told: Handoff) -> None:
-        client = context.sessions.get(number)
-        if client is not None:
-            tokens = told.tokens if told.status.readable else 0
-            context.send(client, wire.HandoffState(message.id, told.name, told.status.value, tokens, told.reason))
-
-    def changed(told: Handoff) -> None:
-        tell(told)
-        client = context.sessions.get(number)
-        if told.status not in ENDS and client is not None and time.monotonic() < until - SOON_S:
-            handoffs.wait(message.handoff, until, changed, client.account.charge(what, nbytes, always=True))
-
-    charge = session.account.charge(what, nbytes)
-    handoff = handoffs.announce(message.handoff, until)
+    watch = _Watch(context, session.number, message, until)
+    charge = session.account.charge(watch.what, len(message.handoff))
+    handoff = context.handoffs.announce(message.handoff, until)
     if handoff.status is HandoffStatus.ANNOUNCED:
-        handoffs.wait(message.handoff, until, changed, charge)
+        context.handoffs.wait(message.handoff, until, watch.changed, charge)
     else:
         charge.release()
-        changed(handoff)
+        watch.changed(handoff)
+
+
+class _Watch(NamedTuple):
+    """A session's question what becomes of a hand-off."""
+
+    context: ServerContext
+    session: int
+    message: wire.WatchHandoff
+    until: float
+
+    @property
+    def what(self) -> str:
+        return f"a watch of hand-off {self.message.handoff!r}"
+
+    def changed(self, told: Handoff) -> None:
+        """Tell of its state, and wait for the next one."""
+        client, message = self.context.sessions.get(self.session), self.message
+        if client is None:
+            return
+        tokens = told.tokens if told.status.readable else 0
+        state = wire.HandoffState(message.id, told.name, told.status.value, tokens, told.reason)
+        self.context.send(client, state)
+        if told.status not in ENDS and time.monotonic() < self.until - SOON_S:
+            charge = client.account.charge(self.what, len(message.handoff), always=True)
+            self.context.handoffs.wait(message.handoff, self.until, self.changed, charge)

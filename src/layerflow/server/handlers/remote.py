@@ -20,6 +20,7 @@ from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
 from layerflow.server.lookup.lookup import prompt_keys, with_alternatives
 from layerflow.server.peers.reading.attachment import Attachment
 from layerflow.server.peers.reading.questions import PeerAnswer
+from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
 
 DIGESTS_PER_SLICE = 64
@@ -135,52 +136,75 @@ class RemoteLookups:
 
     def _ask(self, session: ClientSession, asked: Asked, servers: Sequence[Attachment], until: float) -> Work:
         """What do these lend of it?"""
-        spec, peers = session.spec, self._context.peers
-        assert spec is not None and peers is not None and peers.reading is not None
-        message, blocks = asked.message, asked.blocks
-        number, resets, reading = session.number, session.resets, peers.reading
+        spec, message = session.spec, asked.message
+        assert spec is not None
         asked_for = len(asked.digests) * len(spec.groups) * len(spec.shard.peers())
         charge = self._charge(session, message, kept_bytes(message) + asked_for * KEPT_KEY_BYTES)
-        known: set[bytes] = set()
-        joined: PeerAnswer | None = None
+        question = _Question(self._context, self._answers, self._go, session, message, servers, until, charge)
+        yield from question.ask(session, asked)
 
-        def wanted(digests: Sequence[bytes]) -> Generator[None, None, list[bytes]]:
-            """What is not here of the prompt, and what may stand in for it, of all sizes that are known by now."""
-            more: list[bytes] = []
-            for start in range(0, len(digests), DIGESTS_PER_SLICE):
-                own = prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE])
-                missing = [key for key, here in zip(own, self._context.pool.lookup(own), strict=True) if not here]
-                fresh = with_alternatives(self._context.pool.covering(spec), missing)
-                more += [key for key in fresh if key not in known]
-                known.update(more)
-                yield
-            return more
 
-        def ask(client: ClientSession, again: Asked) -> Work:
-            digests = [*again.digests, message.tail] if message.tail else again.digests
-            more = yield from wanted(digests)
-            if more or joined is None:
-                # The first time, and where its workers run in a size of which nothing was known when they were asked.
-                charge.end = reading.ask(servers, more, message.handoff, answered, until)
-                return
-            charge.release()
-            answer = joined
-            if not (answer.found or answer.reason) and (why := reading.difference(servers, spec.name)):
-                answer = PeerAnswer(frozenset(), reason=f"cannot be read by this engine: {why}")
-            yield from self._answers.lent(client, again, answer, until)
+class _Question:
+    """What servers are asked for one lookup: again, where its workers run in a size of which nothing was known before.
 
-        def answered(answer: PeerAnswer) -> None:
-            nonlocal joined
-            joined = answer if joined is None else joined.joined(answer)
-            client = self._context.sessions.get(number)
-            if client is not None and client.resets != resets:
-                # Its keys are those of weights that were replaced meanwhile.
-                charge.release()
-                self._context.send(client, wire.Found(message.id, 0, [], False, REPLACED))
-            elif client is not None:
-                self._go(number, message, again(client))
+    Between its questions it keeps the keys that were asked for, and not the prompt.
+    """
 
-        def again(client: ClientSession) -> Work:
-            yield from ask(client, (yield from read_lookup(spec, message)))
+    def __init__(
+        self,
+        context: ServerContext,
+        answers: RemoteAnswers,
+        go: Callable[[int, wire.Lookup, Work], None],
+        session: ClientSession,
+        message: wire.Lookup,
+        servers: Sequence[Attachment],
+        until: float,
+        charge: Charge,
+    ) -> None:
+        self._context, self._answers, self._go = context, answers, go
+        self._session, self._resets = session.number, session.resets
+        self._message, self._servers, self._until, self._charge = message, servers, until, charge
+        self._known: set[bytes] = set()
+        self._joined: PeerAnswer | None = None
 
-        yield from ask(session, Asked(message, asked.digests, blocks))
+    def ask(self, client: ClientSession, asked: Asked) -> Work:
+        """Ask, or answer the lookup where nothing more is to be asked for."""
+        message, spec, peers = self._message, client.spec, self._context.peers
+        assert spec is not None and peers is not None and peers.reading is not None
+        digests = [*asked.digests, message.tail] if message.tail else asked.digests
+        more = yield from self._wanted(spec, digests)
+        if more or self._joined is None:
+            handoff, until = message.handoff, self._until
+            self._charge.on_end(peers.reading.ask(self._servers, more, handoff, self._answered, until))
+            return
+        self._charge.release()
+        answer = self._joined
+        if not (answer.found or answer.reason) and (why := peers.reading.difference(self._servers, spec.name)):
+            answer = PeerAnswer(frozenset(), reason=f"cannot be read by this engine: {why}")
+        yield from self._answers.lent(client, asked, answer, self._until)
+
+    def _wanted(self, spec: ModelSpec, digests: Sequence[bytes]) -> Generator[None, None, list[bytes]]:
+        """What is not here of the prompt, and what may stand in for it, of all sizes that are known by now."""
+        pool, more = self._context.pool, []
+        for start in range(0, len(digests), DIGESTS_PER_SLICE):
+            own = prompt_keys(spec, digests[start : start + DIGESTS_PER_SLICE])
+            missing = [key for key, here in zip(own, pool.lookup(own), strict=True) if not here]
+            fresh = with_alternatives(pool.covering(spec), missing)
+            more += [key for key in fresh if key not in self._known]
+            self._known.update(more)
+            yield
+        return more
+
+    def _answered(self, answer: PeerAnswer) -> None:
+        self._joined = answer if self._joined is None else self._joined.joined(answer)
+        client = self._context.sessions.get(self._session)
+        if client is not None and client.resets != self._resets:
+            # Its keys are those of weights that were replaced meanwhile.
+            self._charge.release()
+            self._context.send(client, wire.Found(self._message.id, 0, [], False, REPLACED))
+        elif client is not None:
+            self._go(self._session, self._message, self._again(client))
+
+    def _again(self, client: ClientSession) -> Work:
+        assert client.spec is not None
+        yield from self.ask(client, (yield from read_lookup(client.spec, self._message)))

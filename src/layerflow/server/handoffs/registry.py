@@ -35,6 +35,38 @@ Withdraw = Callable[[Sequence[bytes], Owner, str], None]
 log = structlog.get_logger("layerflow.server.handoffs")
 
 
+class _Wait:
+    """One client that waits for the next state of a hand-off: told of it, or told at `until`, or ended with its client.
+
+    It refers to nothing that refers to it once it is over: what it keeps is freed at once, without the collector.
+    """
+
+    def __init__(self, handoffs: Handoffs, handoff: Handoff, until: float, then: Told, charge: Charge) -> None:
+        self._handoffs, self._handoff, self._charge = handoffs, handoff, charge
+        self._then: Told | None = then
+        charge.on_end(self._ended)
+        delay = max(0.0, until - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay, self, handoff)
+
+    def __call__(self, _: Handoff) -> None:
+        """Tell of it, once."""
+        then = self._end()
+        if then is not None:
+            self._charge.release()
+            then(self._handoff)
+
+    def _ended(self) -> None:
+        """The client has ended."""
+        self._end()
+        self._handoffs.no_longer_awaited(self._handoff)
+
+    def _end(self) -> Told | None:
+        then, self._then = self._then, None
+        self._timer.cancel()
+        self._handoff.watchers.pop(self, None)
+        return then
+
+
 class Handoffs:
     """All hand-offs of a server. `now` is monotonic seconds.
 
@@ -131,28 +163,13 @@ class Handoffs:
         :param charge: of the client that waits; released then. Where the client ends first, nothing is told, and what
             nobody else waits for is forgotten.
         """
-        handoff, over = self.announce(name, until), False
+        handoff = self.announce(name, until)
+        handoff.watchers[_Wait(self, handoff, until, then, charge)] = None
 
-        def end() -> None:
-            nonlocal over
-            over = True
-            timer.cancel()
-            handoff.watchers.pop(told, None)
-
-        def told(_: Handoff) -> None:
-            if not over:
-                end()
-                charge.release()
-                then(handoff)
-
-        def ended() -> None:
-            end()
-            if handoff.status is HandoffStatus.ANNOUNCED and not (handoff.watchers or handoff.engine):
-                self._forget(handoff)
-
-        charge.end = ended
-        timer = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), told, handoff)
-        handoff.watchers[told] = None
+    def no_longer_awaited(self, handoff: Handoff) -> None:
+        """A client that waited for it has ended: what nobody else waits for, or opens, is forgotten."""
+        if handoff.status is HandoffStatus.ANNOUNCED and not (handoff.watchers or handoff.engine):
+            self._forget(handoff)
 
     def watch(self, handoff: Handoff, told: Told) -> None:
         """Tell of its next state, once."""
@@ -393,7 +410,8 @@ class Handoffs:
 
     def _refused(self, name: str, why: str) -> str:
         self._counts["refused"] += 1
-        self._say("handoff_refused", handoff=name, reason=why)
+        if (unlogged := self._log_limit.admit(time.monotonic())) is not None:
+            log.info("handoff_refused", handoff=name, reason=why, unlogged=unlogged)
         return why
 
     def _revoke_oldest(self) -> bool:
@@ -438,8 +456,9 @@ class Handoffs:
             if self._by_name.get(oldest.name) is oldest:
                 del self._by_name[oldest.name]
         names = {"handoff": handoff.name, "engine": handoff.engine}
-        if status is not HandoffStatus.RELEASED:
-            self._say("handoff_over", **names, was=before.value, state=status.value, reason=reason)
+        unlogged = self._log_limit.admit(time.monotonic()) if status is not HandoffStatus.RELEASED else None
+        if unlogged is not None:
+            log.info("handoff_over", **names, was=before.value, state=status.value, reason=reason, unlogged=unlogged)
         self._tell(handoff)
 
     def _let_go(self, handoff: Handoff, why: str) -> None:
@@ -486,11 +505,6 @@ class Handoffs:
         if len(self._due) > 2 * len(self._live) + REMEMBERED:
             self._due = [(each.due, next(self._pushes), each) for each in self._live]
             heapq.heapify(self._due)
-
-    def _say(self, event: str, **what: str) -> None:
-        unlogged = self._log_limit.admit(time.monotonic())
-        if unlogged is not None:
-            log.info(event, **what, unlogged=unlogged)
 
     def _pass_on(self, key: bytes, handoff: Handoff) -> bool:
         """Let another hand-off of the same engine that waits for the key keep its room."""

@@ -119,8 +119,12 @@ class _Stream(LentLink):
 
     def send(self, connection: socket.socket, grant: ReadGrant, heads: Sequence[bytes], items: Items, turn: int) -> int:
         view, pieces, nbytes = self._arena.view, [memoryview(b"".join(heads))], 0
-        for position, start, length in items:
+        tags = []
+        for item in items:
+            position, start, length = item
             at = grant.offsets[position] + start
+            # Ahead of its bytes, so that the reader, which waits for the tails, has them as soon as the last byte.
+            tags.append(grant.tag(item, view[at : at + length]))
             for piece in range(at, at + length, PIECE_BYTES):
                 pieces.append(view[piece : min(piece + PIECE_BYTES, at + length)])
                 nbytes += pieces[-1].nbytes
@@ -130,9 +134,6 @@ class _Stream(LentLink):
                     if grant.withdrawn:
                         raise LinkClosed("its lease was withdrawn")
         send(connection, pieces)
-        tails = []
-        for item in items:
-            at = grant.offsets[item[0]] + item[1]
-            tails.append(grant.tail(self._arena.read, item, view[at : at + item[2]]))
+        tails = [grant.tail(self._arena.read, item, tag) for item, tag in zip(items, tags, strict=True)]
         send(connection, [b"".join(tails)])
         return sum(length for _, _, length in items)

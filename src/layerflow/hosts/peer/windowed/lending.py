@@ -100,7 +100,7 @@ class _Section(LentLink):
             if os.preadv(arena.fd, [data], grant.offsets[position] + start) != length:
                 raise OSError(f"the arena ends before {length} bytes of object {position}")
             # Tagged where nobody else can write: whoever reaches the library's data plane may write to the window.
-            tails.append(grant.tail(arena.read, item, data))
+            tails.append(grant.tail(arena.read, item, grant.tag(item, data)))
             done += length
         view[at : at + done] = self._copied[:done]
         self._lender.busy()

@@ -125,6 +125,10 @@ class Lending:
         :param nbytes: of the message.
         """
         reader.heard = time.monotonic()
+        if isinstance(message, wire.PeerBeat):  # it waits for nothing: silence is what it is to tell from
+            for _ in self._guarded(reader, message, work):
+                pass
+            return
         self.start(reader, message, work, nbytes, always=isinstance(message, ENDING))
 
     def start(
@@ -165,7 +169,8 @@ class Lending:
                 if lease is not None:
                     self._end(lease)
             case wire.PeerBeat():
-                renewed = [lease for number in message.renew if (lease := reader.leases.get(number)) is not None]
+                numbers = dict.fromkeys(message.renew)
+                renewed = [lease for number in numbers if (lease := reader.leases.get(number)) is not None]
                 for lease in renewed:
                     self._set_timer(lease)
                 self._send(reader.address, wire.PeerBeat(message.sent, [lease.number for lease in renewed]))

@@ -24,7 +24,7 @@ class _Waiter:
 
     :param attempts: to attach, after which the server is away.
     :param since: when it was last seen that nothing but an exporter or importer is missing; monotonic seconds.
-    :param cancel: nobody waits any more.
+    :param timer: looks again. :param drop: the question that was asked is of no interest any more.
     """
 
     peer: Attachment
@@ -34,7 +34,8 @@ class _Waiter:
     then: Callable[[PeerAnswer], None]
     until: float
     since: float
-    cancel: Callable[[], None] = lambda: None
+    timer: asyncio.TimerHandle | None = None
+    drop: Callable[[], None] | None = None
 
 
 class HandoffReading:
@@ -82,7 +83,9 @@ class HandoffReading:
         def cancel() -> None:
             waiting.clear()
             for waiter in asked.values():
-                waiter.cancel()
+                self._forget(waiter)
+                if waiter.drop is not None:
+                    waiter.drop()
 
         if not servers:
             then(joined)
@@ -123,23 +126,17 @@ class HandoffReading:
         elif not source.able(peer, now):
             self._waiting.setdefault(peer, {})[waiter] = None
             patience = [left, waiter.since + GRACE_S - now if peer.up else left, source.rests(peer, now) or left]
-            timer = asyncio.get_running_loop().call_later(max(0.0, min(patience)), self._wake, waiter)
-
-            def cancel() -> None:
-                timer.cancel()
-                self._forget(waiter)
-
-            waiter.cancel = cancel
+            waiter.timer = asyncio.get_running_loop().call_later(max(0.0, min(patience)), self._wake, waiter)
         else:
-
-            def answered(answer: PeerAnswer) -> None:
-                source.watch_leases()
-                waiter.then(answer)
-
-            lease_ms = self._settings().peers.lease_ms
-            waiter.cancel = source.questions.ask(
-                [peer], waiter.keys, answered, timeout_s=left, lease_ms=lease_ms, handoff=waiter.handoff
+            lease_ms, handoff = self._settings().peers.lease_ms, waiter.handoff
+            answered = functools.partial(self._answered, waiter.then)
+            waiter.drop = source.questions.ask(
+                [peer], waiter.keys, answered, timeout_s=left, lease_ms=lease_ms, handoff=handoff
             )
+
+    def _answered(self, then: Callable[[PeerAnswer], None], answer: PeerAnswer) -> None:
+        self._source.watch_leases()
+        then(answer)
 
     def _hopeless(self, waiter: _Waiter, now: float) -> str:
         """Why waiting is of no use; empty = it may be."""
@@ -158,7 +155,7 @@ class HandoffReading:
         return ""
 
     def _wake(self, waiter: _Waiter) -> None:
-        waiter.cancel()
+        self._forget(waiter)
         self._go_on(waiter)
 
     def _changed(self, peer: Attachment | None) -> None:
@@ -168,6 +165,8 @@ class HandoffReading:
                 self._wake(waiter)
 
     def _forget(self, waiter: _Waiter) -> None:
+        if waiter.timer is not None:
+            waiter.timer.cancel()
         mine = self._waiting.get(waiter.peer, {})
         mine.pop(waiter, None)
         if not mine:
