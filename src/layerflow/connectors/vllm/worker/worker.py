@@ -126,7 +126,7 @@ class WorkerSide:
         self._tails: Step | NoStep | None = None
         self._background: dict[str, Step | NoStep] = {}
         self._unopened: dict[str, list[PartDescriptor]] = {}
-        self._unkept: set[str] = set()  # background loads that will never be opened
+        self._arrived: set[str] = set()  # requests whose background loads have ended, or never begin: to be told
         self._outdated: set[str] = set()
         self._cut: set[str] = set()  # their requests are over
         self._leaving: set[str] = set()
@@ -205,12 +205,13 @@ class WorkerSide:
 
     def _bind(self, plan: StepPlan) -> None:
         """What the plan asks for beside its forward pass."""
-        self._answer(plan)
+        if not self._bound:
+            self._answer(plan)
         for request in plan.aborted:
             self._agent.abort(request)
             if request in self._background:  # else its load has ended, and was told
                 self._cut.add(request)
-        for request, parts in plan.background.items():
+        for request, parts in list(self._unopened.items()):
             timeout_s, after = plan.timeouts.get(request), self._order.after(plan)
             step = self._agent.open_descriptors(parts, [], timeout_s=timeout_s, after=after)
             step.want_all()
@@ -228,24 +229,26 @@ class WorkerSide:
         for request, load in plan.unkept.items():
             self._failures.unkept(request, load)
             if load.background:
-                self._unkept.add(request)
+                self._arrived.add(request)
 
     def hook_failed(self, hook: str, subject: Any) -> None:
         """See :class:`..guard.Side`: the step's loads have failed, and it saves nothing."""
         if isinstance(subject, StepPlan) and subject is not self._plan:
-            self._plan, self._opened, self._unopened = subject, None, dict(subject.background)
+            self._plan, self._unopened = subject, dict(subject.background)
             self._bound, self._loads_judged = False, not (subject.loads or subject.tails)
         plan = self._plan
         if plan is None:
             return
         if not self._bound:
             self._answer(plan)
+        self._late = False
+        self._opened = plan  # what of it is not open by now is not opened any more: it is reported here
         for step in (self._step, self._tails, self._drafts):
             if isinstance(step, Step):
                 step.cancel_saves(BROKEN_HOOK)
         unopened, self._unopened = self._unopened, {}
         for request, parts in unopened.items():
-            self._unkept.add(request)
+            self._arrived.add(request)
             self._report(parts, all_failed(parts, BROKEN_HOOK), None, background=True)
         if not self._loads_judged:
             self._loads_judged = True
@@ -361,9 +364,8 @@ class WorkerSide:
             self._has_run = True
             self._judge_loads()
         self._doubt_reads()
-        if not (self._background or self._leaving or self._unkept):  # most steps
+        if not (self._background or self._leaving or self._arrived):  # most steps
             return set(), set(), set()
-        arrived, self._unkept = self._unkept, set()
         if self._background and not forward:
             next(iter(self._background.values())).wait_loaded(IDLE_WAIT_S)
         for request, step in list(self._background.items()):
@@ -373,13 +375,14 @@ class WorkerSide:
                     continue
                 self._cut.discard(request)
                 del self._background[request]
-                arrived.add(request)
+                self._arrived.add(request)
             elif self._has_loaded(request, step):
                 del self._background[request]
                 self._outdated.discard(request)
-                arrived.add(request)
+                self._arrived.add(request)
         sent = {request for request in self._leaving if not self._saving_for(request)}
         self._leaving -= sent
+        arrived, self._arrived = self._arrived, set()
         return sent, arrived, self._failures.take_waiting() & arrived
 
     @guarded(_no_blocks)
