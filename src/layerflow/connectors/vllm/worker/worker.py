@@ -127,7 +127,7 @@ class WorkerSide:
         self._background: dict[str, Step | NoStep] = {}
         self._unopened: dict[str, list[PartDescriptor]] = {}
         self._arrived: set[str] = set()  # requests whose background loads have ended, or never begin: to be told
-        self._outdated: set[str] = set()
+        self._outdated: dict[str, str] = {}  # background loads whose bytes are of no use, and why
         self._cut: set[str] = set()  # their requests are over
         self._leaving: set[str] = set()
         self._failures = FailedLoads(several_groups=several_groups)
@@ -163,7 +163,7 @@ class WorkerSide:
             self._give_up(plan.prepared)
         self._finish_last()
         if plan.replaced:
-            self._cut_off()
+            self._cut_off(REPLACED)
         if self._put_off is not None:
             self._hand_over(self._put_off)
         self._plan, self._late, self._layer = plan, False, ""
@@ -254,6 +254,9 @@ class WorkerSide:
             self._loads_judged = True
             self._fail(plan.tails, BROKEN_HOOK, self._tails)
             self._fail(plan.loads, BROKEN_HOOK, self._step)
+        if hook == "prepare":  # no save may go on to read what vLLM overwrites, nor wait for a verdict that was lost
+            self._cut_off(BROKEN_HOOK)
+            self._held.clear()
 
     @guarded(nothing)
     def wait_tails(self) -> None:
@@ -378,7 +381,7 @@ class WorkerSide:
                 self._arrived.add(request)
             elif self._has_loaded(request, step):
                 del self._background[request]
-                self._outdated.discard(request)
+                self._outdated.pop(request, None)
                 self._arrived.add(request)
         sent = {request for request in self._leaving if not self._saving_for(request)}
         self._leaving -= sent
@@ -436,7 +439,7 @@ class WorkerSide:
 
     def let_go(self) -> None:
         """The engine's cache is about to be unmapped: when this returns nothing reads or writes it any more."""
-        self._cut_off()
+        self._cut_off(REPLACED)
 
     def close(self) -> None:
         """Cut off what is open and hang up."""
@@ -461,14 +464,13 @@ class WorkerSide:
             for step in self._held.pop(number, ()):
                 self._agent.release_saves(step, sound=sound)
 
-    def _cut_off(self) -> None:
-        """The weights were replaced: what was planned before is neither loaded nor saved any more."""
-        if self._put_off is not None:
-            del self._owed[self._put_off.number]
-            self._put_off = None
-        self._deferred.flush()  # opened, and cut off with the rest
-        self._outdated = set(self._background)  # what has come of these is of the old weights too
-        self._counters.add("revoked_saves", self._agent.revoke(REPLACED))
+    def _cut_off(self, reason: str) -> None:
+        """What was planned before is neither loaded nor saved any more, nor is anything published of it."""
+        self._put_off = None
+        self._owed.clear()
+        self._deferred.flush()  # one of them may be opened just now: it is cut off with the rest
+        self._outdated = dict.fromkeys(self._background, reason)  # what has come of these is of no use either
+        self._counters.add("revoked_saves", self._agent.revoke(reason))
 
     def _hand_over(self, plan: StepPlan) -> None:
         """The saves of the short pass before this step: its answer has left."""
@@ -662,7 +664,8 @@ class WorkerSide:
                     step.layer_done(number, event)
 
     def _outdated_or(self, request: str, step: Step | NoStep, outcome: LoadResult) -> LoadResult:
-        return all_failed(_loads(step), REPLACED) if request in self._outdated else outcome
+        reason = self._outdated.get(request)
+        return all_failed(_loads(step), reason) if reason else outcome
 
     def _check(self, step: Step | NoStep, outcome: LoadResult, *, background: bool = False) -> None:
         if not outcome.ready and isinstance(step, Step):
