@@ -365,7 +365,9 @@ class TestBlocksThatAreZeroed:
             assert second, "the first runner asks before: the saves are waited for"
 
     @pytest.mark.parametrize("late", [False, True], ids=["saved in the pass", "saved behind it"])
-    @pytest.mark.parametrize(("part", "method"), [("_runner", "arrived"), ("_agent", "overwritten"), ("_hooks", "begin")])
+    @pytest.mark.parametrize(
+        ("part", "method"), [("_runner", "arrived"), ("_agent", "overwritten"), ("_hooks", "begin")]
+    )
     def test_nothing_is_published_where_the_hook_that_should_have_seen_to_that_is_broken(
         self, runner_of: Make, second: bool, late: bool, part: str, method: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -56,7 +56,10 @@ class Native(Protocol):
         ...
 
     def end_stream(self, stream: int) -> int:
-        """Give a stream of :meth:`new_stream` back, on which nothing is under way; the driver's code, 0 = it is gone."""
+        """Give a stream of :meth:`new_stream` back, on which nothing is under way.
+
+        :returns: the driver's code; 0 = it is gone.
+        """
         ...
 
     def leave_captures(self) -> None:
