@@ -345,4 +345,4 @@ def test_garbage_costs_a_real_exporter_nothing(pair: Callable[..., Pair]) -> Non
         p.serve(chain)
         assert d.serve(d.agent.chain(chain.tokens)).hit.tokens == 99
     assert two.pid("exporter") == pid
-    assert eventually(two.settled, 20)
+    assert eventually(two.settled)
