@@ -32,7 +32,7 @@ class Tracked:
     :param tables: block ids per vLLM group, as last heard.
     :param saved: leading tokens whose chunks need no saving any more.
     :param loaded_tokens: tokens taken from the pool so far.
-    :param drafted: a draft model's layers have all of its tokens, as far as this side knows; else it saves none of them.
+    :param drafted: its draft model's layers have all of its tokens, as far as is known; else it saves none of them.
     :param overlap: hidden and whole transfer time of its loads, seconds.
     :param handoff: what this engine does of one for it.
     """
