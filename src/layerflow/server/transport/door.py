@@ -28,9 +28,9 @@ from layerflow.system.peer import peer_process, peer_user, peer_user_is_own
 from layerflow.wire.zmtp import Mechanism, Null, Parsed, Rejected, Zmtp
 
 READ_BYTES = 256 << 10
-READ_S = 0.002
+READ_S = 0.0005
 """How long messages that have come are handled before the loop's timers and other descriptors get their turn, in
-seconds."""
+seconds: what others wait for, beside a client that never stops sending."""
 
 HANDSHAKE_S = 5.0
 """How long a client may take from connecting to the end of ZMTP's handshake."""
