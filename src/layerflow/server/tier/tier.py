@@ -49,6 +49,9 @@ from layerflow.wire.host_messages import (
 )
 from layerflow.wire.host_messages import Written as WrittenMessage
 
+FREED_PER_SLICE = 2048
+"""Entries of an index of no use any more that are freed before anything else may get its turn."""
+
 HIDE_S = 30.0
 """How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
 ASK_S = 5.0
@@ -334,12 +337,18 @@ class Tier:
         self.reason, self.details, self.indexed = "", message.details, message.indexed
         whole = message.indexed and message.generation == self._generation
         if not whole:
-            self._index.clear()
+            self._free(self._index)
+            self._index = TierIndex()
             self._generation, self._coming = 0, message.generation
         self.up = whole or not message.indexed
         self._log.info("tier_up", backend=self.name, **message.details)
         if self.up:
             self.partitions.refresh()
+
+    def _free(self, index: TierIndex) -> None:
+        """In slices: a million entries take half a second."""
+        if index.free(FREED_PER_SLICE):
+            asyncio.get_running_loop().call_soon(self._free, index)
 
     def _hold(self, message: Indexed) -> None:
         parents, digests = dict(message.parents), dict(message.block_digests)
