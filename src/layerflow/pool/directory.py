@@ -61,11 +61,12 @@ def _tail(entry: DirectoryEntry) -> Tail:
 class OwnerPins:
     """What one owner pins, until when: a lease is one of these, however many objects it holds."""
 
-    __slots__ = ("entries", "until")
+    __slots__ = ("end", "entries", "until")
 
     def __init__(self) -> None:
         self.entries: dict[DirectoryEntry, None] = {}
         self.until = -math.inf
+        self.end = 0  #: which of the listed ends is theirs
 
 
 class Directory:
@@ -217,8 +218,7 @@ class Directory:
         self.pinned += len(first)
         self.pinned_bytes += sum([entry.room for entry in first])
         if within and until > pins.until:
-            pins.until = until
-            self._end_at(owner, until)
+            self._end_at(owner, pins, until)
         return fresh, first
 
     def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
@@ -253,8 +253,8 @@ class Directory:
                 else:
                     pins.entries[entry] = None
             until = max(until, theirs.until)
-        self._pins[heir], pins.until = pins, until
-        self._end_at(heir, until)
+        self._pins[heir] = pins
+        self._end_at(heir, pins, until)
 
     def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[DirectoryEntry]:
         """Drop the owner's pins on `keys` (None = all); the entries now unpinned, newest pin first."""
@@ -280,9 +280,9 @@ class Directory:
         """Drop pins that run out at or before `now`: how many, and the entries now unpinned."""
         dropped, idle = 0, []
         while self._due and self._due[0][0] <= now:
-            _, _, owner = heapq.heappop(self._due)
+            _, end, owner = heapq.heappop(self._due)
             pins = self._pins.get(owner)
-            if pins is not None and pins.until <= now:
+            if pins is not None and pins.end == end:
                 dropped += len(pins.entries)
                 idle += self._drop(owner, list(reversed(pins.entries)))
         return dropped, idle
@@ -313,9 +313,10 @@ class Directory:
         self.pinned_bytes -= sum([entry.room for entry in idle])
         return idle
 
-    def _end_at(self, owner: Owner, until: float) -> None:
+    def _end_at(self, owner: Owner, pins: OwnerPins, until: float) -> None:
+        self._serial += 1
+        pins.until, pins.end = until, self._serial
         if until < math.inf:
-            self._serial += 1
             heapq.heappush(self._due, (until, self._serial, owner))
             self._compact()
 
@@ -337,9 +338,9 @@ class Directory:
         """Released pins stay listed until they would have run out; drop them once they are the bulk."""
         if len(self._due) > 2 * len(self._pins) + _COMPACT_OVER:
             self._due = [
-                (until, serial, owner)
-                for until, serial, owner in self._due
-                if owner in self._pins and self._pins[owner].until == until
+                (until, end, owner)
+                for until, end, owner in self._due
+                if owner in self._pins and self._pins[owner].end == end
             ]
             heapq.heapify(self._due)
 
@@ -360,8 +361,10 @@ class Directory:
             raise PoolError("the room of pinned entries is miscounted")
         if self.pinned != len(readers) or not all(entry.readers for entry in hidden):
             raise PoolError("pinned entries are miscounted, or a hidden one without readers lingers")
-        timed = {(owner, until) for until, _, owner in self._due}
-        if any(pins.until < math.inf and (owner, pins.until) not in timed for owner, pins in self._pins.items()):
+        timed = {(until, end, owner) for until, end, owner in self._due}
+        if any(
+            pins.until < math.inf and (pins.until, pins.end, owner) not in timed for owner, pins in self._pins.items()
+        ):
             raise PoolError("a pin that runs out is not in the expiry heap")
         if {e for mine in self._reserved.values() for e in mine} != set(self.writing.values()):
             raise PoolError("reservations by owner differ from the half-written entries")

@@ -21,8 +21,8 @@ import structlog
 
 from layerflow.errors import ConfigError, ProtocolError
 from layerflow.observe.log_limit import SourceLogLimit
-from layerflow.server.transport.listening import BACKLOG, listen_privately
 from layerflow.system.descriptors import FOR_CLIENTS, leaves
+from layerflow.system.listening import BACKLOG, listen_privately
 from layerflow.system.numbers import ascending
 from layerflow.system.peer import peer_process, peer_user, peer_user_is_own
 from layerflow.wire.zmtp import Mechanism, Null, Parsed, Rejected, Zmtp
