@@ -237,11 +237,11 @@ def _stamp(stat: os.stat_result) -> tuple[int, ...]:
 @contextlib.contextmanager
 def _kept(stat: os.stat_result) -> Iterator[BinaryIO | None]:
     """The file's entry in the user's cache, locked, so that of several processes one reads it; None = there is none."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerflow" / "digests"
     name = hashlib.sha256(repr(_stamp(stat)).encode()).hexdigest()[:32]
     with contextlib.ExitStack() as stack:
         entry: BinaryIO | None = None
-        with contextlib.suppress(OSError):  # a home that cannot be written to, or cannot lock
+        with contextlib.suppress(OSError, RuntimeError):  # no home, or one that cannot be written to, or cannot lock
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerflow" / "digests"
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _prune(folder)
             opened = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

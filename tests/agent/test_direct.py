@@ -85,7 +85,7 @@ def house(serve: Callable[..., EmbeddedServer]) -> EmbeddedServer:
 @pytest.fixture
 def worker(house: EmbeddedServer) -> Iterator[KnownWorker]:
     with KnownWorker(house.endpoint, context=house.context) as worker:
-        assert worker.agent.direct
+        assert eventually(lambda: worker.agent.direct, PATIENCE_S)
         yield worker
 
 

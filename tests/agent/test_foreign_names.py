@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -109,6 +111,7 @@ def test_a_refusal_names_its_step(agent: Agent, monkeypatch: pytest.MonkeyPatch)
     [
         (codec.encode(wire.StatusRequest(7)), 7),
         (codec.encode(wire.OpenStep(9, 1.0, 1.0, [], [])), 9),
+        (codec.encode(wire.StatusRequest((1 << 64) - 1)), (1 << 64) - 1),
         (codec.encode(wire.Abort(["r"])), -1),
         (b"\x92\x04\xff", -1),
         (b"\xc1", -1),
@@ -117,3 +120,16 @@ def test_a_refusal_names_its_step(agent: Agent, monkeypatch: pytest.MonkeyPatch)
 )
 def test_what_is_refused_unread_is_told_by_its_number(frame: bytes, number: int) -> None:
     assert codec.number_of(frame) == number
+
+
+@pytest.mark.parametrize("value", [b"\x90", b"\x80", b"\xa0"])
+def test_what_is_refused_unread_is_not_built_for_its_number(value: bytes) -> None:
+    """A client's frame of a million empty lists is a hundred times as large as Python's objects."""
+    [kind] = msgspec.msgpack.encode(wire.OpenStep.__struct_config__.tag)
+    frame = b"\xdd" + (1 << 20).to_bytes(4, "big") + bytes((kind, 9)) + value * ((1 << 20) - 2)
+    tracemalloc.start()
+    try:
+        assert codec.number_of(frame) == 9
+        assert tracemalloc.get_traced_memory()[1] < 1 << 16
+    finally:
+        tracemalloc.stop()

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from layerflow_cli.bench import auto, directory, flow, lookup, miss, overlap, pd, pool, proxy, stagger
+from layerflow.errors import LayerflowError
+from layerflow_cli.bench import auto, beside, directory, flow, lookup, miss, overlap, pd, pool, proxy, server, stagger
 from layerflow_cli.bench.transfer import copy, device
 
 
@@ -101,6 +102,31 @@ def test_lookup():
     assert result["objects"] == 8
     for name in ("loop_cpu_us", "release_cpu_us", "wall_us"):
         assert 0 < result[name]["p50"] <= result[name]["p99"], name
+
+
+def test_server():
+    result = server.measure(engines=2, tp_size=2, layers=3, rounds=2, cases=("1+1", "2+0", "0+2"))
+    assert set(result["by_case"]) == {"1+1", "2+0", "0+2"}
+    for figures in result["by_case"].values():
+        assert 0 < figures["us_per_worker_step"]["p50"] <= figures["us_per_worker_step"]["p99"]
+        assert figures["steps_per_s"] > 0 and figures["target_us"] is None, "its targets are those of 61 layers"
+    (table,) = server.present(result)
+    assert table.row_count == 3
+
+
+def test_server_refuses_a_case_that_moves_nothing():
+    with pytest.raises(LayerflowError, match="as 2\\+2"):
+        server.measure(cases=("0+0",))
+
+
+def test_beside():
+    result = beside.measure(moved_mib=4, layers=3, tokens=512, window_ms=10.0, rounds=1)
+    for name in ("alone", "save", "load"):
+        figures = result[name]
+        assert 0 <= figures["largest_stall_ms"] <= figures["worst_stall_ms"]
+        assert math.isfinite(figures["lost_ms"]) and figures["stalls"] >= 0
+    (table,) = beside.present(result)
+    assert table.row_count == 6
 
 
 @pytest.mark.parametrize("servers", [1, 2])

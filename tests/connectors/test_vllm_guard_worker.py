@@ -86,6 +86,48 @@ def test_one_background_load_that_cannot_be_asked_does_not_keep_the_others(
         assert failed == {"two"}
 
 
+@pytest.mark.parametrize(("part", "method"), [("_agent", "reclaim"), ("_order", "begin")])
+def test_what_a_broken_hook_has_reported_as_failed_is_not_opened_behind_it(
+    machine: Machine, worker: Worker, monkeypatch: pytest.MonkeyPatch, part: str, method: str
+) -> None:
+    """vLLM may give the blocks of a load that has failed to another request at once."""
+    plan = StepPlan(
+        number=1,
+        loads=describe_loads(SPEC, [worker.engine.request("two")]),
+        background={"three": describe_loads(SPEC, [worker.engine.request("three")])},
+        fresh=(tuple(HERE.tolist()),),
+        leaving=("over",),
+        restarts=True,
+    )
+    opened: list[object] = []
+    open_ = worker.side._agent.open_descriptors
+    monkeypatch.setattr(
+        worker.side._agent, "open_descriptors", lambda *given, **named: opened.append(given) or open_(*given, **named)
+    )
+    with machine.running():
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(worker.side, part), method, _fails)
+            worker.run(plan)
+        assert not opened
+        assert _told(worker) == _expected(worker)
+        assert worker.side.transfers(forward=True) == ({"over"}, {"three"}, {"three"})
+        worker.run(StepPlan())
+        assert worker.side.transfers(forward=True) == (set(), set(), set()), "once"
+        assert worker.report()[0] == set()
+
+
+def test_loads_that_have_ended_are_told_behind_a_broken_report(
+    machine: Machine, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with machine.running():
+        plan = StepPlan(unkept={"two": UnkeptLoad(True, tuple(BLOCKS))}, leaving=("over",), restarts=True)
+        worker.run(plan)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.side._agent, "saving", _fails)
+            assert worker.side.transfers(forward=True) == (set(), set(), set())
+        assert worker.side.transfers(forward=True) == ({"over"}, {"two"}, {"two"})
+
+
 def test_a_load_that_could_not_be_planned_is_told(machine: Machine, worker: Worker) -> None:
     with machine.running():
         worker.run(StepPlan(unkept={"two": UnkeptLoad(False, tuple(BLOCKS))}))

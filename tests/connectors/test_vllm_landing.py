@@ -148,3 +148,22 @@ def test_what_a_step_saves_behind_such_a_load_is_not_published(machine: Machine,
         ended = agent.poll()
         assert "two" not in ended.saved
         assert "two" in {request for request, _ in ended.failed_saves}
+
+
+def test_what_other_requests_save_in_a_step_with_such_a_load_is_not_published(machine: Machine, worker: Worker) -> None:
+    """They may have been computed from its blocks, which vLLM's own prefix cache lets them share."""
+    agent, engine = worker.engine.agent, worker.engine
+    other = agent.chain(TOKENS[::-1])
+    asked = StepRequest("other", other, (HERE,), save=(0, len(TOKENS)))
+    saved = _saves(machine)
+    with machine.stream(engine.stream), agent.open_step([engine.request("two"), asked]) as step:
+        for layer in range(LAYERS):
+            assert step.wait_layer(layer)
+            engine.attend(layer)
+            step.layer_done(layer)
+    assert eventually(lambda: _saves(machine) == saved + LAYERS, PATIENCE_S), "all is enqueued"
+    worker.replace()
+    with machine.running():
+        assert agent.wait_idle("other", PATIENCE_S)
+        assert "other" in {request for request, _ in agent.poll().failed_saves}
+        assert agent.lookup("check", other).tokens == 0

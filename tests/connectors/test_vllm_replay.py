@@ -198,7 +198,7 @@ class Replay(RuleBasedStateMachine):
             layer: {"kv": torch.zeros((BLOCKS, spec.groups[group].entries, WIDTH), dtype=torch.uint8)}
             for layer, group in enumerate(groups)
         }
-        self.agent = Agent(server.endpoint, spec, self.tensors, context=server.context)
+        self.agent = Agent(server.endpoint, spec, self.tensors, context=server.context, lookup_timeout_s=PATIENCE_S)
         self.stack.callback(self.agent.close)
         patch.setattr(Asker, "agent", self.agent, raising=False)
         patch.setattr(scheduler, "Lookups", Asker)

@@ -85,9 +85,10 @@ class House:
         fails: bool = True,
         content: str = "weights",
         handoffs: HandoffSide | None = None,
+        drafts: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
-        spec = spec_of(*groups, content=content)
+        spec = msgspec.structs.replace(spec_of(*groups, content=content), shard=Shard(drafts=drafts))
         count = len(spec.groups)
         self.side = SchedulerSide(Options(**options), "engine", count, can_fail_in_background=fails, handoffs=handoffs)
         layout = WorkerLayout(msgspec.msgpack.encode(spec), tuple(range(count)), "ipc:///nowhere")
@@ -177,6 +178,25 @@ class TestArrival:
         made = house.arrive(lora_request=lora)
         assert house.side.matched(made, 0) == (0, False)
         assert house.side.finished(made) == (False, None)
+
+
+class TestDraftLayers:
+    @pytest.mark.parametrize(("drafts", "saved"), [(True, {0, 1}), (False, {0})], ids=["loaded", "not there"])
+    def test_are_saved_where_those_of_all_tokens_before_are_there(self, drafts: bool, saved: set[int]) -> None:
+        house = House(FULL, msgspec.structs.replace(FULL, layers=(2, 3)), drafts=("", "eagle"))
+        made = house.arrive(hit=Hit(128, drafts=drafts))
+        assert house.side.matched(made, 0) == (128, True)
+        house.admit(made, 128)
+        assert set(house.side.plan(output({})).background) == {"r"}
+        house.hear(None, arrived={"r"})
+        assert {part.group for part in house.plan().saves.parts} == saved
+
+    def test_are_saved_where_nothing_was_loaded(self) -> None:
+        house = House(FULL, msgspec.structs.replace(FULL, layers=(2, 3)), drafts=("", "eagle"))
+        made = house.arrive(hit=MISS)
+        assert house.side.matched(made, 0) == (0, False)
+        house.admit(made, 0)
+        assert {part.group for part in house.plan(scheduled=150, computed=0).saves.parts} == {0, 1}
 
 
 class TestMatch:

@@ -343,6 +343,10 @@ class TestLayersThatAreComputedTwice:
         assert runner.found() == 0
 
 
+def fails(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a bug")
+
+
 class TestBlocksThatAreZeroed:
     @pytest.mark.parametrize("late", [False, True], ids=["saved in the pass", "saved behind it"])
     def test_nothing_that_may_have_been_read_behind_it_is_published(
@@ -359,6 +363,30 @@ class TestBlocksThatAreZeroed:
             runner.assert_stored_right()
         else:
             assert second, "the first runner asks before: the saves are waited for"
+
+    @pytest.mark.parametrize("late", [False, True], ids=["saved in the pass", "saved behind it"])
+    @pytest.mark.parametrize(
+        ("part", "method"), [("_runner", "arrived"), ("_agent", "overwritten"), ("_hooks", "begin")]
+    )
+    def test_nothing_is_published_where_the_hook_that_should_have_seen_to_that_is_broken(
+        self, runner_of: Make, second: bool, late: bool, part: str, method: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runner = runner_of(second=second)
+        runner.side._is_short = lambda _: late  # type: ignore[method-assign]
+        blocks = tuple(HERE[2:4].tolist())
+        runner.arrive(runner.saving())
+        forward = runner.engine.stream.put(held=True)
+        runner.forward(runner.engine.compute)
+        runner.side.end()
+        runner.side.transfers(forward=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(runner.side, part), method, fails)
+            forward.held = False
+            runner.step(StepPlan(fresh=(blocks,), prepared=blocks))
+        runner.side._is_short = lambda _: False  # type: ignore[method-assign]
+        runner.step(StepPlan())
+        if runner.found():
+            runner.assert_stored_right()
 
     def test_read_before_it_is_published(self, runner_of: Make, second: bool) -> None:
         runner = runner_of(second=second)

@@ -198,6 +198,16 @@ class TestDigests:
         assert model_content(folder) == model_content(folder)
         assert len(reads) == 2
 
+    def test_a_user_without_a_home_has_no_cache(self, checkpoint, monkeypatch, reads):
+        def homeless():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", homeless)
+        folder = checkpoint()
+        assert model_content(folder) == model_content(folder)
+        assert len(reads) == 2
+
     def test_one_that_is_written_to_meanwhile_has_none(self, checkpoint, monkeypatch):
         file = checkpoint() / "model.safetensors"
         sha256 = content._sha256

@@ -116,6 +116,7 @@ class Machine:
     :ivar capturing: a graph is captured, on a stream of torch's.
     :ivar invalidated: calls that would have invalidated the graph which is being captured.
     :ivar during: calls that were made while one was captured, whether or not they would have.
+    :ivar own_streams: that the driver makes beside torch's at most.
     :ivar lockable: bytes that may be pinned.
     :ivar pins: how many further ranges may be pinned before the driver takes its time; None = it never does.
     :ivar registered: bytes of each pinned range, by address.
@@ -133,6 +134,7 @@ class Machine:
     waits: list[tuple[Stream, Event]] = field(default_factory=list)
     invalidated: list[str] = field(default_factory=list)
     during: list[str] = field(default_factory=list)
+    own_streams: int = 1 << 62
     lockable: int = 1 << 62
     pins: threading.Semaphore | None = None
     registered: dict[int, int] = field(default_factory=dict)
@@ -166,6 +168,9 @@ class Machine:
         self.called("stream")
         with self.lock:
             return next(self._handed_out)
+
+    def ExternalStream(self, handle: int, device: object = None) -> Stream:
+        return next(each for each in self.streams if each.cuda_stream == handle)
 
     def Event(self, enable_timing: bool = False) -> Event:
         self.called("event")
@@ -222,6 +227,21 @@ class Machine:
 
         on.put(copy)
         return BatchCopied(0)
+
+    def new_stream(self) -> int:
+        self.called("stream")
+        with self.lock:
+            if len(self.streams) > POOL + self.own_streams:
+                return 0
+            self.streams.append(Stream(self, max(each.cuda_stream for each in self.streams) + 1))
+            return self.streams[-1].cuda_stream
+
+    def end_stream(self, stream: int) -> int:
+        with self.lock:
+            ended = next(each for each in self.streams[1 + POOL :] if each.cuda_stream == stream)
+            assert not ended.queue, "a stream is given back with work on it"
+            self.streams.remove(ended)
+        return 0
 
     def leave_captures(self) -> None:
         self._thread.relaxed = True

@@ -27,7 +27,7 @@ class Engine:
             layer: {plane: torch.zeros((BLOCKS, SIZE, WIDTH), dtype=torch.uint8) for plane in "kv"}
             for layer in range(LAYERS)
         }
-        self.agent = Agent(server.endpoint, SPEC, self.tensors, context=server.context)
+        self.agent = Agent(server.endpoint, SPEC, self.tensors, context=server.context, lookup_timeout_s=PATIENCE_S)
         self.chain = self.agent.chain(TOKENS)
         self.seen: dict[int, np.ndarray] = {}
 

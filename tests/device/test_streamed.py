@@ -11,11 +11,12 @@ import pytest
 import structlog
 import torch
 
-from device.simulated import Machine, filled
+from device.simulated import POOL, Machine, filled
 from layerflow.device.accelerator import Accelerator
 from layerflow.device.base import CopyCounts
 from layerflow.device.native import BatchCopied, CannNative, CudaNative
 from layerflow.device.poller import Poller
+from layerflow.errors import InvalidTransition
 from layerflow.ops.base import PinnedPart
 from layerflow.ops.copier import copier_for
 from layerflow.ops.extents import BlockList, Extents
@@ -87,6 +88,38 @@ def test_a_batch_is_one_call_both_ways(bench: Bench) -> None:
         (bench.extents.nbytes.size, True),
     ]
     assert bench.device.copies.counts == CopyCounts(batches=2, calls=2, single=0)
+
+
+class TestStreams:
+    def test_are_nobody_elses_however_many_the_engine_takes(self, bench: Bench) -> None:
+        of_engine = {bench.machine.Stream().cuda_stream for _ in range(2 * POOL)}
+        other = StreamCopier(bench.memory, bench.arena, bench.device, lambda *_: None)
+        bench.copier.save(bench.extents)
+        other.load(bench.extents)
+        used = {call.stream.cuda_stream for call in bench.machine.calls}
+        assert len(used) == 2
+        assert not used & of_engine
+
+    def test_are_given_back_and_nothing_is_copied_behind_that(self, bench: Bench) -> None:
+        streams = len(bench.machine.streams)
+        bench.copier.save(bench.extents)
+        with bench.machine.running():
+            bench.copier.close()
+        assert len(bench.machine.streams) == streams - 1
+        with pytest.raises(InvalidTransition, match="has ended"):
+            bench.copier.load(bench.extents)
+        bench.copier.drain()
+        bench.copier.close()
+
+    def test_of_torch_are_taken_where_the_driver_makes_none(self, arena: SharedMemory) -> None:
+        bench = Bench(Machine(own_streams=0), arena)
+        of_torch = list(bench.machine.streams)
+        bench.copier.save(bench.extents)
+        with bench.machine.running():
+            bench.copier.close()
+        assert bench.machine.calls[0].stream in of_torch[1:]
+        assert bench.machine.streams == of_torch
+        bench.device.unpin(arena.address)
 
 
 def test_a_copy_waits_on_its_own_stream_for_what_the_engine_computes_on_its_stream(bench: Bench) -> None:
@@ -250,6 +283,15 @@ class Library:
             arguments[8]._obj.value = self.failed  # type: ignore[attr-defined]
         return self.code
 
+    def cudaStreamCreateWithPriority(self, stream: object, flags: int, priority: int) -> int:
+        self.arguments = (flags, priority)
+        plain(stream).value = None if self.code else 77  # type: ignore[attr-defined]
+        return self.code
+
+    def cudaStreamDestroy(self, stream: ctypes.c_void_p) -> int:
+        self.arguments = (stream.value,)
+        return self.code
+
     def cudaGetLastError(self) -> int:
         self.cleared += 1
         return 0
@@ -288,6 +330,17 @@ def test_an_error_of_cuda_is_not_left_for_the_engine_to_find() -> None:
     library = Library(code=1, failed=2)
     assert CudaNative(library, 12080).copy_batch(DST, SRC, BYTES, 7, True) == BatchCopied(1, 2)  # type: ignore[arg-type]
     assert library.cleared == 1
+
+
+def test_a_stream_of_cuda_waits_for_no_default_stream() -> None:
+    library = Library()
+    native = CudaNative(library, 12080)  # type: ignore[arg-type]
+    assert native.new_stream() == 77
+    assert library.arguments == (1, 0), "cudaStreamNonBlocking, and the priority of torch's"
+    assert native.end_stream(77) == 0
+    assert library.arguments == (77,)
+    library.code = 2
+    assert (native.new_stream(), native.end_stream(77), library.cleared) == (0, 2, 2)
 
 
 @pytest.mark.parametrize("to_device", [True, False])

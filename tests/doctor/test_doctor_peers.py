@@ -54,7 +54,7 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
     settings = {"server.tcp_endpoint": address, "server.curve_secret_key_file": own, "peers.serve": "true"}
     settings |= {"server.curve_allowed_keys_file": tmp_path / "allowed", "pool.size": "8MiB", "pool.warm": "false"}
     server = ServerProcess(settings)
-    assert eventually(lambda: fetch_status(server.endpoint)["peers"]["lends"]["endpoints"], 20)
+    assert eventually(lambda: fetch_status(server.endpoint)["peers"]["lends"]["endpoints"])
     yield Owner(server, address, public, reader_key)
     server.close()
 

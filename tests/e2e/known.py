@@ -260,7 +260,11 @@ class KnownWorker:
         return run
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 10.0, every_s: float = 0.002) -> bool:
+PATIENCE_S = 30.0
+"""How long a test waits for what happens at once on an idle machine."""
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = PATIENCE_S, every_s: float = 0.002) -> bool:
     """Look until it holds; False after `timeout_s`."""
     until = time.monotonic() + timeout_s
     pause = threading.Event()

@@ -112,7 +112,7 @@ def pair(link: str) -> Iterator[Callable[..., Pair]]:
 
     def start(owner: dict[str, object] | None = None, reader: dict[str, object] | None = None) -> Pair:
         pairs.append(Pair(owner or {}, reader or {}, link))
-        assert eventually(pairs[-1].ready, 20), (pairs[-1].lends, pairs[-1].reads)
+        assert eventually(pairs[-1].ready), (pairs[-1].lends, pairs[-1].reads)
         return pairs[-1]
 
     yield start

@@ -43,6 +43,6 @@ def test_a_hand_off_of_another_server(pair: Callable[..., Pair], p_has: str, d_h
                 assert (d.tensors[DRAFT_LAYER]["k"][run.tables[1]] == POISON).all()
         lookups.drop_lease("D-h")
         lookups.release_handoff("h", servers)
-        assert eventually(two.settled, 20), (two.lends, two.reads)
+        assert eventually(two.settled), (two.lends, two.reads)
         lookups.close()
         control.close()

@@ -181,6 +181,27 @@ def test_strangers_keep_no_reader_out(exporting: Exporting) -> None:
         assert exporting.open_links() == 1
 
 
+def test_strangers_are_bounded_where_their_threads_end_late(
+    exporting: Exporting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = threading.Event()
+
+    def late(*_: object) -> bytes:
+        later.wait(30)
+        raise LinkClosed("late")
+
+    monkeypatch.setattr(serving, "greet", late)
+    try:
+        strangers = [socket.create_connection(("127.0.0.1", exporting.links.port)) for _ in range(2 * MAX_GREETING)]
+        for stranger in strangers[:MAX_GREETING]:
+            refused(stranger)
+        assert exporting.links.statistics()["greeting_links"] == MAX_GREETING
+    finally:
+        later.set()
+    for stranger in strangers:
+        stranger.close()
+
+
 def test_a_connection_that_greets_too_slowly_is_hung_up_on(
     exporting: Exporting, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,4 +345,4 @@ def test_garbage_costs_a_real_exporter_nothing(pair: Callable[..., Pair]) -> Non
         p.serve(chain)
         assert d.serve(d.agent.chain(chain.tokens)).hit.tokens == 99
     assert two.pid("exporter") == pid
-    assert eventually(two.settled, 20)
+    assert eventually(two.settled)

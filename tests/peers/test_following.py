@@ -88,7 +88,7 @@ def test_layers_arrive_as_they_are_stored(ends: Ends) -> None:
     assert ends.p.agent.wait_idle(prun.name, 20)
     ends.p_control.release_handoff("h")
     ends.d_lookups.drop_lease("D-h")
-    assert eventually(ends.two.settled, 20), (ends.two.lends, ends.two.reads)
+    assert eventually(ends.two.settled), (ends.two.lends, ends.two.reads)
 
 
 def test_who_asks_before_it_is_opened_waits(ends: Ends) -> None:
@@ -121,4 +121,4 @@ def test_a_prefill_that_fails_fails_what_has_not_come_at_once(ends: Ends) -> Non
     assert drun.failed
     step_of(dstep).close()
     ends.d_lookups.drop_lease("D-h")
-    assert eventually(ends.two.settled, 20), (ends.two.lends, ends.two.reads)
+    assert eventually(ends.two.settled), (ends.two.lends, ends.two.reads)

@@ -30,7 +30,7 @@ def test_what_a_peer_has_hits(pair: Callable[..., Pair], window: int) -> None:
         fetched = reads["fetched_objects"]
         assert d.serve(d.agent.chain(chain.tokens)).hit.tokens == TOKENS - 1
         assert two.reads["fetched_objects"] == fetched
-        assert eventually(two.settled, 20), (two.lends, two.reads)
+        assert eventually(two.settled), (two.lends, two.reads)
 
 
 def test_a_model_that_differs_is_named_by_its_first_fact(pair: Callable[..., Pair]) -> None:

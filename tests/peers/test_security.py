@@ -44,7 +44,7 @@ def test_a_reader_needs_a_key_on_the_allow_list(pair: Callable[..., Pair], tmp_p
     if not allowed:
         made = Pair(owner, reader)
         try:
-            assert eventually(lambda: made.reads["peers"][0]["attempts"] > 1, 20)
+            assert eventually(lambda: made.reads["peers"][0]["attempts"] > 1)
             assert "allow-list" in made.reads["peers"][0]["reason"] and not made.lends["who"]
         finally:
             made.close()
@@ -55,7 +55,7 @@ def test_a_reader_needs_a_key_on_the_allow_list(pair: Callable[..., Pair], tmp_p
         chain = p.prompt(100)
         p.serve(chain)
         assert d.serve(d.agent.chain(chain.tokens)).hit.tokens == 99
-    assert eventually(two.settled, 20)
+    assert eventually(two.settled)
 
 
 @pytest.mark.parametrize(

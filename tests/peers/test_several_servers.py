@@ -43,7 +43,7 @@ class Hosts:
         self.p_control = Control(first.endpoint, "tp2pp1", self.p[0].spec, lookup_timeout_s=5.0)
         self.d_lookups = Lookups(third.endpoint, f"tp{d}pp1", self.d[0].spec, timeout_s=5.0)
         assert self.d_lookups.wait_connected(5)
-        assert eventually(self.attached, 20), [control.status()["peers"] for control in self.controls]
+        assert eventually(self.attached), [control.status()["peers"] for control in self.controls]
 
     @property
     def addresses(self) -> list[str]:
@@ -127,7 +127,7 @@ def test_a_reader_asks_all_and_gives_all_back(hosts: Callable[..., Hosts], d: in
     ends.load("h", hit)
     ends.d_lookups.drop_lease("D-h")
     ends.d_lookups.release_handoff("h", ends.addresses)
-    assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
+    assert eventually(ends.balanced), [control.status() for control in ends.controls]
 
 
 def test_it_is_complete_only_with_all_of_its_parts(hosts: Callable[..., Hosts]) -> None:
@@ -150,7 +150,7 @@ def test_a_rank_that_dies_fails_all_parts_at_once(hosts: Callable[..., Hosts], d
     hit = ends.d_lookups.wait(inquiry, 10.0)
     assert hit is not None and hit.tokens == 0 and hit.reason
     ends.d_lookups.drop_lease("D-h")
-    assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
+    assert eventually(ends.balanced), [control.status() for control in ends.controls]
 
 
 def test_a_server_that_dies_fails_the_other_part_at_once(hosts: Callable[..., Hosts]) -> None:
@@ -167,7 +167,7 @@ def test_a_server_that_dies_fails_the_other_part_at_once(hosts: Callable[..., Ho
 def test_a_part_that_is_refused_refuses_all(hosts: Callable[..., Hosts]) -> None:
     ends = hosts()
     ends.p[1].agent.close()
-    assert eventually(lambda: not any(one["memory"] for one in ends.controls[1].status()["sessions"]), 20)
+    assert eventually(lambda: not any(one["memory"] for one in ends.controls[1].status()["sessions"]))
     told = ends.open("h")
     assert told.state == "refused" and "no worker" in told.reason, told
     assert ends.p_control.watch_handoff("h", 1.0).state == "failed"
@@ -181,7 +181,7 @@ def test_a_reader_that_gives_up_releases_both_parts(hosts: Callable[..., Hosts])
     assert hit is not None and hit.tokens
     ends.d_lookups.drop_lease("D-h")
     ends.d_lookups.release_handoff("h", ends.addresses)
-    assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
+    assert eventually(ends.balanced), [control.status() for control in ends.controls]
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["rejected", "aborted-at-once"])
@@ -194,7 +194,7 @@ def test_a_reader_that_never_came_releases_both_parts(hosts: Callable[..., Hosts
         ends.ask("h")
         ends.d_lookups.drop_lease("D-h")
     ends.d_lookups.release_handoff("h", ends.addresses)
-    assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
+    assert eventually(ends.balanced), [control.status() for control in ends.controls]
     assert ends.p_control.watch_handoff("h", 1.0).state == "released"
 
 
@@ -204,7 +204,7 @@ def test_one_server_that_is_told_releases_both_parts(hosts: Callable[..., Hosts]
     ends = hosts()
     ends.complete("h")
     ends.d_lookups.release_handoff("h", [ends.addresses[kept_at]])
-    assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
+    assert eventually(ends.balanced), [control.status() for control in ends.controls]
     assert ends.p_control.watch_handoff("h", 1.0).state == "released"
 
 
@@ -218,5 +218,5 @@ def test_what_is_released_while_the_readers_server_is_dead_is_released_once_it_i
     ends.d_lookups.release_handoff("h", ends.addresses)
     assert ends.p_control.watch_handoff("h", 0.0).state == "complete"
     ends.servers[-1].restart()
-    assert eventually(ends.balanced, 20), [control.status() for control in ends.controls]
+    assert eventually(ends.balanced), [control.status() for control in ends.controls]
     assert ends.p_control.watch_handoff("h", 1.0).state == "released"

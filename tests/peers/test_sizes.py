@@ -88,7 +88,7 @@ def test_a_handoff_between_sizes(sizes: Callable[..., Sizes], p: Partition, d: P
     ends.load("h", hit)
     ends.p_control.release_handoff("h")
     ends.d_lookups.drop_lease("D-h")
-    assert eventually(ends.two.settled, 20), (ends.two.lends, ends.two.reads)
+    assert eventually(ends.two.settled), (ends.two.lends, ends.two.reads)
 
 
 def test_what_another_size_has_stored_hits_without_a_handoff(sizes: Callable[..., Sizes]) -> None:
@@ -115,7 +115,7 @@ def test_pieces_cross_the_link_while_the_prefiller_computes(sizes: Callable[...,
             for plane in first.memory[layer]:
                 first.memory[layer][plane][first.table] = first.own(layer, plane)
             if layer == 4:
-                assert eventually(lambda: ends.two.reads["importer_figures"].get("read_bytes_total", 0) > 0, 10)
+                assert eventually(lambda: ends.two.reads["importer_figures"].get("read_bytes_total", 0) > 0)
                 assert ends.d_lookups.wait(inquiry, 0.0) is None
             step.layer_done(layer)
     second.run("w", ends.chain, Hit(0), save=True)
@@ -143,4 +143,4 @@ def test_a_rank_that_dies_ends_the_wait_at_once(sizes: Callable[..., Sizes]) -> 
     hit = ends.d_lookups.wait(inquiry, 10.0)
     assert hit is not None and hit.tokens == 0 and hit.reason
     ends.d_lookups.drop_lease("D-h")
-    assert eventually(ends.two.settled, 20), (ends.two.lends, ends.two.reads)
+    assert eventually(ends.two.settled), (ends.two.lends, ends.two.reads)

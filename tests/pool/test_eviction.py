@@ -62,6 +62,21 @@ def test_an_object_that_returns_soon_after_it_left_is_proven():
         assert policy.victim() is not back
 
 
+def test_a_victim_is_remembered_for_as_many_victims_as_there_are_objects():
+    policy, _ = filled(200)
+    gone = [policy.victim() for _ in range(100)]
+    back = Evictable(gone[0].key, 10)
+    policy.admit(back)
+    for turn in range(300):
+        policy.admit(Evictable(key_of(("scan", turn)), 10))
+        policy.victim()
+    again = [Evictable(item.key, 10) for item in gone]
+    for item in again:
+        policy.admit(item)
+    assert back.proven and not any(item.proven for item in again), "as many victims later they are forgotten"
+    policy.validate()
+
+
 def test_sizes_are_counted():
     policy, items = filled(3)
     policy.admit(Evictable(key_of("wide"), 70))

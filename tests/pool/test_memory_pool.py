@@ -97,6 +97,33 @@ def test_changing_mixes_of_sizes_under_random_pins(seed):
         pool.expire(turn)
 
 
+class CountingOwner:
+    """Counts how often it is looked up."""
+
+    asked = 0
+
+    def __hash__(self) -> int:
+        CountingOwner.asked += 1
+        return 7
+
+
+def test_pins_that_end_at_the_same_time_cost_the_same_however_many_there_were():
+    pool = MemoryPool(Arena(16 * OBJECT))
+    pool.reserve([new(0)], WRITER)
+    pool.commit([key_of(0)], WRITER)
+    owner, asked = CountingOwner(), []
+    for _ in range(2):
+        before = CountingOwner.asked
+        for _ in range(1500):
+            pool.acquire([key_of(0)], owner, 1e6)
+            pool.release(owner)
+        asked.append(CountingOwner.asked - before)
+    assert asked[1] <= 1.2 * asked[0] < 15 * 1500
+    pool.acquire([key_of(0)], owner, 1e6)
+    assert pool.expire(1e6) == 1
+    pool.validate()
+
+
 def test_released_pins_do_not_pile_up():
     pool = MemoryPool(Arena(16 * OBJECT))
     pool.reserve([new(i) for i in range(16)], WRITER)

@@ -183,12 +183,12 @@ async def test_a_prefill_that_is_lost_for_good_is_recomputed(order, policy, stre
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("prefill", [GONE, "failing"])
+@pytest.mark.parametrize("prefill", ["gone", "failing"])
 async def test_long_prompts_are_not_recomputed(order, prefill):
     with StubEngine(Behaviour(status=500)) as failing, StubEngine() as decoder:
         decoder.answer_for = lambda seen: Behaviour(first_s=20 if order == "concurrent" else 0)
         async with proxied(
-            GONE if prefill == GONE else failing, decoder, order=order, max_recompute_tokens=10
+            GONE if prefill == "gone" else failing, decoder, order=order, max_recompute_tokens=10
         ) as scene:
             answer = await scene.complete(prompt=[1] * 11)
             assert answer.status_code == 503 and "proxy.max_recompute_tokens" in error_of(answer)["message"]

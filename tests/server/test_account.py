@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from layerflow.server.clients import account
 from layerflow.server.clients.account import ENTRY_BYTES, Accounts, Allowance, Refused
 
 SHARE, TOTAL = 10 * ENTRY_BYTES, 16 * ENTRY_BYTES
@@ -36,6 +39,41 @@ def test_where_the_total_is_used_up_those_that_keep_most_are_refused() -> None:
     small = every.of("c").charge("a watch")
     assert every.of("c").nbytes == ENTRY_BYTES, "a client within its equal part is let through"
     small.release()
+
+
+async def test_much_ends_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much a client has kept, the loop goes on between two ends; what another keeps ends in its turn."""
+    monkeypatch.setattr(account, "SLICE_S", 0.0)  # a slice is one
+    every, ended = accounts(), []
+    for client in ("a", "b"):
+        for number in range(5):
+            every.of(client).charge("a watch", end=lambda number=number: ended.append(number))  # type: ignore[misc]
+    every.close("a")
+    every.close("b")
+    told = []
+    while every.nbytes:
+        told.append(len(ended))
+        assert told[-1] <= len(told), "one in each round of the loop"
+        await asyncio.sleep(0)
+    assert ended == [*range(5), *range(5)]
+
+
+async def test_an_end_that_fails_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: failed.append(told["exception"]))
+    monkeypatch.setattr(account, "SLICE_S", 0.0)
+    every, ended = accounts(), []
+
+    def broken() -> None:
+        raise KeyError("a bug")
+
+    for end in (lambda: ended.append("first"), broken, lambda: ended.append("last")):
+        every.of("a").charge("a watch", end=end)
+    every.close("a")
+    while every.nbytes:  # noqa: ASYNC110 - the loop itself is what is tested
+        await asyncio.sleep(0)
+    assert ended == ["first", "last"]
+    assert [type(error) for error in failed] == [KeyError]
 
 
 def test_what_is_left_ends_with_the_client() -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -29,13 +30,13 @@ MOST = 1 << 20
 class World:
     """A door whose clients all have a session, unless said otherwise."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hear: Callable[[bytes, bytes | None], None] | None = None) -> None:
         self.path = path
         self.heard: asyncio.Queue[tuple[bytes, bytes | None]] = asyncio.Queue()
         self.gone: list[bytes] = []
         self.strangers = False
         self.door = Door(
-            lambda identity, message: self.heard.put_nowait((identity, message)),
+            hear or (lambda identity, message: self.heard.put_nowait((identity, message))),
             self.gone.append,
             lambda _: not self.strangers,
             MOST,
@@ -51,13 +52,18 @@ class World:
                 await asyncio.sleep(0.005)
 
 
-@pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    made = World(tmp_path / "control")
+@contextlib.asynccontextmanager
+async def opened(made: World) -> AsyncIterator[World]:
     made.door.bind(f"ipc://{made.path}")
     made.door.start()
     yield made
     made.door.close()
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with opened(World(tmp_path / "control")) as made:
+        yield made
 
 
 @contextlib.contextmanager
@@ -224,6 +230,25 @@ async def test_one_client_s_flood_lets_the_others_in_between(world: World) -> No
         while (await world.message())[1] != b"o":
             before += 1
         assert before < 50_000
+
+
+async def test_messages_that_take_long_come_in_turn(tmp_path: Path) -> None:
+    """Two clients that have much to say: few of one are handled between two of the other, however slow they are."""
+    heard: list[bytes] = []
+
+    def slowly(_: bytes, message: bytes | None) -> None:
+        heard.append(message or b"")
+        until = time.monotonic() + 0.0003
+        while time.monotonic() < until:
+            pass
+
+    async with opened(World(tmp_path / "control", slowly)) as world, raw(world) as flood, raw(world) as other:
+        await world.until(lambda: world.door.statistics().connections == 2)
+        flood.sendall(frame(b"f") * 3000)
+        other.sendall(frame(b"o") * 200)
+        await world.until(lambda: heard.count(b"o") == 200)
+        between = [len(each) for each in b"".join(heard).strip(b"f").split(b"o")]
+        assert max(between) <= 3, "a turn is half a millisecond"
 
 
 async def test_connections_without_a_session_are_few(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

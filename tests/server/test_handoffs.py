@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from e2e.known import KnownWorker, Run, eventually, small_spec
+from e2e.known import PATIENCE_S, KnownWorker, Run, eventually, small_spec
 
 from layerflow.agent import Control, Follow
 from layerflow.agent.connection.lookups import Inquiry, Lookups
@@ -108,10 +108,13 @@ def test_one_that_nobody_opens_ends_at_the_readers_deadline(pair: Pair) -> None:
 def test_one_that_is_released_before_it_is_opened_is_refused_to_the_prefiller(pair: Pair, asked: bool) -> None:
     """A decoder's client may be gone before the prefiller's scheduler gets to the request: nothing is kept for it."""
     chain = pair.p.prompt(TOKENS)
-    if asked:
-        pair.ask("h", chain)
+    inquiry = pair.ask("h", chain) if asked else None
+    if inquiry is not None:
         assert eventually(lambda: pair.figures()["announced"] == 1)
     pair.p_control.release_handoff("h")
+    if inquiry is not None:  # answered before the prompt is stored: later it would hit, and its lease pin what it hits
+        hit = pair.d_lookups.wait(inquiry, PATIENCE_S)
+        assert hit is not None and (hit.tokens, hit.reason) == (0, "released")
     opened = pair.p_control.open_handoff("h", chain, len(chain))
     assert (opened.state, opened.reason) == ("refused", "its reader has released it already")
     pair.p.serve(chain, look=False)

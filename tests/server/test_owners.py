@@ -20,7 +20,7 @@ from layerflow.server.peers.reading.attachment import Attachment
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from server.raw import RawClient
-from server.support import Embed
+from server.support import Embed, worker_on
 
 SPEC = small_spec(2, content="owners")
 
@@ -40,6 +40,7 @@ class Owner:
     def __init__(self, folder: Path, link: str, heartbeat_ms: int = 100) -> None:
         self.address = f"ipc://{folder}/owner-{os.urandom(4).hex()}"
         self.asked: list[wire.PeerLookup] = []
+        self.compared: list[wire.PeerCompare] = []
         self.released: list[int] = []
         self.beats = 0
         self._link, self._heartbeat_ms = link, heartbeat_ms
@@ -90,6 +91,8 @@ class Owner:
                     self._socket.send_multipart([who, codec.encode(wire.PeerBeat(sent))])
                 case wire.PeerLookup() as lookup:
                     self.asked.append(lookup)
+                case wire.PeerCompare() as compared:
+                    self.compared.append(compared)
                 case wire.PeerRelease(lease=lease):
                     self.released.append(lease)
 
@@ -149,8 +152,19 @@ def test_an_owner_that_is_not_there_yet_is_asked_once_it_is(embed: Embed, owner_
     client = RawClient(server.context, server.endpoint, SPEC)
     owner = owner_of()
     ask(client, "h", owner.address, 60_000)
-    assert eventually(lambda: len(owner.asked) == 1, 30)
+    assert eventually(lambda: len(owner.asked) == 1)
     client.close()
+
+
+def test_no_two_questions_of_an_owner_have_one_number(embed: Embed, owner_of: Callable[..., Owner]) -> None:
+    """It refuses by the number alone: what is refused must be no other question."""
+    server, owner = embed(peers__learn=True), owner_of()
+    with worker_on(server, spec=SPEC):
+        client = RawClient(server.context, server.endpoint, SPEC)
+        ask(client, "h", owner.address, 60_000)
+        assert eventually(lambda: owner.asked and owner.compared)
+        assert owner.asked[0].id != owner.compared[0].id
+        client.close()
 
 
 def test_a_question_ends_with_its_client_and_a_late_lease_is_given_back(
@@ -159,9 +173,9 @@ def test_a_question_ends_with_its_client_and_a_late_lease_is_given_back(
     server, owner = embed(peers__learn=True), owner_of()
     client = RawClient(server.context, server.endpoint, SPEC)
     ask(client, "waits", owner.address, 3_600_000)
-    assert eventually(lambda: len(owner.asked) == 1, 30)
+    assert eventually(lambda: len(owner.asked) == 1)
     ask(client, "late", owner.address, 3_000)
-    assert eventually(lambda: len(owner.asked) == 2, 30)
+    assert eventually(lambda: len(owner.asked) == 2)
     questions = server.server.peers.source.questions  # type: ignore[union-attr]
     assert "no answer in time" in reason(client)
     assert server.call(lambda: len(questions._asked)) == 1, "its keys are forgotten with its deadline"
@@ -181,7 +195,7 @@ def test_servers_that_requests_name_make_room_for_each_other(
     server, owner = embed(peers__learn=True), owner_of()
     client = RawClient(server.context, server.endpoint, SPEC)
     ask(client, "here", owner.address, 3_600_000)
-    assert eventually(lambda: len(owner.asked) == 1, 30)
+    assert eventually(lambda: len(owner.asked) == 1)
     descriptors = len(os.listdir("/proc/self/fd"))
     for number in range(20):
         ask(client, f"gone{number}", f"ipc://{tmp_path}/gone-{number}", 100)
@@ -207,7 +221,7 @@ def test_a_server_that_was_away_or_unused_for_long_is_forgotten(
     monkeypatch.setattr(peers_module, "UNUSED_S", 0.1)
     assert eventually(lambda: not learned(server))
     ask(client, "again", owner.address, 3_600_000)
-    assert eventually(lambda: any(each.handoff == "again" for each in owner.asked), 30)
+    assert eventually(lambda: any(each.handoff == "again" for each in owner.asked))
     client.close()
 
 
@@ -215,7 +229,7 @@ def test_what_an_owner_says_of_time_is_bounded(embed: Embed, owner_of: Callable[
     server, owner = embed(peers__learn=True), owner_of(heartbeat_ms=0)
     client = RawClient(server.context, server.endpoint, SPEC)
     ask(client, "h", owner.address, 3_600_000)
-    assert eventually(lambda: len(owner.asked) == 1, 30)
+    assert eventually(lambda: len(owner.asked) == 1)
     began, before = time.monotonic(), owner.beats
     assert eventually(lambda: owner.beats >= before + 20)
     assert owner.beats - before <= (time.monotonic() - began) / 0.01 + 5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from layerflow.config.settings import ServerSettings, make_private_directory
 from layerflow.errors import ConfigError
 from layerflow.server import EmbeddedServer, server
+from layerflow.system.listening import listen_privately
 from server.support import Embed
 
 
@@ -66,3 +69,31 @@ def test_an_embedded_server_looks_at_its_directory_too(
     monkeypatch.setattr(server.Server, "fd_server_path", property(lambda _: tmp_path / "x.arena"))
     with pytest.raises(ConfigError, match="another user"):
         embed()
+
+
+@pytest.fixture
+def crowded(tmp_path: Path) -> Iterator[Path]:
+    """A socket whose process accepts nobody, with as many waiting as there may be."""
+    path = tmp_path / "control"
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(str(path))
+        listener.listen(0)
+        for _ in range(4):
+            visitor = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            visitor.setblocking(False)
+            visitor.connect_ex(str(path))
+        yield path
+
+
+@pytest.mark.timeout(20)
+def test_a_server_that_accepts_nobody_is_told_of_and_not_waited_for(crowded: Path) -> None:
+    with pytest.raises(ConfigError, match="another server running there"):
+        listen_privately(crowded)
+    assert crowded.is_socket()
+
+
+def test_a_file_at_the_endpoint_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="another server running there"):
+        listen_privately(tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "mine"

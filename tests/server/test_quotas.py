@@ -31,8 +31,8 @@ class Client(Hostile):
         super().__init__(server.context, server.endpoint, SPEC)
 
     def ask(self, message: wire.Message, kind: type[wire.Message]) -> Any:
-        """The next answer of this kind, or Problem."""
-        self.conversation.send(message)
+        """The next answer of this kind, or Problem; the message is sent as it is, whatever agents would not send."""
+        self.conversation.send_raw(codec.encode(message))
         until = time.monotonic() + 20
         while True:
             answer = codec.decode_reply(self.conversation.receive(until))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from layerflow.config.settings import PoolSettings
-from layerflow.server.tier.tier import Tier
+from layerflow.hosts.backend import IndexEntry
+from layerflow.server.tier.tier import FREED_PER_SLICE, Tier
 from layerflow.wire.host_messages import Down, Evicted, Indexed, ToServer, Up, pack_u32
 
 KEYS = [bytes([number]) * 24 for number in range(4)]
@@ -58,6 +62,22 @@ async def test_another_process_tells_all_of_its_own(tier: Tier) -> None:
     assert not tier.up
     tier.host_said(told(KEYS[3]))
     assert tier.up and tier.holds(KEYS) == [False, False, False, True]
+
+
+async def test_the_index_of_a_process_before_is_freed_in_slices(tier: Tier) -> None:
+    keys, digests = [at.to_bytes(24, "big") for at in range(10 * FREED_PER_SLICE)], bytearray(b"d" * 16)
+    index, shared = tier._index, bytes(digests)
+    unused = sys.getrefcount(shared)
+    index.add(IndexEntry(key, 1, 16, b"r" * 16, shared) for key in keys)
+    each = (sys.getrefcount(shared) - unused) / len(keys)
+    tier.host_said(Up({}, True, 8))
+    assert tier.holds(keys[:4]) == [False] * 4
+    left = [sys.getrefcount(shared) - unused]
+    while left[-1] > 0:
+        await asyncio.sleep(0)
+        left.append(sys.getrefcount(shared) - unused)
+    assert max(before - after for before, after in itertools.pairwise(left)) <= 2 * each * FREED_PER_SLICE
+    assert len(left) > 4 and len(index) == 0
 
 
 async def test_what_is_away_by_the_time_that_all_is_told_is_not_up(tier: Tier) -> None:

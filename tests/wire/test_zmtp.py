@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -86,6 +87,19 @@ def test_a_message_is_judged_before_it_is_kept() -> None:
     zmtp = Zmtp(Null(), limit)
     parse(greeting() + ready() + bytes((LONG,)) + MOST.to_bytes(8, "big") + bytes(10), [], zmtp)
     assert (zmtp.waiting, zmtp.unfinished) == (19, MOST + 9)
+
+
+def test_the_first_byte_behind_a_large_message_does_not_keep_it() -> None:
+    zmtp, large = Zmtp(Null(), limit), frame(bytes(MOST), LONG)
+    parse(greeting() + ready(), [], zmtp)
+    tracemalloc.start()
+    try:
+        for start in range(0, len(large) + 1, 1000):
+            parse((large + b"\0")[start : start + 1000], [], zmtp)
+        assert zmtp.waiting == 1
+        assert tracemalloc.get_traced_memory()[0] < MOST // 2
+    finally:
+        tracemalloc.stop()
 
 
 def test_frames_of_a_message_that_does_not_end_are_not_kept() -> None:

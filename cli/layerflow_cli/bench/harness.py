@@ -97,6 +97,16 @@ class ServerProcess:
             self.process.stdout.close()
 
 
+class LoopClock:
+    """Nanoseconds that a process's first thread has run."""
+
+    def __init__(self, pid: int) -> None:
+        self._file = Path(f"/proc/{pid}/task/{pid}/schedstat")
+
+    def __call__(self) -> int:
+        return int(self._file.read_text().split()[0])
+
+
 @contextlib.contextmanager
 def _held_back(*numbers: int) -> Iterator[Callable[[], None]]:
     """Signals that come meanwhile are handled when what this yields is called, so that a process that has just been

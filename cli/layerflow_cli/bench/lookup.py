@@ -9,14 +9,13 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from layerflow.errors import LayerflowError
 from layerflow.spec import DEFAULT_CHUNK_TOKENS, Shard
-from layerflow_cli.bench.harness import Worker, percentiles, serving
+from layerflow_cli.bench.harness import LoopClock, Worker, percentiles, serving
 
 PAUSE_S = 2e-3  # between lookups, as requests arrive: the loop has gone to sleep
 
@@ -41,7 +40,7 @@ def measure(tokens: int = 32_768, tp_size: int = 8, lookups: int = 300) -> dict[
         chain = workers[0].prompt()
         for worker in workers:
             worker.store(chain)
-        agent, clock = workers[0].agent, _LoopClock(server.process.pid)
+        agent, clock = workers[0].agent, LoopClock(server.process.pid)
         looked: list[int] = []
         released: list[int] = []
         wall: list[int] = []
@@ -66,13 +65,3 @@ def measure(tokens: int = 32_768, tp_size: int = 8, lookups: int = 300) -> dict[
         "tokens": tokens,
         "tp_size": tp_size,
     }
-
-
-class _LoopClock:
-    """Nanoseconds that a process's first thread has run."""
-
-    def __init__(self, pid: int) -> None:
-        self._file = Path(f"/proc/{pid}/task/{pid}/schedstat")
-
-    def __call__(self) -> int:
-        return int(self._file.read_text().split()[0])

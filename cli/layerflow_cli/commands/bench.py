@@ -22,6 +22,8 @@ MEASUREMENTS = {
     "flow": "Events per second of the core, commands per layer, and what sessions that share the caps cost.",
     "miss": "What a lookup that finds nothing costs.",
     "lookup": "What a lookup that hits costs the server's loop.",
+    "server": "What a step of a worker costs the server's loop, by the requests that load and save in it.",
+    "beside": "What an engine's Python loses beside a save and beside a load.",
     "directory": "How long the loop stands still while a million objects fill the arena and are evicted.",
     "link": "How fast bytes pass between two arenas, against two blocking sockets or the library's own read.",
     "stagger": "How well ranks keep their slots on a shared link.",
@@ -31,7 +33,7 @@ MEASUREMENTS = {
     "pool": "How fast bytes pass between engine and pool, against the pool's own calls.",
 }
 TRANSFERS = {name: f"transfer.{name}" for name in ("copy", "device", "link")}
-WITH_OPTIONS = ("device", "flow", "link", "overlap", "pd", "pool", "stagger")
+WITH_OPTIONS = ("beside", "device", "directory", "flow", "link", "overlap", "pd", "pool", "server", "stagger")
 Options = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="An argument of the measurement; may be repeated."),
@@ -172,6 +174,46 @@ def device(
     json_file: JsonFile = None,
 ) -> None:
     _run("device", {"device": on, "moved_mib": moved_mib, "way": way}, options or [], json_file)
+
+
+@bench.command(
+    help=f"{MEASUREMENTS['server']}\n\n\b\nExample:\n  layerflow bench server --engines 8 --tp 8 --layers 61 "
+    "--json server.json"
+)
+def server(
+    engines: Annotated[int, typer.Option(min=1, metavar="N", help="Engines that share the server.")] = 8,
+    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Workers of each.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, metavar="N", help="Layers of the model.")] = 61,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Steps of each case.")] = 10,
+    options: Options = None,
+    json_file: JsonFile = None,
+) -> None:
+    given = {"engines": engines, "tp_size": tp, "layers": layers, "rounds": rounds}
+    _run("server", given, options or [], json_file)
+
+
+@bench.command(
+    help=f"{MEASUREMENTS['beside']}\n\n\b\nExample:\n  layerflow bench beside --moved-mib 256 --json beside.json"
+)
+def beside(
+    moved_mib: Annotated[int, typer.Option(min=1, metavar="MIB", help="Bytes of the prompt.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Of each; medians are shown.")] = 9,
+    options: Options = None,
+    json_file: JsonFile = None,
+) -> None:
+    _run("beside", {"moved_mib": moved_mib, "rounds": rounds}, options or [], json_file)
+
+
+@bench.command(
+    help=f"{MEASUREMENTS['directory']}\n\n\b\nExample:\n  layerflow bench directory --objects 1000000 "
+    "--json directory.json"
+)
+def directory(
+    objects: Annotated[int, typer.Option(min=1000, metavar="N", help="That the arena has room for.")] = 1_000_000,
+    options: Options = None,
+    json_file: JsonFile = None,
+) -> None:
+    _run("directory", {"objects": objects}, options or [], json_file)
 
 
 def _add(name: str) -> None:

@@ -83,6 +83,7 @@ class EngineBlocks:
         """Cut all open steps off; how many there were."""
         steps = self._open_steps.steps()
         for step in steps:
+            step.saves_spoilt = step.saves_spoilt or reason  # also those that have been read, and are not told yet
             step.cut_saves(reason)
             step.fence(reason)
         if steps:

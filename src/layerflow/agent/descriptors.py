@@ -133,6 +133,12 @@ def describe_loads(spec: ModelSpec, requests: Sequence[StepRequest]) -> list[Par
     return parts
 
 
+def loads_drafts(spec: ModelSpec, hit: Hit, stop: int) -> bool:
+    """Does a load up to `stop` bring what every draft group reads behind it? True without such groups."""
+    drafts = [group for number, group in enumerate(spec.groups) if spec.shard.draft_of(number)]
+    return not drafts or (hit.drafts and all(_can_end(group, hit, stop, spec.chunk_tokens) for group in drafts))
+
+
 def describe_saves(spec: ModelSpec, requests: Sequence[StepRequest], partial: bool) -> list[PartDescriptor]:
     """What each request saves of each group: the chunks that this step completes.
 

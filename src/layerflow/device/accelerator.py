@@ -49,15 +49,33 @@ class Accelerator:
         self._device = torch.device(device.type, index)
         self.native = native or native_of(self.kind, index)
         self._beside = threading.local()
+        self._own_streams: set[int] = set()
         self._capture_streams = self._pool_of_streams() if self.native is not None and self.kind == "cuda" else ()
 
     def __str__(self) -> str:
         return str(self._device)
 
     def stream(self) -> Any:
-        """A new stream, torch's."""
+        """A stream; nobody else's, where the driver's calls are known. To be given back by :meth:`end_stream`.
+
+        torch's cuda streams are 32 that it hands out in turn: an engine's own work would take turns with the copies.
+        """
         self.leave_captures()
-        return self._module.Stream(device=self._device)
+        handle = self.native.new_stream() if self.native is not None and hasattr(self._module, "ExternalStream") else 0
+        if not handle:
+            return self._module.Stream(device=self._device)
+        self._own_streams.add(handle)
+        return self._module.ExternalStream(handle, device=self._device)
+
+    def end_stream(self, stream: Any) -> None:
+        """Give a stream back, on which nothing is under way: nobody uses it again. Those of torch stay torch's."""
+        handle = self.handle(stream)
+        if handle not in self._own_streams:
+            return
+        assert self.native is not None
+        self._own_streams.discard(handle)
+        if code := self.native.end_stream(handle):
+            log.warning("stream_not_ended", device=str(self._device), code=code)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Makes a stream and its device the calling thread's current ones."""

@@ -1,4 +1,4 @@
-"""The driver's calls that torch has none for: copy many ranges in one call, and stay out of graph captures.
+"""The driver's calls that torch has none for: copy many ranges in one call, own a stream, stay out of captures.
 
 Addresses, offsets and lengths are passed as the int64 arrays that they are; no loop over them is Python's.
 """
@@ -45,6 +45,20 @@ class Native(Protocol):
         :param dst: int64, shape ``(n,)``, contiguous, n > 0: addresses; so is `src`. No two ranges overlap.
         :param nbytes: int64, shape ``(n,)``, contiguous.
         :param stream: its handle; not that of the default stream.
+        """
+        ...
+
+    def new_stream(self) -> int:
+        """Handle of a new stream of the thread's current device; 0 = torch's are nobody else's, or the driver has none.
+
+        As torch's, it does not wait for the default stream.
+        """
+        ...
+
+    def end_stream(self, stream: int) -> int:
+        """Give a stream of :meth:`new_stream` back, on which nothing is under way.
+
+        :returns: the driver's code; 0 = it is gone.
         """
         ...
 
@@ -106,6 +120,19 @@ class CudaNative:
             self._library.cudaGetLastError()  # else torch would find it behind its next kernel
         return BatchCopied(code, -1 if failed.value == _NONE else failed.value)
 
+    def new_stream(self) -> int:
+        stream = ctypes.c_void_p()
+        if self._library.cudaStreamCreateWithPriority(ctypes.byref(stream), _NON_BLOCKING, 0):
+            self._library.cudaGetLastError()
+            return 0
+        return stream.value or 0
+
+    def end_stream(self, stream: int) -> int:
+        code = int(self._library.cudaStreamDestroy(ctypes.c_void_p(stream)))
+        if code:
+            self._library.cudaGetLastError()
+        return code
+
     def leave_captures(self) -> None:
         mode = ctypes.c_int(_RELAXED)
         self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -159,6 +186,12 @@ class CannNative:
         )
         return BatchCopied(code, -1 if failed.value == _NONE else failed.value)
 
+    def new_stream(self) -> int:
+        return 0  # torch_npu makes each of its own when it is asked for one
+
+    def end_stream(self, stream: int) -> int:
+        raise NotImplementedError(f"stream {stream:#x} was not made here")
+
     def leave_captures(self) -> None:
         exchange = getattr(self._library, "aclmdlRICaptureThreadExchangeMode", None)
         if exchange is not None:
@@ -206,4 +239,5 @@ def _pointer(array: Int64) -> ctypes.c_void_p:
 
 _NONE = ctypes.c_size_t(-1).value  # SIZE_MAX: the driver names no range
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed, ACL_MODEL_RI_CAPTURE_MODE_RELAXED
+_NON_BLOCKING = 1  # cudaStreamNonBlocking, driver_types.h
 _CUDA_BATCHES = 12080

@@ -63,8 +63,8 @@ def places_of(objects: Objects, arena: SharedMemory) -> list[ObjectLocation]:
     return places
 
 
-PIECE = 4096
-"""Entries of one message: some 130 KB, and some 260 bytes more for each that has block digests."""
+PIECE = 512
+"""Entries of one message, some 2 ms of the server's loop: 16 KB, and 260 bytes more for each with block digests."""
 
 
 class IndexReporter:

@@ -10,6 +10,7 @@ import torch
 
 from layerflow.device.accelerator import Accelerator
 from layerflow.device.base import DeviceEvent
+from layerflow.errors import InvalidTransition
 from layerflow.ops.base import MappedArena, PinnedPart
 from layerflow.ops.bounced import BounceBuffer, CopyCall, within_pieces
 from layerflow.ops.extents import Extents
@@ -66,6 +67,7 @@ class StreamCopier:
     ) -> None:
         self._device = device
         self._stream = device.stream()
+        self._closed = False
         self._memory = memory
         regions = memory.regions()
         self._engine_views = ByteViews(region.bytes for region in regions)
@@ -89,18 +91,26 @@ class StreamCopier:
 
     def drain(self) -> None:
         """Return once nothing that was enqueued here touches either memory any more."""
+        if self._closed:
+            return
         self._stream.synchronize()
         if self._bounce is not None:
             self._bounce.drain()
 
     def close(self) -> None:
-        """Drain, and unpin the buffers."""
+        """Drain, unpin the buffers and give the stream back. Nothing is copied any more."""
+        if self._closed:
+            return
         self.drain()
+        self._closed = True
         self._staging.close()
         if self._bounce is not None:
             self._bounce.close()
+        self._device.end_stream(self._stream)
 
     def _enqueue(self, extents: Extents, after: DeviceEvent | None, *, loads: bool) -> DeviceEvent:
+        if self._closed:
+            raise InvalidTransition("a copy was asked of an attachment that has ended")
         with self._device.on(self._stream):
             if after is not None:
                 self._stream.wait_event(after)

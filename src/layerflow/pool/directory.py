@@ -12,7 +12,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from layerflow.errors import PoolError
 from layerflow.keys import DIGEST_BYTES
@@ -23,6 +23,7 @@ from layerflow.pool.sharing import SharedBlocks
 from layerflow.pool.tails import ANY_LENGTH, Tails
 from layerflow.presence import PresenceWriter, tail_marks
 
+_PARTS = 64
 _COMPACT_OVER = 256  # ends listed in the expiry heap beyond twice the owners alive
 
 
@@ -61,24 +62,53 @@ def _tail(entry: DirectoryEntry) -> Tail:
 class OwnerPins:
     """What one owner pins, until when: a lease is one of these, however many objects it holds."""
 
-    __slots__ = ("entries", "until")
+    __slots__ = ("end", "entries", "until")
 
     def __init__(self) -> None:
         self.entries: dict[DirectoryEntry, None] = {}
         self.until = -math.inf
+        self.end = 0  #: which of the listed ends is theirs
+
+
+class _ByOffset:
+    """Entries by offset, in a dictionary for each part of the arena: one of all would stop the loop when it is full and
+    made anew.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._part = nbytes // _PARTS + 1
+        self._parts: list[dict[int, DirectoryEntry]] = [{} for _ in range(_PARTS)]
+
+    def __getitem__(self, offset: int) -> DirectoryEntry:
+        return self._parts[offset // self._part][offset]
+
+    def __iter__(self) -> Iterator[DirectoryEntry]:
+        return chain.from_iterable(part.values() for part in self._parts)
+
+    def add(self, entry: DirectoryEntry) -> None:
+        """It has its offset."""
+        offset = entry.located.offset
+        self._parts[offset // self._part][offset] = entry
+
+    def discard(self, entry: DirectoryEntry) -> None:
+        """It has it no more."""
+        offset = entry.located.offset
+        del self._parts[offset // self._part][offset]
 
 
 class Directory:
     """All entries, by key, by offset, by owner. Methods that unpin return what nobody pins any more.
 
+    :param nbytes: of the arena.
+
     :param presence: kept in step: it holds exactly the keys of ready entries, and the parents that have tails.
     """
 
-    def __init__(self, presence: PresenceWriter | None = None) -> None:
+    def __init__(self, nbytes: int, presence: PresenceWriter | None = None) -> None:
         self.presence = presence
         self.ready: dict[bytes, DirectoryEntry] = {}
         self.writing: dict[bytes, DirectoryEntry] = {}
-        self.at: dict[int, DirectoryEntry] = {}
+        self.at = _ByOffset(nbytes)
         self.pinned = 0  #: entries with a pin, hidden ones included
         self.pinned_bytes = 0  #: their room
         self._hidden: dict[bytes, dict[DirectoryEntry, None]] = {}
@@ -95,7 +125,7 @@ class Directory:
     def reserve(self, entry: DirectoryEntry) -> None:
         """A new half-written entry; its key is neither ready nor being written."""
         self.writing[entry.key] = entry
-        self.at[entry.located.offset] = entry
+        self.at.add(entry)
         self._reserved.setdefault(entry.writer, {})[entry] = None
 
     def owned(self, key: bytes, writer: Owner) -> DirectoryEntry | None:
@@ -125,7 +155,7 @@ class Directory:
     def withdraw(self, entry: DirectoryEntry) -> None:
         """A half-written entry goes."""
         self._end_reservation(entry)
-        del self.at[entry.located.offset]
+        self.at.discard(entry)
 
     def reserved_by(self, writer: Owner) -> list[DirectoryEntry]:
         """What `writer` has half-written."""
@@ -153,7 +183,7 @@ class Directory:
         if entry.readers:
             self._hidden.setdefault(entry.key, {})[entry] = None
         else:
-            del self.at[entry.located.offset]
+            self.at.discard(entry)
 
     def forget(self, entry: DirectoryEntry) -> None:
         """A hidden entry that lost its last pin goes."""
@@ -161,7 +191,7 @@ class Directory:
         del same_key[entry]
         if not same_key:
             del self._hidden[entry.key]
-        del self.at[entry.located.offset]
+        self.at.discard(entry)
 
     def _unlist(self, entry: DirectoryEntry) -> None:
         del self.ready[entry.key]
@@ -217,8 +247,7 @@ class Directory:
         self.pinned += len(first)
         self.pinned_bytes += sum([entry.room for entry in first])
         if within and until > pins.until:
-            pins.until = until
-            self._end_at(owner, until)
+            self._end_at(owner, pins, until)
         return fresh, first
 
     def share(self, owner: Owner, keys: Sequence[bytes], reader: Owner) -> list[Located] | None:
@@ -253,8 +282,8 @@ class Directory:
                 else:
                     pins.entries[entry] = None
             until = max(until, theirs.until)
-        self._pins[heir], pins.until = pins, until
-        self._end_at(heir, until)
+        self._pins[heir] = pins
+        self._end_at(heir, pins, until)
 
     def unpin(self, owner: Owner, keys: Iterable[bytes] | None) -> list[DirectoryEntry]:
         """Drop the owner's pins on `keys` (None = all); the entries now unpinned, newest pin first."""
@@ -280,9 +309,9 @@ class Directory:
         """Drop pins that run out at or before `now`: how many, and the entries now unpinned."""
         dropped, idle = 0, []
         while self._due and self._due[0][0] <= now:
-            _, _, owner = heapq.heappop(self._due)
+            _, end, owner = heapq.heappop(self._due)
             pins = self._pins.get(owner)
-            if pins is not None and pins.until <= now:
+            if pins is not None and pins.end == end:
                 dropped += len(pins.entries)
                 idle += self._drop(owner, list(reversed(pins.entries)))
         return dropped, idle
@@ -313,9 +342,10 @@ class Directory:
         self.pinned_bytes -= sum([entry.room for entry in idle])
         return idle
 
-    def _end_at(self, owner: Owner, until: float) -> None:
+    def _end_at(self, owner: Owner, pins: OwnerPins, until: float) -> None:
+        self._serial += 1
+        pins.until, pins.end = until, self._serial
         if until < math.inf:
-            self._serial += 1
             heapq.heappush(self._due, (until, self._serial, owner))
             self._compact()
 
@@ -337,9 +367,9 @@ class Directory:
         """Released pins stay listed until they would have run out; drop them once they are the bulk."""
         if len(self._due) > 2 * len(self._pins) + _COMPACT_OVER:
             self._due = [
-                (until, serial, owner)
-                for until, serial, owner in self._due
-                if owner in self._pins and self._pins[owner].until == until
+                (until, end, owner)
+                for until, end, owner in self._due
+                if owner in self._pins and self._pins[owner].end == end
             ]
             heapq.heapify(self._due)
 
@@ -347,7 +377,8 @@ class Directory:
         """:raises PoolError: the indexes disagree."""
         hidden = [entry for entries in self._hidden.values() for entry in entries]
         everything = [*self.ready.values(), *self.writing.values(), *hidden]
-        if {entry.located.offset: entry for entry in everything} != self.at or len(everything) != len(self.at):
+        placed = list(self.at)
+        if len(everything) != len(placed) or any(self.at[entry.located.offset] is not entry for entry in everything):
             raise PoolError("the index by offset differs from the entries")
         if self.ready.keys() & self.writing.keys():
             raise PoolError("a key is ready and being written at once")
@@ -360,8 +391,10 @@ class Directory:
             raise PoolError("the room of pinned entries is miscounted")
         if self.pinned != len(readers) or not all(entry.readers for entry in hidden):
             raise PoolError("pinned entries are miscounted, or a hidden one without readers lingers")
-        timed = {(owner, until) for until, _, owner in self._due}
-        if any(pins.until < math.inf and (owner, pins.until) not in timed for owner, pins in self._pins.items()):
+        timed = {(until, end, owner) for until, end, owner in self._due}
+        if any(
+            pins.until < math.inf and (pins.until, pins.end, owner) not in timed for owner, pins in self._pins.items()
+        ):
             raise PoolError("a pin that runs out is not in the expiry heap")
         if {e for mine in self._reserved.values() for e in mine} != set(self.writing.values()):
             raise PoolError("reservations by owner differ from the half-written entries")

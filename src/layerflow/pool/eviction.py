@@ -11,9 +11,9 @@ objects are pinned.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
-from typing import Generic, TypeVar
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, Generic, TypeVar, cast
 
 from layerflow.errors import PoolError
 
@@ -27,16 +27,71 @@ _MIN_GHOSTS = 64
 class Evictable:
     """What the policy keeps with each object."""
 
-    __slots__ = ("key", "proven", "room", "uses")
+    __slots__ = ("after", "before", "key", "proven", "room", "uses")
 
     def __init__(self, key: bytes, room: int) -> None:
         self.key = key
         self.room = room  #: bytes that come free when it goes
         self.uses = 0
         self.proven = False  #: belongs to the main queue
+        self.before: Any = None  #: the neighbours in its queue, which keeps them; None in no queue
+        self.after: Any = None
 
 
 ItemT = TypeVar("ItemT", bound=Evictable)
+
+
+class _Queue(Generic[ItemT]):
+    """Items in order, each of which knows its neighbours: no table of all of them has to be made anew when it is full,
+    which would stop the loop for as long as there are items.
+    """
+
+    def __init__(self) -> None:
+        self._ends = ends = Evictable(b"", 0)
+        ends.before = ends.after = ends
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[ItemT]:
+        ends = self._ends
+        item = ends.after
+        while item is not ends:
+            yield item
+            item = item.after
+
+    def append(self, items: Collection[ItemT]) -> None:
+        """These are the last, in this order."""
+        ends = self._ends
+        last = ends.before
+        for item in items:
+            item.before, last.after = last, item
+            last = item
+        last.after, ends.before = ends, last
+        self._length += len(items)
+
+    def push_first(self, item: ItemT) -> None:
+        """It goes before all others."""
+        ends = self._ends
+        item.before, item.after = ends, ends.after
+        ends.after.before = item
+        ends.after = item
+        self._length += 1
+
+    def remove(self, items: Collection[ItemT]) -> None:
+        """These, which are in it, leave."""
+        for item in items:
+            before, after = item.before, item.after
+            before.after, after.before = after, before
+            item.before = item.after = None
+        self._length -= len(items)
+
+    def pop(self) -> ItemT:
+        """The first leaves; there is one."""
+        item = cast("ItemT", self._ends.after)
+        self.remove((item,))
+        return item
 
 
 class S3Fifo(Generic[ItemT]):
@@ -46,9 +101,11 @@ class S3Fifo(Generic[ItemT]):
     """
 
     def __init__(self) -> None:
-        self._small: OrderedDict[ItemT, None] = OrderedDict()
-        self._main: OrderedDict[ItemT, None] = OrderedDict()
-        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._small: _Queue[ItemT] = _Queue()
+        self._main: _Queue[ItemT] = _Queue()
+        self._ghosts: dict[bytes, int] = {}  # by key, which of all victims it was
+        self._left: deque[bytes] = deque()  # the keys of the latest victims
+        self._victims = 0
         self._small_bytes = 0
         self._main_bytes = 0
         self.moves = 0
@@ -64,8 +121,7 @@ class S3Fifo(Generic[ItemT]):
 
     def admit(self, item: ItemT) -> None:
         """A new object may be evicted from now on."""
-        if item.key in self._ghosts:
-            del self._ghosts[item.key]
+        if self._ghosts.pop(item.key, None) is not None:
             item.proven = True
         self.unpark((item,))
 
@@ -78,32 +134,22 @@ class S3Fifo(Generic[ItemT]):
 
     def park(self, items: Collection[ItemT]) -> None:
         """These objects may not be evicted (they are pinned), or are no longer there."""
-        small, main = self._small, self._main
-        small_bytes = main_bytes = 0
-        for item in items:
-            if item.proven:
-                del main[item]
-                main_bytes += item.room
-            else:
-                del small[item]
-                small_bytes += item.room
-        self._small_bytes -= small_bytes
-        self._main_bytes -= main_bytes
+        small = [item for item in items if not item.proven]
+        main = [item for item in items if item.proven] if len(small) < len(items) else []
+        self._small.remove(small)
+        self._main.remove(main)
+        self._small_bytes -= sum([item.room for item in small])
+        self._main_bytes -= sum([item.room for item in main])
         self._uncount(items)
 
     def unpark(self, items: Collection[ItemT]) -> None:
         """These objects may be evicted again, last of their queues."""
-        small, main = self._small, self._main
-        small_bytes = main_bytes = 0
-        for item in items:
-            if item.proven:
-                main[item] = None
-                main_bytes += item.room
-            else:
-                small[item] = None
-                small_bytes += item.room
-        self._small_bytes += small_bytes
-        self._main_bytes += main_bytes
+        small = [item for item in items if not item.proven]
+        main = [item for item in items if item.proven] if len(small) < len(items) else []
+        self._small.append(small)
+        self._main.append(main)
+        self._small_bytes += sum([item.room for item in small])
+        self._main_bytes += sum([item.room for item in main])
         for room, count in _rooms(items).items():
             self._by_room[room] += count
 
@@ -118,31 +164,30 @@ class S3Fifo(Generic[ItemT]):
         while small or main:
             share = SMALL_SHARE * (self._small_bytes + self._main_bytes)
             if small and (not main or (self._small_bytes >= share and moves < MOST_MOVES)):
-                item, _ = small.popitem(last=False)
+                item = small.pop()
                 self._small_bytes -= item.room
                 if item.uses >= PROMOTE_USES:
                     item.proven, item.uses = True, 0
-                    main[item] = None
+                    main.append((item,))
                     self._main_bytes += item.room
                     self.moves += 1
                     moves += 1
                     continue
                 self._remember(item.key)
             else:
-                item, _ = main.popitem(last=False)
+                item = main.pop()
                 if item.uses and moves < MOST_MOVES:
                     item.uses -= 1
-                    main[item] = None
+                    main.append((item,))
                     self.moves += 1
                     moves += 1
                     if least is None or item.uses < least.uses:
                         least = item
                     continue
                 if item.uses and least is not None and least.uses < item.uses:
-                    main[item] = None
-                    main.move_to_end(item, last=False)
+                    main.push_first(item)
                     item = least
-                    del main[item]
+                    main.remove((item,))
                 self._main_bytes -= item.room
             self._uncount((item,))
             return item
@@ -158,11 +203,16 @@ class S3Fifo(Generic[ItemT]):
                 raise PoolError(f"the {'main' if proven else 'small'} queue of eviction miscounts its objects")
 
     def _remember(self, key: bytes) -> None:
-        self._ghosts[key] = None
+        self._victims += 1
+        self._ghosts[key] = self._victims
+        self._left.append(key)
         most = max(len(self._small) + len(self._main), _MIN_GHOSTS)
         # Two for one: where many objects were pinned at once, the ghosts beyond are not forgotten in one go.
-        for _ in range(min(2, len(self._ghosts) - most)):
-            self._ghosts.popitem(last=False)
+        for _ in range(min(2, len(self._left) - most)):
+            oldest = self._victims - len(self._left) + 1
+            forgotten = self._left.popleft()
+            if self._ghosts.get(forgotten) == oldest:  # not one that came back, or left again later
+                del self._ghosts[forgotten]
 
     def _uncount(self, items: Collection[ItemT]) -> None:
         by_room = self._by_room

@@ -41,10 +41,6 @@ class Tails:
             if not lengths:
                 del self._after[parent]
 
-    def clear(self) -> None:
-        """All are gone."""
-        self._after.clear()
-
     def after(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[Tail]:
         """Those of at most `most` tokens, longest first, and the newest first among equals; nothing changes meanwhile.
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +12,9 @@ import structlog
 from layerflow.config.proxy import MAX_SOCKET_PATH_BYTES
 from layerflow.config.settings import default_endpoint, make_private, socket_directory
 from layerflow.errors import ConfigError
+from layerflow.system.listening import listen_privately
 
 _AUTO = "auto"
-_BACKLOG = 16
 _log = structlog.get_logger("layerflow.proxy")
 
 
@@ -62,23 +60,4 @@ def _listen(path: Path) -> socket.socket:
     if len(str(path).encode()) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(f"{path}: longer than {MAX_SOCKET_PATH_BYTES} bytes; give proxy.admin_socket another path")
     make_private(path.parent)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket():
-            _remove_stale(path)
-        listener.bind(str(path))
-        os.chmod(path, 0o600)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {path}: {error.strerror}; give proxy.admin_socket another path") from None
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove the socket of a process that has ended; one that is listened on stays, and cannot be bound."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.setblocking(False)
-        if asking.connect_ex(str(path)) in (errno.ECONNREFUSED, errno.ENOENT):
-            path.unlink(missing_ok=True)
+    return listen_privately(path, "give proxy.admin_socket another path")

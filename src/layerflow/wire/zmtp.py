@@ -197,6 +197,8 @@ class Zmtp:
         self._at, self._wanted = end, 2
         if end == len(data):
             self._data, self._at = b"", 0
+        elif size > SMALL_BYTES:  # what is behind it keeps no large message in memory
+            self._data, self._at = bytes(memoryview(data)[end:]), 0
         if not (self._mechanism.sealing and self._mechanism.ready):
             return self._told(flags, body)
         self._sealed = body

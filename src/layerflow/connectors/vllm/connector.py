@@ -22,6 +22,7 @@ from vllm.forward_context import is_forward_context_available
 
 from layerflow.agent import Agent
 from layerflow.connectors.vllm.embed import embed, embedded_endpoint
+from layerflow.connectors.vllm.guard import tell
 from layerflow.connectors.vllm.heads import wanted_layout
 from layerflow.connectors.vllm.identity.adapters import Adapters
 from layerflow.connectors.vllm.identity.identity import RequestKeys
@@ -41,7 +42,6 @@ from layerflow.connectors.vllm.worker.hooks import forward_pass
 from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.stats import TransferMetrics, TransferStats
 from layerflow.connectors.vllm.worker.worker import WorkerSide
-from layerflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from layerflow.server import EmbeddedServer
@@ -275,10 +275,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The digest of the weights is known by now, or will never be."""
         if self._reading is None or not self._reading.wait(0):
             return
+        reading, self._reading = self._reading, None
         try:
-            self._attach(self._reading.found)
-        except ConfigError as error:
-            self._reading = None
+            self._attach(reading.found)
+        except Exception as error:  # noqa: BLE001 - told: it costs reuse, and no engine that answers already
+            tell("handle_preemptions", None, error)
             log.warning("reuse_off", reason=str(error), effect="this engine loads and saves nothing")
 
     def get_handshake_metadata(self) -> Any:
@@ -364,7 +365,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """For :meth:`update_connector_output`."""
         if self._worker is not None:
             return self._worker.news()
-        if self._reading is None or self._told_of_reading:
+        if self._obstacle or self._told_of_reading:  # also if its weights will never have a digest: requests would wait
             return None
         self._told_of_reading = True
         return WorkerReport(layouts=(NOT_NAMED,))

@@ -140,6 +140,8 @@ class Links:
         """:raises RuntimeError: there is no thread for it."""
         with self._lock:
             oldest = next(iter(self._greeting)) if len(self._greeting) >= MAX_GREETING else None
+            if oldest is not None:
+                del self._greeting[oldest]  # its thread may end later; the next one to go is another
             self._greeting[link] = None
         if oldest is not None:
             oldest.hang_up()
@@ -147,7 +149,7 @@ class Links:
             threading.Thread(target=self._serve, args=(link,), name="layerflow-link", daemon=True).start()
         except RuntimeError:
             with self._lock:
-                del self._greeting[link]
+                self._greeting.pop(link, None)
             raise
 
     def _serve(self, link: _Link) -> None:

@@ -6,7 +6,10 @@ a client that keeps less than an equal part of it is let through all the same: t
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -15,6 +18,8 @@ from layerflow.errors import ProtocolError
 ENTRY_BYTES = 4096
 """What the server's own records of one entry take at most, in bytes: objects, timers, places in tables."""
 
+SLICE_S = 0.0005
+"""How long the ends of what was kept for clients that have gone run, before others get their turn, in seconds."""
 
 WORTH_BYTES = 8 << 20
 """A client that has kept so much is worth some milliseconds of the loop, when it has ended."""
@@ -109,14 +114,19 @@ class Account:
             self._add(-charge.nbytes)
 
     def close(self) -> None:
-        """The client has ended: end what is kept for it, oldest first."""
+        """The client has ended; what is kept for it is ended next, by :meth:`end_one`."""
         self._closed = True
-        while self._charges:
-            charge = next(iter(self._charges))
-            end = charge.end
-            charge.release()
-            if end is not None:
-                end()
+
+    def end_one(self) -> bool:
+        """End the oldest of what is kept; False: nothing is."""
+        charge = next(iter(self._charges), None)
+        if charge is None:
+            return False
+        end = charge.end
+        charge.release()
+        if end is not None:
+            end()
+        return True
 
     @property
     def closed(self) -> bool:
@@ -139,6 +149,8 @@ class Accounts:
         self._allowance = allowance
         self._accounts: dict[Hashable, Account] = {}
         self._most_freed = 0
+        self._ending: deque[Account] = deque()
+        self._scheduled = False
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -152,19 +164,39 @@ class Accounts:
         return account
 
     def close(self, client: Hashable) -> None:
-        """A client has ended, and with it all that is kept for it."""
+        """A client has ended, and with it all that is kept for it, much of it in slices on the running loop."""
         account = self._accounts.pop(client, None)
         if account is not None:
-            self._most_freed = max(self._most_freed, account.most)
             account.close()
+            self._ending.append(account)
+            if not self._scheduled:
+                self._end()
+
+    def _end(self) -> None:
+        """One slice."""
+        self._scheduled = False
+        until = time.monotonic() + SLICE_S
+        try:
+            while self._ending:
+                if not self._ending[0].end_one():
+                    self._most_freed = max(self._most_freed, self._ending.popleft().most)
+                elif time.monotonic() >= until:
+                    break
+        finally:  # also where an end raises
+            if self._ending:
+                self._scheduled = True
+                asyncio.get_running_loop().call_soon(self._end)
 
     def return_memory(self) -> None:
-        """Give what ended clients have kept back to the system: the C library's heap keeps it else."""
-        if self._most_freed >= WORTH_BYTES:
+        """Give what ended clients have kept back to the system, beside the running loop: it takes up to 0.1 s.
+
+        The C library's heap keeps it else.
+        """
+        if self._most_freed >= WORTH_BYTES and not self._ending:
             self._most_freed = 0
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
             if trim is not None:
-                trim(0)
+                asyncio.get_running_loop().run_in_executor(None, trim, 0)
 
     def check(self, account: Account, what: str, nbytes: int) -> None:
         """May this be kept for a client?

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from layerflow.server.clients.account import Account, Charge, Refused
 
-SLICE_S = 0.001
+SLICE_S = 0.0005
 """How long one client's message may run before another gets its turn, in seconds."""
 
 MAX_WAITING = 1024

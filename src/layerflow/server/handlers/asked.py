@@ -38,9 +38,10 @@ def read_lookup(spec: ModelSpec, message: wire.Lookup) -> Generator[None, None, 
     return Asked(message, digests, _blocks_of(message, spec))
 
 
-def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSettings) -> Generator[None, None, Asked]:
-    """What the client asks for, in slices.
+def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSettings) -> ModelSpec:
+    """May the client ask for this? Its digests are not looked at one by one; see :func:`read_lookup`.
 
+    :returns: the spec that it asks with.
     :raises ProtocolError: it cannot be asked so.
     """
     if session.spec is None:
@@ -72,7 +73,8 @@ def check_lookup(session: ClientSession, message: wire.Lookup, limits: ServerSet
         )
     if not 0 <= message.written_ms <= most_ms:
         raise ProtocolError(f"request {message.request!r}: written_ms must be 0 to {most_ms}")
-    return (yield from read_lookup(spec, message))
+    _blocks_of(message, spec)
+    return spec
 
 
 def check_leases(session: ClientSession, request: str, most: int) -> None:

@@ -110,16 +110,21 @@ class FollowLookups:
         self._answers = answers
         self._go = go
 
-    def look_up(self, session: ClientSession, asked: Asked) -> Work:
+    def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
         """Answer it, now or once the hand-off is more than announced; by ``follow_ms`` at the latest."""
-        message = asked.message
         most_ms = int(self._context.settings().max_deadline_s * 1e3)
         if not 0 < message.follow_ms <= most_ms:
             raise ProtocolError(
                 f"request {message.request!r}: follow_ms must be 1 to {most_ms}, which is server.max_deadline_s"
             )
         until = time.monotonic() + message.follow_ms / 1e3
-        yield from self._answer(session, asked, until)
+        known = self._context.handoffs.get(message.handoff)
+        if known is None or known.status is HandoffStatus.ANNOUNCED:
+            # Its digests are read when there is something to look up.
+            charge = session.account.charge(_waiting(message), kept_bytes(message))
+            self._wait(session, message, until, charge)
+            return
+        yield from self._again(session, message, until)
 
     def look_up_unasked(self, session: ClientSession, asked: Asked) -> Work:
         """A lookup that may wait for what other engines are storing, where that is quicker than computing it.
@@ -152,9 +157,7 @@ class FollowLookups:
         assert spec is not None
         now = time.monotonic()
         # Counted before anything is kept: a name that is announced is.
-        charge = session.account.charge(
-            f"request {message.request!r}: a lookup that waits", kept_bytes(message), always=now >= until
-        )
+        charge = session.account.charge(_waiting(message), kept_bytes(message), always=now >= until)
         handoff = told or self._context.handoffs.announce(message.handoff, until)
         why = first_difference(spec, handoff.spec) if handoff.status.readable and handoff.spec is not None else ""
         opened = handoff.status is HandoffStatus.OPEN and not why
@@ -202,10 +205,15 @@ class FollowLookups:
 
         self._context.handoffs.wait(message.handoff, until, go_on, charge)
 
-    def _again(self, session: ClientSession, message: wire.Lookup, until: float, told: Handoff) -> Work:
+    def _again(self, session: ClientSession, message: wire.Lookup, until: float, told: Handoff | None = None) -> Work:
         assert session.spec is not None
         asked = yield from read_lookup(session.spec, message)
         yield from self._answer(session, asked, until, told)
+
+
+def _waiting(message: wire.Lookup) -> str:
+    """What is charged for it."""
+    return f"request {message.request!r}: a lookup that waits"
 
 
 def _tokens(spec: ModelSpec, message: wire.Lookup, hit: HitLength) -> int:

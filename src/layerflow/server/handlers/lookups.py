@@ -60,18 +60,20 @@ class Lookups:
 
     def look_up(self, session: ClientSession, message: wire.Lookup) -> Work:
         limits = self._context.settings()
-        asked = yield from check_lookup(session, message, limits)
+        spec = check_lookup(session, message, limits)
+        if not message.written_ms:
+            check_leases(session, message.request, limits.max_leases)
+        peers = self._context.peers
+        elsewhere = message.servers if peers is None else [each for each in message.servers if not peers.is_own(each)]
+        if message.handoff and not elsewhere and not message.written_ms:
+            yield from self._following.look_up(session, message)
+            return
+        asked = yield from read_lookup(spec, message)
         if message.written_ms:
             yield from self._written(session, asked)
             return
-        check_leases(session, message.request, limits.max_leases)
-        peers = self._context.peers
-        elsewhere = message.servers if peers is None else [each for each in message.servers if not peers.is_own(each)]
-        if message.handoff and elsewhere:
-            yield from self._remote.look_up(session, asked)
-            return
         if message.handoff:
-            yield from self._following.look_up(session, asked)
+            yield from self._remote.look_up(session, asked)
             return
         if message.follow_ms > 0 and self._context.pd().follow == "auto":
             yield from self._following.look_up_unasked(session, asked)

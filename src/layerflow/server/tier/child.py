@@ -21,7 +21,7 @@ from layerflow.wire.host_messages import Frames, ToServer, decode_to_server
 MAX_UNREAD_BYTES = 64 << 20
 """Messages that the host has not read; past this it counts as hung."""
 
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16  # all that they tell is done before the loop's other work
 
 log = structlog.get_logger("layerflow.server.tier.child")
 

@@ -46,20 +46,24 @@ class TierIndex:
         """These are not (any more)."""
         for key in keys:
             entry = self._entries.pop(key, None)
-            if entry is not None and entry.parent:
-                self.tails.discard(entry.parent, Tail(entry.tokens, key), digested=bool(entry.block_digests))
-            if entry is not None and entry.block_digests:
-                self._shared.discard(key)
+            if entry is not None:
+                self._unlink(key, entry)
 
-    def clear(self) -> None:
-        """Nothing is known."""
-        self._entries.clear()
-        self.tails.clear()
-        self._shared = SharedBlocks()
+    def free(self, most: int) -> bool:
+        """Let go of `most` entries of an index that is of no use any more; whether any is left."""
+        for _ in range(min(most, len(self._entries))):
+            self._unlink(*self._entries.popitem())
+        return bool(self._entries)
 
     def sharing(self, block: bytes) -> Iterator[Child]:
         """Chunks whose first block has this digest, newest first."""
         return self._shared.sharing(block)
+
+    def _unlink(self, key: bytes, entry: IndexEntry) -> None:
+        if entry.parent:
+            self.tails.discard(entry.parent, Tail(entry.tokens, key), digested=bool(entry.block_digests))
+        if entry.block_digests:
+            self._shared.discard(key)
 
 
 class NegativeCache:

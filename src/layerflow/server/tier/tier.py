@@ -32,6 +32,7 @@ from layerflow.server.tier.partitions import PartitionRegistry
 from layerflow.server.tier.process import HostProcess
 from layerflow.server.tier.questions import Questions, once
 from layerflow.server.tier.writes import Writes
+from layerflow.system.numbers import ascending
 from layerflow.wire.host_messages import (
     Clear,
     Cleared,
@@ -47,6 +48,9 @@ from layerflow.wire.host_messages import (
     unpack_u32,
 )
 from layerflow.wire.host_messages import Written as WrittenMessage
+
+FREED_PER_SLICE = 2048
+"""Entries of an index of no use any more that are freed before anything else may get its turn."""
 
 HIDE_S = 30.0
 """How long an object whose read failed is not offered: long enough for an engine to recompute and store it anew."""
@@ -87,7 +91,7 @@ class Tier:
         self._recent = SharedBlocks(MAX_RECENT_CHUNKS)  # of a backend without an index: what this server wrote to it
         self._failed_reads = NegativeCache()
         self._clearing: dict[int, asyncio.Future[Cleared]] = {}
-        self._numbers = 0
+        self._numbers = ascending()
         self._host = HostProcess(name, options, *arena, self)
         self._questions = Questions(self._host.send)
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed, numbers)
@@ -188,8 +192,7 @@ class Tier:
 
         :param keys: what to remove from a backend that cannot tell what it holds.
         """
-        self._numbers += 1
-        number = self._numbers
+        number = next(self._numbers)
         answer: asyncio.Future[Cleared] = asyncio.get_running_loop().create_future()
         until = time.monotonic() + timeout_s
         try:
@@ -334,12 +337,18 @@ class Tier:
         self.reason, self.details, self.indexed = "", message.details, message.indexed
         whole = message.indexed and message.generation == self._generation
         if not whole:
-            self._index.clear()
+            self._free(self._index)
+            self._index = TierIndex()
             self._generation, self._coming = 0, message.generation
         self.up = whole or not message.indexed
         self._log.info("tier_up", backend=self.name, **message.details)
         if self.up:
             self.partitions.refresh()
+
+    def _free(self, index: TierIndex) -> None:
+        """In slices: a million entries take half a second."""
+        if index.free(FREED_PER_SLICE):
+            asyncio.get_running_loop().call_soon(self._free, index)
 
     def _hold(self, message: Indexed) -> None:
         parents, digests = dict(message.parents), dict(message.block_digests)

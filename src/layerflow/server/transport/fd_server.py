@@ -25,8 +25,8 @@ from typing import NamedTuple
 import structlog
 
 from layerflow.observe.log_limit import LogLimit
-from layerflow.server.transport.listening import listen_privately
 from layerflow.system.descriptors import FOR_WORKERS, leaves
+from layerflow.system.listening import listen_privately
 from layerflow.system.peer import peer_pidfd, peer_user, peer_user_is_own
 from layerflow.wire.messages import QUIET, WANT_ARENA
 

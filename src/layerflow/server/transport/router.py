@@ -19,7 +19,7 @@ FLUSH_MS = 100
 
 _FRAMES_PER_LOOK = 64
 
-READ_S = 0.002
+READ_S = 0.0005
 """How long messages are read and handled before the loop's timers and other descriptors get their turn, in seconds."""
 
 

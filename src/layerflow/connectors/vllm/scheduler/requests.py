@@ -32,6 +32,7 @@ class Tracked:
     :param tables: block ids per vLLM group, as last heard.
     :param saved: leading tokens whose chunks need no saving any more.
     :param loaded_tokens: tokens taken from the pool so far.
+    :param drafted: its draft model's layers have all of its tokens, as far as is known; else it saves none of them.
     :param overlap: hidden and whole transfer time of its loads, seconds.
     :param handoff: what this engine does of one for it.
     """
@@ -52,6 +53,7 @@ class Tracked:
     tables: tuple[list[int], ...] = ()
     saved: int = 0
     loaded_tokens: int = 0
+    drafted: bool = True
     overlap: tuple[float, float] = (0.0, 0.0)
     handoff: Handoff | None = None
 

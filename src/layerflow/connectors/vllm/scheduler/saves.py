@@ -23,8 +23,8 @@ from layerflow.spec import ModelSpec
 if TYPE_CHECKING:
     from layerflow.connectors.vllm.plan.plan import StepPlan
 
-Asked = tuple[StepRequest, Tables]
-"""What a request saves, still without its block tables; and these."""
+Asked = tuple[StepRequest, Tables, bool]
+"""What a request saves, still without its block tables; these; and whether draft layers are part of it."""
 
 NULL_BLOCK = 0
 """vLLM's block id for positions without a block (``BlockPool.null_block``)."""
@@ -157,10 +157,10 @@ class SavePlanner:
         if not asked:
             return
         number = self.number(plan)
-        requests = [request for request, _ in asked]
+        requests = [request for request, *_ in asked]
         names = [request.request for request in requests]
         self._reading.update({name: [number, 0] for name in names})
-        plan.saves = PlannedSaves(names, [held for _, held in asked], functools.partial(self._outline, asked))
+        plan.saves = PlannedSaves(names, [held for _, held, _ in asked], functools.partial(self._outline, asked))
         plan.work = work_of(requests)
 
     def _more(self, asked: list[Asked], tracked: Tracked, upto: int, output: Any) -> None:
@@ -176,8 +176,12 @@ class SavePlanner:
         return outlined
 
     def _parts(self, asked: Sequence[Asked]) -> list[PartDescriptor]:
-        requests = [dataclasses.replace(request, blocks=_signed(held)) for request, held in asked]
-        return describe_saves(self.spec, requests, self._options.save_partial)
+        parts: list[PartDescriptor] = []
+        for request, held, drafted in asked:
+            whole = dataclasses.replace(request, blocks=_signed(held))
+            # What a draft model computes behind rows that it does not have is nobody else's to load.
+            parts += describe_saves(self.spec if drafted else self.spec.own, [whole], self._options.save_partial)
+        return parts
 
     def _ask(self, tracked: Tracked, upto: int) -> list[Asked]:
         chunk = self.spec.chunk_tokens
@@ -226,7 +230,8 @@ class SavePlanner:
         return found
 
     def _request(self, tracked: Tracked, tables: Tables, upto: int, *, tail: bool) -> Asked:
-        return StepRequest(tracked.id, tracked.chain, (), save=(tracked.saved, upto), tail=tail), tables
+        request = StepRequest(tracked.id, tracked.chain, (), save=(tracked.saved, upto), tail=tail)
+        return request, tables, tracked.drafted
 
     def _of_groups(self, block_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         return [block_ids[group] for group in self._vllm_groups]

@@ -20,7 +20,7 @@ import structlog
 from layerflow.agent.connection.control import DEFAULT_LOOKUP_TIMEOUT_S, Control
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.agent.costs import LoadPolicy
-from layerflow.agent.descriptors import check_name
+from layerflow.agent.descriptors import check_name, loads_drafts
 from layerflow.agent.values import MISS
 from layerflow.connectors.vllm.guard import attempt, guarded, nothing
 from layerflow.connectors.vllm.identity.identity import RequestKeys
@@ -517,6 +517,8 @@ class SchedulerSide:
     def _load(self, tracked: Tracked, plan: StepPlan, tokens: int) -> None:
         assert self.spec is not None and self._saves is not None and self._search is not None
         self._search.take(tracked)
+        if tracked.load is not None:
+            tracked.drafted &= loads_drafts(self.spec, tracked.hit, tracked.load[1])
         tracked.loaded_tokens += plan_load(
             self.spec, tracked, self._saves.tables(tracked.tables), tokens, plan, self.step_loads.early_groups
         )

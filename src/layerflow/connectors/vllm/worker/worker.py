@@ -126,8 +126,8 @@ class WorkerSide:
         self._tails: Step | NoStep | None = None
         self._background: dict[str, Step | NoStep] = {}
         self._unopened: dict[str, list[PartDescriptor]] = {}
-        self._unkept: set[str] = set()  # background loads that will never be opened
-        self._outdated: set[str] = set()
+        self._arrived: set[str] = set()  # requests whose background loads have ended, or never begin: to be told
+        self._outdated: dict[str, str] = {}  # background loads whose bytes are of no use, and why
         self._cut: set[str] = set()  # their requests are over
         self._leaving: set[str] = set()
         self._failures = FailedLoads(several_groups=several_groups)
@@ -163,7 +163,7 @@ class WorkerSide:
             self._give_up(plan.prepared)
         self._finish_last()
         if plan.replaced:
-            self._cut_off()
+            self._cut_off(REPLACED)
         if self._put_off is not None:
             self._hand_over(self._put_off)
         self._plan, self._late, self._layer = plan, False, ""
@@ -205,12 +205,13 @@ class WorkerSide:
 
     def _bind(self, plan: StepPlan) -> None:
         """What the plan asks for beside its forward pass."""
-        self._answer(plan)
+        if not self._bound:
+            self._answer(plan)
         for request in plan.aborted:
             self._agent.abort(request)
             if request in self._background:  # else its load has ended, and was told
                 self._cut.add(request)
-        for request, parts in plan.background.items():
+        for request, parts in list(self._unopened.items()):
             timeout_s, after = plan.timeouts.get(request), self._order.after(plan)
             step = self._agent.open_descriptors(parts, [], timeout_s=timeout_s, after=after)
             step.want_all()
@@ -228,29 +229,34 @@ class WorkerSide:
         for request, load in plan.unkept.items():
             self._failures.unkept(request, load)
             if load.background:
-                self._unkept.add(request)
+                self._arrived.add(request)
 
     def hook_failed(self, hook: str, subject: Any) -> None:
         """See :class:`..guard.Side`: the step's loads have failed, and it saves nothing."""
         if isinstance(subject, StepPlan) and subject is not self._plan:
-            self._plan, self._opened, self._unopened = subject, None, dict(subject.background)
+            self._plan, self._unopened = subject, dict(subject.background)
             self._bound, self._loads_judged = False, not (subject.loads or subject.tails)
         plan = self._plan
         if plan is None:
             return
         if not self._bound:
             self._answer(plan)
+        self._late = False
+        self._opened = plan  # what of it is not open by now is not opened any more: it is reported here
         for step in (self._step, self._tails, self._drafts):
             if isinstance(step, Step):
                 step.cancel_saves(BROKEN_HOOK)
         unopened, self._unopened = self._unopened, {}
         for request, parts in unopened.items():
-            self._unkept.add(request)
+            self._arrived.add(request)
             self._report(parts, all_failed(parts, BROKEN_HOOK), None, background=True)
         if not self._loads_judged:
             self._loads_judged = True
             self._fail(plan.tails, BROKEN_HOOK, self._tails)
             self._fail(plan.loads, BROKEN_HOOK, self._step)
+        if hook == "prepare":  # no save may go on to read what vLLM overwrites, nor wait for a verdict that was lost
+            self._cut_off(BROKEN_HOOK)
+            self._held.clear()
 
     @guarded(nothing)
     def wait_tails(self) -> None:
@@ -361,9 +367,8 @@ class WorkerSide:
             self._has_run = True
             self._judge_loads()
         self._doubt_reads()
-        if not (self._background or self._leaving or self._unkept):  # most steps
+        if not (self._background or self._leaving or self._arrived):  # most steps
             return set(), set(), set()
-        arrived, self._unkept = self._unkept, set()
         if self._background and not forward:
             next(iter(self._background.values())).wait_loaded(IDLE_WAIT_S)
         for request, step in list(self._background.items()):
@@ -373,13 +378,14 @@ class WorkerSide:
                     continue
                 self._cut.discard(request)
                 del self._background[request]
-                arrived.add(request)
+                self._arrived.add(request)
             elif self._has_loaded(request, step):
                 del self._background[request]
-                self._outdated.discard(request)
-                arrived.add(request)
+                self._outdated.pop(request, None)
+                self._arrived.add(request)
         sent = {request for request in self._leaving if not self._saving_for(request)}
         self._leaving -= sent
+        arrived, self._arrived = self._arrived, set()
         return sent, arrived, self._failures.take_waiting() & arrived
 
     @guarded(_no_blocks)
@@ -433,7 +439,7 @@ class WorkerSide:
 
     def let_go(self) -> None:
         """The engine's cache is about to be unmapped: when this returns nothing reads or writes it any more."""
-        self._cut_off()
+        self._cut_off(REPLACED)
 
     def close(self) -> None:
         """Cut off what is open and hang up."""
@@ -458,14 +464,13 @@ class WorkerSide:
             for step in self._held.pop(number, ()):
                 self._agent.release_saves(step, sound=sound)
 
-    def _cut_off(self) -> None:
-        """The weights were replaced: what was planned before is neither loaded nor saved any more."""
-        if self._put_off is not None:
-            del self._owed[self._put_off.number]
-            self._put_off = None
-        self._deferred.flush()  # opened, and cut off with the rest
-        self._outdated = set(self._background)  # what has come of these is of the old weights too
-        self._counters.add("revoked_saves", self._agent.revoke(REPLACED))
+    def _cut_off(self, reason: str) -> None:
+        """What was planned before is neither loaded nor saved any more, nor is anything published of it."""
+        self._put_off = None
+        self._owed.clear()
+        self._deferred.flush()  # one of them may be opened just now: it is cut off with the rest
+        self._outdated = dict.fromkeys(self._background, reason)  # what has come of these is of no use either
+        self._counters.add("revoked_saves", self._agent.revoke(reason))
 
     def _hand_over(self, plan: StepPlan) -> None:
         """The saves of the short pass before this step: its answer has left."""
@@ -659,7 +664,8 @@ class WorkerSide:
                     step.layer_done(number, event)
 
     def _outdated_or(self, request: str, step: Step | NoStep, outcome: LoadResult) -> LoadResult:
-        return all_failed(_loads(step), REPLACED) if request in self._outdated else outcome
+        reason = self._outdated.get(request)
+        return all_failed(_loads(step), reason) if reason else outcome
 
     def _check(self, step: Step | NoStep, outcome: LoadResult, *, background: bool = False) -> None:
         if not outcome.ready and isinstance(step, Step):

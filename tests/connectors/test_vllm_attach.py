@@ -1,0 +1,81 @@
+"""A worker that attaches late, when the digest of its weights is known: what goes wrong there ends no engine."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from layerflow.connectors.vllm.identity.reading import WeightsReading
+from layerflow.connectors.vllm.plan.plan import NOT_NAMED, StepPlan
+from layerflow.errors import ServerLost
+
+CONNECTOR = "layerflow.connectors.vllm.connector"
+
+
+class Stand(ModuleType):
+    """A module of vLLM's whose names are all there."""
+
+    __version__ = "0.32.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "KVConnectorRole":
+            return Enum(name, "SCHEDULER WORKER")
+        if name == "is_forward_context_available":
+            return bool
+        if name == "KVConnectorFactory":
+            return type(name, (), {"_registry": {"LayerflowConnector": None}})
+        return type(name, (), {})
+
+
+class Finder:
+    """Finds them."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "vllm" else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> Stand:
+        return Stand(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A worker's connector, whose cache is registered and whose weights are still read."""
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    before = set(sys.modules)
+    module = importlib.import_module(CONNECTOR)
+    made = module.LayerflowConnector.__new__(module.LayerflowConnector)
+    made._obstacle, made._worker, made._told_of_reading, made._is_child = "", None, False, True
+    made._bound = None
+    yield made
+    for name in set(sys.modules) - before:  # nobody else sees the stand-ins
+        if name.startswith(("vllm", "layerflow.connectors.vllm")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("error", [ServerLost("no server"), MemoryError("no thread")])
+def test_an_error_costs_reuse_and_not_the_engine(connector: Any, error: Exception) -> None:
+    def broken(_: Any) -> None:
+        raise error
+
+    connector._attach = broken
+    connector._reading = WeightsReading(lambda _: object())
+    assert connector._reading.wait(20)
+    plan = StepPlan()
+    connector.handle_preemptions(plan)
+    connector.bind_connector_metadata(plan)
+    assert not connector.has_connector_metadata()
+    assert connector.build_connector_worker_meta().layouts == (NOT_NAMED,), "requests do not wait for its layout"
+    connector.handle_preemptions(plan)
+    assert connector.build_connector_worker_meta() is None
