@@ -111,6 +111,7 @@ def test_a_refusal_names_its_step(agent: Agent, monkeypatch: pytest.MonkeyPatch)
     [
         (codec.encode(wire.StatusRequest(7)), 7),
         (codec.encode(wire.OpenStep(9, 1.0, 1.0, [], [])), 9),
+        (codec.encode(wire.StatusRequest((1 << 64) - 1)), (1 << 64) - 1),
         (codec.encode(wire.Abort(["r"])), -1),
         (b"\x92\x04\xff", -1),
         (b"\xc1", -1),

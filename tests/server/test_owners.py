@@ -20,7 +20,7 @@ from layerflow.server.peers.reading.attachment import Attachment
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from server.raw import RawClient
-from server.support import Embed
+from server.support import Embed, worker_on
 
 SPEC = small_spec(2, content="owners")
 
@@ -40,6 +40,7 @@ class Owner:
     def __init__(self, folder: Path, link: str, heartbeat_ms: int = 100) -> None:
         self.address = f"ipc://{folder}/owner-{os.urandom(4).hex()}"
         self.asked: list[wire.PeerLookup] = []
+        self.compared: list[wire.PeerCompare] = []
         self.released: list[int] = []
         self.beats = 0
         self._link, self._heartbeat_ms = link, heartbeat_ms
@@ -90,6 +91,8 @@ class Owner:
                     self._socket.send_multipart([who, codec.encode(wire.PeerBeat(sent))])
                 case wire.PeerLookup() as lookup:
                     self.asked.append(lookup)
+                case wire.PeerCompare() as compared:
+                    self.compared.append(compared)
                 case wire.PeerRelease(lease=lease):
                     self.released.append(lease)
 
@@ -151,6 +154,17 @@ def test_an_owner_that_is_not_there_yet_is_asked_once_it_is(embed: Embed, owner_
     ask(client, "h", owner.address, 60_000)
     assert eventually(lambda: len(owner.asked) == 1)
     client.close()
+
+
+def test_no_two_questions_of_an_owner_have_one_number(embed: Embed, owner_of: Callable[..., Owner]) -> None:
+    """It refuses by the number alone: what is refused must be no other question."""
+    server, owner = embed(peers__learn=True), owner_of()
+    with worker_on(server, spec=SPEC):
+        client = RawClient(server.context, server.endpoint, SPEC)
+        ask(client, "h", owner.address, 60_000)
+        assert eventually(lambda: owner.asked and owner.compared)
+        assert owner.asked[0].id != owner.compared[0].id
+        client.close()
 
 
 def test_a_question_ends_with_its_client_and_a_late_lease_is_given_back(

@@ -14,6 +14,7 @@ from layerflow.errors import PoolError
 from layerflow.keys import object_key
 from layerflow.server import EmbeddedServer
 from layerflow.server.peers.lending import lending
+from layerflow.system import numbers
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from server.raw import RawClient, RawReader
@@ -145,20 +146,16 @@ def test_questions_that_wait_are_bounded_and_end_with_their_reader(embed: Embed)
 
 @pytest.mark.parametrize("before", [1 << 16, 1 << 32, 1 << 63], ids=["2**16", "2**32", "2**63"])
 @pytest.mark.parametrize("many", [6, pytest.param(1000, marks=pytest.mark.campaign)])
-def test_follows_go_on_past_each_size_of_number(embed: Embed, reader_of: Readers, before: int, many: int) -> None:
+def test_follows_go_on_past_each_size_of_number(
+    embed: Embed, reader_of: Readers, monkeypatch: pytest.MonkeyPatch, before: int, many: int
+) -> None:
     """A server that runs for long: whatever only counts up does not end what it counts."""
+    start = before - 3
+    monkeypatch.setattr(numbers, "first", start)
     server = embed(peers__serve=True, pool__size="64MiB")
     worker = Hostile(server.context, server.endpoint, SPEC)
     scheduler = RawClient(server.context, server.endpoint, SPEC, "hostile")
     reader = reader_of(server)
-    start = before - 3
-    inner = server.server
-
-    def age() -> None:
-        inner.driver.follows._numbers = -start
-        inner.peers.lending._numbers = start
-
-    server.call(age)
     for number in range(start, start + many):
         assert hand_off(scheduler, worker, reader, number) == [wire.OPEN, wire.OPEN]
     assert leases(server) == many

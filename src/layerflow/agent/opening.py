@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from layerflow.errors import ProtocolError, SpecError
 from layerflow.keys import Chain
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import ModelSpec
+from layerflow.system.numbers import ascending
 from layerflow.wire.messages import OpenStep
 
 MAX_TIMEOUT_S = 86_400.0
@@ -47,7 +47,7 @@ class StepOpener:
         self._plans = plans
         self._groups = [group for group, _ in memory.spec.layer_places()]
         self._block_bytes = [group.bytes_per_block for group in memory.spec.groups]
-        self._numbers = itertools.count(1)
+        self._numbers = ascending()
 
     def open_requests(
         self, spec: ModelSpec, requests: Sequence[StepRequest], timeout_s: float | None, after: DeviceEvent | None

@@ -61,7 +61,7 @@ class MemoryPool:
         self._arena = arena
         self._view = arena.view
         self._headers = Headers(arena.view)
-        self._directory = Directory(presence)
+        self._directory = Directory(arena.nbytes, presence)
         self._room = Room(arena.nbytes, self._directory, self._headers)
         self._slots = self._room.slots
         self._policy = self._room.policy
@@ -339,10 +339,11 @@ class MemoryPool:
         self._slots.validate()
         self._directory.validate()
         self._policy.validate()
-        if sum(entry.room for entry in self._directory.at.values()) != self._slots.used_bytes:
+        if sum(entry.room for entry in self._directory.at) != self._slots.used_bytes:
             raise PoolError("the room of all objects is not the room in use")
         end = 0
-        for offset, entry in sorted(self._directory.at.items()):
+        for entry in sorted(self._directory.at, key=lambda each: each.located.offset):
+            offset = entry.located.offset
             if offset < end or entry.nbytes > entry.room or offset + entry.room > self._arena.nbytes:
                 raise PoolError(f"object {entry.key.hex()} at {offset} overlaps one that ends at {end}, or the end")
             end = offset + entry.room

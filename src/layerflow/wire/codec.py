@@ -123,7 +123,7 @@ class _Numbered(msgspec.Struct, array_like=True):
     """How a numbered request begins. What is behind its number is skipped, and not built."""
 
     kind: int
-    number: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    number: Annotated[int, msgspec.Meta(ge=0)]
 
 
 _numbered = msgspec.msgpack.Decoder(_Numbered)

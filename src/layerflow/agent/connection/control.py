@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import threading
 import time
@@ -29,6 +28,7 @@ from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import LayerflowError, RemoteError, ServerLost, SessionError
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
+from layerflow.system.numbers import ascending
 from layerflow.wire.messages import (
     STRANGER,
     DropLease,
@@ -87,7 +87,7 @@ class Control:
         self._lookup_timeout_s = lookup_timeout_s
         self.plans = PlansInHand()
         self._lock = threading.Lock()
-        self._ids = itertools.count(1)
+        self._ids = ascending()
         self._connection: ControlConnection | None = None
         self._releases = Releases()
         self._away_until = 0.0

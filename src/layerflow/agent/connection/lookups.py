@@ -11,7 +11,6 @@ it, and the lease follows a moment later. In between, eviction may take what was
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import time
 from collections import deque
@@ -37,6 +36,7 @@ from layerflow.agent.values import MISS, Follow, Handoff, Hit
 from layerflow.errors import DeadlineExceeded, LayerflowError
 from layerflow.keys import Chain
 from layerflow.spec import ModelSpec
+from layerflow.system.numbers import ascending
 from layerflow.system.threads import OwnedThread
 from layerflow.wire import codec
 from layerflow.wire.messages import (
@@ -109,7 +109,7 @@ class Lookups:
         self._context = context or zmq.Context.instance()
         self._timeout_s = timeout_s
         self._at_sight = at_sight
-        self._numbers = itertools.count(1)
+        self._numbers = ascending()
         self._open: dict[int, Inquiry] = {}
         self._handoffs: dict[int, HandoffInquiry] = {}
         self._current: dict[str, Inquiry] = {}  # by request, what was asked last and is neither loaded nor dropped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from layerflow.keys import covered_by
 from layerflow.server.clients.account import Account, Accounts
 from layerflow.server.transport.fd_server import TOKEN_BYTES
 from layerflow.spec import ModelSpec
+from layerflow.system.numbers import ascending
 from layerflow.wire.rights import HERE, Rights
 
 LOCAL, REMOTE = "local", "tcp"
@@ -73,7 +73,7 @@ class Sessions:
 
     def __init__(self, accounts: Accounts) -> None:
         self.accounts = accounts
-        self._numbers = itertools.count(1)
+        self._numbers = ascending()
         self._by_number: dict[int, ClientSession] = {}
         self._by_address: dict[Address, ClientSession] = {}
         self._by_token: dict[bytes, ClientSession] = {}

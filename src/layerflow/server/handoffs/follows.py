@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from layerflow.flow.commands import Arrived, LayersStored, ObjectsLost, TransferDone, Vacate
 from layerflow.flow.events import Event, FollowLent, FollowLost, FollowMoved, FollowOpened
 from layerflow.pool.base import Owner, Pool
+from layerflow.system.numbers import ascending
 
 StepKey = tuple[int, int]
 FollowCommand = Arrived | ObjectsLost | Vacate | TransferDone | LayersStored
@@ -86,7 +87,7 @@ class Follows:
         self._pool = pool
         self._emit = emit
         self._part_of = part_of
-        self._numbers = 0
+        self._numbers = ascending()
         self._jobs: dict[int, FollowJob] = {}
         self._coming: dict[bytes, PendingFollow] = {}
         self._held: dict[bytes, tuple[FollowJob, int]] = {}
@@ -272,8 +273,7 @@ class Follows:
         return FollowOpened(job.number, job.layers, len(parts), *step, group, tuple(parts.values()))
 
     def _begin(self, keys: list[bytes], layers: Sequence[int], *, promised: bool) -> FollowJob:
-        self._numbers -= 1
-        job = FollowJob(self._numbers, keys, tuple(layers), promised)
+        job = FollowJob(-next(self._numbers), keys, tuple(layers), promised)
         self._jobs[job.number] = job
         self.objects += len(keys)
         for position, key in enumerate(keys):

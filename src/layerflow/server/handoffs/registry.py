@@ -27,6 +27,7 @@ from layerflow.server.handoffs.early import ReleasedEarly
 from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatistics, HandoffStatus, Told
 from layerflow.server.handoffs.kept import KeptObjects
 from layerflow.spec import ModelSpec
+from layerflow.system.numbers import ascending
 
 ENDED_GRACE_S = 0.5
 """Once its engine has ended it, a hand-off waits so long for steps that save the rest: their socket is another one."""
@@ -91,7 +92,7 @@ class Handoffs:
         self._withdraw = withdraw
         self._soon = soon
         self._changed = changed
-        self._serials = itertools.count(1)
+        self._serials = ascending()
         self._by_name: dict[str, Handoff] = {}
         self._live: dict[Handoff, None] = {}  # not over; oldest first
         self._due: list[tuple[float, int, Handoff]] = []

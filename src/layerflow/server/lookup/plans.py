@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from layerflow.pool.base import Owner, Pool
 from layerflow.server.clients.account import Charge
+from layerflow.system import numbers
 
 MOST_UNUSED = 4
 """A hit that was handed to workers may be looked up again, after a preemption say, before they open a step with it."""
@@ -72,7 +73,7 @@ class Plans:
         self._pool = pool
         self._ended = ended
         # A number of another server must mean nothing here.
-        self._numbers = itertools.count(secrets.randbits(48) + 1)
+        self._numbers = itertools.count(secrets.randbits(48) + numbers.first)
         self._plans: dict[int, HeldPlan] = {}
         self._by_request: dict[tuple[str, str], set[int]] = {}
 

@@ -49,7 +49,7 @@ class Peers:
     :param arena: descriptor and size. :param view: its bytes.
     :param models: the specs that workers here are attached with.
     :param send: to a client of the control sockets. :param emit: gives events to the core.
-    :param numbers: of fetches, shared with the tier's.
+    :param numbers: of fetches, shared with the tier's, and of everything that peers are asked.
     :param storing: hand-offs, and what is followed.
     :param accounts: of readers, among those of other clients. :param turns: likewise.
     :raises ConfigError: a tcp peer is named, and this server has no key of its own.
@@ -80,7 +80,7 @@ class Peers:
             self.lending = Lending(settings, pool, arena, view, models, send, *storing, accounts, turns)
         self.source: PeerSource | None = None
         self.reading: HandoffReading | None = None
-        self.parts = HandoffParts(storing[0])
+        self.parts = HandoffParts(storing[0], numbers)
         self.keep_part: Callable[[Reader, PartMessage], Work] | None = None  #: does what other servers want kept
         self._targets = [
             PeerTarget(

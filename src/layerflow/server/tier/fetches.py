@@ -6,7 +6,6 @@ does not know: which objects they are, where they have room in the arena, and wh
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from layerflow.flow.events import Event
 from layerflow.flow.host_events import CallDone, FetchesRevoked, FetchLeased, FetchOpened, Hop, Item
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
+from layerflow.system.numbers import ascending
 from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Objects, Pull, ToHost, pack_u32, pack_u64
 
 StepKey = tuple[int, int]
@@ -101,7 +101,7 @@ class Fetches:
         self._jobs: dict[int, FetchJob] = {}
         self._coming: dict[bytes, PendingFetch] = {}
         self._waiting: list[tuple[set[bytes], Callable[[], None]]] = []
-        self._numbers, self._hop, self._ended = numbers or itertools.count(1), hop, ended
+        self._numbers, self._hop, self._ended = numbers or ascending(), hop, ended
         self.fetched_objects = 0
         self.fetched_bytes = 0
         self.refused = 0

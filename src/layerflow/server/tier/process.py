@@ -19,6 +19,7 @@ from layerflow.errors import LayerflowError
 from layerflow.hosts.environment import environment, takes_long
 from layerflow.server.tier.child import HostChild
 from layerflow.server.tier.output import Throttle
+from layerflow.system.numbers import ascending
 from layerflow.wire.host_messages import STOP_S, Down, Ping, Pong, Start, Stop, ToHost, ToServer, Up, encode
 
 PING_S = 0.5
@@ -105,7 +106,7 @@ class HostProcess:
         self._child: HostChild | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._delay = 0.0
-        self._pings = 0
+        self._pings = ascending()
         self._unanswered_s = 0.0
         self._answered = True
         self._been_up = self._unusable = self._closing = False
@@ -219,9 +220,8 @@ class HostProcess:
         if self._child is None:
             return
         if self._answered:
-            self._pings += 1
             self._answered, self._unanswered_s = False, 0.0
-            self.send(Ping(self._pings))
+            self.send(Ping(next(self._pings)))
             return
         self._unanswered_s += PING_S
         limit = self._liveness_s if self._been_up else self._attach_timeout_s

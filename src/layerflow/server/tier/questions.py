@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from layerflow.system.numbers import ascending
 from layerflow.wire.host_messages import Ask, Present, ToHost
 
 
@@ -31,7 +32,7 @@ class Questions:
         self._send = send
         self._pending: dict[int, PendingLookup] = {}
         self._by_keys: dict[bytes, int] = {}
-        self._numbers = 0
+        self._numbers = ascending()
         self.asked = self.asked_keys = self.unanswered = 0
 
     def ask(self, keys: Sequence[bytes], then: Callable[[frozenset[bytes]], None], timeout_s: float) -> None:
@@ -40,8 +41,7 @@ class Questions:
         if packed in self._by_keys:
             self._pending[self._by_keys[packed]].then.append(then)
             return
-        self._numbers += 1
-        number = self._by_keys[packed] = self._numbers
+        number = self._by_keys[packed] = next(self._numbers)
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expired, number)
         self._pending[number] = PendingLookup(keys, packed, [then], timer)
         self.asked += 1

@@ -32,6 +32,7 @@ from layerflow.server.tier.partitions import PartitionRegistry
 from layerflow.server.tier.process import HostProcess
 from layerflow.server.tier.questions import Questions, once
 from layerflow.server.tier.writes import Writes
+from layerflow.system.numbers import ascending
 from layerflow.wire.host_messages import (
     Clear,
     Cleared,
@@ -90,7 +91,7 @@ class Tier:
         self._recent = SharedBlocks(MAX_RECENT_CHUNKS)  # of a backend without an index: what this server wrote to it
         self._failed_reads = NegativeCache()
         self._clearing: dict[int, asyncio.Future[Cleared]] = {}
-        self._numbers = 0
+        self._numbers = ascending()
         self._host = HostProcess(name, options, *arena, self)
         self._questions = Questions(self._host.send)
         self._fetches = Fetches(pool, self._host.send, emit, self._read_failed, numbers)
@@ -191,8 +192,7 @@ class Tier:
 
         :param keys: what to remove from a backend that cannot tell what it holds.
         """
-        self._numbers += 1
-        number = self._numbers
+        number = next(self._numbers)
         answer: asyncio.Future[Cleared] = asyncio.get_running_loop().create_future()
         until = time.monotonic() + timeout_s
         try:

@@ -21,6 +21,7 @@ from layerflow.flow.progress.writes import SHED
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.server.tier.fetches import StepKey, describe
+from layerflow.system.numbers import ascending
 from layerflow.wire import host_messages as wire
 
 
@@ -75,7 +76,7 @@ class Writes:
         self._failed = failed
         self._jobs: dict[int, WriteJob] = {}
         self._by_step: dict[StepKey, list[WriteJob]] = {}
-        self._numbers = 0
+        self._numbers = ascending()
         self._ended = anyio.Event()
         self._waiting: list[tuple[set[int], Callable[[], None]]] = []  # for these jobs, by number
         self.written_objects = 0
@@ -111,9 +112,8 @@ class Writes:
         :param parts: of each object, its position in the step's saves.
         :returns: what the core is to be told, once it knows of the step.
         """
-        self._numbers += 1
         positions = {new.key: position for position, (new, _) in enumerate(placed)}
-        job = WriteJob(self._numbers, step, layers, list(placed), positions)
+        job = WriteJob(next(self._numbers), step, layers, list(placed), positions)
         self._jobs[job.number] = job
         self._by_step.setdefault(step, []).append(job)
         items = tuple(Item((new.nbytes - HEADER_BYTES) // layers, new.blocks) for new, _ in placed)

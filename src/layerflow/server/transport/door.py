@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import select
 import socket
 import time
@@ -24,6 +23,7 @@ from layerflow.errors import ConfigError, ProtocolError
 from layerflow.observe.log_limit import SourceLogLimit
 from layerflow.system.descriptors import FOR_CLIENTS, leaves
 from layerflow.system.listening import BACKLOG, listen_privately
+from layerflow.system.numbers import ascending
 from layerflow.system.peer import peer_process, peer_user, peer_user_is_own
 from layerflow.wire.zmtp import Mechanism, Null, Parsed, Rejected, Zmtp
 
@@ -128,7 +128,7 @@ class Door:
         self._mechanism = mechanism
         self._connections: dict[bytes, Connection] = {}
         self._strangers: dict[bytes, Connection] = {}  # may have a session by now, oldest first
-        self._names = itertools.count(1)
+        self._names = ascending()
         self._readable = select.poll()  # all that are listened to: does something wait in the kernel?
         self._queue: deque[Connection] = deque()
         self._scheduled = False

@@ -33,6 +33,7 @@ from layerflow.server.peers.lending.items import LentItem, found_of, lent, open_
 from layerflow.server.peers.lending.open_objects import OpenObjects
 from layerflow.server.peers.lending.readers import Lease, OwnSizes, Reader
 from layerflow.spec import ModelSpec
+from layerflow.system.numbers import ascending
 from layerflow.wire import messages as wire
 from layerflow.wire.host_messages import Extend, Withdraw, split_keys
 from layerflow.wire.messages import Message
@@ -87,7 +88,7 @@ class Lending:
         self._ending: dict[int, Lease] = {}
         self._log_limit = LogLimit()
         self._readers = itertools.count(-1, -1)
-        self._numbers = 0
+        self._numbers = ascending()
         self._lent_bytes = 0
         self.lent_objects = self.refused_objects = self.expired_leases = 0
         self.exporting = Exporting(
@@ -298,8 +299,7 @@ class Lending:
 
         :param storing: of the engine whose objects are lent before they are whole, too.
         """
-        self._numbers += 1
-        lease = Lease(self._numbers, reader, message.lease_ms / 1e3)
+        lease = Lease(next(self._numbers), reader, message.lease_ms / 1e3)
         try:
             yield from self._take(lease, message, storing, reason, failed=failed)
         except BaseException:

@@ -6,7 +6,7 @@ are asked for beside those of the reader's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
@@ -24,13 +24,12 @@ log = structlog.get_logger("layerflow.server.peers")
 class Comparison:
     """What differs, told once and shown in status.
 
-    :param models: the specs that workers here are attached with.
+    :param models: the specs that workers here are attached with. :param numbers: of everything that peers are asked.
     """
 
-    def __init__(self, models: Callable[[], Sequence[ModelSpec]]) -> None:
-        self._models = models
+    def __init__(self, models: Callable[[], Sequence[ModelSpec]], numbers: Iterator[int]) -> None:
+        self._models, self._numbers = models, numbers
         self._asked: dict[int, tuple[Attachment, ModelSpec]] = {}
-        self._numbers = 0
         self.differences: dict[str, dict[str, str]] = {}  #: by peer and model, the first fact that differs
 
     def peer_up(self, peer: Attachment) -> None:
@@ -45,9 +44,9 @@ class Comparison:
             for number, asked in self._asked.items()
             if asked[0] is not peer or asked[1].fingerprint != spec.fingerprint
         }
-        self._numbers += 1
-        if peer.send(wire.PeerCompare(self._numbers, spec)):
-            self._asked[self._numbers] = peer, spec
+        number = next(self._numbers)
+        if peer.send(wire.PeerCompare(number, spec)):
+            self._asked[number] = peer, spec
 
     def lost(self, peer: Attachment) -> None:
         """It answers no more."""

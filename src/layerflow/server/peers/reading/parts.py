@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from layerflow.server.handoffs.handoff import Handoff, HandoffStatus
@@ -20,8 +19,6 @@ from layerflow.wire.messages import Message
 
 PART_ANSWER_S = 0.15
 """A server that has not opened its part after so long refuses: the prompt's first step waits for it."""
-FIRST_PART = 1 << 48
-"""Numbers of these questions, so that a peer's refusal of one is told from that of a lookup."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +39,13 @@ class _Parts:
 
 
 class HandoffParts:
-    """The parts of this server's hand-offs that other servers keep."""
+    """The parts of this server's hand-offs that other servers keep.
 
-    def __init__(self, handoffs: Handoffs) -> None:
-        self._handoffs = handoffs
-        self._numbers = itertools.count(FIRST_PART)
+    :param numbers: of everything that peers are asked.
+    """
+
+    def __init__(self, handoffs: Handoffs, numbers: Iterator[int]) -> None:
+        self._handoffs, self._numbers = handoffs, numbers
         self._by_number: dict[int, _Parts] = {}
         self._by_name: dict[str, _Parts] = {}
 

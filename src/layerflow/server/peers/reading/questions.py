@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -70,14 +70,13 @@ class _Asked:
 class PeerQuestions:
     """Those under way.
 
-    :param offers: takes what is lent.
+    :param offers: takes what is lent. :param numbers: of everything that peers are asked.
     """
 
-    def __init__(self, offers: Offers) -> None:
-        self._offers = offers
+    def __init__(self, offers: Offers, numbers: Iterator[int]) -> None:
+        self._offers, self._numbers = offers, numbers
         self._asked: dict[int, _Asked] = {}
         self._late: dict[int, Attachment] = {}  # what is over and was not answered, oldest first
-        self._numbers = 0
         self.lookups = self.keys = self.unanswered = 0
 
     def ask(
@@ -98,13 +97,10 @@ class PeerQuestions:
         wait_ms = max(1, round(timeout_s * 1e3)) if handoff else 0
         for peer in peers:
             assert peer.welcome is not None
-            self._numbers += 1
-            incarnation = peer.welcome.incarnation
-            if peer.send(wire.PeerLookup(self._numbers, incarnation, packed, lease_ms, handoff, wait_ms)):
-                question.waiting.add(self._numbers)
-                self._asked[self._numbers] = _Asked(
-                    question, peer, keys, now if not handoff else now + timeout_s, lease_ms
-                )
+            number, incarnation = next(self._numbers), peer.welcome.incarnation
+            if peer.send(wire.PeerLookup(number, incarnation, packed, lease_ms, handoff, wait_ms)):
+                question.waiting.add(number)
+                self._asked[number] = _Asked(question, peer, keys, now if not handoff else now + timeout_s, lease_ms)
         self.lookups += 1
         self.keys += len(keys)
         if question.waiting:

@@ -51,7 +51,7 @@ class PeerSource:
 
     :param arena: descriptor and size.
     :param emit: gives events to the core.
-    :param numbers: of fetches, shared with the tier's.
+    :param numbers: of fetches, shared with the tier's, and of everything that peers are asked: a refusal says no more.
     :param models: the specs that workers here are attached with.
     :param parts: of this server's hand-offs, that peers keep.
     :param attach: makes the connection to a peer.
@@ -81,9 +81,9 @@ class PeerSource:
         self._reading: dict[int, RemoteLease] = {}
         self._failed_reads = NegativeCache()
         self._resting: dict[Attachment, float] = {}
-        self.questions = PeerQuestions(self.offers)
+        self.questions = PeerQuestions(self.offers, numbers)
         self.releases = PeerReleases()
-        self.comparison = Comparison(models)
+        self.comparison = Comparison(models, numbers)
         self.partitions = PeerSizes(pool)
         self._parts = parts
         self.on_change: Callable[[Attachment | None], None] = lambda _: None  #: told when what can be read changes
