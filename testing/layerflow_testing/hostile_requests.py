@@ -46,6 +46,14 @@ _FIELDS = (
     "logit_bias", "user", "ignore_eos", "return_token_ids", "vllm_xargs", "tools", "priority", "best_of", "request_id",
 )  # fmt: skip
 
+_WORK = frozenset((
+    "prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens", "n", "stream", "echo", "logprobs",
+    "top_logprobs", "prompt_logprobs", "use_beam_search", "ignore_eos", "best_of",
+))  # fmt: skip
+"""Fields that decide how much an engine computes and answers."""
+_JSON = (b"content-type", b"application/json")
+_OK = 200
+_LEAST_ID = 10  # below it are a model's special tokens
 _PROMPTS: tuple[Any, ...] = ([], [[]], [-1], [1 << 40], "", None, {}, [[[1]]], ["]", '"'])
 _NAMES = (
     b"x-user", b"cookie", b"authorization", b"x-data-parallel-rank", b"x-prefiller-host-port", b"origin", b"te", b"via",
@@ -66,6 +74,26 @@ class HostileRequest:
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
     about: str
+
+    def benign(self, status: int) -> HostileRequest:
+        """What a decent client sends that asks an engine for as much: who holds up others by more is hostile.
+
+        Where this one was answered 200, the same tokens of a new prompt with the same outputs, and nothing else;
+        otherwise a request that an engine refuses.
+
+        :param status: of the answer to this one.
+        """
+        asked = self._work() if status == _OK else {"prompt": [1], "max_tokens": -1}
+        path = self.path if "messages" in asked else COMPLETIONS
+        return HostileRequest(path, (_JSON,), json.dumps(asked).encode(), f"as much as {self.about}")
+
+    def _work(self) -> dict[str, Any]:
+        dice = random.Random(self.body)
+        text = self.body.decode(json.detect_encoding(self.body), errors="replace")  # the proxy drops it unread
+        asked = {name: value for name, value in json.loads(text).items() if name in _WORK}
+        if "prompt" in asked:
+            asked["prompt"] = _anew(dice, asked["prompt"])
+        return asked
 
 
 def hostile_requests(seed: int, count: int, *, vocabulary: int = 200) -> Iterator[HostileRequest]:
@@ -121,6 +149,13 @@ def _anything(dice: random.Random, depth: int = 3) -> Any:
     if kind == 4:
         return [_anything(dice, depth - 1) for _ in range(dice.randint(0, 3))]
     return {str(dice.choice((*_TEXTS, *_KEYS))): _anything(dice, depth - 1) for _ in range(dice.randint(0, 3))}
+
+
+def _anew(dice: random.Random, prompt: Any) -> Any:
+    """As many tokens, and others: nothing of them is stored."""
+    if isinstance(prompt, list):
+        return [_anew(dice, one) for one in prompt]
+    return dice.randrange(_LEAST_ID, 200) if isinstance(prompt, int | float) else prompt
 
 
 def _prompt(dice: random.Random, vocabulary: int) -> Any:
