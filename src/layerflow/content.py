@@ -45,6 +45,9 @@ SETTLED_S = 2.0
 """How old a file's last change must be for its digest to be kept: times of file systems are coarse, and a change within
 the same tick would not be seen."""
 
+LOCK_S, LOCK_EVERY_S = 600.0, 0.1
+"""How long a process waits for another one that reads the same file, and how often it looks, seconds."""
+
 MOST_KEPT = 10_000
 """Digests in the user's cache; the oldest are removed beyond that."""
 
@@ -177,7 +180,7 @@ def file_digest(path: Path, stop: threading.Event | None = None) -> str:
     try:
         with real.open("rb") as file:
             before = os.fstat(file.fileno())
-            with _kept(before) as kept:
+            with _kept(before, stop) as kept:
                 known = kept.read(65).decode("ascii", "replace") if kept is not None else ""
                 if _DIGEST.fullmatch(known):
                     return known
@@ -235,8 +238,11 @@ def _stamp(stat: os.stat_result) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _kept(stat: os.stat_result) -> Iterator[BinaryIO | None]:
-    """The file's entry in the user's cache, locked, so that of several processes one reads it; None = there is none."""
+def _kept(stat: os.stat_result, stop: threading.Event | None) -> Iterator[BinaryIO | None]:
+    """The file's entry in the user's cache, locked, so that of several processes one reads it; None = there is none.
+
+    Whoever has the lock may be stopped or hang: after :data:`LOCK_S` seconds this process reads the file by itself.
+    """
     name = hashlib.sha256(repr(_stamp(stat)).encode()).hexdigest()[:32]
     with contextlib.ExitStack() as stack:
         entry: BinaryIO | None = None
@@ -246,8 +252,21 @@ def _kept(stat: os.stat_result) -> Iterator[BinaryIO | None]:
             _prune(folder)
             opened = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             entry = stack.enter_context(os.fdopen(opened, "r+b", buffering=0))
-            fcntl.flock(entry, fcntl.LOCK_EX)
+            if not _locked(entry, stop or threading.Event()):
+                entry = None
         yield entry
+
+
+def _locked(entry: BinaryIO, stop: threading.Event) -> bool:
+    """Lock it; False where `stop` was set, or another process has had the lock for too long."""
+    until = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(entry, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until or stop.wait(LOCK_EVERY_S):
+                return False
 
 
 def _prune(folder: Path) -> None:

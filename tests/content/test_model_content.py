@@ -1,3 +1,4 @@
+import fcntl
 import hashlib
 import json
 import os
@@ -169,6 +170,20 @@ class TestDigests:
         assert file_digest(snapshot / "model.safetensors") == digest and reads == []
         plain = shutil.copy(blobs / digest, tmp_path / "model.safetensors")
         assert file_digest(Path(plain)) == digest and len(reads) == 1
+
+    def test_a_process_that_keeps_a_files_lock_for_ever_holds_nobody_up(
+        self, checkpoint, reads, settled, tmp_path, monkeypatch
+    ):
+        """It was stopped, say, while it read."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(content, "LOCK_S", 0.0)
+        file = checkpoint() / "model.safetensors"
+        digest = file_digest(file)
+        [entry] = (tmp_path / "cache" / "layerflow" / "digests").iterdir()
+        with entry.open("r+b") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert file_digest(file) == digest
+        assert len(reads) == 2
 
     def test_several_that_ask_at_once_read_once(self, checkpoint, reads, settled):
         file = checkpoint() / "model.safetensors"

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from e2e.hostile import Hostile, nonsense, valid_messages
-from e2e.known import KnownWorker, eventually, small_spec
+from e2e.known import PATIENCE_S, KnownWorker, eventually, small_spec
 from e2e.rounds import record
 from layerflow.agent import Control
 from layerflow.agent.connection.handshake import Handshake, dial
@@ -31,7 +31,7 @@ class Background:
     """Another engine that saves and loads all the time, and checks every byte."""
 
     def __init__(self, endpoint: str) -> None:
-        self._worker = KnownWorker(endpoint, small_spec(), engine="honest")
+        self._worker = KnownWorker(endpoint, small_spec(), engine="honest", lookup_timeout_s=PATIENCE_S)
         self._stop = threading.Event()
         self.served = self.hits = 0
         self.failure: BaseException | None = None

@@ -25,7 +25,7 @@ class Source:
     def __init__(self) -> None:
         self.offers = Offers()
         self.failures: Counter[str] = Counter()
-        self.lease = RemoteLease(cast(Attachment, None), 1, b"", 10.0, 10.0, fetches=set(FETCHES))
+        self.lease = RemoteLease(cast(Attachment, None), 1, b"", b"", 10.0, 10.0, fetches=set(FETCHES))
         objects = {number: [NewObject(bytes([number]) * 24, 64, 1, 16)] for number in FETCHES}
         self.fetches = cast(Fetches, SimpleNamespace(objects_of=objects.__getitem__, coming=lambda key: None))
         self.told: list[Event] = []

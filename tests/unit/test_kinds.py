@@ -21,12 +21,12 @@ class EveryOther(Kind):
         return self.block_size // 2
 """
 USE = """
-from layerflow.connectors.vllm.layout import _KINDS
+from layerflow.connectors.vllm.reuse import kind_of
 from layerflow.engine.config import GQA
 from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 group = GroupSpec("every_other", 16, (0, 1), (Plane("k", "float16", (64,)),))
-print(group.entries, group.bytes_per_block, group.rules.need(512, 256), _KINDS["EveryOtherSpec"].name)
+print(group.entries, group.bytes_per_block, group.rules.need(512, 256), kind_of(type("EveryOtherSpec", (), {})()))
 """
 
 

@@ -12,18 +12,18 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 
 from layerflow.errors import PoolError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.places import NO_PLACE
 from layerflow.pool.base import Child, Located, NewObject, Owner, Tail
 from layerflow.pool.eviction import Evictable
+from layerflow.pool.offsets import ByOffset
 from layerflow.pool.sharing import SharedBlocks
 from layerflow.pool.tails import ANY_LENGTH, Tails
 from layerflow.presence import PresenceWriter, tail_marks
 
-_PARTS = 64
 _COMPACT_OVER = 256  # ends listed in the expiry heap beyond twice the owners alive
 
 
@@ -70,32 +70,6 @@ class OwnerPins:
         self.end = 0  #: which of the listed ends is theirs
 
 
-class _ByOffset:
-    """Entries by offset, in a dictionary for each part of the arena: one of all would stop the loop when it is full and
-    made anew.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._part = nbytes // _PARTS + 1
-        self._parts: list[dict[int, DirectoryEntry]] = [{} for _ in range(_PARTS)]
-
-    def __getitem__(self, offset: int) -> DirectoryEntry:
-        return self._parts[offset // self._part][offset]
-
-    def __iter__(self) -> Iterator[DirectoryEntry]:
-        return chain.from_iterable(part.values() for part in self._parts)
-
-    def add(self, entry: DirectoryEntry) -> None:
-        """It has its offset."""
-        offset = entry.located.offset
-        self._parts[offset // self._part][offset] = entry
-
-    def discard(self, entry: DirectoryEntry) -> None:
-        """It has it no more."""
-        offset = entry.located.offset
-        del self._parts[offset // self._part][offset]
-
-
 class Directory:
     """All entries, by key, by offset, by owner. Methods that unpin return what nobody pins any more.
 
@@ -108,7 +82,7 @@ class Directory:
         self.presence = presence
         self.ready: dict[bytes, DirectoryEntry] = {}
         self.writing: dict[bytes, DirectoryEntry] = {}
-        self.at = _ByOffset(nbytes)
+        self.at: ByOffset[DirectoryEntry] = ByOffset(nbytes)
         self.pinned = 0  #: entries with a pin, hidden ones included
         self.pinned_bytes = 0  #: their room
         self._hidden: dict[bytes, dict[DirectoryEntry, None]] = {}
@@ -125,7 +99,7 @@ class Directory:
     def reserve(self, entry: DirectoryEntry) -> None:
         """A new half-written entry; its key is neither ready nor being written."""
         self.writing[entry.key] = entry
-        self.at.add(entry)
+        self.at[entry.located.offset] = entry
         self._reserved.setdefault(entry.writer, {})[entry] = None
 
     def owned(self, key: bytes, writer: Owner) -> DirectoryEntry | None:
@@ -155,7 +129,7 @@ class Directory:
     def withdraw(self, entry: DirectoryEntry) -> None:
         """A half-written entry goes."""
         self._end_reservation(entry)
-        self.at.discard(entry)
+        self.at.pop(entry.located.offset)
 
     def reserved_by(self, writer: Owner) -> list[DirectoryEntry]:
         """What `writer` has half-written."""
@@ -183,7 +157,7 @@ class Directory:
         if entry.readers:
             self._hidden.setdefault(entry.key, {})[entry] = None
         else:
-            self.at.discard(entry)
+            self.at.pop(entry.located.offset)
 
     def forget(self, entry: DirectoryEntry) -> None:
         """A hidden entry that lost its last pin goes."""
@@ -191,7 +165,7 @@ class Directory:
         del same_key[entry]
         if not same_key:
             del self._hidden[entry.key]
-        self.at.discard(entry)
+        self.at.pop(entry.located.offset)
 
     def _unlist(self, entry: DirectoryEntry) -> None:
         del self.ready[entry.key]
@@ -377,8 +351,9 @@ class Directory:
         """:raises PoolError: the indexes disagree."""
         hidden = [entry for entries in self._hidden.values() for entry in entries]
         everything = [*self.ready.values(), *self.writing.values(), *hidden]
-        placed = list(self.at)
-        if len(everything) != len(placed) or any(self.at[entry.located.offset] is not entry for entry in everything):
+        if {entry.located.offset: entry for entry in everything} != dict(self.at.items()) or len(everything) != len(
+            self.at
+        ):
             raise PoolError("the index by offset differs from the entries")
         if self.ready.keys() & self.writing.keys():
             raise PoolError("a key is ready and being written at once")

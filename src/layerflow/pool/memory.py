@@ -339,11 +339,10 @@ class MemoryPool:
         self._slots.validate()
         self._directory.validate()
         self._policy.validate()
-        if sum(entry.room for entry in self._directory.at) != self._slots.used_bytes:
+        if sum(entry.room for _, entry in self._directory.at.items()) != self._slots.used_bytes:
             raise PoolError("the room of all objects is not the room in use")
         end = 0
-        for entry in sorted(self._directory.at, key=lambda each: each.located.offset):
-            offset = entry.located.offset
+        for offset, entry in sorted(self._directory.at.items()):
             if offset < end or entry.nbytes > entry.room or offset + entry.room > self._arena.nbytes:
                 raise PoolError(f"object {entry.key.hex()} at {offset} overlaps one that ends at {end}, or the end")
             end = offset + entry.room

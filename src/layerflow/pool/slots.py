@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from layerflow.errors import PoolError
+from layerflow.pool.offsets import ByOffset
 from layerflow.pool.runs import FreeRuns
 
 DEFAULT_ALIGNMENT = 64
@@ -116,7 +117,7 @@ class Slots:
         self.capacity_bytes = self._stock.granules * self.granule_bytes  #: also the largest possible object
         self._classes: dict[int, _SizeClass] = {}
         self._extents: dict[Extent, None] = {}
-        self._at: dict[int, Extent] = {}
+        self._at: ByOffset[Extent] = ByOffset(nbytes)
 
     def stride(self, nbytes: int) -> int:
         """The slot size that holds an object of `nbytes`."""
@@ -154,7 +155,7 @@ class Slots:
 
         :raises PoolError: nothing is allocated there.
         """
-        extent = self._at.pop(offset, None)
+        extent = self._at.pop(offset)
         if extent is None:
             raise PoolError(f"no object starts at arena offset {offset}; was it freed twice?")
         size_class = self._classes[extent.stride]
@@ -227,7 +228,7 @@ class Slots:
         if end != self._stock.granules:
             raise PoolError(f"granules {end}:{self._stock.granules} are in no place")
         offsets = {offset: extent for extent in self._extents for offset in extent.offsets()}
-        if offsets != self._at or self.used_bytes != sum(extent.stride for extent in offsets.values()):
+        if offsets != dict(self._at.items()) or self.used_bytes != sum(extent.stride for extent in offsets.values()):
             raise PoolError("the slots in use differ from the objects on the books")
         for extent in self._extents:
             known = self._classes[extent.stride]
