@@ -14,7 +14,7 @@ import scenario
 from e2e.fork_server import fork_server
 from scenario import PLAIN, Answer, Prompt, Terms
 
-START_S = 120.0
+START_S = 240.0
 ANSWER_S = 120.0
 MODELS = Path(sys.prefix) / "models"
 ENVIRONMENT = {

@@ -7,4 +7,4 @@ root=$(cd "$here/../.." && pwd)
 venv=$root/.venv-vllm${VLLM_VERSION:+-$VLLM_VERSION}
 "$here/setup.sh" ${VLLM_VERSION:+"$VLLM_VERSION"}
 case $? in 0) ;; 3) echo "vLLM tests: skipped"; exit 0 ;; *) exit 1 ;; esac
-cd "$root" && exec "$venv/bin/python" -m pytest tests/vllm -p no:cacheprovider -n 2 --dist loadfile --durations=15 "$@"
+cd "$root" && exec "$venv/bin/python" -m pytest tests/vllm -p no:cacheprovider -n 2 --dist loadfile --timeout 300 --durations=15 "$@"
