@@ -119,7 +119,7 @@ class KnownWorker:
         if aliased:
             self._free = [self._free[0]] * len(self.spec.groups)
         self._aliased = aliased
-        self.agent = Agent(endpoint, self.spec, self.tensors, engine, **more)
+        self.agent = Agent(endpoint, self.spec, self.tensors, engine, **({"lookup_timeout_s": LOOKUP_S} | more))
 
     def __enter__(self) -> KnownWorker:
         return self
@@ -259,6 +259,9 @@ class KnownWorker:
         self.retire(run)
         return run
 
+
+LOOKUP_S = 5.0
+"""How long a lookup of a test may take: a late answer is a miss, and a busy machine's answers may be late."""
 
 PATIENCE_S = 30.0
 """How long a test waits for what happens at once on an idle machine."""
