@@ -197,7 +197,7 @@ def test_one_request_whose_saves_cannot_be_outlined_does_not_cost_the_others(mon
     planner: Any = made.side._saves
     parts = planner._parts
     monkeypatch.setattr(
-        planner, "_parts", lambda asked: fail() if any(one.request == "r" for one, _ in asked) else parts(asked)
+        planner, "_parts", lambda asked: fail() if any(one.request == "r" for one, *_ in asked) else parts(asked)
     )
     plan = made.side.plan(output({"r": 150, "beside": 150}, new=[(each, made.tables, 0) for each in ("r", "beside")]))
     assert {part.request for part in plan.saves.parts} == {"beside"}
