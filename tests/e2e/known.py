@@ -279,7 +279,10 @@ def eventually(condition: Callable[[], object], timeout_s: float = PATIENCE_S, e
 
 
 def open_fds() -> Counter[str]:
-    """What this process's descriptors refer to, numbers left out."""
+    """What this process's descriptors refer to, numbers left out.
+
+    Two of them are compared by `now - before`: garbage of earlier tests may be closed in between.
+    """
     found: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         try:

@@ -38,12 +38,12 @@ def test_twenty_lives_leave_nothing_behind() -> None:
 
     live()
     gc.collect()
-    before = (layerflow_threads(), open_fds())
+    threads, fds = layerflow_threads(), open_fds()
     for _ in range(20):
         live()
     gc.collect()
-    now = lambda: (layerflow_threads(), open_fds())  # noqa: E731
-    assert eventually(lambda: now() == before), f"{now()} where there was {before}"
+    assert eventually(lambda: layerflow_threads() == threads), f"{layerflow_threads()} where there was {threads}"
+    assert eventually(lambda: not open_fds() - fds), f"{open_fds()} where there was {fds}"
 
 
 def test_an_agent_may_come_before_its_server(embed: Embed) -> None:
