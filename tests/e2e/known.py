@@ -23,6 +23,10 @@ from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 
 POISON = 0xEE  #: what lies in a block before anything is loaded into it
 AFTER = 0x5A  #: what the engine writes into a block whose load has failed
+LOOKUP_S = 5.0
+"""How long a lookup of a test may take: a late answer is a miss, and a busy machine's answers may be late."""
+PATIENCE_S = 30.0
+"""How long a test waits for what happens at once on an idle machine."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -68,6 +72,7 @@ class Run:
     hit: Hit
     tables: tuple[np.ndarray, ...]
     failed: dict[int, set[int]] = field(default_factory=dict)
+    reasons: set[str] = field(default_factory=set)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -243,10 +248,14 @@ class KnownWorker:
         """Remember which blocks the outcome names as failed."""
         names = {run.name: run for run in runs}
         for failed in outcome.failed:
-            names[failed.request].failed.setdefault(failed.group, set()).update(failed.blocks)
+            run = names[failed.request]
+            run.failed.setdefault(failed.group, set()).update(failed.blocks)
+            run.reasons.add(failed.reason)
 
-    def serve(self, chain: Chain, *, look: bool = True, timeout_s: float | None = None) -> Run:
+    def serve(self, chain: Chain, *, look: bool = True, timeout_s: float = PATIENCE_S) -> Run:
         """A whole request: load what there is, compute and save the rest, wait until it is stored, free it.
+
+        :param timeout_s: for its loads.
 
         :raises AssertionError: a wrong byte, a failed load, or saves that do not end.
         """
@@ -254,17 +263,10 @@ class KnownWorker:
         with self.agent.open_step([run.request()], timeout_s) as step:
             wrong = self.forward(step, [run])
         assert wrong == 0, f"{wrong} wrong bytes in a hit of {run.hit.tokens} tokens"
-        assert not run.failed, run.failed
+        assert not run.failed, f"{run.failed}: {run.reasons}"
         assert self.agent.wait_idle(run.name, 20), "the step never ended"
         self.retire(run)
         return run
-
-
-LOOKUP_S = 5.0
-"""How long a lookup of a test may take: a late answer is a miss, and a busy machine's answers may be late."""
-
-PATIENCE_S = 30.0
-"""How long a test waits for what happens at once on an idle machine."""
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = PATIENCE_S, every_s: float = 0.002) -> bool:
