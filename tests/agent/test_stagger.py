@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from server.support import Embed
 
 from layerflow.agent.lanes.stagger import Stagger
-from layerflow.device import accelerator
 from layerflow.device.native import BatchCopied, Int64
 from layerflow.spec import Shard
 
@@ -162,4 +161,3 @@ def test_ranks_of_a_devices_link_submit_real_copies_in_their_slots(
             assert_in_slots(rank, ranks, spacing_us * 1e-6, slots[rank], when)
             for layer in range(LAYERS):
                 assert not worker.wrong_bytes(run, layer, 0, run.hit.tokens)
-    accelerator._pins.clear()

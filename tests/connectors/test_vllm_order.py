@@ -26,7 +26,6 @@ from layerflow.connectors.vllm.plan.planned import PlannedSaves
 from layerflow.connectors.vllm.scheduler.loads import are_rewritten
 from layerflow.connectors.vllm.worker.order import steps_in_flight
 from layerflow.connectors.vllm.worker.worker import WorkerSide
-from layerflow.device import accelerator
 from layerflow.spec import GroupSpec, Plane
 
 NAMES = {f"layer.{layer}": layer for layer in range(LAYERS)}
@@ -116,7 +115,6 @@ def replay_of(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         yield make
         with machine.running():
             made[0].side.close()
-    accelerator._pins.clear()
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["in the step", "in the background"])

@@ -34,7 +34,6 @@ from layerflow.connectors.vllm.scheduler import scheduler
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.worker import worker
 from layerflow.connectors.vllm.worker.worker import WorkerSide
-from layerflow.device import accelerator
 from layerflow.flow.cost.policy import Mode
 from layerflow.keys import Chain
 from layerflow.spec import Shard
@@ -185,7 +184,6 @@ class Replay(RuleBasedStateMachine):
         self.machine = SlowMachine(seed=seed)
         device = self.machine.accelerator()
         patch.setattr("layerflow.agent.agent.device_for", lambda _: device)
-        self.stack.callback(accelerator._pins.clear)
         server = self.stack.enter_context(EmbeddedServer(Settings(pool={"size": "4MiB"})))
         self.stack.enter_context(self.machine.running())
         self.stream = self.machine.Stream()

@@ -29,7 +29,6 @@ from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
 from layerflow.connectors.vllm.worker.hooks import LayerHooks, forward_pass
 from layerflow.connectors.vllm.worker.order import RunnerOrder
 from layerflow.connectors.vllm.worker.worker import WorkerSide
-from layerflow.device import accelerator
 from layerflow.spec import GroupSpec, Plane, Shard
 
 NAMES = {f"layer.{layer}": layer for layer in range(LAYERS)}
@@ -156,7 +155,6 @@ def runner_of(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
     ):
         yield make
         made[0].side.close()
-    accelerator._pins.clear()
 
 
 @pytest.fixture(params=[False, True], ids=["first runner", "second runner"])

@@ -1,4 +1,4 @@
-"""What tests of simulated devices share. What they leave pinned is no other test's: addresses come back."""
+"""What tests of simulated devices share."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from layerflow.device import accelerator
 from layerflow.system.memfd import SharedMemory
-
-
-@pytest.fixture(autouse=True)
-def nothing_pinned() -> Iterator[None]:
-    yield
-    accelerator._pins.clear()
 
 
 @pytest.fixture

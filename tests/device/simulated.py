@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from layerflow.device import accelerator
 from layerflow.device.accelerator import Accelerator
 from layerflow.device.native import BatchCopied, Int64
 
@@ -142,6 +143,7 @@ class Machine:
     current: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        accelerator._pins.clear()  # what lies pinned at these addresses was another machine's
         self.lock = threading.RLock()
         self.default = Stream(self, 0)
         self.streams = [self.default, *(Stream(self, number + 1) for number in range(POOL))]
