@@ -32,5 +32,5 @@ def test_pages_name_no_other_version_as_this_one():
     for path in (ROOT / "README.md", *DOCS.glob("*.md")):
         text = path.read_text(encoding="utf-8")
         assert set(re.findall(r'\[101, \d+, "([^"]+)"', text)) <= {layerflow.__version__}, path.name
-        for named in re.findall(r"layerflow(?:[- ]|==)(\d+\.\d[\w.]*\d)", text):
+        for named in re.findall(r"layerflow(?:[- ]|==)(\d+\.\d+\.\d[\w.]*)", text):
             assert Version(named).base_version == HERE.base_version, f"{path.name}: layerflow {named}"
