@@ -318,6 +318,19 @@ def test_help_and_config_load_no_torch():
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_what_asks_a_server_needs_no_torch():
+    """``status`` and ``purge`` work where only the server is installed, and do not wait for torch where it is."""
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"
+        "from layerflow.agent.connection.control import Control, fetch_status\n"
+        "from layerflow_cli.commands.status import endpoint_of\n"
+        "assert endpoint_of(None, None).startswith('ipc://')\n"
+        "sys.exit(','.join(name for name in sys.modules if name.startswith(('layerflow.device', 'layerflow.flow'))) or None)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_json_is_one_option_everywhere(fake_server, tmp_path):
     """``--json FILE`` writes it there; without FILE it is printed, and nothing else is."""
     target = tmp_path / "status.json"

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from layerflow.errors import ConfigError, SessionError
-from layerflow.http_client import open_url
 from layerflow_cli.options import STANDARD_OUTPUT, ConfigFile, Endpoint, JsonFile
 
 TIMEOUT_S = 3.0
@@ -66,6 +65,8 @@ def fetch_http(url: str) -> dict[str, Any]:
     :raises ConfigError: `url` is not an http URL.
     :raises SessionError: no layerflow answers there.
     """
+    from layerflow.http_client import open_url  # noqa: PLC0415 - `--help` stays quick
+
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--http {url}: write it as http://host:port")
     target = url.rstrip("/").removesuffix("/status") + "/status"
@@ -90,9 +91,11 @@ def _fetch_control(endpoint: str) -> dict[str, Any]:
 
 def endpoint_of(endpoint: str | None, config: Any) -> str:
     """The server's control socket: as given, or of the configuration."""
-    from layerflow.config.settings import Settings  # noqa: PLC0415
+    if endpoint:
+        return endpoint
+    from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
 
-    return Settings.load(config, {"server.endpoint": endpoint} if endpoint else {}).server.endpoint
+    return Settings.load(config).server.endpoint
 
 
 def _show(found: Mapping[str, Any], json_file: Path | None, everything: bool) -> None:
