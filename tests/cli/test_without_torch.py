@@ -13,7 +13,7 @@ import pytest
 
 from layerflow_cli.errors import NO_TORCH
 
-LISTENING_S = 60
+LISTENING_S = 110
 COMMAND = [sys.executable, "-c", "from layerflow_cli.main import main; main()"]
 
 
