@@ -185,9 +185,9 @@ class Engine:
         if not self._ask("reset", True):
             raise EngineFailed("vLLM's prefix cache is still in use")
 
-    def replace_weights(self) -> None:
-        """Other weights in place, the same ones each time."""
-        self._ask("replace_weights")
+    def replace_weights(self, *, loaded: bool = False) -> None:
+        """Other weights in place, the same ones each time; by the model's ``load_weights`` if `loaded`."""
+        self._ask("replace_weights", loaded)
 
     def one_with_reset(self, prompt: Prompt, max_tokens: int, steps: int) -> Answer:
         """Serve a prompt; after `steps` steps of it a reset without a pause, and new weights."""

@@ -31,8 +31,9 @@ def told(vllm: Start) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
     return asked, old, new
 
 
-def attached(vllm: Start, server: ServerProcess, **extra: object) -> Engine:
-    return vllm("llama", kv_transfer_config=connector(server.endpoint, chunk_tokens=CHUNK, **extra))
+def attached(vllm: Start, server: ServerProcess, *, enable_prefix_caching: bool = False, **extra: object) -> Engine:
+    transfer = connector(server.endpoint, chunk_tokens=CHUNK, **extra)
+    return vllm("llama", kv_transfer_config=transfer, enable_prefix_caching=enable_prefix_caching)
 
 
 @pytest.mark.timeout(300)
@@ -55,6 +56,36 @@ def test_new_weights_with_a_disk_and_another_engine(
     assert (answer.cached, answer.tokens) == (TOKENS - 1, new), "what the new weights make is found"
     answer = second.one(asked, max_tokens=MAX_TOKENS)
     assert (answer.cached, answer.tokens) == (TOKENS - 1, old), "who still has the old weights finds theirs"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("loaded", "own_cache"), [(False, True), (True, False)], ids=["written", "loaded"])
+def test_new_weights_of_which_the_connector_is_not_told(
+    loaded: bool, own_cache: bool, serve: Serve, vllm: Start, told: tuple[list[int], ...]
+) -> None:
+    """As ``collective_rpc`` and ``reset_prefix_cache()`` replace them, which leaves connectors out by default."""
+    asked, old, new = told
+    server = serve()
+    first = attached(vllm, server, enable_prefix_caching=own_cache)
+    second = attached(vllm, server)
+    assert first.one(asked, max_tokens=MAX_TOKENS).tokens == old
+    first.reset()
+    settled(server.endpoint)
+    assert first.one(asked).cached == TOKENS - 1
+    first.replace_weights(loaded=loaded)
+    first.reset()
+    assert first.one(asked, max_tokens=MAX_TOKENS).tokens == new
+    assert first.output().count("weights_changed") == 1
+    settled(server.endpoint)
+    assert second.one(asked, max_tokens=MAX_TOKENS).tokens == old, "it finds nothing of the new weights"
+    first.reset()
+    assert first.one(asked, max_tokens=MAX_TOKENS).tokens == new
+    first.reset()
+    settled(server.endpoint)
+    answer = first.one(asked, max_tokens=MAX_TOKENS)
+    assert (answer.cached, answer.tokens) == (TOKENS - 1, new), "what the new weights make is found"
+    assert first.output().count("weights_changed") == 1
+    first.assert_no_block_lost()
 
 
 @pytest.mark.timeout(300)
