@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ _SUFFIXES = (
 _PREFIXES = (("us_per_", "us"), ("ms_per_", "ms"), ("ns_per_", "ns"), ("bytes_per_", "bytes"))
 _SHARES = ("overlap", "ratio", "share", "bound", "of_bound", "fill")
 _IDENTITIES = ("pid", "session", "port")
+_PIECES = re.compile(r"[^/_.,:@#-]*[/_.,:@#-]?")
+"""Of a word that is too wide: a line may end behind each."""
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -133,6 +136,19 @@ def records_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def folded(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters. Only a wider word is parted, behind a mark if it has one."""
+    lines = [""]
+    for word in re.findall(r"\S+ ?", text):
+        for piece in [word] if len(word.rstrip()) <= width else _PIECES.findall(word):
+            if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1]:
+                lines.append("")
+            lines[-1] += piece
+            while len(lines[-1].rstrip()) > width:
+                lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]
+
+
 def write_json(path: Path, result: Any) -> None:
     """Write `result`; values that JSON lacks (paths, numpy numbers) as text or plain numbers, NaN as null.
 
@@ -177,6 +193,7 @@ def _comparable(values: list[Mapping[str, Any]]) -> bool:
 def _list(title: str, values: Mapping[str, Any], inherited: str) -> Table:
     table = Table("", "value", "unit", title=title, title_justify="left")
     table.columns[1].justify = "right"
+    table.columns[0].overflow = table.columns[1].overflow = "fold"
     for name, value in values.items():
         table.add_row(name, *quantity(name, value, inherited))
     return table

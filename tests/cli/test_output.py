@@ -4,8 +4,8 @@ import pytest
 from rich.console import Console
 
 from layerflow.errors import ConfigError
+from layerflow.observe.overview import duration
 from layerflow_cli.output import quantity, tables, unit_of, write_json
-from layerflow_cli.status_view import duration
 
 
 @pytest.mark.parametrize(

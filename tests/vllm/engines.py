@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -212,9 +212,13 @@ class Engine:
         self.process.join()
         self._pipe.close()
 
+    def dismiss(self) -> None:
+        """Let it end by itself."""
+        self._pipe.close()
+
     def close(self) -> None:
         """Let it end by itself; make it, if it does not."""
-        self._pipe.close()
+        self.dismiss()
         self.process.join(20)
         if self.process.is_alive():
             self.process.kill()
@@ -238,3 +242,11 @@ class Engine:
 
     def _tail(self) -> str:
         return "\n".join(self.output().splitlines()[-20:])
+
+
+def close(engines: Collection[Engine]) -> None:
+    """Close them, all at once."""
+    for engine in engines:
+        engine.dismiss()
+    for engine in engines:
+        engine.close()

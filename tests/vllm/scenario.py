@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from models import EYES
+
 DRAIN_S = 10.0
-SIDE = 112
 Prompt = Sequence[int]
 
 
@@ -396,7 +397,8 @@ def pixels(seed: int) -> Any:
     """An image that vLLM's processors need not resize, the same for the same seed."""
     from PIL import Image
 
-    return Image.frombytes("RGB", (SIDE, SIDE), random.Random(seed).randbytes(3 * SIDE * SIDE))
+    side = EYES["image_size"]
+    return Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(3 * side * side))
 
 
 def feature(offset: int, length: int, identifier: str) -> Any:

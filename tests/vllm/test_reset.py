@@ -20,13 +20,14 @@ Serve = Callable[..., ServerProcess]
 Start = Callable[..., Engine]
 
 
-@pytest.fixture
-def told(vllm: Start) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
     """A prompt, and what vLLM alone makes of it with the old weights and with the new ones."""
-    asked, alone = prompt(1, TOKENS), vllm("llama")
+    asked, alone = prompt(1, TOKENS), Engine("llama", tmp_path_factory.mktemp("told") / "vllm.log")
     old = alone.one(asked, max_tokens=MAX_TOKENS).tokens
     alone.replace_weights()
     new = alone.one(asked, max_tokens=MAX_TOKENS).tokens
+    alone.close()
     assert old != new
     return asked, old, new
 
@@ -37,7 +38,7 @@ def attached(vllm: Start, server: ServerProcess, *, enable_prefix_caching: bool 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["layerwise", "bulk"])
+@pytest.mark.parametrize("mode", ["layerwise", pytest.param("bulk", marks=pytest.mark.campaign)])
 def test_new_weights_with_a_disk_and_another_engine(
     mode: str, serve: Serve, vllm: Start, told: tuple[list[int], ...], tmp_path: Path
 ) -> None:
@@ -109,8 +110,15 @@ def test_a_reset_while_saves_are_under_way(serve: Serve, vllm: Start, told: tupl
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["layerwise", "bulk"])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    ("mode", "steps"),
+    [
+        ("layerwise", 3),
+        ("bulk", 1),
+        pytest.param("layerwise", 1, marks=pytest.mark.campaign),
+        pytest.param("bulk", 3, marks=pytest.mark.campaign),
+    ],
+)
 def test_a_reset_without_a_pause_over_a_load(
     mode: str, steps: int, serve: Serve, vllm: Start, told: tuple[list[int], ...]
 ) -> None:
