@@ -89,10 +89,17 @@ def _fetch_control(endpoint: str) -> dict[str, Any]:
 
 
 def endpoint_of(endpoint: str | None, config: Any) -> str:
-    """The server's control socket: as given, or of the configuration."""
-    from layerflow.config.settings import Settings  # noqa: PLC0415
+    """The control socket of a running server: as given, or of the configuration.
 
-    return Settings.load(config, {"server.endpoint": endpoint} if endpoint else {}).server.endpoint
+    :raises ConfigError: the configuration is wrong.
+    :raises SessionError: no server listens there.
+    """
+    from layerflow.config.settings import Settings  # noqa: PLC0415
+    from layerflow.endpoint import check_listened  # noqa: PLC0415
+
+    found = Settings.load(config, {"server.endpoint": endpoint} if endpoint else {}).server.endpoint
+    check_listened(found)
+    return found
 
 
 def _show(found: Mapping[str, Any], json_file: Path | None, everything: bool) -> None:
