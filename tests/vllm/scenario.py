@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DRAIN_S = 10.0
+SIDE = 112
 Prompt = Sequence[int]
 
 
@@ -52,15 +53,29 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of random pixels, for a model that sees.
+
+    :param seed: of its pixels.
+    :param uuid: what the client calls it.
+    """
+
+    seed: int
+    uuid: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Terms:
     """What a request says besides its prompt.
 
+    :param pictures: one for each place in the prompt that asks for one.
     :param images: (first placeholder, placeholders, identifier); only the connector sees them, the model has no eyes.
     :param transfer: ``kv_transfer_params``.
     """
 
     adapter: Adapter | None = None
     salt: str | None = None
+    pictures: tuple[Picture, ...] = ()
     images: tuple[tuple[int, int, str], ...] = ()
     transfer: dict[str, Any] | None = None
 
@@ -136,6 +151,10 @@ class Scenario:
         tokens: dict[str, Any] = {"prompt_token_ids": list(asked)}
         if terms.salt is not None:
             tokens["cache_salt"] = terms.salt
+        if terms.pictures:
+            tokens["multi_modal_data"] = {"image": [pixels(each.seed) for each in terms.pictures]}
+            if any(each.uuid for each in terms.pictures):
+                tokens["multi_modal_uuids"] = {"image": [each.uuid for each in terms.pictures]}
         if terms.transfer is not None:
             sampling = copy.copy(sampling)
             sampling.extra_args = {"kv_transfer_params": copy.deepcopy(terms.transfer)}
@@ -368,6 +387,13 @@ def _break_loads(_worker: Any, share: float) -> None:
         return wait_all(step)
 
     Step.wait_layer, Step.wait_all = cut, cut_all  # type: ignore[method-assign]
+
+
+def pixels(seed: int) -> Any:
+    """An image that vLLM's processors need not resize, the same for the same seed."""
+    from PIL import Image
+
+    return Image.frombytes("RGB", (SIDE, SIDE), random.Random(seed).randbytes(3 * SIDE * SIDE))
 
 
 def feature(offset: int, length: int, identifier: str) -> Any:

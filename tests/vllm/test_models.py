@@ -37,6 +37,21 @@ def test_tokens_and_hits(
     engine.assert_no_block_lost()
 
 
+def test_a_prefix_lm_computes_every_prompt_whole(
+    serve: Callable[..., ServerProcess], vllm: Callable[..., Engine], plain: Callable[..., Engine]
+) -> None:
+    """Its tokens attend to those behind them: what another prompt made of the same beginning is not theirs."""
+    server = serve()
+    engine = vllm("hrmtext", kv_transfer_config=connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK))
+    first = prompt(1, 300)
+    for asked in (first, first, first[:200] + prompt(2, 100)):
+        answer = engine.one(asked, max_tokens=MAX_TOKENS)
+        assert (answer.tokens, answer.cached) == (plain("hrmtext").one(asked, max_tokens=MAX_TOKENS).tokens, 0)
+        assert not settled(server.endpoint)["pool"]["objects"]
+    assert "attend to later ones" in engine.output()
+    engine.assert_no_block_lost()
+
+
 def test_recurrent_state_is_continued_where_it_was_kept(
     serve: Callable[..., ServerProcess], vllm: Callable[..., Engine], plain: Callable[..., Engine]
 ) -> None:

@@ -8,6 +8,7 @@ accepts the hit, ``build_connector_meta`` outlines what the step moves (all :mod
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -250,26 +251,28 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._named = layout
         engine_id = self._kv_transfer_config.engine_id
         endpoint = self.options.endpoint or embedded_endpoint(engine_id)
-        agent = Agent(endpoint, layout.spec, layout.tensors, engine_id)
         # With some caches vLLM zeroes new blocks while it prepares a step, and where steps overlap the one before may
         # still run then.
         zeroes = self._groups > 1 and getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
-        self._worker = WorkerSide(
-            agent,
-            layout,
-            endpoint,
-            several_groups=self._groups > 1,
-            early=not (zeroes or _steps_overlap(self._vllm_config)),
-            in_flight=steps_in_flight(
-                self._vllm_config,
-                vllm.__version__,
-                overlap=_steps_overlap(self._vllm_config),
-                consumer=self._kv_transfer_config.is_kv_consumer and not self._is_child,
-            ),
-            waits=waits_by_layer(self._vllm_config, layout),
-            events=self._events,
-            splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
-        )
+        with contextlib.ExitStack() as begun:
+            agent = begun.enter_context(Agent(endpoint, layout.spec, layout.tensors, engine_id))
+            self._worker = WorkerSide(
+                agent,
+                layout,
+                endpoint,
+                several_groups=self._groups > 1,
+                early=not (zeroes or _steps_overlap(self._vllm_config)),
+                in_flight=steps_in_flight(
+                    self._vllm_config,
+                    vllm.__version__,
+                    overlap=_steps_overlap(self._vllm_config),
+                    consumer=self._kv_transfer_config.is_kv_consumer and not self._is_child,
+                ),
+                waits=waits_by_layer(self._vllm_config, layout),
+                events=self._events,
+                splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
+            )
+            begun.pop_all()  # from here on the worker's side closes the agent
 
     def _attach_late(self) -> None:
         """The digest of the weights is known by now, or will never be."""

@@ -138,11 +138,11 @@ class WorkerSide:
         self._loads_of: dict[int, tuple[str, ...]] = {}
         self._overlaps: dict[str, tuple[float, float]] = {}
         self._saving: dict[str, int] = {}
-        self._deferred = Deferred(SETTLE_S)
         self._owed: dict[int, StepPlan] = {}
         self._late_steps: deque[Step | NoStep] = deque()
         self._counters = StepCounters()
         self._stored = StoredChunks(layout.spec.chunk_tokens) if events else None
+        self._deferred = Deferred(SETTLE_S)  # last: its thread ends with close() only
 
     @property
     def greeting(self) -> WorkerLayout:
