@@ -32,10 +32,11 @@ def check_free(endpoint: str) -> None:
 
     :raises ConfigError: one does.
     """
-    path = Path(endpoint.removeprefix("ipc://"))
-    if endpoint.startswith("ipc://") and not why_not_listening(path):
-        pid = listener_of(path)
-        who = f" (process {pid})" if pid else ""
+    if not endpoint.startswith("ipc://"):
+        return
+    process = listener_of(Path(endpoint.removeprefix("ipc://")))
+    if process is not None:
+        who = f" (process {process})" if process else ""
         raise ConfigError(
             f"another server is running at {endpoint}{who}; stop it, or give this one a server.endpoint of its own"
         )

@@ -1,6 +1,7 @@
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -183,16 +184,26 @@ def test_status_as_json(fake_server):
     assert json.loads(invoke("status", "--http", fake_server + "/status", "--json").stdout) == STATUS
 
 
-def test_status_over_the_control_socket(monkeypatch):
+@pytest.fixture
+def endpoints(tmp_path):
+    """Control sockets of two servers, at which nothing answers."""
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as two:
+        for name, server in (("one", one), ("two", two)):
+            server.bind(str(tmp_path / name))
+            server.listen(8)
+        yield [f"ipc://{tmp_path}/one", f"ipc://{tmp_path}/two"]
+
+
+def test_status_over_the_control_socket(monkeypatch, endpoints):
     asked = []
     control = types.ModuleType("layerflow.agent.connection.control")
     control.fetch_status = lambda endpoint, timeout_s: asked.append(endpoint) or STATUS
     monkeypatch.setitem(sys.modules, "layerflow.agent", types.ModuleType("layerflow.agent"))
     monkeypatch.setitem(sys.modules, "layerflow.agent.connection.control", control)
-    monkeypatch.setenv("LAYERFLOW_SERVER__ENDPOINT", "ipc:///run/one/control")
+    monkeypatch.setenv("LAYERFLOW_SERVER__ENDPOINT", endpoints[0])
     assert json.loads(invoke("status", "--json").stdout) == STATUS
-    assert json.loads(invoke("status", "--endpoint", "ipc:///run/two/control", "--json").stdout) == STATUS
-    assert asked == ["ipc:///run/one/control", "ipc:///run/two/control"]
+    assert json.loads(invoke("status", "--endpoint", endpoints[1], "--json").stdout) == STATUS
+    assert asked == endpoints
 
 
 @pytest.mark.parametrize(
@@ -203,14 +214,14 @@ def test_status_over_the_control_socket(monkeypatch):
         (["--tier", "--yes"], "it did not answer", 2, "3 removed from disk"),
     ],
 )
-def test_purge(monkeypatch, tmp_path, options, reason, code, words):
+def test_purge(monkeypatch, tmp_path, endpoints, options, reason, code, words):
     told = {"purged": 7, "revoked": 2}
     if options:
         told["tier"] = {"backend": "disk", "purged": 3, "reason": reason}
 
     class Control:
         def __init__(self, endpoint, engine):
-            assert endpoint == "ipc:///run/one/control"
+            assert endpoint == endpoints[0]
 
         def empty(self, *, tier):
             assert tier == bool(options)
@@ -223,7 +234,7 @@ def test_purge(monkeypatch, tmp_path, options, reason, code, words):
     control.Control = Control
     monkeypatch.setitem(sys.modules, "layerflow.agent", types.ModuleType("layerflow.agent"))
     monkeypatch.setitem(sys.modules, "layerflow.agent.connection.control", control)
-    monkeypatch.setenv("LAYERFLOW_SERVER__ENDPOINT", "ipc:///run/one/control")
+    monkeypatch.setenv("LAYERFLOW_SERVER__ENDPOINT", endpoints[0])
     for form in ([], ["--json"], ["--json", str(tmp_path / "told")]):
         result = invoke("purge", *options, *form)
         assert result.exit_code == code, result.output

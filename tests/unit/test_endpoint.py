@@ -22,7 +22,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with socket.socket(socket.AF_UNIX) as control, socket.socket(socket.AF_UNIX) as arena:
         for each, name in ((control, "control"), (arena, "control.arena")):
             each.bind(str(folder / name))
-            each.listen(1)
+            each.listen(8)
         yield folder / "control"
 
 

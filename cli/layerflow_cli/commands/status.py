@@ -84,22 +84,17 @@ def fetch_http(url: str) -> dict[str, Any]:
 
 def _fetch_control(endpoint: str) -> dict[str, Any]:
     from layerflow.agent.connection.control import fetch_status  # noqa: PLC0415 - pulls zmq in
+    from layerflow.endpoint import check_listened  # noqa: PLC0415
 
+    check_listened(endpoint)
     return fetch_status(endpoint, TIMEOUT_S)
 
 
 def endpoint_of(endpoint: str | None, config: Any) -> str:
-    """The control socket of a running server: as given, or of the configuration.
-
-    :raises ConfigError: the configuration is wrong.
-    :raises SessionError: no server listens there.
-    """
+    """The server's control socket: as given, or of the configuration."""
     from layerflow.config.settings import Settings  # noqa: PLC0415
-    from layerflow.endpoint import check_listened  # noqa: PLC0415
 
-    found = Settings.load(config, {"server.endpoint": endpoint} if endpoint else {}).server.endpoint
-    check_listened(found)
-    return found
+    return Settings.load(config, {"server.endpoint": endpoint} if endpoint else {}).server.endpoint
 
 
 def _show(found: Mapping[str, Any], json_file: Path | None, everything: bool) -> None:

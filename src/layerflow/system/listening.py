@@ -47,9 +47,10 @@ def why_not_listening(path: Path) -> str:
     return os.strerror(error)
 
 
-def listener_of(path: Path) -> int:
-    """The number of the process that accepts connections at `path`; 0 = none does, or it cannot be seen from here."""
-    return _visit(path)[1]
+def listener_of(path: Path) -> int | None:
+    """The number of the process that listens at `path`, 0 = it cannot be seen from here; None = none listens."""
+    error, process = _visit(path)
+    return process if error in (0, errno.EAGAIN) else None
 
 
 def _visit(path: Path) -> tuple[int, int]:
