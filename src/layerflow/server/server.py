@@ -484,4 +484,5 @@ def _check_memory(settings: Settings) -> None:
     if finding.state is Severity.PROBLEM:
         raise ConfigError(f"pool.size = {format_size(settings.pool.size)}: {finding.found}; {finding.advice}")
     if finding.state is Severity.WARNING:
-        structlog.get_logger("layerflow.server").warning("memory_short", found=finding.found, advice=finding.advice)
+        log = structlog.get_logger("layerflow.server")
+        log.warning("memory_short", found=finding.found, advice=finding.advice)
