@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -185,9 +185,9 @@ class Engine:
         if not self._ask("reset", True):
             raise EngineFailed("vLLM's prefix cache is still in use")
 
-    def replace_weights(self) -> None:
-        """Other weights in place, the same ones each time."""
-        self._ask("replace_weights")
+    def replace_weights(self, *, loaded: bool = False) -> None:
+        """Other weights in place, the same ones each time; by the model's ``load_weights`` if `loaded`."""
+        self._ask("replace_weights", loaded)
 
     def one_with_reset(self, prompt: Prompt, max_tokens: int, steps: int) -> Answer:
         """Serve a prompt; after `steps` steps of it a reset without a pause, and new weights."""
@@ -212,9 +212,13 @@ class Engine:
         self.process.join()
         self._pipe.close()
 
+    def dismiss(self) -> None:
+        """Let it end by itself."""
+        self._pipe.close()
+
     def close(self) -> None:
         """Let it end by itself; make it, if it does not."""
-        self._pipe.close()
+        self.dismiss()
         self.process.join(20)
         if self.process.is_alive():
             self.process.kill()
@@ -238,3 +242,11 @@ class Engine:
 
     def _tail(self) -> str:
         return "\n".join(self.output().splitlines()[-20:])
+
+
+def close(engines: Collection[Engine]) -> None:
+    """Close them, all at once."""
+    for engine in engines:
+        engine.dismiss()
+    for engine in engines:
+        engine.close()

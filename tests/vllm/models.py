@@ -26,7 +26,7 @@ IMAGE = len(SPECIAL)
 """Stands for an image, and for each of its places."""
 EYES = {"image_size": 112, "patch_size": 14, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 EYES |= {"num_attention_heads": 2}
-PLACES = (112 // 14) ** 2
+PLACES = (EYES["image_size"] // EYES["patch_size"]) ** 2
 """Of an image; three more tokens stand around them."""
 
 

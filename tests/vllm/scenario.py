@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from models import EYES
+
 DRAIN_S = 10.0
-SIDE = 112
 Prompt = Sequence[int]
 
 
@@ -238,9 +239,12 @@ class Scenario:
         """Forget vLLM's own prefix cache, so that later hits are layerflow's; and layerflow's pool if `pool`."""
         return bool(self._llm.reset_prefix_cache(reset_connector=pool))
 
-    def replace_weights(self) -> None:
-        """Other weights in place, the same ones each time: every token gets the embedding of another."""
-        self._core.model_executor.collective_rpc("apply_model", args=(_replace,))
+    def replace_weights(self, loaded: bool = False) -> None:
+        """Other weights in place, the same ones each time: every token gets the embedding of another.
+
+        :param loaded: by the model's own ``load_weights``; else written into its parameters.
+        """
+        self._core.model_executor.collective_rpc("apply_model", args=(_load if loaded else _replace,))
 
     def generate_over(self, asked: Prompt, max_tokens: int, steps: int, paused: bool) -> Answer:
         """Serve a prompt whose weights are replaced after some steps; with `paused`, as a trainer does it."""
@@ -393,7 +397,8 @@ def pixels(seed: int) -> Any:
     """An image that vLLM's processors need not resize, the same for the same seed."""
     from PIL import Image
 
-    return Image.frombytes("RGB", (SIDE, SIDE), random.Random(seed).randbytes(3 * SIDE * SIDE))
+    side = EYES["image_size"]
+    return Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(3 * side * side))
 
 
 def feature(offset: int, length: int, identifier: str) -> Any:
@@ -434,6 +439,11 @@ def _replace(model: Any) -> None:
     for name, weights in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             weights.data.copy_(weights.data.roll(7, 0))
+
+
+def _load(model: Any) -> None:
+    own = dict(model.named_parameters())
+    model.load_weights((name, own[name].data.roll(7, 0)) for name in own if name.endswith("embed_tokens.weight"))
 
 
 def serve(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:

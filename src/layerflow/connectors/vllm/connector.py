@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 import vllm
+from torch import nn
 from vllm import config as vllm_configs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -26,7 +27,9 @@ from layerflow.connectors.vllm.embed import embed, embedded_endpoint
 from layerflow.connectors.vllm.guard import tell
 from layerflow.connectors.vllm.heads import wanted_layout
 from layerflow.connectors.vllm.identity.adapters import Adapters
+from layerflow.connectors.vllm.identity.computation import model_of
 from layerflow.connectors.vllm.identity.identity import RequestKeys
+from layerflow.connectors.vllm.identity.loaded import LoadedWeights
 from layerflow.connectors.vllm.identity.reading import START_WAIT_S, WeightsReading
 from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, waits_by_layer
 from layerflow.connectors.vllm.options import parse_options
@@ -94,6 +97,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._forward = False
         self._reading: WeightsReading[Layout] | None = None
         self._named: Layout | None = None
+        self._weights: LoadedWeights | None = None
         self._told_of_reading = False
         self._obstacle = obstacle(vllm_config, layer_specs(kv_cache_config))
         if self._obstacle:
@@ -168,6 +172,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Some ways to guess begin with a token that is no guess.
         ahead = speculative.num_speculative_tokens + 1 if speculative is not None else 0
         self._scheduler.step_loads.meet_blocks(gpu_block_pool.get_num_free_blocks, ahead)
+        self._scheduler.own_cache.meet(lambda: getattr(gpu_block_pool, "cached_block_hash_to_block", None))
 
     def on_new_request(self, request: Any) -> None:
         """A request has come in."""
@@ -228,6 +233,8 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._obstacle:
             return
         layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, self.options)
+        if self._weights is None:  # from here on: the digest is that of the files, which the weights still are
+            self._weights = _loaded_weights(self._vllm_config, layout)
         if self._worker is not None:  # vLLM has made its cache anew
             self._worker.let_go()
             self._worker.close()
@@ -271,6 +278,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 waits=waits_by_layer(self._vllm_config, layout),
                 events=self._events,
                 splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
+                weights=self._weights,
             )
             begun.pop_all()  # from here on the worker's side closes the agent
 
@@ -402,12 +410,22 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._reading.close()
         if self._worker is not None:
             self._worker.close()
+        if self._weights is not None:
+            self._weights.close()
         if self._scheduler is not None:
             self._scheduler.close()
         if self._server is not None:
             self._server.close()
         if self._times is not None:
             self._times.write()
+
+
+def _loaded_weights(vllm_config: Any, layout: Layout) -> LoadedWeights:
+    """Of the model whose caches these are, and of its draft model."""
+    context = vllm_config.compilation_config.static_forward_context
+    layers = [context[name] for name in layout.numbers if isinstance(context.get(name), nn.Module)]
+    balanced = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
+    return LoadedWeights(model_of(layers), balanced=balanced)
 
 
 def _steps_overlap(vllm_config: Any) -> bool:
