@@ -55,7 +55,9 @@ def asking(where: str, *, over_http: bool) -> Iterator[Callable[[], dict[str, An
         yield lambda: fetch_http(where)
         return
     from layerflow.agent.connection.control import Control  # noqa: PLC0415 - pulls zmq in
+    from layerflow.endpoint import check_listened  # noqa: PLC0415
 
+    check_listened(where)
     with contextlib.closing(Control(where, engine="status")) as control:
         yield lambda: control.status(TIMEOUT_S)
 
