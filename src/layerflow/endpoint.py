@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from layerflow.config.settings import default_endpoint, socket_directory
 from layerflow.errors import ConfigError, SessionError
-from layerflow.system.listening import listener_of, why_not_listening
+from layerflow.system.listening import default_endpoint, listener_of, socket_directory, why_not_listening
 
 _ARENA = ".arena"
 """What the socket that hands out shared memory has behind the name of the control socket beside it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping
@@ -54,12 +55,12 @@ def asking(where: str, *, over_http: bool) -> Iterator[Callable[[], dict[str, An
     if over_http:
         yield lambda: fetch_http(where)
         return
-    from layerflow.agent.connection.control import Control  # noqa: PLC0415 - pulls zmq in
+    from layerflow.agent.connection.observer import Observer  # noqa: PLC0415 - pulls zmq in
     from layerflow.endpoint import check_listened  # noqa: PLC0415
 
     check_listened(where)
-    with contextlib.closing(Control(where, engine="status")) as control:
-        yield lambda: control.status(TIMEOUT_S)
+    with Observer(where) as observer:
+        yield lambda: observer.status(TIMEOUT_S)
 
 
 def watch_status(
@@ -121,7 +122,7 @@ def fetch_http(url: str) -> dict[str, Any]:
 
 
 def _fetch_control(endpoint: str) -> dict[str, Any]:
-    from layerflow.agent.connection.control import fetch_status  # noqa: PLC0415 - pulls zmq in
+    from layerflow.agent.connection.observer import fetch_status  # noqa: PLC0415 - pulls zmq in
     from layerflow.endpoint import check_listened  # noqa: PLC0415
 
     check_listened(endpoint)
@@ -132,6 +133,10 @@ def endpoint_of(endpoint: str | None, config: Any) -> str:
     """The server's control socket: as given, or of the configuration."""
     if endpoint:
         return endpoint
+    if config is None and not any(name.startswith("LAYERFLOW_") for name in os.environ):
+        from layerflow.system.listening import default_endpoint  # noqa: PLC0415
+
+        return default_endpoint()  # nothing is configured, and settings take longer to load than a status to show
     from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
 
     return Settings.load(config).server.endpoint

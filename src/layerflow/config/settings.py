@@ -45,6 +45,7 @@ from layerflow.config.sources import (
 )
 from layerflow.errors import ConfigError
 from layerflow.links import links
+from layerflow.system.listening import default_endpoint, socket_directory
 
 __all__ = [
     "ALIASES",
@@ -71,18 +72,6 @@ __all__ = [
 MAX_TRANSFER_BLOCKS = 1 << 24
 MIN_TRANSFER_BYTES = 4 << 10
 _DAY_MS = 86_400_000
-
-
-def default_endpoint() -> str:
-    """``ipc://`` in this user's runtime directory; nothing is created."""
-    return f"ipc://{os.environ.get('XDG_RUNTIME_DIR') or '/tmp'}/layerflow-{os.getuid()}/control"  # noqa: S108
-
-
-def socket_directory(endpoint: str) -> Path | None:
-    """The directory of an ``ipc://`` endpoint; None for other endpoints, which need none."""
-    if not endpoint.startswith("ipc://"):
-        return None
-    return Path(endpoint.removeprefix("ipc://")).parent
 
 
 def check_private(folder: Path) -> None:
