@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from layerflow.endpoint import check_listened, local_endpoint
 from layerflow.errors import ConfigError, LayerflowError, SessionError
 from layerflow_cli.options import STANDARD_OUTPUT, ConfigFile, Endpoint, JsonFile
 
@@ -56,6 +57,7 @@ def asking(where: str, *, over_http: bool) -> Iterator[Callable[[], dict[str, An
         return
     from layerflow.agent.connection.control import Control  # noqa: PLC0415 - pulls zmq in
 
+    check_listened(where)
     with contextlib.closing(Control(where, engine="status")) as control:
         yield lambda: control.status(TIMEOUT_S)
 
@@ -120,16 +122,21 @@ def fetch_http(url: str) -> dict[str, Any]:
 
 def _fetch_control(endpoint: str) -> dict[str, Any]:
     from layerflow.agent.connection.control import fetch_status  # noqa: PLC0415 - pulls zmq in
-    from layerflow.endpoint import check_listened  # noqa: PLC0415
 
     check_listened(endpoint)
     return fetch_status(endpoint, TIMEOUT_S)
 
 
 def endpoint_of(endpoint: str | None, config: Any) -> str:
-    """The server's control socket: as given, or of the configuration."""
+    """The server's control socket: as given, or of the configuration.
+
+    :raises ConfigError: what is given is no endpoint of this machine, or the configuration is wrong.
+    """
     if endpoint:
-        return endpoint
+        try:
+            return local_endpoint(endpoint)
+        except ValueError as error:
+            raise ConfigError(f"--endpoint: {error}; a server of another machine is asked with --http") from None
     from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
 
     return Settings.load(config).server.endpoint
