@@ -42,14 +42,14 @@ def status(
         raise ConfigError("--endpoint and --http are two ways to the same server; give one")
     where = http if http is not None else endpoint_of(endpoint, config)
     if watch:
-        with _asking(where, over_http=http is not None) as ask:
-            _watch(ask, interval_s, json_file, everything)
+        with asking(where, over_http=http is not None) as ask:
+            watch_status(ask, interval_s, json_file, everything=everything)
     found = fetch_http(where) if http is not None else _fetch_control(where)
     _show(found, json_file, everything)
 
 
 @contextlib.contextmanager
-def _asking(where: str, *, over_http: bool) -> Iterator[Callable[[], dict[str, Any]]]:
+def asking(where: str, *, over_http: bool) -> Iterator[Callable[[], dict[str, Any]]]:
     """What asks the server again and again; on the control socket over one connection."""
     if over_http:
         yield lambda: fetch_http(where)
@@ -60,7 +60,9 @@ def _asking(where: str, *, over_http: bool) -> Iterator[Callable[[], dict[str, A
         yield lambda: control.status(TIMEOUT_S)
 
 
-def _watch(ask: Callable[[], dict[str, Any]], interval_s: float, json_file: Path | None, everything: bool) -> NoReturn:
+def watch_status(
+    ask: Callable[[], dict[str, Any]], interval_s: float, json_file: Path | None, *, everything: bool
+) -> NoReturn:
     """Until Ctrl-C. A server that goes away is waited for."""
     if json_file is not None:
         if json_file != STANDARD_OUTPUT:

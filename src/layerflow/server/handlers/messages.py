@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -88,8 +87,8 @@ class Handlers:
         """The client is gone: nothing of it can touch memory any more."""
         context = self._context
         # A tool that asked and left is nothing that an operator has to know of.
-        level = logging.INFO if session.spec is not None or session.entered else logging.DEBUG
-        self._log.log(level, "session_lost", session=session.number, engine=session.name, pid=session.pid, why=why)
+        log = self._log.info if session.spec is not None or session.entered else self._log.debug
+        log("session_lost", session=session.number, engine=session.name, pid=session.pid, why=why)
         context.turns.forget(session.account)
         context.sessions.close(session)
         context.plans.gone(session.number, time.monotonic() + context.lease_s())
