@@ -36,7 +36,7 @@ class Client:
 
     def receive(self) -> bytes:
         if not self.socket.poll(TIMEOUT_MS):
-            raise TimeoutError("the server did not answer; is it running at this endpoint?")
+            raise TimeoutError("the server did not answer; is it running at that endpoint?")
         (frame,) = self.socket.recv_multipart()
         return frame
 
@@ -67,6 +67,10 @@ class Client:
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(
+            f"usage: {sys.argv[0]} ENDPOINT, which `layerflow run` says, e.g. ipc:///run/user/1000/layerflow-1000/control"
+        )
     client = Client(sys.argv[1])
     client.greet()
     _, session, version, fd_server, *_ = client.hello()

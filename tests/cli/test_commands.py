@@ -423,3 +423,18 @@ def test_a_device_that_is_not_there_is_one_readable_line(command, device):
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("layerflow: device ")
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--watch"], ["purge"]])
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ("ipc:///run/$USER/control", "$ is not replaced"),
+        ("ipc://run/control", "is relative"),
+        ("tcp://10.0.0.1:1", "asked with --http"),
+        ("ipc:///nonexistent/control", "there is no socket"),
+    ],
+)
+def test_an_endpoint_where_no_server_can_be_is_refused_at_once(command, endpoint, words):
+    (line,) = refused(*command, "--endpoint", endpoint)
+    assert words in line

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from layerflow.endpoint import check_listened, default_endpoint, local_endpoint
 from layerflow.errors import ConfigError, LayerflowError, SessionError
 from layerflow_cli.options import STANDARD_OUTPUT, ConfigFile, Endpoint, JsonFile
 
@@ -56,7 +57,6 @@ def asking(where: str, *, over_http: bool) -> Iterator[Callable[[], dict[str, An
         yield lambda: fetch_http(where)
         return
     from layerflow.agent.connection.observer import Observer  # noqa: PLC0415 - pulls zmq in
-    from layerflow.endpoint import check_listened  # noqa: PLC0415
 
     check_listened(where)
     with Observer(where) as observer:
@@ -123,19 +123,22 @@ def fetch_http(url: str) -> dict[str, Any]:
 
 def _fetch_control(endpoint: str) -> dict[str, Any]:
     from layerflow.agent.connection.observer import fetch_status  # noqa: PLC0415 - pulls zmq in
-    from layerflow.endpoint import check_listened  # noqa: PLC0415
 
     check_listened(endpoint)
     return fetch_status(endpoint, TIMEOUT_S)
 
 
 def endpoint_of(endpoint: str | None, config: Any) -> str:
-    """The server's control socket: as given, or of the configuration."""
-    if endpoint:
-        return endpoint
-    if config is None and not any(name.startswith("LAYERFLOW_") for name in os.environ):
-        from layerflow.system.listening import default_endpoint  # noqa: PLC0415
+    """The server's control socket: as given, or of the configuration.
 
+    :raises ConfigError: what is given is no endpoint of this machine, or the configuration is wrong.
+    """
+    if endpoint:
+        try:
+            return local_endpoint(endpoint)
+        except ValueError as error:
+            raise ConfigError(f"--endpoint: {error}; a server of another machine is asked with --http") from None
+    if config is None and not any(name.startswith("LAYERFLOW_") for name in os.environ):
         return default_endpoint()  # nothing is configured, and settings take longer to load than a status to show
     from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
 

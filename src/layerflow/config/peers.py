@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from layerflow.config.fields import Real, Section, Whole, address, local_endpoint, setting
+from layerflow.config.fields import Real, Section, Whole, address, setting
+from layerflow.endpoint import local_endpoint
 from layerflow.links import link_names, links
 
 Z85_KEY = 40

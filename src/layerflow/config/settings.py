@@ -22,7 +22,6 @@ from layerflow.config.fields import (
     Size,
     Whole,
     format_size,
-    local_endpoint,
     parse_size,
     setting,
 )
@@ -43,9 +42,9 @@ from layerflow.config.sources import (
     read_overrides,
     read_toml,
 )
+from layerflow.endpoint import default_endpoint, local_endpoint, socket_directory
 from layerflow.errors import ConfigError
 from layerflow.links import links
-from layerflow.system.listening import default_endpoint, socket_directory
 
 __all__ = [
     "ALIASES",
@@ -59,14 +58,12 @@ __all__ = [
     "Settings",
     "TransferSettings",
     "check_private",
-    "default_endpoint",
     "format_size",
     "live_changes",
     "make_private",
     "make_private_directory",
     "parse_size",
     "reference",
-    "socket_directory",
 ]
 
 MAX_TRANSFER_BLOCKS = 1 << 24

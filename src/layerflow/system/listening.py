@@ -65,15 +65,3 @@ def _remove_stale(path: Path) -> None:
     """Remove the socket of a process that has ended; one that is listened on stays, and cannot be bound."""
     if _visit(path)[0] in (errno.ECONNREFUSED, errno.ENOENT):
         path.unlink(missing_ok=True)
-
-
-def default_endpoint() -> str:
-    """``ipc://`` in this user's runtime directory; nothing is created."""
-    return f"ipc://{os.environ.get('XDG_RUNTIME_DIR') or '/tmp'}/layerflow-{os.getuid()}/control"  # noqa: S108
-
-
-def socket_directory(endpoint: str) -> Path | None:
-    """The directory of an ``ipc://`` endpoint; None for other endpoints, which need none."""
-    if not endpoint.startswith("ipc://"):
-        return None
-    return Path(endpoint.removeprefix("ipc://")).parent

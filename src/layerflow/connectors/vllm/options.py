@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from layerflow.backends import installed
-from layerflow.config.fields import local_endpoint
 from layerflow.config.foreign import what_to_write
 from layerflow.config.pool import usable_backend
 from layerflow.config.settings import Settings
 from layerflow.config.sources import LAYERWISE_MODES
 from layerflow.connectors.vllm.pd.options import PdOptions, parse_pd
+from layerflow.endpoint import local_endpoint
 from layerflow.errors import ConfigError
 
 ModeSetting = Literal["auto", "layerwise", "bulk"]
