@@ -10,6 +10,7 @@ from layerflow.backends import installed
 from layerflow.config.pool import usable_backend
 from layerflow.config.settings import Settings
 from layerflow.connectors.vllm.pd.options import PdOptions, parse_pd
+from layerflow.connectors.vllm.versions import ALLOW_UNKNOWN
 from layerflow.errors import ConfigError
 
 ModeSetting = Literal["auto", "layerwise", "bulk"]
@@ -36,6 +37,7 @@ _REFUSED = {
 _OWN_KEYS = (
     "endpoint", "mode", "use_layerwise", "load_async", "backend", "chunk_tokens", "discard_partial_chunks",
     "save_decode_cache", "consumer_is_to_load", "consumer_is_to_put", "lookup_wait_ms", "model_content", "pd",
+    ALLOW_UNKNOWN,
 )  # fmt: skip
 _WHERE = "kv_connector_extra_config"
 
@@ -103,6 +105,7 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
     if backend and not endpoint:
         server["pool.backend"] = backend
     Settings.load(None, server, called=_WHERE)  # refuses bad values now, with their names
+    allows_unknown(extra)
     chunk_tokens = _number(extra, "chunk_tokens", 0)
     if chunk_tokens != int(chunk_tokens) or chunk_tokens < 0:
         raise ConfigError(f"{_WHERE}: chunk_tokens = {chunk_tokens}: should be a whole number")
@@ -122,6 +125,14 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
         pd=parse_pd(extra),
         server=server,
     )
+
+
+def allows_unknown(extra: Mapping[str, Any]) -> bool:
+    """May the connector run in a vLLM that is newer than those it was tested with?
+
+    :raises ConfigError: the setting is no switch.
+    """
+    return _switch(extra, ALLOW_UNKNOWN, False)
 
 
 def _mode(extra: Mapping[str, Any]) -> ModeSetting:

@@ -32,6 +32,7 @@ from layerflow.connectors.vllm.worker.order import LoadOrder, RunnerOrder
 from layerflow.connectors.vllm.worker.stats import TransferStats
 from layerflow.connectors.vllm.worker.stored import StoredChunks
 from layerflow.device.base import DeviceEvent
+from layerflow.errors import Unsupported
 
 RECLAIM_S = 0.2
 """How long saves that still read recycled blocks may go on before they are given up."""
@@ -48,6 +49,7 @@ IDLE_WAIT_S = 1e-3
 NOT_ASKED = "vLLM has computed its layers without asking for their loaded blocks"
 BROKEN_HOOK = "the connector has failed in a hook of its step"
 NOT_OPENED = "vLLM has not run the step that was to load it"
+UNMAPPED = "vLLM has unmapped its KV cache (sleep)"
 TWICE = "a layer was computed twice in one forward pass, and this may have been read in between"
 SKIPPED = "layers that usually call their hooks were not computed"
 
@@ -142,6 +144,7 @@ class WorkerSide:
         self._owed: dict[int, StepPlan] = {}
         self._late_steps: deque[Step | NoStep] = deque()
         self._counters = StepCounters()
+        self._unmapped = False
         self._stored = StoredChunks(layout.spec.chunk_tokens) if events else None
 
     @property
@@ -158,6 +161,8 @@ class WorkerSide:
 
         :param inside: a forward context is set; see :class:`.order.RunnerOrder`.
         """
+        if self._unmapped:
+            raise Unsupported(UNMAPPED)
         self._runner.arrived(inside=inside)
         if not self._runner.asks_first:
             self._give_up(plan.prepared)
@@ -243,6 +248,7 @@ class WorkerSide:
             self._answer(plan)
         self._late = False
         self._opened = plan  # what of it is not open by now is not opened any more: it is reported here
+        self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
         for step in (self._step, self._tails, self._drafts):
             if isinstance(step, Step):
                 step.cancel_saves(BROKEN_HOOK)
@@ -411,7 +417,7 @@ class WorkerSide:
         told, self._hooks_told = self._hooks_told, True
         asking = {} if told else {self._rank: self._hooks.asking}
         self._take_landed()
-        ran = frozenset(number for number in self._ran if not self._landing.waits(number))
+        ran = {number: 1 for number in self._ran if not self._landing.waits(number)}
         if self._in_haste and not (self._failures.shares or ran or layouts or asking):
             return None
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
@@ -424,7 +430,7 @@ class WorkerSide:
         for request, _ in drained:
             del self._saving[request]
         overlaps, self._overlaps = self._overlaps, {}
-        self._ran -= ran
+        self._ran -= ran.keys()
         return WorkerReport(
             overlaps=overlaps,
             drained=drained,
@@ -438,8 +444,16 @@ class WorkerSide:
         )
 
     def let_go(self) -> None:
-        """The engine's cache is about to be unmapped: when this returns nothing reads or writes it any more."""
-        self._cut_off(REPLACED)
+        """The engine's cache is about to be unmapped: when this returns nothing reads or writes it any more.
+
+        Until :meth:`take_up` a step's loads fail, and it saves nothing. Called again it does nothing.
+        """
+        self._unmapped = True
+        self._cut_off(UNMAPPED)
+
+    def take_up(self) -> None:
+        """The engine's cache is mapped again, at the same addresses. Called again it does nothing."""
+        self._unmapped = False
 
     def close(self) -> None:
         """Cut off what is open and hang up."""
