@@ -12,6 +12,7 @@ import anyio
 import structlog
 
 from layerflow.config.settings import Settings
+from layerflow.endpoint import check_free
 from layerflow.errors import LayerflowError
 from layerflow.observe.logs import configure as configure_logs
 from layerflow.server import Server
@@ -34,6 +35,8 @@ async def serve(
     """
     log = structlog.get_logger("layerflow.run")
     prepare_descriptors()
+    # Before HTTP and memory are taken: two servers of one configuration differ in neither.
+    check_free(settings.server.endpoint)
     server = Server(settings)
     shutdown, served, http_open = anyio.Event(), anyio.Event(), anyio.Event()
     urls: list[str] = []

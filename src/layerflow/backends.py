@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
+import random
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ from typing import Any
 from pydantic import BaseModel
 
 GROUP = "layerflow.backends"
+_FIRST_PORT, _LAST_PORT = 10_000, 65_535
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +76,35 @@ class Trial:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on."""
-    probes = [socket.socket() for _ in range(count)]
+    """Ports of this machine that nobody listens on, for programs that cannot choose theirs.
+
+    They lie outside the range out of which the kernel gives ports to who asks for any, and to connections: what is free
+    is not taken by those before the program that is told the number has bound it.
+
+    :raises OSError: there are not so many.
+    """
+    low, high = _ephemeral()
+    others = [*range(_FIRST_PORT, low), *range(high + 1, _LAST_PORT + 1)] or list(range(low, high + 1))
+    found: list[int] = []
+    for port in random.sample(others, len(others)):
+        if len(found) == count:
+            return found
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        found.append(port)
+    raise OSError(errno.EADDRNOTAVAIL, f"this machine has fewer than {count} free ports")
+
+
+def _ephemeral() -> tuple[int, int]:
+    """The first and the last port that the kernel gives away."""
     try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+        low, high = map(int, _EPHEMERAL.read_text().split())
+    except (OSError, ValueError):
+        return 32768, 60999  # Linux's own
+    return low, high
 
 
 @functools.cache

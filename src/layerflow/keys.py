@@ -30,6 +30,7 @@ _PIECE_BYTES = 1024
 """hashlib lets go of the interpreter from 2 KiB on. Beside a thread that runs Python, that costs 5 ms each time, and
 this happens while an engine schedules."""
 _DRAFT = 1 << 15
+_RANKED = 0xFFF
 _SUFFIX = struct.Struct("<HHHBB")
 
 
@@ -247,12 +248,15 @@ def covered_by(group: int, shard: Shard) -> bytes:
     """The end of an object's key: the group, and the layers and heads that its objects of this shard cover.
 
     Little-endian, from the lowest bit: group 16; first head, or tensor rank, 16; first layer, or pipeline rank, 12;
-    layers 12 (0 = to the group's end); heads 8, less one. Of a draft model's group: a digest of these and of what the
-    draft model is, with the highest bit of the group set. So an object of all layers and of one tensor rank, and one of
-    a whole model in one piece, has the same key whether or not heads and stages are known."""
+    layers 12 (0 = to the group's end; all bits set: a pipeline rank is told); heads 8, less one. Of a draft model's
+    group: a digest of these and of what the draft model is, with the highest bit of the group set. So an object of all
+    layers and of one tensor rank, and one of a whole model in one piece, has the same key whether or not heads and
+    stages are known."""
     heads, (first, end, count) = shard.heads_of(group), shard.span_of(group)
     box = worker_box((0, 1), heads or shard.tp_size, shard.tp_rank, shard.tp_size)
     layers = 0 if end == count else end - first
+    if shard.pp_size > 1 and not shard.stages:  # a rank, which no other model's first layer may be taken for
+        layers = _RANKED
     end_of_key = _SUFFIX.pack(
         group,
         box.first_head,
@@ -276,5 +280,5 @@ def describe_key(key: bytes) -> str:
     if group >= _DRAFT:
         return f"{key[:6].hex()}/draft/{key[DIGEST_BYTES:].hex()}"
     first, count = place & 0xFFF, layers << 4 | place >> 12
-    span = (f"+{count}" if count else "", f"+{heads + 1}" if heads else "")
+    span = (f"+{count}" if count not in (0, _RANKED) else "", f"+{heads + 1}" if heads else "")
     return f"{key[:6].hex()}/g{group}/layer{first}{span[0]}/head{head}{span[1]}"

@@ -201,6 +201,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
         span = 0, len(self.groups[group].layers)
         return worker_box(span, shard.heads_of(group) or shard.tp_size, shard.tp_rank, shard.tp_size)
 
+    def depth_of(self, group: int) -> int:
+        """How many layers a group has in the whole model."""
+        return self.shard.span_of(group)[2] if self.shard.stages else len(self.groups[group].layers)
+
     def bound_to_size(self) -> dict[int, str]:
         """The groups that only workers of the tensor size that stored them can read, each with what to know of it."""
         heads = self.shard.heads_of

@@ -86,6 +86,32 @@ async def test_a_taken_http_port_ends_the_run_with_one_plain_error(tmp_path):
     assert lines == []
 
 
+async def test_a_second_server_is_told_of_the_first_before_its_port(tmp_path):
+    from layerflow_cli.serving import serve
+
+    with socket.socket() as taken, socket.socket(socket.AF_UNIX) as first:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        first.bind(str(tmp_path / "control"))
+        first.listen()
+        settings = Settings(
+            server={"endpoint": f"ipc://{tmp_path}/control", "http_port": taken.getsockname()[1]},
+            pool={"size": "1MiB", "warm": False},
+        )
+        with pytest.raises(ConfigError, match=f"another server is running at .*control \\(process {os.getpid()}\\)"):
+            await serve(settings, None, {}, lambda _: None)
+
+
+def test_an_arena_that_the_machine_can_never_hold_is_refused(tmp_path):
+    made = subprocess.run(
+        [sys.executable, "-m", "layerflow_cli", "run", "--pool-size", "900TiB", "--http-port", "-1", "--endpoint",
+         f"ipc://{tmp_path}/control"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    (line,) = made.stderr.splitlines()
+    assert made.returncode == 2 and line.startswith("layerflow: pool.size = 900TiB: 900 TiB; this machine, ")
+
+
 def test_who_is_told_that_it_listens_may_end_it_at_once():
     server = ServerProcess({"pool.size": "1MiB"})
     server.close()

@@ -47,7 +47,7 @@ def test_names_of_the_source_systems(toml, table):
 def test_a_flag_beats_an_alias_in_the_file(toml):
     path = toml("layerwise_prefetch_layers = 3\nuse_layerwise = false\n")
     transfer = Settings.load(path, {"transfer.prefetch_layers": 9, "use_layerwise": "true"}).transfer
-    assert (transfer.prefetch_layers, transfer.mode) == (9, "auto")
+    assert (transfer.prefetch_layers, transfer.mode) == (9, "layerwise")
 
 
 def test_an_alias_beside_its_setting_is_refused(toml, refusal):
@@ -55,7 +55,7 @@ def test_an_alias_beside_its_setting_is_refused(toml, refusal):
     assert "transfer.layerwise_prefetch_layers and transfer.prefetch_layers are the same setting" in line
 
 
-@pytest.mark.parametrize(("switch", "mode"), [("true", "bulk"), ("false", "layerwise")])
+@pytest.mark.parametrize(("switch", "mode"), [("true", "bulk"), ("true", "auto"), ("false", "layerwise")])
 def test_use_layerwise_must_not_contradict_mode(toml, refusal, switch, mode):
     (line,) = refusal(toml(f'[transfer]\nuse_layerwise = {switch}\nmode = "{mode}"\n'))
     assert "contradicts transfer.mode" in line
@@ -74,7 +74,7 @@ def test_use_layerwise_leaves_a_chosen_mode(toml):
         ("[server]\nlayerwise_prefetch_layers = 1\n", "server.layerwise", "transfer.prefetch_layers"),
         ("http_prot = 1\n", "http_prot ", "server.http_port"),
         ("[transfers]\nmode = 'auto'\n", "transfers ", "transfer"),
-        ("[pool]\nzzz = 1\n", "pool.zzz ", "`layerflow config`"),
+        ("zzz = 1\n", "zzz ", "`layerflow config`"),
     ],
 )
 def test_an_unknown_key_names_the_closest(toml, refusal, text, place, hint):
@@ -126,7 +126,7 @@ def test_another_backend_is_refused_with_those_there_are(toml, refusal):
 
 def test_lookup_rpc_port_is_refused_with_a_sentence(toml, refusal):
     (line,) = refusal(toml("[transfer]\nlookup_rpc_port = 5555\n"))
-    assert "every engine process uses server.endpoint" in line
+    assert "the server's server.endpoint" in line
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,11 @@ def test_every_environment_variable_of_the_reference_works(monkeypatch):
         ("512MiB", 512 << 20),
         ("4 GiB", 4 << 30),
         ("10GB", 10**10),
+        ("4Gi", 4 << 30),
+        ("16G", 16 << 30),
+        ("512m", 512 << 20),
+        ("1.5Ti", 3 << 39),
+        ("64 k", 64 << 10),
         ("1.5kib", 1536),
         ("3b", 3),
     ],
@@ -222,7 +227,7 @@ def test_sizes(text, nbytes):
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "4G", "-1", -1, True, "1.5", "0.3KiB", "GiB", "1e9", "4 GiB x", 1.5, None])
+@pytest.mark.parametrize("text", ["", "4X", "4iB", "-1", -1, True, "1.5", "0.3KiB", "GiB", "1e9", "4 GiB x", 1.5, None])
 def test_what_is_not_a_size(text):
     with pytest.raises(ConfigError):
         parse_size(text)

@@ -254,7 +254,10 @@ class TestJson:
             ({}, "does not name"),
             ([], "does not name"),
             ({"0": {"engine_id": "p", "worker_addr": {}}}, "does not speak layerflow"),
-            ({"0": {"engine_id": "p", "layerflow": {"servers": "x"}}}, "expected a list"),
+            ({"0": {"engine_id": "p", "layerflow": {"servers": "x"}}}, "should be a list"),
+            ({"0": {"engine_id": "p", "layerflow": {"servers": ["\ud800"]}}}, "surrogate"),
+            ({"0": {"engine_id": "p", "layerflow": {"servers": ["a"] * 2000}}}, "at most"),
+            ({"0": {"engine_id": "p", "layerflow": {}}}, "does not tell its servers"),
         ],
     )
     def test_an_answer_of_another_kind_is_an_error(self, answer: Any, about: str) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from layerflow.connectors.vllm.pd import http_calls
 from layerflow.connectors.vllm.pd.bootstrap import BootstrapServer
 from layerflow.connectors.vllm.pd.conventions.concurrent import query_answer
-from layerflow.connectors.vllm.pd.http_calls import HttpCall, HttpCalls
+from layerflow.connectors.vllm.pd.http_calls import MOST_ANSWER_BYTES, HttpCall, HttpCalls
 from layerflow.errors import ConfigError
 from layerflow_testing.lossy_relay import HANGS, Loss, LossyRelay
 from layerflow_testing.ports import held_ports
@@ -112,7 +113,7 @@ class TestCalls:
         self, answering: Callable[..., Answering], calls: HttpCalls
     ) -> None:
         told, server = threading.Event(), answering()
-        call = calls.get(server.url, soon())
+        call = calls.get(server.url)
         call.when_done(told.set)
         assert told.wait(SOON_S) and call.done
         seen: list[bool] = []
@@ -126,7 +127,7 @@ class TestCalls:
         assert f"status {status}" in ended(calls.post("h", answering(status).url, {}, soon())).error
 
     def test_no_json_is_a_failure(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
-        assert "no JSON" in ended(calls.get(answering(body=b"hello").url, soon())).error
+        assert "no JSON" in ended(calls.get(answering(body=b"hello").url)).error
 
     def test_nobody_there_is_a_failure(self, calls: HttpCalls) -> None:
         call = ended(calls.post("h", f"http://127.0.0.1:{held_ports(1)[0]}", {}, soon()))
@@ -157,7 +158,7 @@ class TestCalls:
                 call = calls.post(
                     f"h{seconds}", f"http://127.0.0.1:{relay.port}", {"a": [1]}, time.monotonic() + seconds
                 )
-                assert "no answer within the hand-off's deadline" in ended(call).error
+                assert "no answer by the deadline" in ended(call).error
                 if relay.questions:
                     break
         assert relay.questions == 1
@@ -179,15 +180,35 @@ class TestCalls:
 
     def test_an_answer_is_believed_for_a_while(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
         server = answering()
-        ended(calls.get(server.url, soon()))
-        ended(calls.get(server.url, soon()))
+        ended(calls.get(server.url))
+        ended(calls.get(server.url))
         assert len(server.heard) == 1
 
     def test_a_failure_is_not(self, answering: Callable[..., Answering], calls: HttpCalls) -> None:
         server = answering(500)
-        ended(calls.get(server.url, soon()))
-        ended(calls.get(server.url, soon()))
+        ended(calls.get(server.url))
+        ended(calls.get(server.url))
         assert len(server.heard) == 2
+
+    def test_nobody_s_memory_is_filled_by_whom_a_request_names(
+        self, answering: Callable[..., Answering], calls: HttpCalls
+    ) -> None:
+        endless = answering(body=b" " * (2 * MOST_ANSWER_BYTES))
+        assert "more than" in ended(calls.get(endless.url)).error
+        assert "more than" in ended(calls.post("h", endless.url, {}, soon())).error
+
+    def test_addresses_that_do_not_answer_are_not_asked_for_all_at_once(
+        self, answering: Callable[..., Answering], calls: HttpCalls, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_calls, "MOST_KNOWN", 2)
+        silent, well = answering(None), answering()
+        first, second = (calls.get(f"{silent.url}/{number}") for number in range(2))
+        assert not ended(calls.get(well.url)).error
+        assert "cancelled" in ended(first).error
+        assert not second.done
+
+    def test_what_is_no_address_is_a_failure(self, calls: HttpCalls) -> None:
+        assert "InvalidURL" in ended(calls.get(f"http://a/{'x' * (1 << 17)}")).error
 
 
 class TestBootstrap:

@@ -63,7 +63,7 @@ class FakeCalls:
         self.calls.append(FakeCall("POST", url, body))
         return self.calls[-1]
 
-    def get(self, url: str, until: float) -> FakeCall:
+    def get(self, url: str) -> FakeCall:
         self.calls.append(FakeCall("GET", url))
         return self.calls[-1]
 
@@ -373,6 +373,17 @@ class TestDecodeFirst:
         d.side.finished(made)
         assert calls.forgotten == d.lookups.released
 
+    def test_each_of_several_samples_has_a_hand_off_of_its_own(self, calls: FakeCalls) -> None:
+        """Loaded, it is released, and nothing is kept of what was posted for it."""
+        d = house()
+        made = d.arrive("0_r", hit=Hit(HIT, following=True), kv_transfer_params=self.PARAMS)
+        assert d.side.matched(made, 0) == (HIT, True)
+        d.admit(made, HIT)
+        d.plan("0_r", scheduled=1, computed=HIT)
+        d.hear(None, arrived={"0_r"})
+        assert len(d.lookups.released) == 1
+        assert calls.forgotten == d.lookups.released
+
     def test_an_abort_before_the_metaserver_answers_tells_the_servers_that_the_options_name(self) -> None:
         d = house(options=PdOptions(prefill_servers=("tcp://p:7",)))
         made = d.arrive(kv_transfer_params=self.PARAMS)
@@ -400,6 +411,17 @@ class TestBootstrap:
         d.side.matched(made, 0)
         d.side.plan(IDLE)
         assert calls.calls[0].waits == [d.side.options.lookup_wait_s]
+
+    def test_without_an_answer_in_time_the_prompt_is_computed(self, calls: FakeCalls) -> None:
+        """Who asked first at this address may wait for longer than this request."""
+        d = house()
+        hurried = self.PARAMS | {"layerflow": {"deadline_s": 1e-3}}
+        made = d.arrive(hit=Hit(0), kv_transfer_params=hurried)
+        until = time.monotonic() + 1e-3
+        while time.monotonic() <= until:
+            time.sleep(1e-3)
+        assert not calls.calls[0].done
+        assert d.side.matched(made, 0) == (0, False)
 
     def test_without_an_answer_the_prompt_is_computed(self, calls: FakeCalls) -> None:
         d = house()

@@ -9,10 +9,14 @@ from enum import Enum
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from layerflow import Agent, GroupSpec, ModelSpec, Plane
 from layerflow.connectors.vllm.identity.reading import WeightsReading
+from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan.plan import NOT_NAMED, StepPlan
 from layerflow.errors import ServerLost
 
@@ -79,3 +83,32 @@ def test_an_error_costs_reuse_and_not_the_engine(connector: Any, error: Exceptio
     assert connector.build_connector_worker_meta().layouts == (NOT_NAMED,), "requests do not wait for its layout"
     connector.handle_preemptions(plan)
     assert connector.build_connector_worker_meta() is None
+
+
+def test_an_attachment_that_fails_leaves_no_agent(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads, and what it maps of the server's arena, would be there for as long as the engine."""
+    agents: list[Agent] = []
+
+    def made(*args: Any) -> Agent:
+        agents.append(Agent(*args, wait_s=0))
+        return agents[-1]
+
+    def no_thread(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    module = sys.modules[type(connector).__module__]
+    monkeypatch.setattr(module, "Agent", made)
+    monkeypatch.setattr("layerflow.connectors.vllm.worker.worker.Deferred", no_thread)
+    monkeypatch.setattr(module, "waits_by_layer", lambda *_: True)
+    monkeypatch.setattr(module, "steps_in_flight", lambda *_, **__: None)
+    monkeypatch.setattr(module, "_steps_overlap", lambda _: False)
+    connector._vllm_config = connector._kv_transfer_config = connector._kv_cache_config = Mock()
+    connector._groups, connector._events = 1, False
+    connector.options = Mock(endpoint="ipc:///nobody/listens/here")
+    spec = ModelSpec("example", content="w", groups=(GroupSpec("full", 16, (0,), (Plane("k", "uint8", (8,)),)),))
+    layout = Layout(spec, {0: {"k": torch.zeros((4, 16, 8), dtype=torch.uint8)}}, {}, (0,), Mock())
+    connector._reading = WeightsReading(lambda _: layout)
+    assert connector._reading.wait(20)
+    connector.handle_preemptions(StepPlan())
+    assert len(agents) == 1 and connector._worker is None
+    assert not agents[0]._link._thread.alive

@@ -79,7 +79,12 @@ def test_the_embedded_server_may_use_every_backend() -> None:
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ({"endpont": ENDPOINT}, "unknown key 'endpont'"),
+        ({"endpont": ENDPOINT}, "unknown key 'endpont'; did you mean endpoint?"),
+        ({"zzz": 1}, "unknown key 'zzz'; known are backend, "),
+        ({"chunk_size": 256}, "write chunk_tokens"),
+        ({"max_local_cpu_size": 20}, "pool_size where vLLM embeds the server"),
+        ({"endpoint": "ipc://${XDG_RUNTIME_DIR}/control"}, "$ is not replaced"),
+        ({"endpoint": "ipc://run/control"}, "is relative"),
         ({"backend": "yuanrong"}, "memory, disk, memcache, mooncake, redis"),
         ({"endpoint": ENDPOINT, "backend": "yuanrong"}, "memory, disk, memcache, mooncake, redis"),
         ({"mooncake": {"mastr": "x:1"}}, "did you mean pool.mooncake.master?"),
@@ -100,7 +105,7 @@ def test_the_embedded_server_may_use_every_backend() -> None:
         ({"chunk_tokens": 2.5}, "whole number"),
         ({"chunk_tokens": "64"}, "should be a number"),
         ({"lookup_wait_ms": -1}, "0 to 1000"),
-        ({"layerwise_max_transfer_blocks": 0}, "max_transfer_blocks"),
+        ({"layerwise_max_transfer_blocks": -1}, "max_transfer_blocks"),
     ],
 )
 def test_what_is_refused_says_what_to_use(extra: dict[str, Any], says: str) -> None:
@@ -108,6 +113,18 @@ def test_what_is_refused_says_what_to_use(extra: dict[str, Any], says: str) -> N
         both(extra)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_every_unknown_key_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        both({"chunk_token": 1, "lookup_rpc_port": 2, "mode": "bulk"})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_zero_is_no_limit_as_in_ascend_store() -> None:
+    extra = {"layerwise_max_transfer_blocks": 0, "layerwise_max_transfer_bytes": 0}
+    transfer = Settings.load(None, both(extra).server).transfer
+    assert (transfer.block_cap, transfer.byte_cap) == (1 << 24, transfer.max_inflight_bytes // 2)
 
 
 @pytest.mark.parametrize("endpoint", [{}, {"endpoint": ENDPOINT}])

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from e2e.known import KnownWorker, Run
 
 from layerflow.agent import StepRequest
 from layerflow.agent.descriptors import describe_loads, describe_saves
+from layerflow.connectors.vllm.identity.loaded import WRITTEN, LoadedWeights
 from layerflow.connectors.vllm.plan.plan import StepPlan
 from layerflow.connectors.vllm.plan.planned import PlannedSaves
 from layerflow.connectors.vllm.worker.worker import WorkerSide
@@ -31,8 +33,15 @@ class World:
         spec = self.worker.spec
         self.names = {f"layer.{layer}": layer for layer in range(spec.num_layers)}
         layout: Any = SimpleNamespace(spec=spec, numbers=self.names, vllm_groups=(0,))
+        self.model = torch.nn.Linear(64, 64)
         self.side = WorkerSide(
-            self.worker.agent, layout, "ipc://nowhere", several_groups=False, early=False, events=False
+            self.worker.agent,
+            layout,
+            "ipc://nowhere",
+            several_groups=False,
+            early=False,
+            events=False,
+            weights=LoadedWeights([self.model]),
         )
 
     def stored(self) -> Run:
@@ -44,6 +53,15 @@ class World:
         asked = StepRequest(run.name, run.chain, run.tables, save=(0, TOKENS))
         parts = describe_saves(self.worker.spec, [asked], True)
         return StepPlan(number=1, saves=PlannedSaves([run.name], [[run.tables[0].tolist()]], lambda: parts))
+
+    def loading(self, run: Run, **others: Any) -> StepPlan:
+        """A plan that loads what is stored of a prompt."""
+        asked = StepRequest(run.name, run.chain, run.tables, (0, HIT), run.hit)
+        return StepPlan(loads=describe_loads(self.worker.spec, [asked]), **others)
+
+    def train(self) -> None:
+        """Other weights, in place."""
+        self.model.weight.data += 1
 
     def compute(self, run: Run) -> None:
         """The hooks of a forward pass."""
@@ -114,3 +132,80 @@ def test_a_save_that_waits_for_a_verdict_is_given_up(world, replaced):
     world.side.end()
     step(world.side, StepPlan(replaced=replaced, verdicts=((plan.number, True),)))
     assert world.found(run) == (0 if replaced else TOKENS - 1)
+
+
+class TestNobodyHasSaid:
+    """The weights are replaced in place, and no reset tells."""
+
+    def test_what_is_loaded_by_the_old_keys_has_failed(self, world: World) -> None:
+        run = world.stored()
+        world.train()
+        step(world.side, world.loading(run, step=7))
+        world.compute(run)
+        world.side.end()
+        world.side.transfers(forward=True)
+        blocks = HIT // world.worker.block_size
+        assert world.side.failed_blocks() == set(run.tables[0][:blocks].tolist())
+        news = world.side.news()
+        assert news is not None
+        assert (news.failed, news.changed) == ({run.name: 1.0}, {7: WRITTEN})
+
+    def test_a_load_in_the_background_has_failed(self, world: World) -> None:
+        run = world.stored()
+        world.train()
+        plan = world.loading(run)
+        step(world.side, StepPlan(background={run.name: plan.loads}))
+        assert world.side.transfers(forward=False)[1] == {run.name}
+        assert world.side.failed_blocks()
+
+    def test_what_is_computed_with_them_is_not_saved_and_its_blocks_are_free(self, world: World) -> None:
+        run = world.worker.admit(world.worker.prompt(TOKENS))
+        world.train()
+        plan = world.saving(run)
+        step(world.side, plan)
+        world.compute(run)
+        world.side.end()
+        news = world.side.news()
+        assert news is not None
+        assert news.drained == {(run.name, plan.number): 1}
+        assert world.found(run) == 0
+
+    def test_what_is_not_stored_yet_is_given_up(self, world: World) -> None:
+        run = world.worker.admit(world.worker.prompt(TOKENS))
+        plan = world.saving(run)
+        world.side._put_off, world.side._owed[plan.number] = plan, plan
+        world.train()
+        step(world.side, world.loading(world.stored()))
+        assert not world.side._owed
+        assert world.found(run) == 0
+
+    def test_it_is_told_once_and_holds_until_the_plans_know(self, world: World) -> None:
+        run = world.stored()
+        world.train()
+        told = []
+        for number in (1, 2):
+            step(world.side, world.loading(run, step=number))
+            world.side.end()
+            news = world.side.news()
+            assert news is not None and news.failed == {run.name: 1.0}
+            told.append(news.changed)
+            world.side.failed_blocks()
+        assert told == [{1: WRITTEN}, {}]
+        step(world.side, world.loading(run, step=3, replaced=True))
+        world.compute(run)
+        world.side.end()
+        assert not world.side.failed_blocks()
+
+    def test_new_weights_behind_a_reset_are_those_that_it_has_told_of(self, world: World) -> None:
+        run, later = world.stored(), world.stored()
+        world.train()
+        for plan, hit in ((world.loading(run, replaced=True), run), (world.loading(later), later)):
+            step(world.side, plan)
+            world.compute(hit)
+            world.side.end()
+            assert not world.side.failed_blocks()
+
+    def test_a_step_that_moves_nothing_looks_at_nothing(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(LoadedWeights, "change", lambda _: pytest.fail("looked"))
+        step(world.side, StepPlan())
+        step(world.side, StepPlan(leaving=("r",)))

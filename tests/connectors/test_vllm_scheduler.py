@@ -641,6 +641,66 @@ class TestReset:
         house.admit(made, 0)
         assert house.plan(scheduled=86, computed=64).saves
 
+    def test_weights_that_workers_have_seen_change_get_other_keys(self) -> None:
+        house = House()
+        made = house.arrive(hit=Hit(0))
+        house.side.matched(made, 0)
+        house.admit(made, 0)
+        step = house.plan(scheduled=150, computed=0).step
+        made.num_computed_tokens = 150
+        house.hear(WorkerReport(changed={step: "written"}))
+        assert house.control.resets == 1
+        later = house.arrive("later", hit=Hit(0))
+        house.side.matched(later, 0)
+        assert not {*house.lookups.asked[0].chain.digests} & {*house.lookups.asked[-1].chain.digests}
+        house.admit(later, 0)
+        plan = house.plan("later", 150, 0)
+        assert plan.replaced
+        assert [part[0] for part in pieces(plan.saves.parts)] == ["later"], "the one that ran is not saved"
+        house.side.matched(house.arrive("next", hit=Hit(0)), 0)
+        house.admit(house.requests["next"], 0)
+        assert not house.plan("next", 150, 0).replaced
+
+    @pytest.mark.parametrize("emptied", ["before", "too early", "never"])
+    def test_what_vllm_may_have_of_the_old_weights_is_not_saved(self, emptied: str) -> None:
+        house = House()
+        table: list[object] = [object()]
+        house.side.own_cache.meet(lambda: table[0])
+
+        def serve(name: str, local: int = 0) -> Any:
+            made = house.arrive(name, hit=Hit(0))
+            house.side.matched(made, local)
+            house.admit(made, 0)
+            return house.plan(name, 150 - local, local)
+
+        serve("old")
+        if emptied == "too early":
+            table[0] = object()
+            serve("between")
+        if emptied == "before":
+            table[0] = object()
+        house.hear(WorkerReport(changed={serve("new").step: "written"}))
+        assert serve("whole").saves
+        assert bool(serve("found", 64).saves) == (emptied == "before")
+        table[0] = object()
+        serve("another")
+        assert serve("found again", 64).saves, "vLLM's cache holds nothing of before any more"
+
+    def test_weights_that_change_before_the_workers_are_known(self) -> None:
+        side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True)
+        layout = WorkerLayout(msgspec.msgpack.encode(spec_of()), (0,), "ipc:///nowhere")
+        side.reset()
+        side.meet_workers([layout])
+        assert side.plan(output({})).replaced, "workers accept the weights that they have"
+
+    def test_a_plan_that_could_not_be_made_says_all_the_same_that_the_weights_are_others(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        house = House()
+        house.side.reset()
+        monkeypatch.setattr(house.side, "_saves", object())
+        assert house.side.plan(output({"r": 1})).replaced
+
     def test_engines_that_name_their_weights_share_again(self, tmp_path: Path) -> None:
         file = tmp_path / "weights"
         file.write_text("step-1\n")

@@ -2,15 +2,23 @@
 
 import os
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
+from e2e.known import eventually
 
+from layerflow.agent.connection.control import fetch_status
 from layerflow.config.settings import Settings
 from layerflow.doctor import Finding, Severity, examine, examine_backend, listening, memory, sharing
+from layerflow.errors import ConfigError
 from layerflow.findings import probes
-from layerflow.server import EmbeddedServer
+from layerflow.findings.memory import size_text
+from layerflow.hosts.backend import Unreachable, Unusable
+from layerflow.hosts.disk.folder import Folder
+from layerflow.server import EmbeddedServer, Server
 from layerflow.system import machine, numa
 
 
@@ -66,10 +74,39 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 def test_a_server_that_answers_already(tmp_path):
     endpoint = f"ipc://{tmp_path}/room/control"
     with EmbeddedServer(Settings(pool={"size": "1MiB"}), endpoint=endpoint):
-        found = examined(server={"endpoint": endpoint}, pool={"size": "900TiB"})
+        found = examined(server={"endpoint": endpoint}, pool={"size": "1MiB"})
     assert found["endpoint"].state is Severity.WARNING
     assert f"pid {os.getpid()}" in found["endpoint"].found
-    assert found["arena"].state is Severity.OK  # what is free now says nothing: that server has its arena already
+    assert found["arena"].state is Severity.OK
+
+
+@pytest.mark.parametrize("with_server", [False, True])
+def test_an_arena_that_the_machine_can_never_hold(tmp_path, with_server):
+    """The same with and without a server at the endpoint, and as `layerflow run` says."""
+    endpoint = f"ipc://{tmp_path}/room/control"
+    server = EmbeddedServer(Settings(pool={"size": "1MiB"}), endpoint=endpoint) if with_server else nullcontext()
+    with server:
+        found = examined(server={"endpoint": endpoint}, pool={"size": "900TiB"})["arena"]
+    assert found.state is Severity.PROBLEM and found.found.startswith("900 TiB; this machine, ")
+    with pytest.raises(ConfigError) as caught:
+        Server(Settings(pool={"size": "900TiB"}))
+    assert str(caught.value) == f"pool.size = 900TiB: {found.found}; {found.advice}"
+
+
+def test_what_a_running_server_has_is_free_for_its_successor(tmp_path, monkeypatch):
+    endpoint = f"ipc://{tmp_path}/room/control"
+    with EmbeddedServer(Settings(pool={"size": "64MiB"}), endpoint=endpoint):
+        assert eventually(lambda: fetch_status(endpoint)["arena"]["taken_bytes"] == 64 << 20)
+        monkeypatch.setattr(machine, "available_bytes", lambda: 64 << 20)
+        monkeypatch.setattr(machine, "cgroup_bytes", lambda: None)
+        sizes = {
+            size: examined(server={"endpoint": endpoint}, pool={"size": size})["arena"]
+            for size in ("110MiB", "120MiB", "130MiB")
+        }
+    assert [found.state for found in sizes.values()] == [Severity.OK, Severity.WARNING, Severity.WARNING]
+    assert all(
+        "64 MiB free on this machine, and 64 MiB that the running server has" in one.found for one in sizes.values()
+    )
 
 
 def test_a_socket_that_somebody_else_holds_and_one_left_behind(tmp_path, monkeypatch):
@@ -108,22 +145,42 @@ def test_a_network_endpoint_needs_its_keys(tmp_path):
 
 
 def test_an_arena_larger_than_the_machine(monkeypatch):
+    monkeypatch.setattr(machine, "total_bytes", lambda: 6 << 30)
     monkeypatch.setattr(machine, "available_bytes", lambda: 8 << 30)
     monkeypatch.setattr(machine, "cgroup_bytes", lambda: 4 << 30)
 
-    def state(size: str) -> Severity:
-        (found, _, _) = memory.examine_memory(Settings(pool={"size": size}).pool, running=False)
-        assert "4 GiB left below the memory limit" in found.found
-        return found.state
+    def finding(size: str) -> Finding:
+        (found, _, _) = memory.examine_memory(Settings(pool={"size": size}).pool, None)
+        return found
 
-    assert [state(size) for size in ("5GiB", "3.75GiB", "1GiB")] == [Severity.PROBLEM, Severity.WARNING, Severity.OK]
+    found = {size: finding(size) for size in ("7GiB", "5GiB", "3.75GiB", "1GiB")}
+    assert [one.state for one in found.values()] == [Severity.PROBLEM, Severity.WARNING, Severity.WARNING, Severity.OK]
+    assert "has 6 GiB in all" in found["7GiB"].found
+    assert all("4 GiB left below the memory limit" in found[size].found for size in ("5GiB", "3.75GiB", "1GiB"))
+
+
+def test_a_server_says_that_memory_is_short_and_starts(monkeypatch):
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 20)
+    with structlog.testing.capture_logs() as logged:
+        Server(Settings(pool={"size": "8MiB", "warm": False}))
+    (event,) = [event for event in logged if event["event"] == "memory_short"]
+    assert event["log_level"] == "warning" and "8 MiB; 1 MiB free" in event["found"] and "pool.size" in event["advice"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 MiB"), (16 << 20, "16 MiB"), (3 << 29, "1.5 GiB"), (1023 << 30, "1,023 GiB"), (4 << 40, "4 TiB"),
+     (900 << 40, "900 TiB"), (8192 << 40, "8,192 TiB")],
+)  # fmt: skip
+def test_sizes_are_written_without_exponents(nbytes, text):
+    assert size_text(nbytes) == text
 
 
 def test_huge_pages_that_are_not_reserved(monkeypatch):
     pool = Settings(pool={"size": "5MiB", "hugepages": True}).pool
     for free, state in ((4 << 20, Severity.PROBLEM), (6 << 20, Severity.OK)):
         monkeypatch.setattr(machine, "free_huge_bytes", lambda free=free: free)
-        (found, _, _) = memory.examine_memory(pool, running=False)
+        (found, _, _) = memory.examine_memory(pool, None)
         assert found.state is state
         assert found.check == "huge pages" and ("vm.nr_hugepages=3" in found.advice) == (state is Severity.PROBLEM)
 
@@ -132,7 +189,7 @@ def test_small_pages_of_a_large_arena_cost_a_gpu_memory(monkeypatch):
     monkeypatch.setattr(machine, "devices", lambda pattern: ["nvidia0"] if pattern.startswith("nvidia") else [])
 
     def advice(**pool: Any) -> list[str]:
-        found = memory.examine_memory(Settings(pool=pool).pool, running=True)
+        found = memory.examine_memory(Settings(pool=pool).pool, None)
         return [one.advice for one in found if one.check == "pinned pages"]
 
     assert "pool.hugepages = true" in advice(size="200GiB")[0]
@@ -146,7 +203,7 @@ def test_a_limit_for_pinned_memory_matters_with_a_device(monkeypatch):
     for devices, state in (([], Severity.OK), (["nvidia0"], Severity.WARNING)):
         monkeypatch.setattr(machine, "devices", lambda pattern, devices=devices: devices)
         monkeypatch.setattr(machine, "rdma_devices", lambda: [])
-        (_, _, found) = memory.examine_memory(pool, running=False)
+        (_, _, found) = memory.examine_memory(pool, None)
         assert found.state is state
 
 
@@ -157,7 +214,7 @@ def disk_of(path: Path, capacity: str = "1MiB") -> dict[str, Finding]:
 
 def test_a_disk_that_can_be_used(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "file_system", lambda path: "ext4")
-    found = disk_of(tmp_path / "tier" / "below")
+    found = disk_of(tmp_path / "tier")
     assert [finding.state for finding in found.values()] == [Severity.OK] * 3
     assert "will be made" in found["disk path"].found
     assert list(tmp_path.iterdir()) == []
@@ -182,10 +239,27 @@ def test_a_disk_that_is_none(tmp_path, monkeypatch, kind):
 
 def test_a_disk_path_that_cannot_be_used_or_is_open_to_others(tmp_path):
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/tier")):
+    missing = tmp_path / "no" / "tier"
+    for path in (tmp_path / "file", tmp_path / "file" / "below", missing, Path("/proc/tier")):
         assert disk_of(path)["disk path"].state is Severity.PROBLEM
+        with pytest.raises((Unusable, Unreachable)) as caught:  # as `layerflow run` finds it
+            Folder.open(path, 0.0, create=True)
+        assert disk_of(path)["disk path"].found in str(caught.value)
+    assert "no does not exist" in disk_of(missing)["disk path"].found and not missing.parent.exists()
     tmp_path.chmod(0o755)
     assert disk_of(tmp_path)["disk path"].state is Severity.WARNING
+
+
+def test_a_disk_path_of_another_server(tmp_path):
+    folder = Folder.open(tmp_path / "tier", 0.0, create=True)
+    try:
+        found = disk_of(tmp_path / "tier")["disk path"]
+        assert found.state is Severity.PROBLEM and f"process {os.getpid()}" in found.found
+        wanted = Settings(pool={"disk": {"path": str(tmp_path / "tier"), "capacity": "1MiB"}}).pool
+        assert next(examine_backend(wanted, running=True)).state is Severity.OK
+    finally:
+        folder.close()
+    assert disk_of(tmp_path / "tier")["disk path"].state is Severity.OK
 
 
 def test_models_that_only_their_tensor_size_can_read_are_named():
@@ -204,5 +278,5 @@ def test_the_arenas_node_is_shown_and_one_that_is_not_there_is_a_problem(monkeyp
     monkeypatch.setattr(numa, "device_nodes", lambda: iter((1,)))
     for setting, state, said in (("auto", Severity.OK, "node 1"), ("3", Severity.PROBLEM, "there are: 0, 1")):
         pool = Settings(pool={"size": "16MiB", "numa": setting}).pool
-        (_, found, _) = memory.examine_memory(pool, running=False)
+        (_, found, _) = memory.examine_memory(pool, None)
         assert found.check == "memory node" and found.state is state and said in found.found

@@ -1,7 +1,9 @@
 """Backends are found by their entry points."""
 
 import ast
+import contextlib
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,22 @@ def test_nothing_but_a_backend_itself_asks_for_its_name():
                 named = {each.value for each in constants if isinstance(each, ast.Constant)}
                 asked += [f"{place}:{node.lineno} {name}" for name in named & set(installed())]
     assert not asked
+
+
+def test_ports_for_programs_that_are_told_theirs_are_none_that_the_kernel_gives_away() -> None:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = backends.free_ports(40)
+    assert len(set(ports)) == 40 and not [port for port in ports if low <= port <= high]
+    with contextlib.ExitStack() as held:
+        for port in ports:  # and nobody listens there
+            held.enter_context(socket.create_server(("127.0.0.1", port)))
+        assert not set(backends.free_ports(40)) & set(ports)
+
+
+def test_where_the_kernel_gives_all_ports_away_its_own_are_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = tmp_path / "range"
+    told.write_text("1024\t65535\n")
+    monkeypatch.setattr(backends, "_EPHEMERAL", told)
+    assert len(set(backends.free_ports(5))) == 5

@@ -6,7 +6,7 @@ import threading
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerflow.errors import ProtocolError
@@ -43,6 +43,7 @@ def test_published_case() -> None:
     assert measured.gb_per_s == pytest.approx(60_000 / 0.167 / 1e9)
 
 
+@settings(deadline=None)
 @given(
     layers=st.integers(1, 12),
     compute=st.floats(0.5, 500),
@@ -52,6 +53,67 @@ def test_ideal_schedule_meets_the_bound(layers: int, compute: float, transfer: f
     """The formula is what the best schedule reaches, whichever side is slower."""
     measured = figures(layerwise(layers, compute, transfer))
     assert measured.overlap == pytest.approx(measured.bound, abs=1e-6)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepTrace:
+    """A step of unequal layers: loads that come in any order, at once or one by one, and an engine that waits for each
+    layer, dawdles and computes it; saves that begin after their layer.
+    """
+    seconds = st.floats(0, 0.02)
+    layers = draw(st.integers(1, 6))
+    trace = StepTrace(1, 1, "any")
+    landed, free = dict.fromkeys(range(layers), 0.0), 0.0
+    for layer in draw(st.lists(st.integers(-1, layers - 1), min_size=1, max_size=12)):
+        start = draw(st.floats(0, 0.05)) if draw(st.booleans()) else free
+        free = start + draw(seconds)
+        trace.add("load", layer, start, free, nbytes=draw(st.integers(0, 1 << 20)))
+        for each in range(layers) if layer == WHOLE_STEP else [layer]:
+            landed[each] = max(landed[each], free)
+    now = draw(seconds)
+    for layer in range(layers):
+        ready = max(now, landed[layer] - draw(st.sampled_from([0.0, 1e-4])))  # an end is noticed a little late
+        trace.add("wait", layer, now, ready)
+        begun = ready + draw(seconds)
+        now = begun + draw(seconds)
+        trace.add("compute", layer, begun, now)
+        start = now + draw(seconds)
+        trace.add("save", layer, start, start + draw(seconds), nbytes=draw(st.integers(0, 1 << 20)))
+    return trace
+
+
+@settings(deadline=None)
+@given(trace=steps(), direction=st.sampled_from(["load", "save"]))
+def test_no_overlap_exceeds_its_bound(trace: StepTrace, direction: str) -> None:
+    measured = figures(trace, direction)  # type: ignore[arg-type]
+    assert 0 <= measured.overlap <= measured.bound + 1e-9
+    assert measured.bound <= 1
+
+
+def test_the_bound_follows_from_each_layers_own_size_and_time() -> None:
+    """A small first layer is loaded soon, and a long first compute hides what follows: the mean layer knows neither."""
+    trace = StepTrace(1, 1, "unequal")
+    trace.add("load", 0, 0.000, 0.001, nbytes=1)
+    trace.add("load", 1, 0.001, 0.020, nbytes=19)
+    trace.add("wait", 0, 0.000, 0.001)
+    trace.add("compute", 0, 0.001, 0.021)
+    trace.add("compute", 1, 0.021, 0.022)
+    measured = figures(trace)
+    assert measured.overlap == pytest.approx(0.95)
+    assert measured.bound == pytest.approx(0.95)
+    assert overlap_bound(0.020, 2, 0.0105) == pytest.approx(0.5)
+
+
+def test_a_link_that_stands_still_leaves_room_below_the_bound() -> None:
+    trace = StepTrace(1, 1, "late")
+    trace.add("load", 0, 0.000, 0.010, nbytes=10)
+    trace.add("wait", 0, 0.000, 0.010)
+    trace.add("compute", 0, 0.010, 0.020)
+    trace.add("load", 1, 0.020, 0.030, nbytes=10)  # 10 ms after it could have begun
+    trace.add("wait", 1, 0.020, 0.030)
+    trace.add("compute", 1, 0.030, 0.040)
+    measured = figures(trace)
+    assert (measured.overlap, measured.bound) == (0.0, pytest.approx(0.5))
 
 
 def test_slow_transfer_exposes_what_compute_cannot_cover() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,22 @@ from layerflow.spec import ModelSpec
 from layerflow_cli.bench.harness import ServerProcess
 
 LINKS = tuple(links())
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With the backends' packages only what goes over links that need some: all else is `make test`'s."""
+    if os.environ.get("LAYERFLOW_TEST_BACKENDS") != "1":
+        return
+    packaged = {name for name, plugin in links().items() if plugin.package}
+    others = [item for item in items if item.path.is_relative_to(HERE) and _link_of(item) not in packaged]
+    config.hook.pytest_deselected(items=others)
+    left = set(items) - set(others)
+    items[:] = [item for item in items if item in left]
+
+
+def _link_of(item: pytest.Item) -> str:
+    return str(item.callspec.params.get("link", "")) if hasattr(item, "callspec") else ""
 
 
 @functools.cache

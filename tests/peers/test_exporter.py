@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
+import structlog
 from e2e.known import eventually
 
-from layerflow.hosts.peer import serving
+from layerflow.hosts.peer import serving, streams
 from layerflow.hosts.peer.grants import Grants
 from layerflow.hosts.peer.greeting import greeted
 from layerflow.hosts.peer.link import LinkFailed
 from layerflow.hosts.peer.links.tcp import StreamLender
 from layerflow.hosts.peer.seal import RangeSeal
 from layerflow.hosts.peer.serving import MAX_GREETING, MAX_LINKS_OF_READER, Links
-from layerflow.hosts.peer.streams import LinkClosed, receive
+from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.host_messages import Extend, Lend, pack_u32, pack_u64
@@ -317,6 +320,30 @@ def test_a_lease_that_is_withdrawn_ends_reads_that_hang(exporting: Exporting) ->
     with exporting.connect() as link:
         ask(link, (0, HEADER_BYTES, 100))
         assert answer(link)[0] == GONE
+
+
+def test_a_reader_that_does_not_read_is_hung_up_on(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease may hold for an hour: until then each of its links would keep a thread, and the lease from ending."""
+    monkeypatch.setattr(streams, "SEND_STALL_S", 0.2)
+    with structlog.testing.capture_logs() as logged, exporting.connect() as link:
+        link.settimeout(0.05)
+        threads = threading.active_count()
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while True:  # more answers than both ends' buffers hold
+                ask(link, *[(0, HEADER_BYTES, PAYLOAD)] * 16)
+        assert eventually(lambda: exporting.open_links() == 0)
+        assert eventually(lambda: threading.active_count() < threads)
+    assert [line["error"] for line in logged] == ["nothing was taken for 0.2 s"]
+    exporting.grants.withdraw(7)
+    assert exporting.withdrawn == [7], "nobody reads it"
+
+
+def test_who_takes_a_byte_at_a_time_does_not_hold_up_a_sender_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "SEND_STALL_S", 0.0)
+    monkeypatch.setattr(streams, "LEAST_BANDWIDTH", 1 << 60)
+    slow = Mock(sendmsg=lambda parts: 1)
+    with pytest.raises(LinkStalled, match="bytes were not taken in the time there was"):
+        streams.send(slow, [bytes(1000)])
 
 
 def test_layers_that_are_not_stored_yet_are_not_read(exporting: Exporting) -> None:

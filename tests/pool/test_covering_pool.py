@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pool_contract import OBJECT, READER, WRITER, PoolContract
 
-from layerflow.boxes import Box
+from layerflow.boxes import TO_THE_END, Box, cover
 from layerflow.keys import object_key, several_key
 from layerflow.places import NO_PLACE
 from layerflow.pool.arena import Arena
@@ -18,9 +18,9 @@ DIGEST, TAIL = b"D" * 16, b"T" * 16
 FOREVER = 1e18
 
 
-def spec(tp: int = 1, rank: int = 0, heads: tuple[int, ...] = (16,), content: str = "c") -> ModelSpec:
-    groups = (GroupSpec("full", 16, (0, 1), (Plane("kv", "uint8", (16 // tp, 2)),)),)
-    return ModelSpec("m", content, groups, Shard(rank, tp, heads=heads, stages=((2,),)))
+def spec(tp: int = 1, rank: int = 0, heads: tuple[int, ...] = (16,), content: str = "c", layers: int = 2) -> ModelSpec:
+    groups = (GroupSpec("full", 16, tuple(range(layers)), (Plane("kv", "uint8", (16 // tp, 2)),)),)
+    return ModelSpec("m", content, groups, Shard(rank, tp, heads=heads, stages=((layers,),)))
 
 
 def keys(tp: int, digest: bytes = DIGEST) -> list[bytes]:
@@ -74,8 +74,11 @@ def test_there_when_all_of_it_is(pool: CoveringPool) -> None:
     own = pool.acquire(halves, READER, FOREVER)
     assert place is not None and place[1:3] == (16, 256)
     assert place.pieces == tuple(
-        (box, at.offset) for box, at in zip((Box(0, 2, 0, 8), Box(0, 2, 8, 16)), own, strict=True) if at is not None
+        (box, at.offset)
+        for box, at in zip((Box(0, TO_THE_END, 0, 8), Box(0, TO_THE_END, 8, 16)), own, strict=True)
+        if at is not None
     )
+    assert [box.of_layers(2) for box, _ in place.pieces] == [Box(0, 2, 0, 8), Box(0, 2, 8, 16)]
     pool.validate()
 
 
@@ -83,7 +86,7 @@ def test_a_part_of_a_larger_one_is_there(pool: CoveringPool) -> None:
     [whole], halves = keys(1), keys(2)
     store(pool, whole)
     first, second = pool.acquire(halves, READER, FOREVER)
-    assert first is not None and first.pieces == second.pieces == ((Box(0, 2, 0, 16), first.offset),)
+    assert first is not None and first.pieces == second.pieces == ((Box(0, TO_THE_END, 0, 16), first.offset),)
 
 
 def test_the_own_object_goes_first(pool: CoveringPool) -> None:
@@ -137,6 +140,23 @@ def test_other_models_and_what_cannot_be_cut_stand_apart() -> None:
     pool.learn(spec(2, heads=(0,)))
     store(pool, *keys(2))
     assert pool.lookup(keys(1)) == [False]
+
+
+@pytest.mark.parametrize("order", [(2, 8), (8, 2)])
+def test_models_of_other_depths_have_keys_that_end_alike(order: tuple[int, int]) -> None:
+    """What covers a key of one of them is told as that model's layers, whichever model is known for longer."""
+    pool = CoveringPool(Arena(64 * OBJECT))
+    for layers in order:
+        for tp in (1, 2):
+            pool.learn(spec(tp, content=f"{layers} layers", layers=layers))
+    store(pool, *keys(2))
+    [place] = pool.acquire(keys(1), READER, FOREVER)
+    assert place is not None
+    for layers in order:
+        whole = spec(1, layers=layers)
+        boxes = tuple(box.of_layers(whole.depth_of(0)) for box, _ in place.pieces)
+        assert boxes == (Box(0, layers, 0, 8), Box(0, layers, 8, 16))
+        assert not cover(whole.box(0), boxes).missing
 
 
 def test_the_newest_partitions_are_looked_for() -> None:

@@ -1,10 +1,18 @@
 """``/v1/metaserver``, where decoders ask for their prefill: once each, with a true status."""
 
+import json
+import socket
+import threading
+
 import anyio
+import anyio.lowlevel
+import msgspec
 import pytest
 
+from layerflow.errors import ProxyError
+from layerflow.proxy import hosts
 from layerflow.proxy.body import parse_body
-from layerflow.proxy.metaserver import DecodeRequest, Metaserver
+from layerflow.proxy.metaserver import DecodeRequest, Metaserver, read_posted
 from layerflow.proxy.request import ClientRequest
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
@@ -68,6 +76,7 @@ def test_an_address_is_the_one_of_its_request_only():
         (b'{"request_id": 3}', 400),
         (b"[" * 100_000, 400),
         (b" " * (5 << 20), 413),
+        (b'{"request_id": "cmpl-x-0", "more": ["%s"]}' % (b'x", "' * 110_000), 413),
     ],
 )
 async def test_what_belongs_to_no_request_is_refused(body, status):
@@ -107,6 +116,7 @@ async def test_a_client_cannot_steer_a_transfer_by_its_own_or_a_guessed_id():
         {"layerflow": {"servers": ["tcp://127.0.0.1:1", "tcp://192.0.2.7:1"]}},
         {"other": ["2001:db8::7"]},
         {"metaserver": "http://[::1/x"},
+        {"hosts": [f"tcp://localhost{number}.example:1" for number in range(33)]},
     ],
 )
 async def test_a_decoder_names_no_other_host(posted):
@@ -142,6 +152,69 @@ async def test_what_a_decoder_posts_of_its_own_host_goes_on_as_it_is():
             assert (await post(scene, decoder, child, **posted)).status_code == 200
             tasks.cancel_scope.cancel()
     assert prefiller.seen[0].params == {"request_id": child, **posted}
+
+
+async def test_a_resolver_that_does_not_answer_costs_the_post_that_asked_it(monkeypatch):
+    """Not another decoder's, nor the engine's connections; and a name that is asked for again takes no thread."""
+    answers, asked, resolve = threading.Event(), [], socket.getaddrinfo
+
+    def slow(host, *args, **more):
+        if str(host).endswith(".slow.example"):
+            asked.append(host)
+            assert answers.wait(60)
+        return resolve(host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(hosts, "RESOLVE_S", 0.5)
+    names = {f"n{number}.slow.example" for number in range(20)}
+    slow_one, other = hosts.Resolver(), hosts.Resolver()
+    try:
+        for _ in range(2):
+            with pytest.raises(ProxyError, match="not resolved in"):
+                await hosts.check_hosts({"hosts": [f"tcp://{name}" for name in names]}, {"127.0.0.1"}, slow_one)
+        assert set(asked) == names and len(asked) == 20, "side by side, each once"
+        await hosts.check_hosts({"remote_host": "localhost"}, {"127.0.0.1"}, other)
+        assert await anyio.getaddrinfo("localhost", 1), "the loop's own threads are free"
+    finally:
+        answers.set()
+
+
+async def test_lists_of_blocks_go_on_unread_and_texts_are_looked_at_in_turns():
+    blocks = list(range(200_000))
+    posted = read_posted(json.dumps({"request_id": "x", "blocks": [blocks, [1.5]], "tags": ["a"] * 50_000}).encode())
+    assert isinstance(posted["blocks"], msgspec.Raw) and json.loads(bytes(posted["blocks"])) == [blocks, [1.5]]
+    turns, over = [], anyio.Event()
+
+    async def others():
+        while not over.is_set():
+            turns.append(1)
+            await anyio.lowlevel.checkpoint()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(others)
+        await hosts.check_hosts(posted, {"127.0.0.1"}, hosts.Resolver())
+        over.set()
+    assert len(turns) > 100
+
+
+async def test_names_beyond_the_threads_of_a_decoder_wait_for_one(monkeypatch):
+    let_go, asked = threading.Semaphore(0), []
+
+    def slow(host, *_args, **_more):
+        asked.append(host)
+        assert let_go.acquire(timeout=60)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    resolver = hosts.Resolver()
+    names = [f"n{number}.example" for number in range(40)]
+    async with anyio.create_task_group() as tasks:
+        for part in (names[:20], names[20:]):
+            tasks.start_soon(hosts.check_hosts, {"host": part}, {"127.0.0.1"}, resolver)
+        while len(asked) < 32:  # noqa: ASYNC110 - of other threads, which have no event
+            await anyio.sleep(0.005)
+        let_go.release(40)
+    assert sorted(asked) == sorted(names)
 
 
 async def test_a_request_has_as_many_prefills_as_children():

@@ -7,6 +7,7 @@ import pytest
 
 from layerflow.config.proxy import InstanceAddress, ProxySettings, instance_addresses
 from layerflow.errors import ProxyError, UpstreamError
+from layerflow.proxy.body import Body
 from layerflow.proxy.instances.affinity import BLOCK_BYTES, MAX_HOLDERS, digests, prompt_bytes
 from layerflow.proxy.instances.breaker import Breaker, BreakerState
 from layerflow.proxy.instances.instance import Role
@@ -164,6 +165,15 @@ def test_the_same_beginning_gives_the_same_digests():
     assert beginning(prompt=[1, 2]) == beginning(prompt=[[1, 2]]) == beginning(prompt=[[1, 2], [3]])
     assert beginning(prompt="a") == beginning(prompt=["a"]) == beginning(prompt=["a", "b"])
     assert digests(beginning(prompt="\ud800" * 2000)) and beginning(prompt={"no": "prompt"})
+
+
+def test_tokens_are_the_same_however_their_list_is_written():
+    ids = list(range(1, 2000))
+    spread, dense = (
+        Body({"model": b'"m"', "prompt": json.dumps(ids, separators=separators, indent=indent).encode()})
+        for separators, indent in ((None, 2), ((",", ":"), None))
+    )
+    assert prompt_bytes(spread, spread.raw("prompt")) == prompt_bytes(dense, dense.raw("prompt"))
 
 
 @pytest.mark.parametrize("unit", ["a", "\u00e9", "\U0001f600", '"', "\\"])

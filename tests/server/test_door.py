@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -184,6 +185,49 @@ async def test_half_received_messages_of_all_clients_are_bounded(world: World, m
         message = (await world.message())[1]
         assert message is not None
         assert len(message) == MOST
+
+
+async def test_who_holds_most_half_received_messages_gives_way_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not who has been sending for longest: one client with several connections takes nobody else's room."""
+    monkeypatch.setattr(world.door, "_most_half_received", 3 * (MOST + 9))
+    names = iter(["decent", *["greedy"] * 4])
+    monkeypatch.setattr(world.door, "_who", lambda _: next(names))
+    async with contextlib.AsyncExitStack() as stack:
+        begun = []
+        for number in range(5):
+            client = await stack.enter_async_context(raw(world))
+            await world.until(lambda: world.door.statistics().connections >= min(number + 1, 3))  # noqa: B023
+            client.sendall(struct.pack(">BQ", LONG, MOST) + b"x")
+            await world.until(lambda: world.door.statistics().half_received_bytes >= 10 * min(number + 1, 3))  # noqa: B023
+            begun.append(client)
+        assert await asyncio.to_thread(hung_up, begun[1])
+        assert await asyncio.to_thread(hung_up, begun[2])
+        await asyncio.to_thread(begun[0].sendall, bytes(MOST - 1))
+        message = (await world.message())[1]
+        assert message is not None
+        assert len(message) == MOST
+
+
+async def test_a_message_has_its_time_from_its_own_first_byte(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends without a pause is always amid some message."""
+    clock = SimpleNamespace(now=time.monotonic())
+    monkeypatch.setattr(door_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    whole = frame(bytes(1000))
+    async with raw(world) as client:
+        client.sendall(whole[:-1])
+        for _ in range(3):
+            await world.until(lambda: world.door.statistics().half_received_bytes == len(whole) - 1)
+            clock.now += 0.7 * door_module.MESSAGE_S
+            world.door._sweep()
+            assert world.door.statistics().connections == 1
+            client.sendall(whole[-1:] + whole[:-1])
+            await world.message()
+        await world.until(lambda: world.door.statistics().half_received_bytes == len(whole) - 1)
+        clock.now += 1.1 * door_module.MESSAGE_S
+        world.door._sweep()
+        assert await asyncio.to_thread(hung_up, client)
 
 
 async def test_who_does_not_read_is_not_listened_to_and_then_hung_up_on(world: World) -> None:

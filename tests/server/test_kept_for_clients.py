@@ -195,7 +195,7 @@ def test_a_long_hand_off_is_opened_in_slices_and_closed_with_its_client(embed: E
 
     slices, reserved = server.call(half)
     assert slices == 12 and reserved, "each slice is a few hundred objects"
-    assert server.call(lambda: server.server.pool.statistics().half_written) == 0
+    assert eventually(lambda: server.call(lambda: server.server.pool.statistics().half_written) == 0)
     assert kept(server, client) == 0 and announced(server) == 0
     client.say(message)
     state = client.hear(wire.HandoffState)

@@ -13,10 +13,10 @@ from e2e.partitions import BLOCK, BLOCKS, CHUNK, TOKENS, Rank, leave, load_all, 
 from e2e.partitions import everyone as workers
 
 from layerflow.agent import Agent
-from layerflow.agent.values import Hit
+from layerflow.agent.values import Hit, StepRequest
 from layerflow.pool.covering import MOST_PARTITIONS
 from layerflow.server.tier.partitions import note_key
-from layerflow.spec import GroupSpec, ModelSpec, Plane
+from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 from server.support import Embed, observe
 
 
@@ -101,6 +101,39 @@ def test_a_group_that_no_other_size_reads_is_told_with_its_reason(embed: Embed) 
     bound.close()
     control.close()
     leave([cut])
+
+
+def test_a_rank_of_one_model_is_no_layer_of_another(embed: Embed) -> None:
+    """Of a model whose layers are bound to their stage, the first stage's object covers nothing of the second one's."""
+    server = embed()
+    others = []
+    for stages in ((6,), (1, 5)):
+        for stage in range(len(stages)):
+            shard = Shard(0, 1, stage, len(stages), (1,), (stages,))
+            others.append(_latent(server, "cut", shard, stages[stage]))
+    first, second = (_latent(server, "bound", Shard(pp_rank=stage, pp_size=2), 3) for stage in range(2))
+    chain, table = first.chain(np.arange(TOKENS)), np.arange(-(-TOKENS // BLOCK), dtype=np.int64)
+
+    def store(worker: Agent) -> None:
+        with worker.open_step([StepRequest("w", chain, (table,), (0, 0), Hit(0), (0, TOKENS), tail=True)]) as step:
+            for layer in range(3):
+                step.layer_done(layer)
+        assert worker.wait_idle("w", 20)
+
+    store(first)
+    assert second.lookup("r", chain).tokens == 0
+    store(second)
+    assert second.lookup("r", chain).tokens == TOKENS - 1
+    for worker in (*others, first, second):
+        worker.close()
+
+
+def _latent(server: Any, content: str, shard: Shard, layers: int) -> Agent:
+    """A worker of a model whose planes have no heads."""
+    group = GroupSpec("full", BLOCK, tuple(range(layers)), (Plane("latent", "uint8", (64,)),))
+    planes = {layer: {"latent": torch.zeros(BLOCKS, BLOCK, 64, dtype=torch.uint8)} for layer in range(layers)}
+    spec = ModelSpec("m", content, (group,), shard, chunk_tokens=CHUNK)
+    return Agent(server.endpoint, spec, planes, content, context=server.context)
 
 
 SIZES = [((2, (6,)), (1, (6,))), ((3, (6,)), (2, (6,))), ((1, (2, 4)), (1, (6,))), ((2, (6,)), (3, (1, 3, 2)))]

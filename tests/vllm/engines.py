@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,17 @@ PER_MODEL: dict[str, dict[str, Any]] = {
     "gemma3": {"dtype": "float32"},
     "gptoss": {"dtype": "bfloat16"},
     "phi3": {"dtype": "float32"},
+    # Images are prepared by programs that have a tokenizer. No cache between them: each request's pixels are its own.
+    "idefics3": {"dtype": "float32", "skip_tokenizer_init": False, "mm_processor_cache_gb": 0},
+    "hrmtext": {"dtype": "float32"},
+    "classifier": {"dtype": "float32", "runner": "pooling", "skip_tokenizer_init": False},
     "qwen3moe": {"dtype": "bfloat16"},
     # Recurrent states are kept at block boundaries only where vLLM's own prefix cache is on.
     "qwen3next": {"dtype": "bfloat16", "enable_prefix_caching": True, "mamba_cache_mode": "align"},
 }
 VERSION = tuple(int(part) for part in version("vllm").partition("+")[0].split("."))
 # vLLM itself cannot serve these on a CPU.
-UNSERVED = {"mla", "qwen3next"} if VERSION < (0, 28) else set()
+UNSERVED = ({"mla", "qwen3next"} if VERSION < (0, 28) else set()) | ({"hrmtext"} if VERSION < (0, 32) else set())
 # Several cache groups: this vLLM could not recover from a load that failed, so the connector only saves.
 ONLY_SAVED = {"gemma3", "gptoss"} if VERSION < (0, 28) else set()
 COMMON: dict[str, Any] = {
@@ -197,9 +201,9 @@ class Engine:
         """Serve a prompt; after `steps` steps of it the engine sleeps, or gives its cache back, and goes on."""
         return self._ask("generate_over_sleep", prompt, max_tokens, steps, how)
 
-    def replace_weights(self) -> None:
-        """Other weights in place, the same ones each time."""
-        self._ask("replace_weights")
+    def replace_weights(self, *, loaded: bool = False) -> None:
+        """Other weights in place, the same ones each time; by the model's ``load_weights`` if `loaded`."""
+        self._ask("replace_weights", loaded)
 
     def one_with_reset(self, prompt: Prompt, max_tokens: int, steps: int) -> Answer:
         """Serve a prompt; after `steps` steps of it a reset without a pause, and new weights."""
@@ -224,9 +228,13 @@ class Engine:
         self.process.join()
         self._pipe.close()
 
+    def dismiss(self) -> None:
+        """Let it end by itself."""
+        self._pipe.close()
+
     def close(self) -> None:
         """Let it end by itself; make it, if it does not."""
-        self._pipe.close()
+        self.dismiss()
         self.process.join(20)
         if self.process.is_alive():
             self.process.kill()
@@ -250,3 +258,11 @@ class Engine:
 
     def _tail(self) -> str:
         return "\n".join(self.output().splitlines()[-20:])
+
+
+def close(engines: Collection[Engine]) -> None:
+    """Close them, all at once."""
+    for engine in engines:
+        engine.dismiss()
+    for engine in engines:
+        engine.close()

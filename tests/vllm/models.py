@@ -19,6 +19,15 @@ from typing import Any
 VOCABULARY = 2048
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 256, "bos_token_id": 1, "eos_token_id": 2}
 COMMON |= {"max_position_embeddings": 4096, "initializer_range": 0.08, "tie_word_embeddings": False}
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+SEEING = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+"""Tokens of models that see, behind the special ones."""
+IMAGE = len(SPECIAL)
+"""Stands for an image, and for each of its places."""
+EYES = {"image_size": 112, "patch_size": 14, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+EYES |= {"num_attention_heads": 2}
+PLACES = (EYES["image_size"] // EYES["patch_size"]) ** 2
+"""Of an image; three more tokens stand around them."""
 
 
 def llama() -> Any:
@@ -96,8 +105,38 @@ def phi3() -> Any:
     return Phi3ForCausalLM(Phi3Config(**COMMON, **heads, **sizes, rope_parameters=rope))
 
 
+def idefics3() -> Any:
+    """Images anywhere in the prompt of a Llama. What vLLM's other small models see by wants torchvision."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, LlamaConfig
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+    text = LlamaConfig(**COMMON, **heads, intermediate_size=512, num_hidden_layers=4)
+    eyes = {"model_type": "idefics3_vision", **EYES}
+    config = {"image_token_id": IMAGE, "scale_factor": 1, "tie_word_embeddings": False, "pad_token_id": 0}
+    return Idefics3ForConditionalGeneration(Idefics3Config(text_config=text, vision_config=eyes, **config))
+
+
+def hrmtext() -> Any:
+    """A prefix-LM: tokens of a prompt attend to those behind them. Two stacks of one layer, two cycles of two steps."""
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    heads = {"num_attention_heads": 4, "head_dim": 64}
+    cycles = {"num_hidden_layers": 1, "H_cycles": 2, "L_cycles": 2}
+    return HrmTextForCausalLM(HrmTextConfig(**COMMON, **heads, **cycles, intermediate_size=512))
+
+
+def classifier() -> Any:
+    """A Llama that tells three classes apart."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+    sizes = {"intermediate_size": 512, "num_hidden_layers": 4, "num_labels": 3, "pad_token_id": 0}
+    return LlamaForSequenceClassification(LlamaConfig(**COMMON, **heads, **sizes))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
-    maker.__name__: maker for maker in (llama, mla, gemma3, gptoss, qwen3moe, qwen3next, phi3)
+    maker.__name__: maker
+    for maker in (llama, mla, gemma3, gptoss, qwen3moe, qwen3next, phi3, idefics3, hrmtext, classifier)
 }
 
 
@@ -114,13 +153,28 @@ def build(name: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         whole = Path(scratch) / name
         model.save_pretrained(whole, safe_serialization=True)
-        tokenizer().save_pretrained(whole)
+        processor(name).save_pretrained(whole)
         whole.rename(path)
     return path
 
 
-def tokenizer() -> Any:
-    """A byte-level BPE of the models' vocabulary, trained on Python's own sources; used over HTTP only."""
+def processor(model: str) -> Any:
+    """A model's tokenizer, with what cuts its images into patches where it sees."""
+    if model != "idefics3":
+        return tokenizer()
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    edge = {"longest_edge": EYES["image_size"]}
+    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    return Idefics3Processor(images, tokenizer(*SEEING), image_seq_len=PLACES)
+
+
+def tokenizer(*more: str) -> Any:
+    """A byte-level BPE of the models' vocabulary, trained on Python's own sources.
+
+    :param more: special tokens.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -128,12 +182,10 @@ def tokenizer() -> Any:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=list(special.values()), initial_alphabet=alphabet
-    )
+    whole = [*SPECIAL.values(), *more]
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=whole, initial_alphabet=alphabet)
     bpe.train([str(path) for path in sorted(Path(os.__file__).parent.glob("a*.py"))], trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, **SPECIAL)
     made.chat_template = "{% for m in messages %}{{m['role']}}: {{m['content']}}\n{% endfor %}assistant:"
     return made
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests against a real vLLM on the CPU; VLLM_VERSION picks another than the default. Without arguments, some of
 # them run with the newest release too. Skips, saying why, where a vLLM cannot be had. An engine has one thread, so two
-# files run beside each other. Arguments go to pytest.
+# tests run beside each other: each process has half of the files in their order, and who is done takes over half of what
+# the other has left. Arguments go to pytest.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -17,7 +18,7 @@ run_with() {
     shift
     "$here/setup.sh" ${version:+"$version"}
     case $? in 0) ;; 3) echo "vLLM tests${version:+ with $version}: skipped"; return 0 ;; *) return 1 ;; esac
-    (cd "$root" && "$venv/bin/python" -m pytest -p no:cacheprovider -n 2 --dist loadfile --timeout 300 --durations=15 "$@")
+    (cd "$root" && "$venv/bin/python" -m pytest -p no:cacheprovider -n 2 --dist worksteal --timeout 300 --durations=15 "$@")
 }
 
 if [ -n "${VLLM_VERSION:-}" ] || [ $# -gt 0 ]; then

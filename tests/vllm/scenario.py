@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from models import EYES
+
 DRAIN_S = 10.0
 Prompt = Sequence[int]
 
@@ -52,15 +54,29 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of random pixels, for a model that sees.
+
+    :param seed: of its pixels.
+    :param uuid: what the client calls it.
+    """
+
+    seed: int
+    uuid: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Terms:
     """What a request says besides its prompt.
 
+    :param pictures: one for each place in the prompt that asks for one.
     :param images: (first placeholder, placeholders, identifier); only the connector sees them, the model has no eyes.
     :param transfer: ``kv_transfer_params``.
     """
 
     adapter: Adapter | None = None
     salt: str | None = None
+    pictures: tuple[Picture, ...] = ()
     images: tuple[tuple[int, int, str], ...] = ()
     transfer: dict[str, Any] | None = None
 
@@ -136,6 +152,10 @@ class Scenario:
         tokens: dict[str, Any] = {"prompt_token_ids": list(asked)}
         if terms.salt is not None:
             tokens["cache_salt"] = terms.salt
+        if terms.pictures:
+            tokens["multi_modal_data"] = {"image": [pixels(each.seed) for each in terms.pictures]}
+            if any(each.uuid for each in terms.pictures):
+                tokens["multi_modal_uuids"] = {"image": [each.uuid for each in terms.pictures]}
         if terms.transfer is not None:
             sampling = copy.copy(sampling)
             sampling.extra_args = {"kv_transfer_params": copy.deepcopy(terms.transfer)}
@@ -219,9 +239,12 @@ class Scenario:
         """Forget vLLM's own prefix cache, so that later hits are layerflow's; and layerflow's pool if `pool`."""
         return bool(self._llm.reset_prefix_cache(reset_connector=pool))
 
-    def replace_weights(self) -> None:
-        """Other weights in place, the same ones each time: every token gets the embedding of another."""
-        self._core.model_executor.collective_rpc("apply_model", args=(_replace,))
+    def replace_weights(self, loaded: bool = False) -> None:
+        """Other weights in place, the same ones each time: every token gets the embedding of another.
+
+        :param loaded: by the model's own ``load_weights``; else written into its parameters.
+        """
+        self._core.model_executor.collective_rpc("apply_model", args=(_load if loaded else _replace,))
 
     def sleep(self, mode: str) -> None:
         """Pause in this mode, and unmap the cache."""
@@ -399,6 +422,14 @@ def _break_loads(_worker: Any, share: float) -> None:
     Step.wait_layer, Step.wait_all = cut, cut_all  # type: ignore[method-assign]
 
 
+def pixels(seed: int) -> Any:
+    """An image that vLLM's processors need not resize, the same for the same seed."""
+    from PIL import Image
+
+    side = EYES["image_size"]
+    return Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(3 * side * side))
+
+
 def feature(offset: int, length: int, identifier: str) -> Any:
     """An image as vLLM's Request has it; what it shows follows from its identifier."""
     import torch
@@ -437,6 +468,11 @@ def _replace(model: Any) -> None:
     for name, weights in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             weights.data.copy_(weights.data.roll(7, 0))
+
+
+def _load(model: Any) -> None:
+    own = dict(model.named_parameters())
+    model.load_weights((name, own[name].data.roll(7, 0)) for name in own if name.endswith("embed_tokens.weight"))
 
 
 def serve(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:

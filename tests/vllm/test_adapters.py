@@ -52,6 +52,17 @@ def test_adapters_on_and_off(serve: Serve, vllm: Start, plain: Start, tmp_path: 
     together = engine.generate(*[ASKED] * 2, terms=every[1:])
     assert [(answer.tokens, answer.cached) for answer in together] == [(each, len(ASKED) - 1) for each in wanted[1:]]
     engine.assert_no_block_lost()
+    other = vllm("llama", kv_transfer_config=config(server), **ADAPTERS)
+    exchanged = [
+        PLAIN,
+        *(adapted(name, lora.adapter(tmp_path / f"other {name}", seed)) for seed, name in enumerate("bac")),
+    ]
+    wanted.append(reference.one(ASKED, terms=exchanged[-1]).tokens)
+    for terms, tokens, cached in zip(exchanged, wanted, (*[len(ASKED) - 1] * 3, 0), strict=True):
+        answer = other.one(ASKED, terms=terms)
+        assert (answer.tokens, answer.cached) == (tokens, cached), "found by what it holds, whatever it is called"
+        settled(server.endpoint)
+    other.close()
     without = vllm("llama", kv_transfer_config=config(server)).one(ASKED)
     assert (without.tokens, without.cached) == (wanted[0], len(ASKED) - 1), "no adapter: any vLLM of the model hits"
 
@@ -129,6 +140,10 @@ def test_salts(serve: Serve, vllm: Start, plain: Start) -> None:
             settled(server.endpoint)
     assert [each.cached for each in engine.generate(*[ASKED] * 3, terms=every)] == [len(ASKED) - 1] * 3
     engine.assert_no_block_lost()
+    other = vllm("llama", kv_transfer_config=config(server))
+    for terms in (Terms(salt="three"), *every):
+        answer = other.one(ASKED, terms=terms)
+        assert (answer.tokens, answer.cached) == (wanted, 0 if terms.salt == "three" else len(ASKED) - 1)
 
 
 def test_images(serve: Serve, vllm: Start) -> None:

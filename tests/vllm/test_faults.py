@@ -115,9 +115,13 @@ SMALL_BLOCKS = {"llama": 48, "gemma3": 108, "qwen3next": 28}
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("model", "mode", "ahead"),
-    [("llama", "layerwise", False), ("llama", "bulk", False), ("gemma3", "layerwise", False),
-     ("gemma3", "layerwise", True)],
-)  # fmt: skip
+    [
+        ("llama", "layerwise", False),
+        ("gemma3", "layerwise", True),
+        pytest.param("llama", "bulk", False, marks=pytest.mark.campaign),
+        pytest.param("gemma3", "layerwise", False, marks=pytest.mark.campaign),
+    ],
+)
 def test_aborts_and_preemption(model: str, mode: str, ahead: bool, serve: Serve, vllm: Start, plain: Start) -> None:
     """200 requests in a cache for a few: many are preempted, some aborted at every stage, none gets a wrong token."""
     server = serve(pool__lease_ms=600_000)  # what is pinned afterwards was forgotten, and does not expire in this test
@@ -153,7 +157,7 @@ def recurrent(count: int, rounds: int, ahead: bool, broken: float, serve: Serve,
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_aborts_and_preemption_with_recurrent_state(ahead: bool, serve: Serve, vllm: Start, plain: Start) -> None:
     """vLLM counts a block less than it takes for a hit that is loaded in the step, and would end."""
     recurrent(80, 3, ahead, 0.0, serve, vllm, plain)

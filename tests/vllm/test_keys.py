@@ -71,12 +71,17 @@ def test_the_configuration_counts_wherever_it_comes_from(by: str, serve: Serve, 
     same = first.one(ASKED)
     settled(server.endpoint)
     first.close()
-    answer = vllm("llama", **changed, **caching(server)).one(ASKED)
+    second = vllm("llama", **changed, **caching(server))
+    answers = [second.one(ASKED)]
+    settled(server.endpoint)
+    answers.append(second.one(ASKED))
+    [tokens] = {answer.tokens for answer in answers}
     if by == "another folder":
-        assert (answer.tokens, answer.cached) == (same.tokens, 299)
+        assert [answer.cached for answer in answers] == [299, 299]
+        assert tokens == same.tokens
     else:
-        assert answer.cached == 0
-        assert answer.tokens == vllm("llama", **changed).one(ASKED).tokens != same.tokens
+        assert [answer.cached for answer in answers] == [0, 299]
+        assert tokens == vllm("llama", **changed).one(ASKED).tokens != same.tokens
 
 
 def test_another_type_of_the_cache_is_another_key(serve: Serve, vllm: Start) -> None:
@@ -111,33 +116,37 @@ def test_a_start_does_not_wait_for_the_digest_of_its_weights(serve: Serve, vllm:
     assert (other.tokens, other.cached) == (wanted, 299)
 
 
+LAST, MEAN, CLS = ({"seq_pooling_type": kind} for kind in ("LAST", "MEAN", "CLS"))
+STEP = {"tok_pooling_type": "STEP", "step_tag_id": 7, "task": "token_embed"}
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("pooler", "task", "reused"),
+    ("model", "pooler", "task", "reused"),
     [
-        ({"seq_pooling_type": "LAST"}, "embed", True),
-        ({"seq_pooling_type": "MEAN"}, "embed", False),
-        pytest.param({"seq_pooling_type": "CLS"}, "embed", False, marks=pytest.mark.campaign),
-        pytest.param(
-            {"tok_pooling_type": "STEP", "step_tag_id": 7, "task": "token_embed"},
-            "token_embed",
-            False,
-            marks=pytest.mark.campaign,
-        ),
+        pytest.param("llama", LAST, "embed", True, id="embed LAST"),
+        pytest.param("llama", MEAN, "embed", False, id="embed MEAN"),
+        pytest.param("llama", CLS, "embed", False, id="embed CLS", marks=pytest.mark.campaign),
+        pytest.param("llama", STEP, "token_embed", False, id="embed STEP", marks=pytest.mark.campaign),
+        pytest.param("classifier", None, "classify", True, id="classify as it is"),
+        pytest.param("classifier", MEAN, "classify", False, id="classify MEAN", marks=pytest.mark.campaign),
     ],
-    ids=["LAST", "MEAN", "CLS", "STEP"],
 )
-def test_poolers(pooler: dict[str, Any], task: str, reused: bool, serve: Serve, vllm: Start) -> None:
+def test_poolers(model: str, pooler: dict[str, Any] | None, task: str, reused: bool, serve: Serve, vllm: Start) -> None:
     server = serve()
-    pooling = {"runner": "pooling", "convert": "embed", "pooler_config": pooler, "skip_tokenizer_init": False}
-    engine, alone = vllm("llama", **pooling, **caching(server)), vllm("llama", **pooling)
-    asked = [ASKED[:280], ASKED[:256] + prompt(3, 40)]
-    for each in asked:
-        [made], [wanted] = engine.pool(each, task=task), alone.pool(each, task=task)
+    pooling = {"runner": "pooling", "pooler_config": pooler, "skip_tokenizer_init": False}
+    pooling |= {"convert": "embed"} if model == "llama" else {}
+    engine, alone = vllm(model, **pooling, **caching(server)), vllm(model, **pooling)
+    first, second = ASKED[:280], ASKED[:256] + prompt(3, 40)
+    for number, asked in enumerate((first, first, second)):
+        before = settled(server.endpoint)["flow"]["loaded_bytes"]
+        [made], [wanted] = engine.pool(asked, task=task), alone.pool(asked, task=task)
         assert _close(made, wanted)
-        settled(server.endpoint)
+        hit = settled(server.endpoint)["flow"]["loaded_bytes"] > before
+        assert hit is (reused and number > 0)
     assert (stored(server) > 0) is reused
     assert ("reuse_off" in engine.output()) is not reused
+    engine.assert_no_block_lost()
 
 
 def _close(one: Any, other: Any) -> bool:

@@ -40,7 +40,15 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("combination", list(COMBINATIONS))
+@pytest.mark.parametrize(
+    "combination",
+    [
+        "smallest budget",
+        "blocks split, staggered",
+        pytest.param("one layer ahead, one block a copy", marks=pytest.mark.campaign),
+        pytest.param("largest values", marks=pytest.mark.campaign),
+    ],
+)
 def test_tokens_hits_and_no_deadline(
     combination: str,
     serve: Callable[..., ServerProcess],

@@ -14,8 +14,14 @@ CHUNK = 64
 ATTENDING = ["llama", "mla", "gemma3", "gptoss", "qwen3moe"]
 
 
-@pytest.mark.parametrize("mode", ["layerwise", "bulk"])
-@pytest.mark.parametrize("model", ATTENDING)
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        *((model, "layerwise") for model in ATTENDING),
+        *((model, "bulk") for model in ("llama", "gemma3")),
+        *(pytest.param(model, "bulk", marks=pytest.mark.campaign) for model in ("mla", "gptoss", "qwen3moe")),
+    ],
+)
 def test_tokens_and_hits(
     model: str,
     mode: str,
@@ -34,6 +40,21 @@ def test_tokens_and_hits(
     both.serve(first[:128])  # a prefix that ends with a chunk
     both.serve(first[:150])  # ... and within one
     both.serve(first, first[:200] + prompt(2, 50), prompt(4, 90))
+    engine.assert_no_block_lost()
+
+
+def test_a_prefix_lm_computes_every_prompt_whole(
+    serve: Callable[..., ServerProcess], vllm: Callable[..., Engine], plain: Callable[..., Engine]
+) -> None:
+    """Its tokens attend to those behind them: what another prompt made of the same beginning is not theirs."""
+    server = serve()
+    engine = vllm("hrmtext", kv_transfer_config=connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK))
+    first = prompt(1, 300)
+    for asked in (first, first, first[:200] + prompt(2, 100)):
+        answer = engine.one(asked, max_tokens=MAX_TOKENS)
+        assert (answer.tokens, answer.cached) == (plain("hrmtext").one(asked, max_tokens=MAX_TOKENS).tokens, 0)
+        assert not settled(server.endpoint)["pool"]["objects"]
+    assert "attend to later ones" in engine.output()
     engine.assert_no_block_lost()
 
 

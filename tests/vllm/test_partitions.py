@@ -14,16 +14,22 @@ from layerflow_cli.bench.harness import ServerProcess
 CHUNK = 64
 SLOW = {"pool__link_gbps": 0.01, "transfer__max_transfer_bytes": "64KiB"}  # loads that outlast their step
 
+LATENT = pytest.mark.skipif("mla" in UNSERVED, reason="not served by this vLLM")
+
 
 def size(ranks: int) -> dict[str, Any]:
     return {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if ranks == 2 else {}
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("writing", "reading"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
 @pytest.mark.parametrize(
-    "model",
-    ["llama", pytest.param("mla", marks=pytest.mark.skipif("mla" in UNSERVED, reason="not served by this vLLM"))],
+    ("model", "writing", "reading"),
+    [
+        ("llama", 2, 1),
+        ("llama", 1, 2),
+        pytest.param("mla", 2, 1, marks=LATENT),
+        pytest.param("mla", 1, 2, marks=[LATENT, pytest.mark.campaign]),
+    ],
 )
 def test_what_one_size_stored_another_hits(
     model: str,

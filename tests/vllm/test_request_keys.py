@@ -1,6 +1,6 @@
 """Keys of vLLM's real requests: two share what vLLM's own prefix cache would share between them, and no more.
 
-Made-up multimodal inputs: no model of these tests has eyes. What an input shows follows from its identifier.
+Multimodal inputs are made up here, without a model: what an input shows follows from its identifier.
 """
 
 from __future__ import annotations

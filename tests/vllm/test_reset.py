@@ -20,23 +20,25 @@ Serve = Callable[..., ServerProcess]
 Start = Callable[..., Engine]
 
 
-@pytest.fixture
-def told(vllm: Start) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
     """A prompt, and what vLLM alone makes of it with the old weights and with the new ones."""
-    asked, alone = prompt(1, TOKENS), vllm("llama")
+    asked, alone = prompt(1, TOKENS), Engine("llama", tmp_path_factory.mktemp("told") / "vllm.log")
     old = alone.one(asked, max_tokens=MAX_TOKENS).tokens
     alone.replace_weights()
     new = alone.one(asked, max_tokens=MAX_TOKENS).tokens
+    alone.close()
     assert old != new
     return asked, old, new
 
 
-def attached(vllm: Start, server: ServerProcess, **extra: object) -> Engine:
-    return vllm("llama", kv_transfer_config=connector(server.endpoint, chunk_tokens=CHUNK, **extra))
+def attached(vllm: Start, server: ServerProcess, *, enable_prefix_caching: bool = False, **extra: object) -> Engine:
+    transfer = connector(server.endpoint, chunk_tokens=CHUNK, **extra)
+    return vllm("llama", kv_transfer_config=transfer, enable_prefix_caching=enable_prefix_caching)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["layerwise", "bulk"])
+@pytest.mark.parametrize("mode", ["layerwise", pytest.param("bulk", marks=pytest.mark.campaign)])
 def test_new_weights_with_a_disk_and_another_engine(
     mode: str, serve: Serve, vllm: Start, told: tuple[list[int], ...], tmp_path: Path
 ) -> None:
@@ -55,6 +57,36 @@ def test_new_weights_with_a_disk_and_another_engine(
     assert (answer.cached, answer.tokens) == (TOKENS - 1, new), "what the new weights make is found"
     answer = second.one(asked, max_tokens=MAX_TOKENS)
     assert (answer.cached, answer.tokens) == (TOKENS - 1, old), "who still has the old weights finds theirs"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("loaded", "own_cache"), [(False, True), (True, False)], ids=["written", "loaded"])
+def test_new_weights_of_which_the_connector_is_not_told(
+    loaded: bool, own_cache: bool, serve: Serve, vllm: Start, told: tuple[list[int], ...]
+) -> None:
+    """As ``collective_rpc`` and ``reset_prefix_cache()`` replace them, which leaves connectors out by default."""
+    asked, old, new = told
+    server = serve()
+    first = attached(vllm, server, enable_prefix_caching=own_cache)
+    second = attached(vllm, server)
+    assert first.one(asked, max_tokens=MAX_TOKENS).tokens == old
+    first.reset()
+    settled(server.endpoint)
+    assert first.one(asked).cached == TOKENS - 1
+    first.replace_weights(loaded=loaded)
+    first.reset()
+    assert first.one(asked, max_tokens=MAX_TOKENS).tokens == new
+    assert first.output().count("weights_changed") == 1
+    settled(server.endpoint)
+    assert second.one(asked, max_tokens=MAX_TOKENS).tokens == old, "it finds nothing of the new weights"
+    first.reset()
+    assert first.one(asked, max_tokens=MAX_TOKENS).tokens == new
+    first.reset()
+    settled(server.endpoint)
+    answer = first.one(asked, max_tokens=MAX_TOKENS)
+    assert (answer.cached, answer.tokens) == (TOKENS - 1, new), "what the new weights make is found"
+    assert first.output().count("weights_changed") == 1
+    first.assert_no_block_lost()
 
 
 @pytest.mark.timeout(300)
@@ -78,8 +110,15 @@ def test_a_reset_while_saves_are_under_way(serve: Serve, vllm: Start, told: tupl
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["layerwise", "bulk"])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    ("mode", "steps"),
+    [
+        ("layerwise", 3),
+        ("bulk", 1),
+        pytest.param("layerwise", 1, marks=pytest.mark.campaign),
+        pytest.param("bulk", 3, marks=pytest.mark.campaign),
+    ],
+)
 def test_a_reset_without_a_pause_over_a_load(
     mode: str, steps: int, serve: Serve, vllm: Start, told: tuple[list[int], ...]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-import tomllib
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,7 +29,8 @@ The file is watched. *Live* keys take effect while the server runs; a bad edit, 
 is refused as a whole with a `config_refused` event in the log, and the old values stay. To know beforehand:
 `layerflow config --check layerflow.toml`.
 
-Sizes are bytes or text such as `"512MiB"`, `"4GiB"` (powers of 1,024) or `"10GB"` (powers of 1,000).
+Sizes are bytes or text such as `"512MiB"`, `"4Gi"`, `"16G"`, `"512m"` (powers of 1,024) or `"10GB"` (powers of
+1,000). A path may begin with `~`; `$VARIABLES` are not replaced.
 
 ```toml
 [pool]
@@ -91,7 +91,8 @@ def config(
 
 def markdown(rows: list[ReferenceRow]) -> str:
     """The text of ``docs/configuration.md``."""
-    from layerflow.config.settings import ALIASES, REFUSED  # noqa: PLC0415
+    from layerflow.config.foreign import FOREIGN  # noqa: PLC0415
+    from layerflow.config.settings import ALIASES  # noqa: PLC0415
 
     parts = [_PREFACE]
     for section, group in groupby(rows, key=lambda row: row.key.rpartition(".")[0]):
@@ -104,36 +105,34 @@ def markdown(rows: list[ReferenceRow]) -> str:
             for row in group
         ]
     parts.append(
-        "\n## Names of other connectors\n\nAccepted at the top of the file, in `[transfer]` and by `--set`.\n\n"
+        "\n## Names of other connectors\n\nAccepted at the top of the file, in `[transfer]` and by `--set`. `0` is no "
+        "limit, as there.\n\n"
         "| name | means |\n|---|---|\n"
     )
     parts += [f"| `{alias}` | `{section}.{key}` |\n" for alias, (section, key) in ALIASES.items()]
-    parts.append('| `use_layerwise` | `false`: `transfer.mode = "bulk"`; `true`: `"auto"` |\n')
-    parts += [f"| `{name}` | refused: {why} |\n" for name, why in REFUSED.items()]
+    parts.append('| `use_layerwise` | `true`: `transfer.mode = "layerwise"`; `false`: `"bulk"` |\n')
+    parts.append("\nThe error for one of these says what to write:\n\n| name | what to write |\n|---|---|\n")
+    parts += [f"| `{name}` | {_cell(advice)} |\n" for name, advice in FOREIGN.items()]
     return "".join(parts)
 
 
 def starter_file(rows: list[ReferenceRow]) -> str:
-    """Every setting with its description, default and bounds as a comment: valid TOML that changes nothing."""
-    lines = ["# Settings of `layerflow run --config FILE`. Each line that starts with # shows a default."]
+    """Every setting with its description, default and bounds as comments: valid TOML that changes nothing.
+
+    A setting is ``#key = value`` and prose ``# words``, so that each setting can be uncommented by itself.
+    """
+    lines = [
+        "# Settings of `layerflow run --config FILE`. A line #key = value shows a default: remove its # to set it."
+    ]
     for section, group in groupby(rows, key=lambda row: row.key.rpartition(".")[0]):
         lines += ["", f"[{section}]"]
         for row in group:
+            depends = "" if row.default == row.default_toml else f"default: {row.default}"
             kind = ", ".join(part for part in (_type(row), row.unit, "live" if row.live else "") if part)
             lines += ["", *textwrap.wrap(row.description, 110, initial_indent="# ", subsequent_indent="# ")]
-            key = row.key.rpartition(".")[2]
-            if _is_toml(row.default):
-                lines += [f"# ({kind})", f"# {key} = {row.default}"]
-            else:  # the default depends on the machine
-                lines += [f"# ({kind}; default: {row.default})", f"# {key} ="]
+            lines.append(f"# ({'; '.join(part for part in (kind, depends) if part)})")
+            lines.append(f"#{row.key.rpartition('.')[2]} = {row.default_toml}")
     return "\n".join(lines) + "\n"
-
-
-def _is_toml(value: str) -> bool:
-    try:
-        return bool(tomllib.loads(f"value = {value}"))
-    except tomllib.TOMLDecodeError:
-        return False
 
 
 def _effective(file: Path | None, items: list[str], json_file: Path | None) -> None:

@@ -68,7 +68,9 @@ def _confirm(where: str) -> None:
 
 def _purge(endpoint: str, tier: bool) -> dict[str, Any]:
     from layerflow.agent.connection.control import Control  # noqa: PLC0415 - pulls zmq in
+    from layerflow.endpoint import check_listened  # noqa: PLC0415
 
+    check_listened(endpoint)
     control = Control(endpoint, engine="purge")
     try:
         return control.empty(tier=tier)

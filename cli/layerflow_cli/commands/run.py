@@ -64,7 +64,7 @@ def run(
     import anyio  # noqa: PLC0415
 
     from layerflow.observe.logs import configure as configure_logs  # noqa: PLC0415
-    from layerflow_cli.serving import serve  # noqa: PLC0415 - pulls torch in
+    from layerflow_cli.serving import serve  # noqa: PLC0415 - pulls the server in
 
     configure_logs(wanted.log.level, wanted.log.format)
     anyio.run(serve, wanted, config, flags, typer.echo)

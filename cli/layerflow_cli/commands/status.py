@@ -84,7 +84,9 @@ def fetch_http(url: str) -> dict[str, Any]:
 
 def _fetch_control(endpoint: str) -> dict[str, Any]:
     from layerflow.agent.connection.control import fetch_status  # noqa: PLC0415 - pulls zmq in
+    from layerflow.endpoint import check_listened  # noqa: PLC0415
 
+    check_listened(endpoint)
     return fetch_status(endpoint, TIMEOUT_S)
 
 

@@ -158,7 +158,7 @@ def _footnote(outcomes: Sequence[Outcome], link: Link, pool: PoolUsed, runs: int
         f"{_where(link, pool)}\n{shapes}\n{'1 passage' if runs == 1 else f'medians over {runs} passages'} of text; "
         f"{sizes.prefix:,} tokens loaded, {sizes.suffix} computed; first token counted from submission; "
         "hidden: behind compute; "
-        "its bound: of the layer-wise schedule, which takes layers for equal"
+        "its bound: what each layer's own size and compute allow"
     )
 
 

@@ -99,9 +99,13 @@ class Agent:
             self.memory, self.device, self._dispatcher, self._open_steps, self._link, self._control.plans
         )
         self._blocks = EngineBlocks(self._open_steps, self._dispatcher.ends)
-        self._link.start(self._dispatcher)
-        if wait_s > 0 and not self._link.ready.wait(wait_s):
-            log.warning("agent_not_attached", endpoint=endpoint, waited_s=wait_s)
+        try:
+            self._link.start(self._dispatcher)
+            if wait_s > 0 and not self._link.ready.wait(wait_s):
+                log.warning("agent_not_attached", endpoint=endpoint, waited_s=wait_s)
+        except BaseException:  # nobody has the agent, whose threads and mappings end with close() only
+            self.close()
+            raise
 
     # -- the engine -------------------------------------------------------------------------------
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from layerflow.errors import SpecError
 
+TO_THE_END = 1 << 12
+"""The end of a box that reaches to its group's last layer, however many layers there are: more than any group has."""
+
 
 class Box(NamedTuple):
     """Layers x heads of one group of a model. Ends are exclusive.
@@ -45,6 +48,10 @@ class Box(NamedTuple):
     def encloses(self, other: Box) -> bool:
         """Covers all of a box that is not empty."""
         return self.overlap(other) == other
+
+    def of_layers(self, count: int) -> Box:
+        """The same box of a group that has `count` layers, where it reaches to whatever end the group has."""
+        return self._replace(end_layer=count) if self.end_layer == TO_THE_END else self
 
     def __str__(self) -> str:
         layers, heads = _span(self.first_layer, self.end_layer), _span(self.first_head, self.end_head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -11,18 +12,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from layerflow.errors import ConfigError
 
+# sun_path holds 107 bytes and a zero (unix(7)); the arena's socket lies beside the control socket.
+MAX_IPC_PATH_BYTES = 100
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(\d{1,5})")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
-_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
+_UNITS |= {f"{letter}{rest}": 1024**power for power, letter in enumerate("kmgt", 1) for rest in ("ib", "i", "")}
 _BINARY = tuple((1024**power, f"{letter}iB") for power, letter in reversed([*enumerate("KMGT", 1)]))
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes from a number of bytes or from text such as ``"512MiB"``, ``"4 GiB"``, ``"1.5GiB"``, ``"10GB"``.
+    """Bytes from a number of bytes or from text such as ``"512MiB"``, ``"4Gi"``, ``"16G"``, ``"512m"``, ``"10GB"``.
 
-    ``KiB, MiB, GiB, TiB`` are powers of 1,024 and ``kB, MB, GB, TB`` powers of 1,000, in any case.
+    ``KiB``, ``Ki`` (Kubernetes) and ``K`` (Docker, systemd, mount) are powers of 1,024, ``kB`` and ``MB`` powers of
+    1,000, in any case.
 
     :raises ConfigError: for anything else, negative numbers and fractions of a byte included.
     """
@@ -33,7 +37,7 @@ def parse_size(value: int | str) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise ConfigError(f'{value!r} is not a size; write bytes or a unit, e.g. 1048576, "512MiB" or "10GB"')
+        raise ConfigError(f'{value!r} is not a size; write bytes or a unit, e.g. 1048576, "512MiB", "4Gi" or "10GB"')
     nbytes = Decimal(match[1]) * factor
     if nbytes != int(nbytes):
         raise ConfigError(f"{value!r} is not a whole number of bytes")
@@ -92,14 +96,56 @@ def _not_bool(value: Any) -> Any:
     return value
 
 
+def expanded(value: Any) -> Any:
+    """A path with the home directory that its ``~`` or ``~user`` stands for; anything else as it is.
+
+    :raises ValueError: there is no such user.
+    """
+    if not isinstance(value, str) or not value.startswith("~"):
+        return value
+    found = os.path.expanduser(value)
+    if found == value:
+        raise ValueError(f"{value.split('/')[0]} is no user with a home directory; write the whole path")
+    return found
+
+
 def _no_path(value: Any) -> Any:
-    return None if value == "" else value
+    return None if value == "" else expanded(value)
+
+
+def local_endpoint(value: str) -> str:
+    """`value` if it is ``ipc:///path``, the address of a socket on this machine, ``~`` expanded.
+
+    :raises ValueError: it is none, or holds what only a shell or a reader would replace.
+    """
+    scheme, _, path = value.partition("://")
+    if scheme != "ipc" or not path:
+        raise ValueError(f'"{value}" should be "ipc:///path/to/socket"')
+    path = str(expanded(path))
+    for sign in ("$", "<", ">"):
+        if sign in path:
+            raise ValueError(f'"{value}": {sign} is not replaced by anything; write the path as it is on this machine')
+    if path[0] in "@*":
+        raise ValueError(
+            f'"{value}" is a socket without a private directory, which every user of the machine could reach; '
+            'should be "ipc:///path/to/socket"'
+        )
+    if path[0] != "/":
+        raise ValueError(
+            f'"{value}" is relative: engines started in another directory would not find it; '
+            f'write "ipc://{os.path.abspath(path)}" if you mean that'
+        )
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise ValueError(f"the socket's path should have at most {MAX_IPC_PATH_BYTES} bytes, a limit of the kernel")
+    return f"ipc://{path}"
 
 
 Size = Annotated[int, BeforeValidator(_to_size)]
 Whole = Annotated[int, BeforeValidator(_not_bool)]
 Real = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_no_path)]
+PathText = Annotated[str, BeforeValidator(expanded)]
+"""A path, or "" for none."""
 
 
 def setting(

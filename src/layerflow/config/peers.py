@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from layerflow.config.fields import Real, Section, Whole, address, setting
+from layerflow.config.fields import Real, Section, Whole, address, local_endpoint, setting
 from layerflow.links import links
 
 Z85_KEY = 40
@@ -32,8 +32,8 @@ class PeerAddress(Section):
     @field_validator("address")
     @classmethod
     def _reachable(cls, value: str) -> str:
-        if value.startswith("ipc:///"):
-            return value
+        if value.startswith("ipc://"):
+            return local_endpoint(value)
         try:
             return address(value, "tcp://")
         except ValueError:

@@ -9,10 +9,9 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator
 
-from layerflow.config.fields import Real, Section, Size, Whole, setting
+from layerflow.config.fields import PathText, Real, Section, Size, Whole, address, local_endpoint, setting
 
 Order = Literal["concurrent", "prefill-first", "decode-first"]
-_CONTROL = re.compile(r"(tcp|ipc)://\S+")
 _DAY_S = 86_400
 MAX_SOCKET_PATH_BYTES = 107  # unix(7)
 
@@ -46,10 +45,19 @@ def instance_addresses(text: str) -> list[InstanceAddress]:
             raise ValueError(f"{url} is given twice; keep one")
         servers = tuple(controls.split("+")) if controls else ()
         for server in servers:
-            if not _CONTROL.fullmatch(server):
-                raise ValueError(f'{item}: the server\'s control address should be "tcp://host:port", not "{server}"')
+            _check_control(item, server)
         found[url] = InstanceAddress(url, servers)
     return list(found.values())
+
+
+def _check_control(item: str, server: str) -> None:
+    if server.startswith("ipc://"):
+        local_endpoint(server)
+        return
+    try:
+        address(server, "tcp://")
+    except ValueError:
+        raise ValueError(f'{item}: the server\'s control address should be "tcp://host:port", not "{server}"') from None
 
 
 def _instance_url(text: str) -> str:
@@ -150,7 +158,7 @@ class ProxySettings(Section):
         "Bearer token of /instances/* and /reset_prefix_cache; empty = they answer on admin_socket only.",
         secret=True,
     )
-    admin_socket: str = setting(
+    admin_socket: PathText = setting(
         "auto",
         "Unix socket of the admin paths, for this user: a path in a directory of mode 0700; "
         '"auto" = proxy-HOST:PORT.sock beside the server\'s control socket; empty = none.',

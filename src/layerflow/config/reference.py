@@ -22,6 +22,8 @@ class ReferenceRow:
     """One setting as the documentation shows it.
 
     :param key: ``section.key`` or ``section.inner.key``.
+    :param default: as people read it; words where it depends on the machine.
+    :param default_toml: as a file would say it, on this machine.
     :param unit: what the number counts, ``""`` for text and switches.
     :param bounds: e.g. ``"0 ... 65535"``; ``""`` if unbounded.
     :param live: whether the running server takes a new value.
@@ -31,6 +33,7 @@ class ReferenceRow:
     key: str
     type: str
     default: str
+    default_toml: str
     unit: str
     bounds: str
     live: bool
@@ -110,10 +113,12 @@ def live_only(old: BaseModel, new: BaseModel) -> dict[str, Any]:
 def _row(name: str, section: type[BaseModel], key: str, field: FieldInfo) -> ReferenceRow:
     noted = marks(section, key)
     size = noted["unit"] == "bytes"
+    default = field.get_default(call_default_factory=True)
     return ReferenceRow(
         key=f"{name}.{key}",
         type=_type(field, size),
-        default=noted["default_text"] or _text(field.default, size),
+        default=noted["default_text"] or _text(default, size),
+        default_toml=_text(default, size),
         unit=noted["unit"],
         bounds=_bounds(field, size),
         live=noted["live"],

@@ -15,7 +15,17 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from layerflow.config.fields import OptionalPath, Real, Section, Size, Whole, format_size, parse_size, setting
+from layerflow.config.fields import (
+    OptionalPath,
+    Real,
+    Section,
+    Size,
+    Whole,
+    format_size,
+    local_endpoint,
+    parse_size,
+    setting,
+)
 from layerflow.config.pd import PdSettings
 from layerflow.config.peers import PeersSettings
 from layerflow.config.pool import PoolSettings
@@ -23,7 +33,7 @@ from layerflow.config.proxy import ProxySettings
 from layerflow.config.reference import EffectiveRow, ReferenceRow, effective_rows, live_only, reference_rows
 from layerflow.config.sources import (
     ALIASES,
-    REFUSED,
+    Source,
     Values,
     env_name,
     explain,
@@ -38,7 +48,6 @@ from layerflow.links import links
 
 __all__ = [
     "ALIASES",
-    "REFUSED",
     "LogSettings",
     "PdSettings",
     "PeersSettings",
@@ -59,8 +68,8 @@ __all__ = [
     "socket_directory",
 ]
 
-# sun_path holds 107 bytes and a zero (unix(7)); the arena's socket lies beside the control socket.
-MAX_IPC_PATH_BYTES = 100
+MAX_TRANSFER_BLOCKS = 1 << 24
+MIN_TRANSFER_BYTES = 4 << 10
 _DAY_MS = 86_400_000
 
 
@@ -119,7 +128,7 @@ class ServerSettings(Section):
     endpoint: str = setting(
         default_endpoint,
         "Control socket for engines on this machine: ipc:// or, embedded, inproc://. Its directory is made 0700.",
-        default_text='"ipc://${XDG_RUNTIME_DIR:-/tmp}/layerflow-<uid>/control"',
+        default_text="ipc:// and layerflow-UID/control in $XDG_RUNTIME_DIR, else in /tmp",
     )
     tcp_endpoint: str = setting("", "Control socket for other hosts, tcp://address:port; needs both CURVE files.")
     curve_secret_key_file: OptionalPath = setting(None, "File with the server's CURVE secret key.", secret=True)
@@ -180,14 +189,7 @@ class ServerSettings(Section):
             raise ValueError(
                 'should be "ipc:///path/to/socket" or "inproc://name"; other hosts use server.tcp_endpoint'
             )
-        if scheme == "ipc" and rest[0] in "@*":
-            raise ValueError(
-                f'"{value}" is a socket without a private directory, which every user of the machine could reach; '
-                'should be "ipc:///path/to/socket"'
-            )
-        if scheme == "ipc" and len(os.fsencode(rest)) > MAX_IPC_PATH_BYTES:
-            raise ValueError(f"the socket's path should have at most {MAX_IPC_PATH_BYTES} bytes, a limit of the kernel")
-        return value
+        return local_endpoint(value) if scheme == "ipc" else value
 
     @field_validator("tcp_endpoint")
     @classmethod
@@ -230,10 +232,19 @@ class TransferSettings(Section):
         le=10_000,
     )
     max_transfer_blocks: Whole = setting(
-        4096, "Most blocks that one copy moves, each layer's counted.", unit="blocks", live=True, ge=1, le=1 << 24
+        4096,
+        "Most blocks that one copy moves, each layer's counted; 0 = as many as max_transfer_bytes allows.",
+        unit="blocks",
+        live=True,
+        ge=0,
+        le=MAX_TRANSFER_BLOCKS,
     )
     max_transfer_bytes: Size = setting(
-        64 << 20, "Most bytes that one copy moves; a larger block is split.", unit="bytes", live=True, ge=4 << 10
+        64 << 20,
+        "Most bytes that one copy moves, at least 4KiB; a larger block is split. 0 = half of max_inflight_bytes.",
+        unit="bytes",
+        live=True,
+        ge=0,
     )
     max_inflight_bytes: Size = setting(
         256 << 20,
@@ -275,6 +286,25 @@ class TransferSettings(Section):
     )
     discard_partial_chunks: bool = setting(False, "Do not store a prompt's last, partial chunk.", live=True)
     save_decode_cache: bool = setting(False, "Also store chunks that fill up while decoding.", live=True)
+
+    @property
+    def block_cap(self) -> int:
+        """Most blocks that one copy moves."""
+        return self.max_transfer_blocks or MAX_TRANSFER_BLOCKS
+
+    @property
+    def byte_cap(self) -> int:
+        """Most bytes that one copy moves."""
+        return self.max_transfer_bytes or self.max_inflight_bytes // 2
+
+    @field_validator("max_transfer_bytes")
+    @classmethod
+    def _worth_a_copy(cls, value: int) -> int:
+        if 0 < value < MIN_TRANSFER_BYTES:
+            raise ValueError(
+                f"should be at least {format_size(MIN_TRANSFER_BYTES)}, or 0 for half of max_inflight_bytes"
+            )
+        return value
 
     @model_validator(mode="after")
     def _budget(self) -> TransferSettings:
@@ -369,25 +399,35 @@ class Settings(BaseSettings):
         :param called: what messages call the overrides.
         :raises ConfigError: one line per problem, with the key, where it was set and what to write instead.
         """
-        values, origin = _gather(cls, path, overrides, called)
+        values, origin, problems = _gather(cls, path, overrides, called)
         try:
-            return cls(**nested(values))
+            settings = cls(**nested(values))
         except ConfigError as error:
-            if isinstance(error.__cause__, ValidationError):
-                raise ConfigError(explain(cls, error.__cause__, origin)) from None
-            raise
+            if not isinstance(error.__cause__, ValidationError):
+                raise
+            problems.append(explain(cls, error.__cause__, origin))
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return settings
 
 
 def _gather(
     model: type[Settings], path: Path | None, overrides: Mapping[str, Any] | None, called: str
-) -> tuple[Values, dict[str, str]]:
-    """What file, environment and overrides set together, and which of them set each ``section.key``."""
-    file = read_toml(model, path) if path is not None else {}
+) -> tuple[Values, dict[str, str], list[str]]:
+    """What file, environment and overrides set together, which of them set each ``section.key``, and what is none."""
+    file = read_toml(model, path) if path is not None else Source({}, [])
     environment, flags = read_environment(model), read_overrides(model, overrides or {}, called)
-    origin = {f"{section}.{key}": str(path) for section in file for key in file[section]}
-    origin |= {f"{section}.{key}": env_name(section, key) for section in environment for key in environment[section]}
-    origin |= {f"{section}.{key}": called for section in flags for key in flags[section]}
-    return merge((file, environment, flags)), origin
+    origin = {f"{section}.{key}": str(path) for section, keys in file.values.items() for key in keys}
+    origin |= {
+        f"{section}.{key}": env_name(section, key) for section, keys in environment.values.items() for key in keys
+    }
+    origin |= {f"{section}.{key}": called for section, keys in flags.values.items() for key in keys}
+    sources = (file, environment, flags)
+    return (
+        merge(source.values for source in sources),
+        origin,
+        [problem for source in sources for problem in source.problems],
+    )
 
 
 def effective(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> list[EffectiveRow]:
@@ -395,7 +435,7 @@ def effective(path: Path | None = None, overrides: Mapping[str, Any] | None = No
 
     :raises ConfigError: see :meth:`Settings.load`.
     """
-    _, origin = _gather(Settings, path, overrides, "a flag")
+    _, origin, _ = _gather(Settings, path, overrides, "a flag")
     return effective_rows(Settings.load(path, overrides), origin)
 
 

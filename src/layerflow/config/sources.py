@@ -2,21 +2,24 @@
 
 Each source is brought to the same shape, ``{section: {key: value}}`` with layerflow's own names
 (``pool.disk`` for the section in a section), before sources are merged: a flag under layerflow's name
-then beats a file that uses an alias.
+then beats a file that uses an alias. A source keeps what it does not understand as problems, so that unknown
+keys and wrong values are told together.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
-from pydantic_settings import BaseSettings, TomlConfigSettingsSource
+from pydantic_settings import BaseSettings
 
+from layerflow.config.foreign import what_to_write
 from layerflow.errors import ConfigError
 
 ENV_PREFIX = "LAYERFLOW_"
@@ -29,12 +32,24 @@ ALIASES = {
     "layerwise_max_transfer_bytes": ("transfer", "max_transfer_bytes"),
     "h2d_stagger_us": ("transfer", "h2d_stagger_us"),
     "discard_partial_chunks": ("transfer", "discard_partial_chunks"),
+    "save_decode_cache": ("transfer", "save_decode_cache"),
     "backend": ("pool", "backend"),
 }
-REFUSED = {
-    "lookup_rpc_port": "layerflow has no lookup port: every engine process uses server.endpoint; remove this key",
-}
+LAYERWISE_MODES = {True: "layerwise", False: "bulk"}
+"""``transfer.mode`` by ``use_layerwise``, the switch of other connectors."""
 _ALIAS_TABLES = ("", "transfer")
+_NEAR = 0.75
+"""Least similarity (difflib) of a name that is proposed instead of an unknown one."""
+_TOML_PLACE = re.compile(r"^(?P<what>.*) \(at line (?P<line>\d+), column \d+\)$")
+_ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.-]+)\s*=\s*(?P<value>[^#]*?)\s*(?:#.*)?")
+_YAML = re.compile(r"\s*(?:- )?[\w.-]+\s*:(?:\s.*|)")
+
+
+class Source(NamedTuple):
+    """What one source sets, and what in it is no setting: a line per problem, with the source's name."""
+
+    values: Values
+    problems: list[str]
 
 
 def env_name(section: str, key: str) -> str:
@@ -65,51 +80,87 @@ def known_keys(model: type[BaseModel]) -> list[str]:
     return [f"{name}.{key}" for name, section in sections(model).items() for key in own_keys(section)]
 
 
-def read_toml(model: type[BaseSettings], path: Path) -> Values:
+def read_toml(model: type[BaseSettings], path: Path) -> Source:
     """The file's tables under layerflow's names.
 
-    :raises ConfigError: if it cannot be read, is not TOML, or names unknown settings.
+    :raises ConfigError: if it cannot be read, or is not TOML.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     try:
-        raw = TomlConfigSettingsSource(model, toml_file=path)()
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        text = path.read_bytes().decode()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}; save it as UTF-8") from None
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {_in_its_line(text, str(error))}") from None
     return _canonical(model, raw, str(path))
 
 
-def read_environment(model: type[BaseSettings]) -> Values:
+def _in_its_line(text: str, error: str) -> str:
+    """The error of the parser with the line that it is about, and what to write there where that can be known."""
+    place = _TOML_PLACE.match(error)
+    if place is None:
+        return error
+    number = int(place["line"])
+    line = text.split("\n")[number - 1].strip()
+    return f"line {number}: {line}: {_mending(line) or place['what']}"
+
+
+def _mending(line: str) -> str:
+    """What is wrong with a line that is no TOML, and the line as it should be; "" where that is not known."""
+    if _YAML.fullmatch(line):
+        return "that is YAML; TOML has key = value, and [section] above the keys of a section"
+    found = _ASSIGNMENT.fullmatch(line)
+    if found is None:
+        return ""
+    key, value = found["key"], found["value"]
+    if not value:
+        return f"no value; remove the line, or write {key} = and a value"
+    if value in ("True", "False"):
+        return f"write {key} = {value.lower()}"
+    quoted = f'{key} = "{value.strip(chr(34) + chr(39))}"'
+    return f"text needs quotes: {quoted}" if _is_toml(quoted) and not _is_toml(line) else ""
+
+
+def _is_toml(line: str) -> bool:
+    try:
+        tomllib.loads(line)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
+
+
+def read_environment(model: type[BaseSettings]) -> Source:
     """The ``LAYERFLOW_SECTION__KEY`` variables under layerflow's names.
 
     A variable without the double underscore is not ours: Kubernetes sets ``LAYERFLOW_PORT`` and the
     like for a service of that name.
-
-    :raises ConfigError: for an unknown section or key.
     """
     known = sections(model)
     found: dict[str, Any] = {}
+    problems: list[str] = []
     for variable, value in os.environ.items():
         if not variable.upper().startswith(ENV_PREFIX):
             continue
         place = variable[len(ENV_PREFIX) :].lower().replace("__", ".")
         if place in known:
-            raise ConfigError(f"{variable}: {place} is a section; write {variable}__KEY=value")
-        if "." not in place:
-            continue
-        if place.partition(".")[0] not in known:
-            raise ConfigError(f"{variable}: {_unknown(model, place)}")
-        found[place] = value
-    return _canonical(model, found, "environment")
+            problems.append(f"{variable}: {place} is a section; write {variable}__KEY=value")
+        elif "." in place and place.partition(".")[0] not in known:
+            problems.append(f"{variable}: {_unknown(model, place)}")
+        elif "." in place:
+            found[place] = value
+    values, others = _canonical(model, found, "environment")
+    return Source(values, problems + others)
 
 
-def read_overrides(model: type[BaseSettings], overrides: Mapping[str, Any], called: str) -> Values:
+def read_overrides(model: type[BaseSettings], overrides: Mapping[str, Any], called: str) -> Source:
     """Flags: ``{"section.key": value}`` or ``{"section": {"key": value}}``; None = not given.
 
     :param called: what messages call them.
-    :raises ConfigError: for an unknown section or key.
     """
     return _canonical(model, {name: value for name, value in overrides.items() if value is not None}, called)
 
@@ -157,25 +208,41 @@ def explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str,
 
 
 def _unknown(model: type[BaseModel], place: str) -> str:
-    """`place` is no setting; the closest ones by whole name, else by key in whatever section."""
-    known, tables = known_keys(model), sections(model)
-    bare = place.rpartition(".")[2]
+    """`place` is no setting: what it is called here, or what its section has."""
+    section, _, bare = place.rpartition(".")
+    if advice := what_to_write(bare):
+        return f"{place} is not a setting: {advice}"
+    if close := _closest(model, section, bare):
+        return f"{place} is not a setting; did you mean {close}?"
+    tables = sections(model)
+    if section in tables:
+        return f"{place} is not a setting; [{section}] has {', '.join(own_keys(tables[section]))}"
+    return f"{place} is not a setting; `layerflow config` lists every key"
+
+
+def _closest(model: type[BaseModel], section: str, bare: str) -> str:
+    """The setting or section that ``section.bare`` may mean; "" = none is close.
+
+    A key of the same section comes first, then the same key elsewhere, then a section, then a similar key elsewhere.
+    """
+    tables = sections(model)
     by_key: dict[str, list[str]] = {}
-    for key in known:
+    for key in known_keys(model):
         by_key.setdefault(key.rpartition(".")[2], []).append(key)
     for old, new in ALIASES.items():
         by_key.setdefault(old, []).append(".".join(new))
     by_table = {name.rpartition(".")[2]: name for name in tables} | {name: name for name in tables}
+    place = f"{section}.{bare}" if section else bare
 
-    def nearest(names: list[str]) -> list[str]:
-        return sorted(names, key=lambda name: difflib.SequenceMatcher(None, place, name).ratio(), reverse=True)[:1]
+    def near(name: str, names: Iterable[str]) -> str:
+        return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)), "")
 
-    near = difflib.get_close_matches(place, [*by_table, *known] if "." in place else by_table, n=1, cutoff=0.75)
-    whole = [by_table.get(name, name) for name in near]
-    elsewhere = [key for name in difflib.get_close_matches(bare, by_key, n=1, cutoff=0.6) for key in by_key[name]]
-    close = nearest(by_key.get(bare, [])) or whole or nearest(elsewhere)
-    hint = f"did you mean {close[0]}?" if close else "`layerflow config` lists every key"
-    return f"{place} is not a setting; {hint}"
+    if section in tables and (found := near(bare, own_keys(tables[section]))):
+        return f"{section}.{found}"
+    if bare not in by_key and (found := near(place, by_table)):
+        return by_table[found]
+    same = by_key.get(bare) or by_key.get(near(bare, by_key), [])
+    return max(same, key=lambda key: difflib.SequenceMatcher(None, place, key).ratio(), default="")
 
 
 def _flat(known: Container[str], raw: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
@@ -188,8 +255,8 @@ def _flat(known: Container[str], raw: Mapping[str, Any], table: str = "") -> Ite
             yield place, value
 
 
-def _canonical(model: type[BaseModel], raw: Mapping[str, Any], origin: str) -> Values:
-    """Rename aliases, refuse what layerflow does not have; every problem in one error."""
+def _canonical(model: type[BaseModel], raw: Mapping[str, Any], origin: str) -> Source:
+    """Rename aliases, and keep out what layerflow does not have."""
     known = {name: own_keys(section) for name, section in sections(model).items()}
     values: Values = {}
     problems: list[str] = []
@@ -208,25 +275,24 @@ def _canonical(model: type[BaseModel], raw: Mapping[str, Any], origin: str) -> V
             put(place, table, key, value)
         elif place in known:
             problems.append(f"{place} is a section; write [{place}] and its keys below it")
-        elif key in REFUSED:
-            problems.append(f"{place}: {REFUSED[key]}")
         elif table in _ALIAS_TABLES and key in ALIASES:
             put(place, *ALIASES[key], value)
         elif table in _ALIAS_TABLES and key == "use_layerwise":
             _use_layerwise(values.setdefault("transfer", {}), place, value, problems)
         else:
             problems.append(_unknown(model, place))
-    if problems:
-        raise ConfigError("\n".join(f"{origin}: {problem}" for problem in problems))
-    return values
+    return Source(values, [f"{origin}: {problem}" for problem in problems])
 
 
 def _use_layerwise(transfer: dict[str, Any], place: str, value: Any, problems: list[str]) -> None:
-    """The source systems' switch: false means mode = "bulk"; true leaves the choice to "auto"."""
+    """Set the mode by the switch of other connectors: true is "layerwise", false "bulk"."""
     switch = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
     if switch is None:
         problems.append(f"{place} = {value!r}: should be true or false")
-    elif "mode" not in transfer:
-        transfer["mode"] = "auto" if switch else "bulk"
-    elif switch == (transfer["mode"] == "bulk"):
-        problems.append(f"{place} = {str(switch).lower()} contradicts transfer.mode = {transfer['mode']!r}; keep mode")
+        return
+    mode = LAYERWISE_MODES[switch]
+    if transfer.setdefault("mode", mode) != mode:
+        problems.append(
+            f"{place} = {str(switch).lower()} is mode = {mode!r} and contradicts transfer.mode = "
+            f"{transfer['mode']!r}; keep mode"
+        )

@@ -26,7 +26,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     running = running_server(settings.server)
     yield from examine_program()
     yield from examine_listening(settings.server, running)
-    yield from examine_memory(settings.pool, running is not None)
+    yield from examine_memory(settings.pool, running)
     yield from examine_sharing(running)
     yield from examine_peers(settings, running)
     if settings.pool.behind != MEMORY:

@@ -16,6 +16,7 @@ from layerflow.errors import ConfigError, LayerflowError
 from layerflow.findings import Finding, ok, problem, warning
 from layerflow.http_server import MAX_CONNECTIONS
 from layerflow.system.descriptors import FLOOR
+from layerflow.system.listening import why_not_listening
 from layerflow.system.machine import existing
 
 STATUS_TIMEOUT_S = 1.5
@@ -51,14 +52,7 @@ def _listened_to(endpoint: str) -> bool:
     """Whether a process has the socket open; a file that a killed server left behind does not count."""
     if not endpoint.startswith("ipc://"):
         return False
-    name = endpoint.removeprefix("ipc://")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(STATUS_TIMEOUT_S)
-        try:
-            client.connect("\0" + name[1:] if name.startswith("@") else name)
-        except OSError:
-            return False
-        return True
+    return not why_not_listening(Path(endpoint.removeprefix("ipc://")))
 
 
 def _directory(folder: Path) -> Finding:

@@ -21,7 +21,7 @@ from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial
 from layerflow.config.fields import BackendOptions, Whole, setting
 from layerflow.errors import Unsupported
 from layerflow.findings import Finding, ok, problem, warning
-from layerflow.findings.memory import gib
+from layerflow.findings.memory import size_text
 from layerflow.findings.probes import ANSWER_TIMEOUT_S
 from layerflow.hosts.backend import (
     OK,
@@ -118,12 +118,14 @@ def examine(options: RedisOptions, pool: PoolSettings, running: bool) -> Iterato
             "redis memory", "no maxmemory: it takes memory until there is none", "set one in its configuration"
         )
     elif policy.startswith("volatile-"):
-        why = f"{gib(most)}, {policy}: it evicts what expires, and objects never do; once full it stores nothing more"
-        yield problem("redis memory", why, "maxmemory-policy allkeys-lru")
+        why = f"{policy}: it evicts what expires, and objects never do; once full it stores nothing more"
+        yield problem("redis memory", f"{size_text(most)}, {why}", "maxmemory-policy allkeys-lru")
     elif policy == "noeviction":
-        yield warning("redis memory", f"{gib(most)}; once full it stores nothing more", "maxmemory-policy allkeys-lru")
+        yield warning(
+            "redis memory", f"{size_text(most)}; once full it stores nothing more", "maxmemory-policy allkeys-lru"
+        )
     else:
-        yield ok("redis memory", f"{gib(most)}, {policy}")
+        yield ok("redis memory", f"{size_text(most)}, {policy}")
 
 
 def trial(options: RedisOptions, folder: Path, nbytes: int, running: bool) -> Trial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, cast
 
@@ -115,7 +116,7 @@ class StepFigures(NamedTuple):
     :param overlap: ``hidden / transfer``, 0 to 1; 0.0 where nothing moved.
     :param bytes: bytes moved.
     :param layers: layers moved.
-    :param bound: the highest overlap that this transfer could reach next to this compute, 0 to 1.
+    :param bound: the highest overlap that this transfer could reach next to this compute, `overlap` to 1.
     """
 
     transfer_ms: float
@@ -142,14 +143,20 @@ def figures(trace: StepTrace, direction: Literal["load", "save", "link"] = "load
         hidden  = max(0, T - exposed)
         overlap = hidden / T
 
-    and the bound, see :func:`overlap_bound`, with c = measured compute time ÷ layers computed.
+    and the bound from each layer's own transfer and compute, see :func:`_least_exposed`::
+
+        bound = 1 - least exposed / T
+
+    For equal layers that follow each other without a pause it is :func:`overlap_bound`.
     """
     moved = trace.lane(direction)
     compute = trace.lane("compute")
     total = _union(moved)
     exposed = _exposed_save(trace, moved) if direction == "save" else _exposed_load(trace)
-    computed = _layers(compute)
-    layers = max(1, computed) if any(span.layer == WHOLE_STEP for span in moved) else _layers(moved)
+    least = exposed
+    if moved and compute:
+        least = _least_exposed(*(_saves_backwards if direction == "save" else _loads)(trace, compute, moved))
+    whole = any(span.layer == WHOLE_STEP for span in moved)
     hidden = max(0.0, total - exposed)
     return StepFigures(
         transfer_ms=total * 1e3,
@@ -157,13 +164,13 @@ def figures(trace: StepTrace, direction: Literal["load", "save", "link"] = "load
         hidden_ms=hidden * 1e3,
         overlap=hidden / total if total > 0 else 0.0,
         bytes=sum(span.nbytes for span in moved),
-        layers=layers,
-        bound=overlap_bound(total, layers, _union(compute) / computed if computed else 0.0),
+        layers=max(1, _layers(compute)) if whole else _layers(moved),
+        bound=max(0.0, 1.0 - least / total) if total > 0 else 0.0,
     )
 
 
 def overlap_bound(transfer: float, layers: int, compute_per_layer: float) -> float:
-    """The highest share of a transfer that can hide behind compute, 0 to 1.
+    """The highest share of a transfer of equal layers that can hide behind compute, 0 to 1.
 
     The first layer's load has no compute before it (the last layer's save none behind it), and each
     further layer hides at most one layer of compute. With T = `transfer` and L = `layers`::
@@ -215,9 +222,134 @@ def _layers(spans: list[Span]) -> int:
 
 
 def _union(spans: list[Span]) -> float:
-    """Seconds covered by at least one of `spans`, which are sorted by start."""
+    """Seconds covered by at least one of `spans`."""
+    return _measure((span.start, span.stop) for span in spans)
+
+
+class _Moved(NamedTuple):
+    """One transfer, or a layer's part of one that carried all layers."""
+
+    layer: int
+    start: float
+    stop: float
+    weight: float
+
+
+_Interval = tuple[float, float]
+
+
+def _loads(
+    trace: StepTrace, compute: list[Span], moved: list[Span]
+) -> tuple[list[_Moved], dict[int, float], list[_Interval]]:
+    """What :func:`_least_exposed` needs of loads: a layer's load ends before the layer's compute starts."""
+    due: dict[int, float] = {}
+    for span in compute:  # by start time
+        due.setdefault(span.layer, span.start)
+    waits = [(span.start, span.stop) for span in trace.lane("wait")]
+    return _by_layer(moved, due, 1), due, waits
+
+
+def _saves_backwards(
+    trace: StepTrace, compute: list[Span], moved: list[Span]
+) -> tuple[list[_Moved], dict[int, float], list[_Interval]]:
+    """What :func:`_least_exposed` needs of saves, as loads under a clock that runs backwards.
+
+    A layer's save starts after the layer's compute has ended, and the wait is from the end of compute to the last save.
+    """
+    ends: dict[int, float] = {}
+    for span in compute:
+        ends[span.layer] = max(ends.get(span.layer, span.stop), span.stop)
+    due = {layer: -end for layer, end in sorted(ends.items(), key=lambda item: -item[1])}
+    waits = [(-max(span.stop for span in moved), -max(ends.values()))]
+    return _by_layer(moved, due, -1), due, waits
+
+
+def _by_layer(moved: list[Span], due: Mapping[int, float], clock: int) -> list[_Moved]:
+    """The transfers of layers that were computed. One of all layers is taken as so many equal ones in their order.
+
+    :param clock: 1, or -1 for a clock that runs backwards.
+    """
+    sized = any(span.nbytes for span in moved)
+    parts = []
+    for span in moved:
+        weight = span.nbytes if sized else span.seconds
+        start, stop = sorted((clock * span.start, clock * span.stop))
+        if span.layer != WHOLE_STEP:
+            parts.append(_Moved(span.layer, start, stop, weight))
+            continue
+        each = (stop - start) / len(due)
+        parts += [
+            _Moved(layer, start + number * each, start + (number + 1) * each, weight / len(due))
+            for number, layer in enumerate(due)
+        ]
+    return parts
+
+
+def _least_exposed(moved: list[_Moved], due: Mapping[int, float], waits: list[_Interval]) -> float:
+    """Seconds that the engine had to wait, however well these transfers had been scheduled.
+
+    Until a layer is due, the link has to carry it and the layers before it. That takes their part of the whole
+    transfer by size, or the time that they did take where it is less. All other time since the first byte is slack, by
+    which they could have come earlier. The engine's waits until then, less this slack, are what the layer costs.
+    A layer's transfers count up to the moment when it is due, so that the slack is never negative: the result is at
+    most the sum of the waits.
+
+    :param due: when each layer's compute starts, in this order.
+    """
+    begin = min(part.start for part in moved)
+    total = _measure([(part.start, part.stop) for part in moved])
+    weights = sum(part.weight for part in moved)
+    needed: dict[int, list[_Moved]] = {}
+    for part in moved:
+        needed.setdefault(part.layer, []).append(part)
+    carried, weight, least = _Covered(), 0.0, 0.0
+    waited, ahead = _Covered(), deque(sorted((max(start, begin), stop) for start, stop in waits if stop > begin))
+    for layer, start in due.items():
+        parts = needed.get(layer, [])
+        carried.add((part.start, min(part.stop, start)) for part in parts)
+        weight += sum(part.weight for part in parts)
+        while ahead and ahead[0][0] < start:
+            wait = ahead.popleft()
+            waited.add([(wait[0], min(wait[1], start))])
+            if wait[1] > start:
+                ahead.appendleft((start, wait[1]))
+                break
+        at_least = min(carried.seconds, total * weight / weights if weights else 0.0)
+        slack = max(0.0, start - begin) - at_least
+        least = max(least, waited.seconds - slack)
+    return least
+
+
+class _Covered:
+    """The union of intervals that come in the order of their starts, or nearly so.
+
+    :ivar seconds: that at least one of them covers.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._intervals: list[_Interval] = []
+        self._reached = float("-inf")
+
+    def add(self, intervals: Iterable[_Interval]) -> None:
+        """Intervals whose stop is not after their start cover nothing."""
+        for start, stop in sorted(intervals):
+            if stop <= start:
+                continue
+            if self._intervals and start < self._intervals[-1][0]:
+                self._intervals.append((start, stop))
+                self._intervals.sort()
+                self.seconds = _measure(self._intervals)
+            else:
+                self._intervals.append((start, stop))
+                self.seconds += max(0.0, stop - max(start, self._reached))
+            self._reached = max(self._reached, stop)
+
+
+def _measure(intervals: Iterable[_Interval]) -> float:
+    """Seconds covered by at least one of them."""
     covered, reached = 0.0, float("-inf")
-    for span in spans:
-        covered += max(0.0, span.stop - max(span.start, reached))
-        reached = max(reached, span.stop)
+    for start, stop in sorted(intervals):
+        covered += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
     return covered

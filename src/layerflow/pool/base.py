@@ -32,7 +32,8 @@ class ReserveStatus(enum.Enum):
 class Located(NamedTuple):
     """A complete object: where its header starts in the arena, and its shape.
 
-    :param pieces: where it was not stored itself: the boxes of the objects that cover it, and their offsets.
+    :param pieces: where it was not stored itself: the boxes of the objects that cover it, see
+        :meth:`layerflow.boxes.Box.of_layers`, and their offsets.
     """
 
     offset: int
@@ -113,7 +114,10 @@ class Covering(Protocol):
         ...
 
     def sources(self, key: bytes, there: Callable[[bytes], bool]) -> list[tuple[Box, bytes]]:
-        """Of those that can be had, some that together cover this one; none if something is missing."""
+        """Of those that can be had, some that together cover this one; none if something is missing.
+
+        Boxes are those that keys tell, see :meth:`layerflow.boxes.Box.of_layers`.
+        """
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from layerflow.boxes import Box, cover
+from layerflow.boxes import TO_THE_END, Box, cover
 from layerflow.keys import DIGEST_BYTES, covered_by, several_key
 from layerflow.pool.base import Located, Owner, Tail
 from layerflow.pool.memory import ArenaMemory, MemoryPool
@@ -202,10 +202,14 @@ def alike(shard: Shard, other: Shard) -> bool:
 
 
 def _alternatives(partitions: Sequence[Shard], groups: int) -> dict[bytes, _Alternatives]:
-    """By the end of its keys, each box of a model's partitions."""
+    """By the end of its keys, each box of a model's partitions.
+
+    A key says that its object reaches to the group's last layer, and not which that is: keys of models of other depths
+    end alike. So boxes have ends of that kind too, and those of one model are right for the keys of every other.
+    """
     found: dict[bytes, _Alternatives] = {}
     for group in range(groups):
-        ends = {covered_by(group, peer): peer.box(group) for first in partitions for peer in first.peers()}
+        ends = {covered_by(group, peer): _open_box(peer, group) for first in partitions for peer in first.peers()}
         overlapping: dict[bytes, list[tuple[Box, bytes]]] = {end: [] for end in ends}
         for end, other in _overlapping(ends):
             overlapping[end].append((ends[other], other))
@@ -214,6 +218,11 @@ def _alternatives(partitions: Sequence[Shard], groups: int) -> dict[bytes, _Alte
         for end, box in ends.items():
             found[end] = _Alternatives(box, tuple(sorted(overlapping[end], key=lambda other: order[other[1]])))
     return found
+
+
+def _open_box(shard: Shard, group: int) -> Box:
+    box = shard.box(group)
+    return box._replace(end_layer=TO_THE_END) if box.end_layer == shard.span_of(group)[2] else box
 
 
 def _overlapping(boxes: Mapping[bytes, Box]) -> Iterator[tuple[bytes, bytes]]:

@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import anyio
+import msgspec
 
 from layerflow.errors import ProxyError
+from layerflow.proxy.body import NOT_JSON
 from layerflow.proxy.request import CHAT, ClientRequest
 
 _CHOICE = re.compile(r"(\d{1,9})_")
@@ -25,8 +27,30 @@ _BEHIND = re.compile(r"-[0-9a-f]{8}$")
 _MOST_ASKING = 4
 """Posts of one child that may wait at once: one, and what it has repeated over connections that broke."""
 
+_MOST_TEXT = 512 << 10
+"""Bytes of values that have text in them; lists of blocks have none."""
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
 Child = tuple[int, int]
 """A request as the decoder's engine counts it: the numbers of its prompt and of its choice."""
+
+
+def read_posted(raw: bytes) -> dict[str, Any]:
+    """What a decoder has posted. A value without any text, such as a list of blocks, stays JSON: it names nothing.
+
+    :raises ProxyError: 400, it is no JSON object with request_id; 413, it has too much text.
+    """
+    try:
+        values = _decode(raw)
+        texts = {name: value for name, value in values.items() if b'"' in bytes(value)}
+        if sum(map(len, texts.values())) > _MOST_TEXT:
+            raise ProxyError(f"the body has more than {_MOST_TEXT} bytes beside lists of numbers", 413)
+        posted = {**values, **{name: msgspec.json.decode(value) for name, value in texts.items()}}
+    except NOT_JSON as error:
+        raise ProxyError(f"the body should be a JSON object with request_id: {error}", 400) from None
+    if not isinstance(posted.get("request_id"), str):
+        raise ProxyError("the body should be an object with request_id", 400)
+    return posted
 
 
 class PrefillJob:

@@ -16,8 +16,10 @@ import anyio
 import structlog
 import zmq
 
-from layerflow.config.settings import Settings, live_changes, make_private, make_private_directory
-from layerflow.errors import DeadlineExceeded, ProtocolError, VersionMismatch
+from layerflow.config.settings import Settings, format_size, live_changes, make_private, make_private_directory
+from layerflow.errors import ConfigError, DeadlineExceeded, ProtocolError, VersionMismatch
+from layerflow.findings import Severity
+from layerflow.findings.memory import arena_fits
 from layerflow.flow.commands import StepDone
 from layerflow.flow.events import Event, LimitsChanged
 from layerflow.flow.limits import Limits
@@ -60,12 +62,13 @@ class Server:
 
     :param settings: see ``docs/configuration.md``.
     :param context: the ZMQ context whose ``inproc://`` endpoints embedded agents use; None = its own.
-    :raises ConfigError: see :func:`behind.tier_of`.
+    :raises ConfigError: see :func:`behind.tier_of`; or the machine can never hold such an arena.
     """
 
     def __init__(self, settings: Settings, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self.settings = settings
         tier = behind.tier_of(settings)
+        _check_memory(settings)
         self.metrics = Metrics()
         self.started_at = time.time()
         self._own_context = context is None
@@ -240,7 +243,12 @@ class Server:
         self.read_statistics()
         found = status_of(self._server_context, self.settings, self.started_at, healthy=self.healthy)
         doors = {name: asdict(door.statistics()) for name, door in self._doors.items() if isinstance(door, Door)}
-        return found | {"memory_node": self._arena.placed, "doors": doors}
+        arena = {
+            "bytes": self._arena.nbytes,
+            "taken_bytes": self._arena.memory.taken_bytes,
+            "hugepages": self.settings.pool.hugepages,
+        }
+        return found | {"memory_node": self._arena.placed, "arena": arena, "doors": doors}
 
     def metrics_text(self) -> bytes:
         """Prometheus exposition text."""
@@ -461,3 +469,20 @@ class Server:
 
     def _terms(self) -> wire.Terms:
         return terms_of(self.settings, self.sessions.workers())
+
+
+def _check_memory(settings: Settings) -> None:
+    """Refuse an arena that this machine can never hold, and say so where it has no room for it now.
+
+    Huge pages are taken when the arena is made, or refused then.
+
+    :raises ConfigError: the arena is larger than the machine's memory, or than the limit of its control group.
+    """
+    if settings.pool.hugepages:
+        return
+    finding = arena_fits(settings.pool.size)
+    if finding.state is Severity.PROBLEM:
+        raise ConfigError(f"pool.size = {format_size(settings.pool.size)}: {finding.found}; {finding.advice}")
+    if finding.state is Severity.WARNING:
+        log = structlog.get_logger("layerflow.server")
+        log.warning("memory_short", found=finding.found, advice=finding.advice)

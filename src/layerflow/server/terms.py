@@ -29,8 +29,8 @@ def limits_of(settings: Settings, arena_bytes: int) -> Limits:
     transfer = settings.transfer
     return Limits(
         prefetch_layers=transfer.prefetch_layers,
-        max_transfer_blocks=transfer.max_transfer_blocks,
-        max_transfer_bytes=transfer.max_transfer_bytes,
+        max_transfer_blocks=transfer.block_cap,
+        max_transfer_bytes=transfer.byte_cap,
         max_inflight_bytes=max(2, transfer.max_inflight_bytes - planned_bytes(settings)),
         save_backlog_bytes=transfer.save_backlog_bytes,
         write_backlog_bytes=min(settings.pool.write_backlog, arena_bytes // 2),
@@ -51,8 +51,8 @@ def terms_of(settings: Settings, workers: int) -> Terms:
         transfer.save_decode_cache,
         pool.link_gbps,
         pool.link_latency_us,
-        transfer.max_transfer_blocks,
-        transfer.max_transfer_bytes,
+        transfer.block_cap,
+        transfer.byte_cap,
         transfer.h2d_stagger_us,
         settings.pd.follow,
         planned_bytes(settings) // sharers(workers),

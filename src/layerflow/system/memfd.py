@@ -101,6 +101,11 @@ class SharedMemory:
             )
             raise Unsupported(f"cannot create {nbytes} bytes of shared memory: {error.strerror}; {hint}") from error
 
+    @property
+    def taken_bytes(self) -> int:
+        """What it has of the machine's memory: its pages that any process has touched."""
+        return os.fstat(self.fd).st_blocks * 512  # stat(2)
+
     @classmethod
     def attach(cls, fd: int, nbytes: int, *, writable: bool = True, mapped: bool = True) -> Self:
         """Map memory that another process created.

@@ -110,7 +110,8 @@ class Handshake:
         wait_ms = max(0, round((deadline - time.monotonic()) * 1e3))
         try:
             if not self._poll(wait_ms):
-                raise DeadlineExceeded("the server did not answer in time; is it running at this endpoint?")
+                where = self.dealer.get_string(zmq.LAST_ENDPOINT)
+                raise DeadlineExceeded(f"the server at {where} did not answer in time; is it running there?")
             frames = self.dealer.recv_multipart()
         except zmq.ZMQError as error:
             raise ServerLost(f"the connection has ended: {error.strerror}") from None

@@ -8,12 +8,14 @@ accepts the hit, ``build_connector_meta`` outlines what the step moves (all :mod
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import structlog
 import vllm
+from torch import nn
 from vllm import config as vllm_configs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -25,7 +27,9 @@ from layerflow.connectors.vllm.embed import embed, embedded_endpoint
 from layerflow.connectors.vllm.guard import tell
 from layerflow.connectors.vllm.heads import wanted_layout
 from layerflow.connectors.vllm.identity.adapters import Adapters
+from layerflow.connectors.vllm.identity.computation import model_of
 from layerflow.connectors.vllm.identity.identity import RequestKeys
+from layerflow.connectors.vllm.identity.loaded import LoadedWeights
 from layerflow.connectors.vllm.identity.reading import START_WAIT_S, WeightsReading
 from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, waits_by_layer
 from layerflow.connectors.vllm.options import allows_unknown, parse_options
@@ -95,6 +99,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._forward = False
         self._reading: WeightsReading[Layout] | None = None
         self._named: Layout | None = None
+        self._weights: LoadedWeights | None = None
         self._told_of_reading = False
         self._obstacle = obstacle(vllm_config, layer_specs(kv_cache_config))
         if self._obstacle:
@@ -175,6 +180,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Some ways to guess begin with a token that is no guess.
         ahead = speculative.num_speculative_tokens + 1 if speculative is not None else 0
         self._scheduler.step_loads.meet_blocks(gpu_block_pool.get_num_free_blocks, ahead)
+        self._scheduler.own_cache.meet(lambda: getattr(gpu_block_pool, "cached_block_hash_to_block", None))
 
     def on_new_request(self, request: Any) -> None:
         """A request has come in."""
@@ -235,6 +241,8 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._obstacle:
             return
         layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, self.options)
+        if self._weights is None:  # from here on: the digest is that of the files, which the weights still are
+            self._weights = _loaded_weights(self._vllm_config, layout)
         if self._worker is not None:  # vLLM has made its cache anew
             self._worker.let_go()
             self._worker.close()
@@ -268,26 +276,29 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._named = layout
         engine_id = self._kv_transfer_config.engine_id
         endpoint = self.options.endpoint or embedded_endpoint(engine_id)
-        agent = Agent(endpoint, layout.spec, layout.tensors, engine_id)
         # With some caches vLLM zeroes new blocks while it prepares a step, and where steps overlap the one before may
         # still run then.
         zeroes = self._groups > 1 and getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
-        self._worker = WorkerSide(
-            agent,
-            layout,
-            endpoint,
-            several_groups=self._groups > 1,
-            early=not (zeroes or _steps_overlap(self._vllm_config)),
-            in_flight=steps_in_flight(
-                self._vllm_config,
-                vllm.__version__,
-                overlap=_steps_overlap(self._vllm_config),
-                consumer=self._kv_transfer_config.is_kv_consumer and not self._is_child,
-            ),
-            waits=waits_by_layer(self._vllm_config, layout),
-            events=self._events,
-            splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
-        )
+        with contextlib.ExitStack() as begun:
+            agent = begun.enter_context(Agent(endpoint, layout.spec, layout.tensors, engine_id))
+            self._worker = WorkerSide(
+                agent,
+                layout,
+                endpoint,
+                several_groups=self._groups > 1,
+                early=not (zeroes or _steps_overlap(self._vllm_config)),
+                in_flight=steps_in_flight(
+                    self._vllm_config,
+                    vllm.__version__,
+                    overlap=_steps_overlap(self._vllm_config),
+                    consumer=self._kv_transfer_config.is_kv_consumer and not self._is_child,
+                ),
+                waits=waits_by_layer(self._vllm_config, layout),
+                events=self._events,
+                splits=bool(getattr(self._vllm_config.parallel_config, "use_ubatching", False)),
+                weights=self._weights,
+            )
+            begun.pop_all()  # from here on the worker's side closes the agent
 
     def _attach_late(self) -> None:
         """The digest of the weights is known by now, or will never be."""
@@ -417,12 +428,22 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._reading.close()
         if self._worker is not None:
             self._worker.close()
+        if self._weights is not None:
+            self._weights.close()
         if self._scheduler is not None:
             self._scheduler.close()
         if self._server is not None:
             self._server.close()
         if self._times is not None:
             self._times.write()
+
+
+def _loaded_weights(vllm_config: Any, layout: Layout) -> LoadedWeights:
+    """Of the model whose caches these are, and of its draft model."""
+    context = vllm_config.compilation_config.static_forward_context
+    layers = [context[name] for name in layout.numbers if isinstance(context.get(name), nn.Module)]
+    balanced = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
+    return LoadedWeights(model_of(layers), balanced=balanced)
 
 
 def _steps_overlap(vllm_config: Any) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from layerflow.backends import installed
+from layerflow.config.fields import local_endpoint
+from layerflow.config.foreign import what_to_write
 from layerflow.config.pool import usable_backend
 from layerflow.config.settings import Settings
+from layerflow.config.sources import LAYERWISE_MODES
 from layerflow.connectors.vllm.pd.options import PdOptions, parse_pd
 from layerflow.connectors.vllm.versions import ALLOW_UNKNOWN
 from layerflow.errors import ConfigError
@@ -28,12 +32,6 @@ _SERVER_KEYS = {
 }
 # Tables of the server's TOML file, below [pool]; with an endpoint they are the operator's as well.
 _POOL_TABLES = tuple(installed())
-_REFUSED = {
-    "layerwise_num_shared_buffers": "layerflow shares one arena between all layers; size it with pool.size "
-    "in the server's config (pool_size here if the server is embedded)",
-    "lookup_rpc_port": "scheduler and workers meet at `endpoint`; remove the port",
-    "mooncake_rpc_port": "scheduler and workers meet at `endpoint`; remove the port",
-}
 _OWN_KEYS = (
     "endpoint", "mode", "use_layerwise", "load_async", "backend", "chunk_tokens", "discard_partial_chunks",
     "save_decode_cache", "consumer_is_to_load", "consumer_is_to_put", "lookup_wait_ms", "model_content", "pd",
@@ -78,21 +76,12 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
 
     :param producer: vLLM's ``kv_role`` is ``kv_producer`` or ``kv_both``.
     :param consumer: it is ``kv_consumer`` or ``kv_both``.
-    :raises ConfigError: an unknown key, a value of the wrong kind, a contradiction, or a key of another system
+    :raises ConfigError: unknown keys, a value of the wrong kind, a contradiction, or a key of another system
         that means nothing here; the message says what to use.
     """
-    for key in extra:
-        if key in _REFUSED:
-            raise ConfigError(f"{_WHERE}: {key} has no use here: {_REFUSED[key]}")
-        if key not in (*_OWN_KEYS, *_SERVER_KEYS, *_POOL_TABLES):
-            known = ", ".join(sorted((*_OWN_KEYS, *_SERVER_KEYS, *_POOL_TABLES)))
-            raise ConfigError(f"{_WHERE}: unknown key {key!r}; known are {known}")
-    endpoint = _text(extra, "endpoint")
-    if endpoint.startswith("tcp://"):
-        raise ConfigError(
-            f"{_WHERE}: endpoint {endpoint!r}: workers share memory with the server, so it must run "
-            "on this machine; give its ipc:// endpoint"
-        )
+    if problems := _unknown_keys(extra):
+        raise ConfigError("\n".join(problems))
+    endpoint = _endpoint(extra)
     backend = _backend(extra)
     server = {setting: extra[key] for key, setting in _SERVER_KEYS.items() if key in extra}
     server |= {f"pool.{table}": _table(extra, table) for table in _POOL_TABLES if table in extra}
@@ -135,13 +124,45 @@ def allows_unknown(extra: Mapping[str, Any]) -> bool:
     return _switch(extra, ALLOW_UNKNOWN, False)
 
 
+def _unknown_keys(extra: Mapping[str, Any]) -> list[str]:
+    """A line for each key that means nothing here: what to write instead, the closest key, or all keys."""
+    known, problems = sorted((*_OWN_KEYS, *_SERVER_KEYS, *_POOL_TABLES)), []
+    for key in extra:
+        if key in known:
+            continue
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        if advice := what_to_write(key):
+            problems.append(f"{_WHERE}: {key} has no use here: {advice}")
+        elif close:
+            problems.append(f"{_WHERE}: unknown key {key!r}; did you mean {close[0]}?")
+        else:
+            problems.append(f"{_WHERE}: unknown key {key!r}; known are {', '.join(known)}")
+    return problems
+
+
+def _endpoint(extra: Mapping[str, Any]) -> str:
+    """The server's control socket; "" where the first worker embeds a server."""
+    written = _text(extra, "endpoint")
+    if written.startswith("tcp://"):
+        raise ConfigError(
+            f"{_WHERE}: endpoint {written!r}: workers share memory with the server, so it must run "
+            "on this machine; give its ipc:// endpoint"
+        )
+    if not written.startswith("ipc://"):
+        return written
+    try:
+        return local_endpoint(written)
+    except ValueError as error:
+        raise ConfigError(f"{_WHERE}: endpoint: {error}") from None
+
+
 def _mode(extra: Mapping[str, Any]) -> ModeSetting:
     mode = _text(extra, "mode")
     if mode and mode not in ("auto", "layerwise", "bulk"):
         raise ConfigError(f"{_WHERE}: mode = {mode!r}: should be auto, layerwise or bulk")
     wanted = {mode} if mode else set()
     if "use_layerwise" in extra:
-        wanted.add("layerwise" if _switch(extra, "use_layerwise", True) else "bulk")
+        wanted.add(LAYERWISE_MODES[_switch(extra, "use_layerwise", True)])
     if _switch(extra, "load_async", False):
         wanted.add("bulk")  # all of a hit is there before its request is scheduled
     if len(wanted) > 1:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from layerflow.config.settings import PoolSettings
 from layerflow.findings import Finding, ok, problem, warning
-from layerflow.findings.memory import gib
+from layerflow.findings.memory import size_text
+from layerflow.hosts.disk.folder import obstacle, user_of
 from layerflow.hosts.disk.plugin import DiskSettings
 from layerflow.system import machine
 
-_OTHER_PATH = "set pool.disk.path to a directory that this user may write to"
 _LOST = {
     "tmpfs": "is in memory: it ends with the machine's uptime, and takes what the arena could have",
     "ramfs": "is in memory: it ends with the machine's uptime, and takes what the arena could have",
@@ -24,13 +23,16 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p")
 
 def examine(settings: DiskSettings, pool: PoolSettings, running: bool) -> Iterator[Finding]:
     """Can it be written, is there room, will it stay."""
-    path = Path(settings.path)
-    above = machine.existing(path)
-    unusable = _unusable(path, above)
-    if unusable:
-        yield problem("disk path", unusable, _OTHER_PATH)
+    path = Path(os.path.abspath(settings.path))
+    if found := obstacle(path):
+        yield problem("disk path", found.what, found.advice)
         return
-    if above != path:
+    above = machine.existing(path)
+    if not running and (holder := user_of(path)):
+        yield problem(
+            "disk path", f"{path} is in use by another server (process {holder})", "give each its own pool.disk.path"
+        )
+    elif above != path:
         yield ok("disk path", f"{path} will be made")
     elif path.stat().st_mode & 0o077:
         yield warning("disk path", f"other users may enter {path}, where prompts' KV lies", f"chmod 700 {path}")
@@ -40,22 +42,14 @@ def examine(settings: DiskSettings, pool: PoolSettings, running: bool) -> Iterat
     yield _kind(path, machine.file_system(above))
 
 
-def _unusable(path: Path, above: Path) -> str:
-    if not above.is_dir():
-        return f"{path} cannot be made: {above} is no directory"
-    if not os.access(above, os.W_OK | os.X_OK):
-        return f"{above} is not writable for this user"
-    try:
-        tempfile.TemporaryFile(dir=above).close()
-    except OSError as error:
-        return f"{above} cannot be written: {error.strerror}"
-    return ""
-
-
 def _room(path: Path, above: Path, capacity: int) -> Finding:
     volume = os.statvfs(above)
     free, held = volume.f_bavail * volume.f_frsize, _held(path)
-    found = f"{gib(free)} free" + (f" and {gib(held)} held already" if held else "") + f"; capacity {gib(capacity)}"
+    found = (
+        f"{size_text(free)} free"
+        + (f" and {size_text(held)} held already" if held else "")
+        + f"; capacity {size_text(capacity)}"
+    )
     if free + held < capacity:
         return problem("disk room", found, "set a smaller pool.disk.capacity, or free the difference")
     return ok("disk room", found)

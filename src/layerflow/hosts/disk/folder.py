@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -27,6 +29,63 @@ log = structlog.get_logger(__name__)
 
 SHARDS = 256
 _LOCK_RETRY_S = 0.05
+_USABLE = "mount or create it, and let this user write to it"
+
+
+class Obstacle(NamedTuple):
+    """Why a folder cannot be used as it is.
+
+    :param lasting: it will not be mended by a mount or a right.
+    """
+
+    what: str
+    advice: str
+    lasting: bool = False
+
+
+def obstacle(path: Path, *, create: bool = True) -> Obstacle | None:
+    """What keeps the disk tier from using `path`, found without changing anything; None = nothing does.
+
+    :param create: the last part of `path` may be missing. What it lies in must exist: it may be a mount.
+    """
+    try:
+        return _obstacle(path, create=create)
+    except OSError as error:
+        return Obstacle(f"{path} cannot be used: {error.strerror}", _USABLE)
+
+
+def _obstacle(path: Path, *, create: bool) -> Obstacle | None:
+    there = path.exists()
+    if not there and not (create and path.parent.exists()):
+        missing = path.parent if create else path
+        return Obstacle(f"{path} cannot be used: {missing} does not exist", _USABLE)
+    for folder in (path, path / FORMAT, path / FORMAT / "new") if there else (path.parent,):
+        if not folder.exists():
+            continue
+        if not folder.is_dir():
+            return Obstacle(f"{folder} is no folder", "choose another pool.disk.path", lasting=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return Obstacle(f"{path} cannot be used: {folder} is not writable for this user", _USABLE)
+    lock = path / "lock"
+    if lock.exists() and not os.access(lock, os.R_OK | os.W_OK):
+        return Obstacle(f"{path} cannot be used: {lock} belongs to another user", _USABLE)
+    tempfile.TemporaryFile(dir=path if there else path.parent).close()
+    return None
+
+
+def user_of(path: Path) -> str:
+    """The process that holds this folder, as it wrote it; "" = none does."""
+    try:
+        lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _owner(lock)
+    finally:
+        os.close(lock)
+    return ""
 
 
 class Folder:
@@ -50,6 +109,8 @@ class Folder:
         :raises Unreachable: it is not there, or nothing can be written to it.
         :raises Unusable: another server uses it, or it is no folder.
         """
+        if found := obstacle(path, create=create):
+            raise (Unusable if found.lasting else Unreachable)(f"{found.what}; {found.advice}")
         lock = -1
         try:
             if create and not path.exists():
@@ -62,12 +123,8 @@ class Folder:
                 _take(lock, path, until)
             folder, lock = cls(path, lock), -1
             return folder
-        except NotADirectoryError as error:
-            raise Unusable(f"{path} is no folder: choose another pool.disk.path") from error
         except OSError as error:
-            raise Unreachable(
-                f"{path} cannot be used: {error.strerror}; mount or create it, and let this user write to it"
-            ) from error
+            raise Unreachable(f"{path} cannot be used: {error.strerror}; {_USABLE}") from error
         finally:
             if lock >= 0:
                 os.close(lock)
@@ -195,6 +252,10 @@ def _identity(root: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def _owner(lock: int) -> str:
+    return os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+
+
 def _take(lock: int, path: Path, until: float) -> None:
     """A server that was killed may take a moment to die, and its host with it."""
     while True:
@@ -202,9 +263,8 @@ def _take(lock: int, path: Path, until: float) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= until:
-                owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
                 raise Unusable(
-                    f"{path} is in use by another server (process {owner}): give each its own pool.disk.path"
+                    f"{path} is in use by another server (process {_owner(lock)}): give each its own pool.disk.path"
                 ) from None
             time.sleep(_LOCK_RETRY_S)
         else:

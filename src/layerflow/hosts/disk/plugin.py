@@ -6,13 +6,13 @@ import tempfile
 from pathlib import Path
 
 from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial
-from layerflow.config.fields import BackendOptions, Size, setting
+from layerflow.config.fields import BackendOptions, PathText, Size, setting
 
 
 class DiskSettings(BackendOptions):
     """A persistent tier under the arena: with ``backend = "disk"``, or with ``path`` alone."""
 
-    path: str = setting("", 'Directory of the tier, of this server alone; "" = off.')
+    path: PathText = setting("", 'Directory of the tier, of this server alone; "" = off.')
     capacity: Size = setting(64 << 30, "Most bytes of objects kept there.", unit="bytes", ge=1 << 20)
 
 

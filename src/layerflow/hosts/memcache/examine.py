@@ -56,7 +56,8 @@ def examine(settings: MemcacheSettings, pool: PoolSettings, running: bool) -> It
     yield from _clients(settings)
     if wanted.dram:
         arena = 0 if pool.hugepages else pool.size
-        yield fits("memcache memory", wanted.dram, arena, "pool.memcache.dram_size", running)
+        held = None if running else 0
+        yield fits("memcache memory", wanted.dram, "pool.memcache.dram_size", beside=arena, held=held)
 
 
 def _packages() -> Iterator[Finding]:

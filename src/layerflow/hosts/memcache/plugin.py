@@ -11,6 +11,7 @@ from pydantic import field_validator, model_validator
 from layerflow.backends import LEAST_TRIAL_BYTES, Plugin, Trial, free_ports
 from layerflow.config.fields import (
     BackendOptions,
+    PathText,
     Size,
     Whole,
     address,
@@ -38,7 +39,7 @@ sys.exit(memcache_hybrid.MetaService.setup(config) or memcache_hybrid.MetaServic
 class MemcacheSettings(BackendOptions):
     """memcache_hybrid, used with ``backend = "memcache"``."""
 
-    config_file: str = setting("", 'An mmc-local.conf of the package; it replaces the keys below. "" = none.')
+    config_file: PathText = setting("", 'An mmc-local.conf of the package; it replaces the keys below. "" = none.')
     meta_service_url: str = setting("tcp://127.0.0.1:5000", "The MetaService.")
     config_store_url: str = setting("tcp://127.0.0.1:6000", "The configuration store of the MetaService.")
     metrics_url: str = setting(
@@ -60,7 +61,7 @@ class MemcacheSettings(BackendOptions):
         le=65_536,
     )
     device_id: Whole = setting(0, "Number of the NPU.", ge=0, le=1023)
-    cann_emulator: str = setting("", 'Directory of an emulated CANN, for tests and demos; "" = the real one.')
+    cann_emulator: PathText = setting("", 'Directory of an emulated CANN, for tests and demos; "" = the real one.')
     direct: bool = setting(
         False, "Engine workers on an NPU move bytes straight between device memory and the pool, past the arena."
     )

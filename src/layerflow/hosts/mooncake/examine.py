@@ -30,7 +30,8 @@ def examine(settings: MooncakeSettings, pool: PoolSettings, running: bool) -> It
     yield from _transport(settings)
     if settings.segment_size:
         arena = 0 if pool.hugepages else pool.size
-        yield fits("mooncake segment", settings.segment_size, arena, "pool.mooncake.segment_size", running)
+        held = None if running else 0
+        yield fits("mooncake segment", settings.segment_size, "pool.mooncake.segment_size", beside=arena, held=held)
 
 
 def _package() -> Iterator[Finding]:

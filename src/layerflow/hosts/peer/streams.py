@@ -17,17 +17,25 @@ class LinkClosed(Exception):
 
 
 class LinkStalled(Exception):
-    """Nothing came for too long."""
+    """Nothing came, or was taken, for too long."""
 
 
+SEND_STALL_S = 5.0
+"""How long the other end may take nothing of what is sent."""
+LEAST_BANDWIDTH = 1 << 20
+"""Bytes per second of a link that is any good: who takes a few at a time keeps no thread."""
 MAX_BUFFERS = 1024
 """That one call of the kernel fills (IOV_MAX)."""
 
 
 def set_timeout(connection: socket.socket, seconds: float | None) -> None:
-    """How long one receive may wait, by the kernel: a socket of Python's with a time-out polls before each call."""
-    whole = 0.0 if seconds is None else max(seconds, 1e-3)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(whole), int(whole % 1 * 1e6)))
+    """How long one receive may wait."""
+    _limit(connection, socket.SO_RCVTIMEO, 0.0 if seconds is None else max(seconds, 1e-3))
+
+
+def _limit(connection: socket.socket, option: int, seconds: float) -> None:
+    """By the kernel: a socket of Python's with a time-out polls before each call. 0 = without a limit."""
+    connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
 
 
 def hung_up(connection: socket.socket) -> bool:
@@ -72,8 +80,11 @@ def send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None
     """All of it, in one call where the kernel takes it.
 
     :raises LinkClosed: the other end has hung up.
+    :raises LinkStalled: it takes nothing, or too little.
     """
     left = [memoryview(part).cast("B") for part in parts if len(part)]
+    until = time.monotonic() + SEND_STALL_S + sum(part.nbytes for part in left) / LEAST_BANDWIDTH
+    _limit(connection, socket.SO_SNDTIMEO, SEND_STALL_S)
     try:
         while left:
             sent = connection.sendmsg(left)
@@ -81,5 +92,9 @@ def send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None
                 sent -= left.pop(0).nbytes
             if sent:
                 left[0] = left[0][sent:]
+            if left and time.monotonic() >= until:
+                raise LinkStalled(f"{sum(part.nbytes for part in left)} bytes were not taken in the time there was")
+    except BlockingIOError:
+        raise LinkStalled(f"nothing was taken for {SEND_STALL_S:g} s") from None
     except (BrokenPipeError, ConnectionResetError):
         raise LinkClosed("the other end has hung up") from None

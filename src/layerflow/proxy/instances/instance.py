@@ -15,6 +15,7 @@ import httpx
 from layerflow.config.proxy import InstanceAddress, ProxySettings
 from layerflow.errors import UpstreamError
 from layerflow.http_client import TRUST_ENVIRONMENT
+from layerflow.proxy.hosts import Resolver
 from layerflow.proxy.instances.breaker import Breaker
 from layerflow.proxy.request import Headers
 
@@ -49,6 +50,7 @@ class Instance:
         self.tokens = 0  #: prompt tokens of these
         self.seen_from: str | None = None  #: this machine's address as the engine sees it; None = not asked yet
         self.last_picked = 0  #: the number of the pick; settles ties
+        self.resolver = Resolver()  #: of hosts that it posts
         self._waiting: set[anyio.CancelScope] = set()
         # No client of httpx: it would keep the cookies of one client's answer and send them with the next client's
         # request.

@@ -51,7 +51,7 @@ async def _attempt(exchange: Exchange, decoder: Instance, request_id: str) -> No
         child = exchange.child(request.prompts[prompt] if request.prompts else None, counted=prompt not in counted)
         counted.add(prompt)
         try:
-            await check_hosts(posted, {*decoder.hosts, source} - {""})
+            await check_hosts(posted, {*decoder.hosts, source} - {""}, decoder.resolver)
             base_id = f"{request_id}-{prompt}" if request.prompts else request_id
             await child.prefill_anywhere(posted, lambda: exchange.leg_id(Role.PREFILL, base_id))
         except ProxyError as error:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import anyio
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from layerflow.errors import ProxyError
-from layerflow.proxy.body import NOT_JSON
 from layerflow.proxy.context import ProxyContext
+from layerflow.proxy.metaserver import read_posted
 from layerflow.proxy.routes.bodies import read_small_body, refusal
 
 
@@ -34,13 +33,8 @@ class MetaserverRoute:
         if decoding is None:
             raise ProxyError("no open request has this address: it has ended, or never came through this proxy", 404)
         raw = await read_small_body(request.receive, self._context.settings)
-        try:
-            posted = msgspec.json.decode(raw)
-        except NOT_JSON as error:
-            raise ProxyError(f"the body is not valid JSON: {error}", 400) from None
-        name = posted.get("request_id") if isinstance(posted, dict) else None
-        if not isinstance(name, str):
-            raise ProxyError("the body should be an object with request_id", 400)
+        posted = read_posted(raw)
+        name = posted["request_id"]
         child = decoding.child(name)
         if child is None:
             raise ProxyError(f"this address is not the one of request {name!r:.200}", 404)

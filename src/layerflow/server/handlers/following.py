@@ -12,7 +12,7 @@ from typing import Protocol
 
 from layerflow.errors import ProtocolError
 from layerflow.hits import HitLength, search_hit
-from layerflow.keys import DIGEST_BYTES, covered_by
+from layerflow.keys import covered_by
 from layerflow.pool import base
 from layerflow.pool.base import Pool
 from layerflow.pool.tails import ANY_LENGTH, merged
@@ -44,8 +44,8 @@ class HandoffLookup:
 
     def tails(self, parent: bytes, most: int = ANY_LENGTH, *, undigested: bool = False) -> Iterator[base.Tail]:
         """Partial chunks that follow `parent`, longest first; those of the hand-off whatever is known of them."""
-        objects = self.handoff.objects.values()
-        own = [base.Tail(new.tokens, new.key) for new in objects if new.parent == parent and new.tokens <= most]
+        partial = self.handoff.partial
+        own = [base.Tail(new.tokens, new.key) for new in partial if new.parent == parent and new.tokens <= most]
         own.sort(key=lambda tail: -tail.tokens)
         return merged(self.pool.tails(parent, most, undigested=undigested), own)
 
@@ -184,8 +184,7 @@ class FollowLookups:
         """Can a load follow what is being stored? Of objects that cover others of its engine's, only when complete."""
         assert session.spec is not None
         spec = session.spec.own
-        stored = {key[DIGEST_BYTES:] for key in handoff.objects}
-        return stored.issuperset(
+        return handoff.parts_kept.issuperset(
             covered_by(group, shard) for group in range(len(spec.groups)) for shard in spec.shard.peers()
         )
 

@@ -59,6 +59,8 @@ async def purge(context: ServerContext, session: ClientSession, *, tier: bool) -
     """
     behind = context.tier
     context.handoffs.purge(PURGED)
+    while context.handoffs.returning:  # noqa: ASYNC110 - what returns is done in turns on this loop
+        await asyncio.sleep(0)
     context.driver.handle(*(StepsRevoked(one.number, False, PURGED) for one in context.sessions if one.memory))
     revoked = behind.revoke(PURGED, writes=tier) if behind is not None else 0
     keys = context.pool.keys()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from layerflow.keys import DIGEST_BYTES
 from layerflow.pool.base import NewObject, Owner
 from layerflow.server.clients.account import Charge
 from layerflow.spec import ModelSpec
@@ -69,7 +70,8 @@ class Handoff:
     :param session: of the client that opened it.
     :param spec: of a worker of that engine.
     :param tokens: that a reader can load at most.
-    :param objects: what it keeps.
+    :param objects: what it keeps. :param partial: those of them that are partial chunks.
+    :param parts_kept: of the model, that they hold; see :func:`layerflow.keys.covered_by`.
     :param pending: keys of it that are not stored. :param promised: those of them that this hand-off keeps room for.
     :param foreign: those that somebody else brings into the arena, whose end nobody tells of.
     :param ended: its engine computes nothing more of it.
@@ -94,6 +96,8 @@ class Handoff:
     parts: int = 0
     claims: int = 0
     objects: dict[bytes, NewObject] = field(default_factory=dict)
+    partial: list[NewObject] = field(default_factory=list)
+    parts_kept: set[bytes] = field(default_factory=set)
     pending: set[bytes] = field(default_factory=set)
     promised: set[bytes] = field(default_factory=set)
     foreign: set[bytes] = field(default_factory=set)
@@ -104,6 +108,12 @@ class Handoff:
     def owner(self) -> Owner:
         """Who pins and reserves in the pool."""
         return ("handoff", self.name, self.serial)
+
+    def keep(self, objects: Mapping[bytes, NewObject]) -> None:
+        """It keeps these, too."""
+        self.objects.update(objects)
+        self.partial += [new for new in objects.values() if new.parent]
+        self.parts_kept.update(key[DIGEST_BYTES:] for key in objects)
 
     def story(self) -> str:
         """The state, and why, as a reader is told it."""

@@ -22,6 +22,7 @@ import structlog
 from layerflow.observe.log_limit import LogLimit
 from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.server.clients.account import Charge
+from layerflow.server.clients.turns import SLICE_S, Work
 from layerflow.server.handoffs.contents import Prompt, take
 from layerflow.server.handoffs.early import ReleasedEarly
 from layerflow.server.handoffs.handoff import REMEMBERED, Handoff, HandoffStatistics, HandoffStatus, Told
@@ -32,7 +33,11 @@ from layerflow.system.numbers import ascending
 ENDED_GRACE_S = 0.5
 """Once its engine has ended it, a hand-off waits so long for steps that save the rest: their socket is another one."""
 
+PIECE = 64
+"""Objects that one that is over gives back at once: some of them cost the loop 20 us each."""
+
 Withdraw = Callable[[Sequence[bytes], Owner, str], None]
+_ENDED = object()
 log = structlog.get_logger("layerflow.server.handoffs")
 
 
@@ -99,6 +104,9 @@ class Handoffs:
         self._pushes = itertools.count()  # so that equal times compare
         self._foreign: dict[Handoff, None] = {}  # some of whose objects others bring
         self._over: deque[Handoff] = deque()
+        self._returning: deque[Work] = deque()
+        self._returns_later = False
+        self._revocable: list[tuple[bool, int, Handoff]] = []  # complete ones, and some that were
         self._waiting: dict[bytes, list[Handoff]] = {}
         self._kept = KeptObjects()
         self._kept_open = KeptObjects()  # of those that are not complete: nothing takes these back
@@ -182,6 +190,8 @@ class Handoffs:
         :param lease_s: how long the reader has its hit leased.
         """
         handoff.claims += 1
+        if handoff.claims == 1 and handoff.status is HandoffStatus.COMPLETE:
+            self._may_be_revoked(handoff)
         self._counts["claimed"] += 1
         self._changed()
         if handoff.status is HandoffStatus.COMPLETE:
@@ -206,6 +216,7 @@ class Handoffs:
         :param due: it has failed if it is not complete by then.
         :param charge: of the client that opens it; released when it is over.
         """
+        yield from self._return_all()
         known = self._by_name.get(name)
         if known is not None and known in self._live and known.engine:
             return self._refused(name, f"a hand-off of this name is {known.status.value} already")
@@ -253,20 +264,22 @@ class Handoffs:
         if fixed > most:
             return f"hand-offs that are not complete would keep {fixed} bytes; pd.handoff_share allows {most:.0f}"
         for few in objects:
-            if handoff.status is not HandoffStatus.ANNOUNCED:
-                return handoff.story()
-            while self._kept.nbytes_with(few) > most and self._revoke_oldest():
-                pass
-            if self._kept.nbytes_with(few) > most:
-                return f"hand-offs would keep more than the {most:.0f} bytes that pd.handoff_share allows"
-            taken = take(self._pool, handoff.owner, few)
-            while taken is None and self._revoke_oldest():
-                taken = take(self._pool, handoff.owner, few)
-            if taken is None:
-                return "the arena has no room: what is in it is pinned, or being written"
+            taken = None
+            while taken is None:
+                if handoff.status is not HandoffStatus.ANNOUNCED:
+                    return handoff.story()
+                if self._kept.nbytes_with(few) > most:
+                    why = f"hand-offs would keep more than the {most:.0f} bytes that pd.handoff_share allows"
+                else:
+                    taken = take(self._pool, handoff.owner, few)
+                    why = "the arena has no room: what is in it is pinned, or being written"
+                if taken is None:
+                    if not self._revoke_oldest():
+                        return why
+                    yield from self._return_all()
             self._kept.add(few)
             self._kept_open.add(few)
-            handoff.objects.update(few)
+            handoff.keep(few)
             handoff.pending |= taken.pending
             handoff.promised |= taken.promised
             handoff.foreign |= taken.foreign
@@ -300,8 +313,9 @@ class Handoffs:
                 if key in handoff.promised and handoff.engine == engine:
                     handoff.promised.discard(key)
                     self._withdraw([key], handoff.owner, "its engine loads it from behind the arena")
-                handoff.foreign.add(key)
-                self._foreign[handoff] = None
+                if self._waits(handoff, key):
+                    handoff.foreign.add(key)
+                    self._foreign[handoff] = None
 
     def end(self, name: str, engine: str, tokens: int, reason: str, now: float) -> None:
         """Its engine computes nothing more of it."""
@@ -349,6 +363,8 @@ class Handoffs:
             return
         for key in keys:
             for handoff in self._waiting.pop(key, ()):
+                if not self._waits(handoff, key):
+                    continue
                 handoff.pending.discard(key)
                 handoff.promised.discard(key)
                 handoff.foreign.discard(key)
@@ -361,7 +377,7 @@ class Handoffs:
             return
         for key in keys:
             for handoff in list(self._waiting.get(key, ())):
-                if key not in handoff.promised:
+                if self._waits(handoff, key) and key not in handoff.promised:
                     self._close(handoff, HandoffStatus.FAILED, f"a save of it was given up: {reason}")
 
     def purge(self, reason: str) -> None:
@@ -417,12 +433,23 @@ class Handoffs:
 
     def _revoke_oldest(self) -> bool:
         """Take back the complete one that was opened first, one that a reader has come for before others."""
-        complete = [each for each in self._live if each.status is HandoffStatus.COMPLETE]
-        if not complete:
+        while self._revocable:
+            unclaimed, _, victim = heapq.heappop(self._revocable)
+            if victim.status is HandoffStatus.COMPLETE and unclaimed == (not victim.claims):
+                break
+        else:
             return False
-        victim = min(complete, key=lambda each: (not each.claims, each.serial))
         self._close(victim, HandoffStatus.REVOKED, "newer hand-offs needed its room")
         return True
+
+    def _may_be_revoked(self, handoff: Handoff) -> None:
+        """It is complete: it goes before those that were opened later, one that a reader has come for before others."""
+        if len(self._revocable) > 2 * len(self._live) + REMEMBERED:
+            self._revocable = [
+                each for each in self._revocable if each[2].status is HandoffStatus.COMPLETE and each[2] is not handoff
+            ]
+            heapq.heapify(self._revocable)
+        heapq.heappush(self._revocable, (not handoff.claims, handoff.serial, handoff))
 
     def _look_for_foreign(self, handoff: Handoff, now: float) -> None:
         foreign = list(handoff.foreign)
@@ -439,7 +466,8 @@ class Handoffs:
         if handoff.ended and not (handoff.pending or handoff.parts) and handoff.status is HandoffStatus.OPEN:
             handoff.status = HandoffStatus.COMPLETE
             self._set_due(handoff, now + handoff.lease_s)
-            self._kept_open.discard(handoff.objects)
+            self._may_be_revoked(handoff)
+            self._later(self._uncount(handoff.objects))
             self._counts["completed"] += 1
             log.debug("handoff_complete", handoff=handoff.name, claims=handoff.claims)
             self._tell(handoff)
@@ -447,10 +475,11 @@ class Handoffs:
     def _close(self, handoff: Handoff, status: HandoffStatus, reason: str) -> None:
         before, handoff.status, handoff.reason = handoff.status, status, reason
         self._counts[status.value] += 1
-        if before is not HandoffStatus.COMPLETE:
-            self._kept_open.discard(handoff.objects)
-        self._give_back(handoff, f"hand-off {handoff.name!r} {handoff.story()}")
         self._live.pop(handoff, None)
+        was_open = before is not HandoffStatus.COMPLETE
+        self._foreign.pop(handoff, None)
+        why = f"hand-off {handoff.name!r} {handoff.story()}"
+        self._later(self._give_all_back(handoff, why, was_open=was_open, waiting=handoff))
         self._over.append(handoff)
         if len(self._over) > REMEMBERED:
             oldest = self._over.popleft()
@@ -464,26 +493,92 @@ class Handoffs:
 
     def _let_go(self, handoff: Handoff, why: str) -> None:
         """Its opening has not come to an end: it keeps nothing of what it has taken."""
-        self._kept_open.discard(handoff.objects)
-        self._give_back(handoff, f"hand-off {handoff.name!r} is refused: {why}")
-
-    def _give_back(self, handoff: Handoff, why: str) -> None:
-        """Pins, and room that is reserved, return to the arena; the client that opened it is not charged any more."""
-        for key in handoff.pending:
-            others = self._waiting.get(key, [])
-            if handoff in others:
-                others.remove(handoff)
-            if not others:
-                self._waiting.pop(key, None)
-        promised = [key for key in handoff.promised if not self._pass_on(key, handoff)]
-        if promised:
-            self._withdraw(promised, handoff.owner, why)
-        self._pool.release(handoff.owner)
-        self._kept.discard(handoff.objects)
+        taken = Handoff(handoff.name, handoff.serial, handoff.status, handoff.engine)
+        taken.objects, taken.pending, taken.promised = handoff.objects, handoff.pending, handoff.promised
         handoff.objects, handoff.pending, handoff.promised, handoff.foreign = {}, set(), set(), set()
+        handoff.partial, handoff.parts_kept, handoff.serial = [], set(), next(self._serials)
         self._foreign.pop(handoff, None)
+        why = f"hand-off {handoff.name!r} is refused: {why}"
+        self._later(self._give_all_back(taken, why, was_open=True, waiting=handoff))
+
+    def _give_all_back(self, handoff: Handoff, why: str, *, was_open: bool, waiting: Handoff) -> Work:
+        """Pins, and room that is reserved, return to the arena; the client that opened it is not charged any more.
+
+        :param waiting: as whom it waits for its objects.
+        """
+        objects = handoff.objects
+        while objects:
+            piece = dict(objects.popitem() for _ in range(min(PIECE, len(objects))))  # the last first
+            for key in piece:
+                others = [each for each in self._waiting.get(key, ()) if each is not waiting]
+                if others:
+                    self._waiting[key] = others
+                else:
+                    self._waiting.pop(key, None)
+            promised = [
+                key for key, new in piece.items() if key in handoff.promised and not self._pass_on(new, handoff)
+            ]
+            handoff.pending.difference_update(piece)
+            handoff.promised.difference_update(piece)
+            if promised:
+                self._withdraw(promised, handoff.owner, why)
+            self._pool.release(handoff.owner, list(reversed(piece)))
+            self._kept.discard(piece)
+            if was_open:
+                self._kept_open.discard(piece)
+            yield
+        handoff.foreign.clear()
         if handoff.charge is not None:
             handoff.charge.release()
+
+    def _uncount(self, objects: Mapping[bytes, NewObject]) -> Work:
+        """These are complete; nothing takes any of them away meanwhile, for that is done behind this."""
+        left = iter(objects.items())
+        while piece := dict(itertools.islice(left, PIECE)):
+            self._kept_open.discard(piece)
+            yield
+
+    def _waits(self, handoff: Handoff, key: bytes) -> bool:
+        """Is it still to store this object, and not over?"""
+        return key in handoff.pending and handoff in self._live
+
+    @property
+    def returning(self) -> bool:
+        """Is some of what hand-offs kept that are over still to be given back?"""
+        return bool(self._returning)
+
+    def _later(self, work: Work) -> None:
+        """Do this behind what is given back already: now, if it is little, else in turns with the rest of the loop."""
+        self._returning.append(work)
+        if len(self._returning) == 1 and not self._returns_later:
+            self._return_some()
+
+    def _return_some(self) -> None:
+        self._returns_later = False
+        until = time.monotonic() + SLICE_S
+        try:
+            while self._returning:
+                self._return_piece()
+                if time.monotonic() >= until:
+                    break
+        finally:
+            if self._returning and not self._returns_later:
+                self._returns_later = True
+                self._soon(self._return_some)
+
+    def _return_all(self) -> Work:
+        """Who needs room takes part in giving it back."""
+        while self._returning:
+            self._return_piece()
+            yield
+
+    def _return_piece(self) -> None:
+        ended = True  # also where it raises
+        try:
+            ended = next(self._returning[0], _ENDED) is _ENDED
+        finally:
+            if ended:
+                self._returning.popleft()
 
     def _begin(self, name: str) -> Handoff:
         handoff = self._by_name[name] = Handoff(name, next(self._serials))
@@ -507,12 +602,13 @@ class Handoffs:
             self._due = [(each.due, next(self._pushes), each) for each in self._live]
             heapq.heapify(self._due)
 
-    def _pass_on(self, key: bytes, handoff: Handoff) -> bool:
-        """Let another hand-off of the same engine that waits for the key keep its room."""
-        other = next((each for each in self._waiting.get(key, ()) if each.engine == handoff.engine), None)
-        if other is None or self._pool.adopt(handoff.objects[key], handoff.owner, other.owner) is None:
+    def _pass_on(self, new: NewObject, handoff: Handoff) -> bool:
+        """Let another hand-off of the same engine that waits for the object keep its room."""
+        mine = [each for each in self._waiting.get(new.key, ()) if each.engine == handoff.engine]
+        other = next((each for each in mine if self._waits(each, new.key)), None)
+        if other is None or self._pool.adopt(new, handoff.owner, other.owner) is None:
             return False
-        other.promised.add(key)
+        other.promised.add(new.key)
         return True
 
     def _tell(self, handoff: Handoff) -> None:

@@ -53,7 +53,8 @@ def bring_pieces(
         pieces: dict[tuple[int, int], dict[bytes, NewObject]] = {}
         for digest, tokens, parent in dict.fromkeys(wanted):
             keys = object_keys((digest,), (number,), spec.shard.peers())
-            for box, source in _lacking(pool, tier, covering, keys, found):
+            for told, source in _lacking(pool, tier, covering, keys, found):
+                box = told.of_layers(spec.depth_of(number))
                 new = _piece(spec, number, box, source, tokens, parent)
                 pieces.setdefault((box.first_layer, box.end_layer), {})[source] = new
         for (first, end), objects in pieces.items():

@@ -71,7 +71,8 @@ def plan_loads(
                 needs.append(Need(coming.job.number, coming.position, blocks, blocks + count))
             if place is not None and place.pieces:
                 boxes, pieces = zip(*place.pieces, strict=True)
-                covered.append(Covered(place.offset, [list(box) for box in boxes], list(pieces)))
+                deep = spec.depth_of(wanted.group)
+                covered.append(Covered(place.offset, [list(box.of_layers(deep)) for box in boxes], list(pieces)))
             offsets.append(source.offset)
             stored.append(source.blocks)
             objects.append((at + blocks, key))

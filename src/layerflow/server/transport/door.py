@@ -42,7 +42,8 @@ MAX_STRANGERS = 64
 MESSAGE_S = 30.0
 """How long a message may take from its first byte to its last."""
 HALF_RECEIVED_BYTES = 64 << 20
-"""Of all clients' half-received messages above 64 KiB, but at least four of the largest size."""
+"""Of all clients' half-received messages above 64 KiB, but at least four of the largest size. Past it one
+of the process or address that has most of them ends."""
 
 THROTTLE_BYTES = 1 << 20
 """A client with so many bytes of unread answers is not listened to until it has read them."""
@@ -349,6 +350,7 @@ class Door:
                     self._unseal(connection)
                     break
                 if found is not Parsed.OTHER:
+                    connection.message_since = 0.0  # this one has ended; what is behind it has just begun
                     self._on_message(connection.identity, None if found is Parsed.SEVERAL else found)
                 if not zmtp.more or time.monotonic() >= until:
                     break
@@ -426,12 +428,20 @@ class Door:
         if not self._known(connection.identity):
             raise ProtocolError(f"a message of {size} bytes of a client that has not said hello")
         others = [one for one in self._connections.values() if one is not connection and one.zmtp.unfinished]
-        held = sum(one.zmtp.unfinished for one in others)
+        held = size + sum(one.zmtp.unfinished for one in others)
+        if held <= self._most_half_received:
+            return
+        by_whom = Counter({connection.who: size})
+        for one in others:
+            by_whom[one.who] += one.zmtp.unfinished
         others.sort(key=lambda one: one.message_since)
-        for oldest in others:
-            if held + size <= self._most_half_received:
-                break
+        while others and held > self._most_half_received:
+            # Of whom most is held; this connection's own message goes on in any case.
+            most = max((one.who for one in others), key=by_whom.__getitem__)
+            oldest = next(one for one in others if one.who == most)
+            others.remove(oldest)
             held -= oldest.zmtp.unfinished
+            by_whom[most] -= oldest.zmtp.unfinished
             self._hang_up(oldest, "its message does not end, and others wait to send theirs")
 
     # Sending --------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class Decoding:
             handoff.post = self._calls.post(part.handoff, part.metaserver, body, handoff.until)
         elif part.bootstrap:
             handoff.status = DecodeStatus.SEEKING
-            handoff.query = self._calls.get(part.bootstrap, handoff.until)
+            handoff.query = self._calls.get(part.bootstrap)
         return handoff
 
     def seeks(self, handoff: DecodeHandoff) -> bool:
@@ -133,7 +133,7 @@ class Decoding:
         query = handoff.query
         if handoff.status is not DecodeStatus.SEEKING or query is None:
             return False
-        if not query.done:
+        if not query.done and time.monotonic() < handoff.until:
             return True
         try:
             handoff.servers = _found(handoff.part, query)
@@ -209,7 +209,7 @@ class Decoding:
         """A hand-off that this engine was told of and has no use for."""
         self._lookups.release_handoff(part.handoff, _keepers(part))
         if part.bootstrap:
-            self._release_once_found(part, self._calls.get(part.bootstrap, time.monotonic() + part.deadline_s))
+            self._release_once_found(part, self._calls.get(part.bootstrap))
 
     def _release_once_found(self, part: DecodePart, query: HttpCall) -> None:
         """The prefill engine's servers are told too, when they are known: the scheduler may call nothing by then."""
@@ -235,6 +235,8 @@ def _found(part: DecodePart, query: HttpCall) -> tuple[str, ...]:
 
     :raises ProtocolError: it has named none that can be used.
     """
+    if not query.done:
+        raise ProtocolError(f"{part.bootstrap} has not told within the hand-off's deadline which servers keep it")
     if query.error:
         raise ProtocolError(query.error)
     return concurrent.servers_in(query.answer, part.engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import structlog
 
+from layerflow.connectors.vllm.pd.conventions.terms import shown
 from layerflow.errors import ProtocolError
 from layerflow.http_client import TRUST_ENVIRONMENT
 from layerflow.system.threads import OwnedThread
@@ -19,9 +21,15 @@ MAX_TRIES = 3
 """Of a connection that is refused: nothing was sent, so that it may be tried again."""
 RETRY_S = 0.1
 CONNECT_S = 3.0
+QUERY_S = 30.0
+"""How long a ``GET /query`` may take: all requests that name its address wait for the same one, each as long as its own
+hand-off may take."""
 KNOWN_S = 30.0
+"""How long its answer is believed."""
 MOST_KNOWN = 256
-"""How long an engine's answer to ``GET /query`` is believed."""
+"""Addresses that are asked, or were: requests name them."""
+MOST_ANSWER_BYTES = 1 << 20
+"""Of an answer's body: requests say who is asked, and the engine's memory is everybody's."""
 
 log = structlog.get_logger("layerflow.vllm.pd")
 
@@ -89,20 +97,21 @@ class HttpCalls:
             self._calls[name] = self._begin(self._call("POST", url, body, until))
         return self._calls[name]
 
-    def get(self, url: str, until: float) -> HttpCall:
-        """GET JSON; what was answered a moment ago is not asked again."""
-        known = self._known.get(url)
-        if known is None or time.monotonic() - known[0] > KNOWN_S or known[1].error:
-            known = time.monotonic(), self._begin(self._call("GET", url, None, until))
+    def get(self, url: str) -> HttpCall:
+        """GET JSON, within :data:`QUERY_S`; what is being asked, or was answered a moment ago, is not asked again."""
+        known, now = self._known.get(url), time.monotonic()
+        if known is None or now - known[0] > KNOWN_S or known[1].error:
+            known = now, self._begin(self._call("GET", url, None, now + QUERY_S))
             self._know(url, known)
         return known[1]
 
     def _know(self, url: str, known: tuple[float, HttpCall]) -> None:
-        """Requests name addresses: those that were asked last are known, and no more than :data:`MOST_KNOWN`."""
+        """Those that were asked last are known, and no more than :data:`MOST_KNOWN`; each takes a descriptor until it
+        answers, so of more than those the one that has not answered for longest is given up."""
         self._known.pop(url, None)
         self._known[url] = known
         while len(self._known) > MOST_KNOWN or time.monotonic() - next(iter(self._known.values()))[0] > KNOWN_S:
-            del self._known[next(iter(self._known))]
+            self._known.pop(next(iter(self._known)))[1].cancel()
 
     def forget(self, name: str) -> None:
         """The hand-off is over. A post that still waits for its answer is given up."""
@@ -132,6 +141,7 @@ class HttpCalls:
         self._client = httpx.AsyncClient(
             timeout=None,  # noqa: S113 - each call has its deadline
             trust_env=TRUST_ENVIRONMENT,
+            headers={"accept-encoding": "identity"},  # a small packed body may be a large one
             limits=httpx.Limits(max_connections=None),
         )
         try:
@@ -147,27 +157,37 @@ class HttpCalls:
     async def _call(self, method: str, url: str, body: Mapping[str, Any] | None, until: float) -> Any:
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + max(0.0, until - time.monotonic())):
-                response = await self._send(method, url, body)
+                status, content = await self._send(method, url, body)
         except TimeoutError:
-            raise ProtocolError(f"{method} {url}: no answer within the hand-off's deadline") from None
-        except httpx.HTTPError as error:
-            raise ProtocolError(f"{method} {url}: {type(error).__name__} {error}".rstrip()) from None
-        if not response.is_success:
-            raise ProtocolError(f"{method} {url}: status {response.status_code}, {response.text[:200]!r}")
+            raise ProtocolError(f"{method} {shown(url)}: no answer by the deadline") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ProtocolError(f"{method} {shown(url)}: {type(error).__name__} {error}".rstrip()) from None
+        if not httpx.codes.is_success(status):
+            raise ProtocolError(f"{method} {shown(url)}: status {status}, {content[:200].decode(errors='replace')!r}")
         try:
-            return response.json()
-        except ValueError:
-            raise ProtocolError(f"{method} {url}: the answer is no JSON: {response.text[:80]!r}") from None
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            beginning = content[:80].decode(errors="replace")
+            raise ProtocolError(f"{method} {shown(url)}: the answer is no JSON: {beginning!r}") from None
 
-    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        assert self._client is not None
+    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
+        """The answer's status and body."""
         for left in reversed(range(MAX_TRIES)):
             try:
-                return await self._client.request(
-                    method, url, json=body, timeout=httpx.Timeout(None, connect=CONNECT_S)
-                )
+                return await self._ask(method, url, body)
             except httpx.ConnectError:
                 if not left:
                     raise
                 await asyncio.sleep(RETRY_S)
         raise AssertionError("unreachable")
+
+    async def _ask(self, method: str, url: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
+        assert self._client is not None
+        timeout = httpx.Timeout(None, connect=CONNECT_S)
+        async with self._client.stream(method, url, json=body, timeout=timeout) as response:
+            content = bytearray()
+            async for piece in response.aiter_raw():
+                content += piece
+                if len(content) > MOST_ANSWER_BYTES:
+                    raise ProtocolError(f"{method} {shown(url)}: the answer has more than {MOST_ANSWER_BYTES} bytes")
+            return response.status_code, bytes(content)

@@ -273,7 +273,7 @@ class HandoffSide:
     def loaded(self, tracked: TrackedRequest) -> None:
         """Its background load has ended."""
         if isinstance(tracked.handoff, DecodeHandoff) and self._decoding is not None:
-            self._decoding.loaded(tracked.handoff, shared=_CHILD.match(tracked.id) is not None)
+            self._decoding.loaded(tracked.handoff, shared=_is_shared(tracked.id, tracked.handoff))
 
     def load_failed(self, tracked: TrackedRequest) -> bool:
         """Something of a load did not arrive. True: it was a hand-off's, and what is stored is still to be had."""
@@ -304,8 +304,8 @@ class HandoffSide:
             return self._prefilling.finished(handoff, tracked.request, blocks) or {}
         if isinstance(handoff, DecodeHandoff) and self._decoding is not None:
             told = summary_of(handoff)
-            # Of n samples of one request each has the same hand-off: its lease ends it.
-            if handoff.status is not DecodeStatus.LOADED or not _CHILD.match(tracked.id):
+            # Its lease ends one that others may still read.
+            if handoff.status is not DecodeStatus.LOADED or not _is_shared(tracked.id, handoff):
                 self._decoding.release(handoff)
             return {KEY: told}
         return {}
@@ -326,6 +326,11 @@ class HandoffSide:
             return False
         refusal.end_with_error(tracked.request, reason)
         return True
+
+
+def _is_shared(request: str, handoff: DecodeHandoff) -> bool:
+    """Has each of the request's n samples the same hand-off? What this engine has asked a metaserver for is its own."""
+    return _CHILD.match(request) is not None and not handoff.part.metaserver
 
 
 def merged(response: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:

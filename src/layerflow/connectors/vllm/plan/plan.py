@@ -71,6 +71,7 @@ class Asking(enum.IntEnum):
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """One step's transfers; the same for all ranks: outlines name chunks, not shards.
 
+    :param step: of this plan among those that compute; one that does not has the next one's.
     :param number: of this plan among those that save something or are unsure; else 0.
     :param loads: hits of requests that run in this step, waited for layer by layer.
     :param tails: blocks of these hits that the step also writes to: vLLM writes a layer's new keys and values
@@ -93,6 +94,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     :param verdicts: on earlier plans that were unsure; see :mod:`.verdicts`.
     """
 
+    step: int = 0
     number: int = 0
     loads: list[PartDescriptor] = field(default_factory=list)
     tails: list[PartDescriptor] = field(default_factory=list)
@@ -115,9 +117,13 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     @property
     def empty(self) -> bool:
         """The step does not concern the workers at all: most steps that only decode."""
-        moves = self.saves or self.loads or self.tails or self.background
         told = self.unsure or self.verdicts or self.replaced or self.unkept
-        return not (self.fresh or moves or self.leaving or self.aborted or told)
+        return not (self.fresh or self.moves or self.leaving or self.aborted or told)
+
+    @property
+    def moves(self) -> bool:
+        """Something is loaded or saved, in this step or behind it."""
+        return bool(self.saves or self.loads_something)
 
     @property
     def loads_something(self) -> bool:
@@ -144,6 +150,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     :param ran: numbers of the unsure plans that were run, with how many ranks say so.
     :param layouts: of the workers, by rank, with what they tell first.
     :param asking: by rank, per layerflow group; told when a rank has seen more than before.
+    :param changed: steps before which some rank has seen that its weights were replaced without a reset, and how.
     """
 
     overlaps: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -155,6 +162,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     ran: dict[int, int] = field(default_factory=dict)
     layouts: tuple[WorkerLayout, ...] = ()
     asking: dict[int, tuple[Asking, ...]] = field(default_factory=dict)
+    changed: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of all ranks of one step: times add up, the slowest rank's costs count."""
@@ -180,6 +188,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             ran=ran,
             layouts=self.layouts + other.layouts,
             asking=self.asking | other.asking,
+            changed=self.changed | other.changed,
         )
 
 

@@ -48,6 +48,11 @@ class PromptKeys:
         if not in_use:
             self._requests.adapters.forget_cached()
 
+    def forget_cached(self) -> None:
+        """VLLM's own prefix cache was emptied, and none of its blocks was in use."""
+        self._old_in_use = False
+        self._requests.adapters.forget_cached()
+
     def renamed(self) -> bool:
         """Have new weights a name of their own, that was not known before? All keys are others then."""
         assert self.spec is not None

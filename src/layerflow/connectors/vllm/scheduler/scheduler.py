@@ -31,6 +31,7 @@ from layerflow.connectors.vllm.plan.verdicts import RanPlans, Verdicts
 from layerflow.connectors.vllm.scheduler.holders import BlockHolders
 from layerflow.connectors.vllm.scheduler.keys import PromptKeys
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
+from layerflow.connectors.vllm.scheduler.own_cache import OwnCache
 from layerflow.connectors.vllm.scheduler.requests import Tracked, wishes
 from layerflow.connectors.vllm.scheduler.saves import SavePlanner
 from layerflow.connectors.vllm.scheduler.search import HitSearch
@@ -99,6 +100,7 @@ class SchedulerSide:
         self.events = events
         self._engine_id = engine_id
         self.step_loads = StepLoads(groups, recovers=recovers and options.mode != "bulk", keeps_reports=keeps_reports)
+        self.own_cache = OwnCache()
         self._keys = PromptKeys(keys or RequestKeys(), options.model_content)
         self._handoffs = handoffs or HandoffSide()
         self._trusts_sight = trusts_sight
@@ -158,6 +160,7 @@ class SchedulerSide:
             self.events.meet_workers(spec, first.vllm_groups)
         if self._replaced_early:
             self._keys.replaced(in_use=True)
+            self._replaced = True
         waiting, self._unmet = self._unmet or {}, None
         for request in waiting.values():
             self.arrived(request)
@@ -252,8 +255,13 @@ class SchedulerSide:
 
         :param output: vLLM's SchedulerOutput.
         """
+        if self.own_cache.look():
+            self._keys.forget_cached()
         plan = self._plan(output)
+        plan.step = self.own_cache.step
+        plan.replaced, self._replaced = self._replaced, False
         plan.unkept = self._unkept()
+        self.own_cache.planned(computes=bool(output.num_scheduled_tokens))
         return plan
 
     @guarded(StepPlan)
@@ -262,8 +270,7 @@ class SchedulerSide:
             self._search.pass_over(idle=not output.num_scheduled_tokens)
         if self._holders is not None:
             self._holders.planned(output.num_scheduled_tokens)
-        plan = StepPlan(replaced=self._replaced, restarts=self._handoffs.restarts)
-        self._replaced = False
+        plan = StepPlan(restarts=self._handoffs.restarts)
         if self._saves is None:
             return plan
         plan.verdicts = self._verdicts.take()
@@ -301,6 +308,8 @@ class SchedulerSide:
             news = NO_NEWS
         if self._unmet is not None:
             self._met(news.layouts)
+        if news.changed:
+            self._found_replaced(news.changed)
         for request in output.finished_recving or ():
             if self._holders is not None:
                 self._holders.loaded(request)
@@ -373,17 +382,40 @@ class SchedulerSide:
             self._replaced_early = True  # the digest that the workers will tell is that of the old weights
             return True
         in_use = bool(self._held) or any(t.request.num_computed_tokens > 0 for t in self._tracked.values())
+        self._replace(in_use)
+        try:
+            return self._quiesce(self._control)
+        except LayerflowError as error:  # without a server the workers have cut off what they had under way
+            log.warning("reset_not_told", error=str(error))
+        return True
+
+    def _replace(self, in_use: bool) -> None:
         self._keys.replaced(in_use)
         self._replaced = True
         for tracked in self._tracked.values():
             self._end(tracked)
         if self.events is not None:
             self.events.cleared()
+
+    def _found_replaced(self, steps: dict[int, str]) -> None:
+        """Workers compute with other weights than the keys say, and nobody has called :meth:`reset`.
+
+        They load and save nothing by keys of before any more. Which requests have computed with which weights is not
+        known: those that run now are not saved, and neither is what vLLM's own cache finds, unless that was emptied
+        before the first step with the new weights.
+
+        :param steps: see :attr:`WorkerReport.changed`.
+        """
+        emptied = all(self.own_cache.was_empty_at(step) for step in steps)
+        log.warning("weights_changed", seen=sorted(set(steps.values())), own_cache_emptied=emptied)
+        if self.spec is None or self._control is None:
+            self._replaced_early = True
+            return
+        self._replace(in_use=not emptied)
         try:
-            return self._quiesce(self._control)
-        except LayerflowError as error:  # without a server the workers have cut off what they had under way
+            self._control.reset(TELL_S)
+        except LayerflowError as error:
             log.warning("reset_not_told", error=str(error))
-        return True
 
     def _quiesce(self, control: Control) -> bool:
         """Tell the server, and wait until no worker touches its engine's memory, which vLLM may unmap next.

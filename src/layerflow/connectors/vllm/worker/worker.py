@@ -20,6 +20,7 @@ from layerflow.agent.agent import REPLACED
 from layerflow.agent.descriptors import PartDescriptor
 from layerflow.agent.lanes.save import FAST_LAYER_S
 from layerflow.connectors.vllm.guard import guarded, nothing, tell
+from layerflow.connectors.vllm.identity.loaded import LoadedWeights
 from layerflow.connectors.vllm.layout import Layout
 from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport, requests_of
 from layerflow.connectors.vllm.plan.verdicts import Verdict
@@ -51,6 +52,7 @@ BROKEN_HOOK = "the connector has failed in a hook of its step"
 NOT_OPENED = "vLLM has not run the step that was to load it"
 UNMAPPED = "vLLM has unmapped its KV cache (sleep)"
 TWICE = "a layer was computed twice in one forward pass, and this may have been read in between"
+CHANGED = "the weights were replaced without a reset, and its keys are those of the old ones"
 SKIPPED = "layers that usually call their hooks were not computed"
 
 log = structlog.get_logger("layerflow.vllm")
@@ -84,6 +86,7 @@ class WorkerSide:
     :param waits: see :class:`.plan.WorkerLayout`.
     :param events: tell which chunks are stored, for KV cache events.
     :param splits: vLLM may compute a pass in micro-batches, each layer once for each of them.
+    :param weights: what this worker computes with; None = nobody writes to it.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class WorkerSide:
         in_flight: int | None = None,
         waits: bool = True,
         splits: bool = False,
+        weights: LoadedWeights | None = None,
     ) -> None:
         self._agent = agent
         self._measured = agent.measured
@@ -110,6 +114,9 @@ class WorkerSide:
         self._hooks = LayerHooks(layout)
         self._hooks_told = False
         self._saves_at_end = splits
+        self._weights = weights or LoadedWeights(())
+        self._keys_outdated = False  # plans go on to come with keys of old weights, until one says that it knows
+        self._changed: dict[int, str] = {}  # to be told
         # The plan that arrived last, and how far its step has come.
         self._plan: StepPlan | None = None
         self._opened: StepPlan | None = None
@@ -140,12 +147,12 @@ class WorkerSide:
         self._loads_of: dict[int, tuple[str, ...]] = {}
         self._overlaps: dict[str, tuple[float, float]] = {}
         self._saving: dict[str, int] = {}
-        self._deferred = Deferred(SETTLE_S)
         self._owed: dict[int, StepPlan] = {}
         self._late_steps: deque[Step | NoStep] = deque()
         self._counters = StepCounters()
         self._unmapped = False
         self._stored = StoredChunks(layout.spec.chunk_tokens) if events else None
+        self._deferred = Deferred(SETTLE_S)  # last: its thread ends with close() only
 
     @property
     def greeting(self) -> WorkerLayout:
@@ -169,6 +176,12 @@ class WorkerSide:
         self._finish_last()
         if plan.replaced:
             self._cut_off(REPLACED)
+            self._weights.accept()
+            self._keys_outdated = False
+        elif plan.moves and not self._keys_outdated and (change := self._weights.change()):
+            self._keys_outdated = True
+            self._changed[plan.step] = change
+            self._cut_off(CHANGED)
         if self._put_off is not None:
             self._hand_over(self._put_off)
         self._plan, self._late, self._layer = plan, False, ""
@@ -184,6 +197,9 @@ class WorkerSide:
                 self._deferred.flush()
             cut = self._agent.reclaim(plan.fresh, RECLAIM_S)
             self._counters.add("revoked_saves", cut)
+        if self._keys_outdated:
+            self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))  # told to have ended, like others
+            return self._refuse(plan, CHANGED)
         self._late = self._may_be_late(plan)
         if not self._late and (self._early or not (plan.loads or plan.tails) or self._order.is_known(plan)):
             self._open(plan)
@@ -246,23 +262,28 @@ class WorkerSide:
             return
         if not self._bound:
             self._answer(plan)
-        self._late = False
-        self._opened = plan  # what of it is not open by now is not opened any more: it is reported here
-        self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
         for step in (self._step, self._tails, self._drafts):
             if isinstance(step, Step):
                 step.cancel_saves(BROKEN_HOOK)
-        unopened, self._unopened = self._unopened, {}
-        for request, parts in unopened.items():
-            self._arrived.add(request)
-            self._report(parts, all_failed(parts, BROKEN_HOOK), None, background=True)
-        if not self._loads_judged:
-            self._loads_judged = True
-            self._fail(plan.tails, BROKEN_HOOK, self._tails)
-            self._fail(plan.loads, BROKEN_HOOK, self._step)
+        self._refuse(plan, BROKEN_HOOK)
         if hook == "prepare":  # no save may go on to read what vLLM overwrites, nor wait for a verdict that was lost
             self._cut_off(BROKEN_HOOK)
             self._held.clear()
+
+    def _refuse(self, plan: StepPlan, reason: str) -> None:
+        """What of the plan is not open by now is not opened any more: its loads are reported here."""
+        self._late = False
+        self._opened = plan
+        self._failures.restarts = plan.restarts
+        self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
+        unopened, self._unopened = self._unopened, {}
+        for request, parts in unopened.items():
+            self._arrived.add(request)
+            self._report(parts, all_failed(parts, reason), None, background=True)
+        if not self._loads_judged:
+            self._loads_judged = True
+            self._fail(plan.tails, reason, self._tails)
+            self._fail(plan.loads, reason, self._step)
 
     @guarded(nothing)
     def wait_tails(self) -> None:
@@ -372,6 +393,7 @@ class WorkerSide:
             # Where vLLM ends the pass of its model here and that of its draft model later, nothing is told behind this.
             self._has_run = True
             self._judge_loads()
+        self._weights.rest()
         self._doubt_reads()
         if not (self._background or self._leaving or self._arrived):  # most steps
             return set(), set(), set()
@@ -418,14 +440,15 @@ class WorkerSide:
         asking = {} if told else {self._rank: self._hooks.asking}
         self._take_landed()
         ran = {number: 1 for number in self._ran if not self._landing.waits(number)}
-        if self._in_haste and not (self._failures.shares or ran or layouts or asking):
+        if self._in_haste and not (self._failures.shares or ran or layouts or asking or self._changed):
             return None
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
         stored = {}
         if self._stored is not None:
             self._hear()  # what has drained since is told in the same breath: after the last request no step may follow
             stored = self._stored.take()
-        if not (self._overlaps or drained or stored or self._failures.shares or ran or layouts or asking):
+        changed, self._changed = self._changed, {}
+        if not (self._overlaps or drained or stored or self._failures.shares or ran or layouts or asking or changed):
             return None
         for request, _ in drained:
             del self._saving[request]
@@ -441,6 +464,7 @@ class WorkerSide:
             ran=ran,
             layouts=layouts,
             asking=asking,
+            changed=changed,
         )
 
     def let_go(self) -> None:

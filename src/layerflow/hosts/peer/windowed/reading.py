@@ -14,7 +14,7 @@ from layerflow.hosts.backend import ObjectLocation, ObjectResult
 from layerflow.hosts.peer.greeting import greeted
 from layerflow.hosts.peer.link import STALL_S, LinkFailed, PeerLink, result_of
 from layerflow.hosts.peer.seal import RangeSeal
-from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, hung_up, receive, send
+from layerflow.hosts.peer.streams import LEAST_BANDWIDTH, LinkClosed, LinkStalled, hung_up, receive, send
 from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, PlaneRead, Window
 from layerflow.system.memfd import SharedMemory
 from layerflow.wire.peer_link import (
@@ -31,8 +31,6 @@ from layerflow.wire.peer_link import (
     unpack_window,
 )
 
-LEAST_BANDWIDTH = 1 << 20
-"""Of a link that works, in bytes per second."""
 MAX_HANGING = 8
 """Windows that reads which hang may still write: then the process ends, which ends them."""
 HUNG = 1

@@ -66,13 +66,11 @@ def servers_in(answer: Any, engine: str) -> tuple[str, ...]:
         if isinstance(rank, Mapping) and engine in ("", rank.get("engine_id")):
             own = rank.get(KEY)
             if not isinstance(own, Mapping):
-                raise ProtocolError(f"prefill engine {rank.get('engine_id')!r} does not speak layerflow")
-            servers = own.get("servers")
-            if not isinstance(servers, list) or not all(isinstance(server, str) for server in servers):
-                raise ProtocolError(
-                    f"prefill engine {engine!r} tells servers {servers!r}; expected a list of addresses"
-                )
-            return tuple(servers)
+                raise ProtocolError(f"prefill engine {shown(rank.get('engine_id'))} does not speak layerflow")
+            servers = servers_of(own)
+            if servers is None:
+                raise ProtocolError(f"prefill engine {engine!r} does not tell its servers")
+            return servers
     raise ProtocolError(
         f"the prefill engine's {QUERY} does not name engine {engine!r}; let its proxy discover the engines again"
     )

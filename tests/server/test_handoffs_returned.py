@@ -1,0 +1,192 @@
+"""What large hand-offs kept returns in turns with the rest of the loop; all that meets it meanwhile finds it right."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from unittest.mock import Mock
+
+import pytest
+
+from layerflow.pool.base import NewObject
+from layerflow.pool.memory import MemoryPool
+from layerflow.server.handlers.following import HandoffLookup
+from layerflow.server.handoffs import registry
+from layerflow.server.handoffs.contents import OBJECTS_PER_SLICE
+from layerflow.server.handoffs.handoff import HandoffStatus
+from layerflow.server.handoffs.registry import Handoffs
+from layerflow.system.memfd import SharedMemory
+
+NBYTES, COUNT = 4096, 1000
+
+
+class Prompt:
+    """Objects of a prompt, in slices as the server makes them."""
+
+    tokens = 16 * COUNT
+
+    def __init__(self) -> None:
+        keys = [os.urandom(24) for _ in range(COUNT)]
+        self.all = {key: NewObject(key, NBYTES, 1, 16, b"") for key in keys}
+        self.parent = os.urandom(24)
+        self.all[keys[-1]] = NewObject(keys[-1], NBYTES, 1, 4, self.parent)
+        self.keys = keys
+
+    def nbytes(self, _: object) -> int:
+        return COUNT * NBYTES
+
+    def objects(self, _: object) -> Iterator[Mapping[bytes, NewObject]]:
+        for start in range(0, COUNT, OBJECTS_PER_SLICE):
+            yield {key: self.all[key] for key in self.keys[start : start + OBJECTS_PER_SLICE]}
+
+
+class Arena:
+    """Room for two such prompts, and hand-offs in it that may keep one and a half; a turn gives back one piece."""
+
+    def __init__(self) -> None:
+        memory = SharedMemory.create(2 * COUNT * 2 * NBYTES)
+        self.pool = MemoryPool(Mock(nbytes=memory.nbytes, view=memory.view, warm_bytes=0))
+        self.soon: list[Callable[[], object]] = []
+        self.handoffs = Handoffs(
+            self.pool,
+            int(1.5 * COUNT * NBYTES),
+            lambda: 1.0,
+            lambda keys, owner, _: self.pool.revoke(list(keys), owner),
+            self.soon.append,
+            lambda: None,
+        )
+
+    def open(self, name: str, prompt: Prompt, engine: str = "P") -> str:
+        charge = self.charge = Mock()
+        opening = self.handoffs.open(name, engine, 1, [Mock()], prompt, 60.0, 1e12, charge)  # type: ignore[arg-type]
+        while True:
+            try:
+                next(opening)
+            except StopIteration as ended:
+                return str(ended.value)
+
+    def store(self, name: str, prompt: Prompt) -> None:
+        """A step saves all of it, and its engine ends it."""
+        for new in prompt.all.values():
+            assert self.handoffs.adopt("P", [new], ("step", 1, 1))
+        self.pool.commit(prompt.keys, ("step", 1, 1))
+        self.handoffs.stored(prompt.keys, 0.0)
+        self.handoffs.end(name, "P", prompt.tokens, "", 0.0)
+
+    def turns(self) -> int:
+        """Do what was put off until there is none; how often."""
+        count = 0
+        while self.soon:
+            self.soon.pop(0)()
+            count += 1
+        return count
+
+    @property
+    def kept(self) -> int:
+        return self.handoffs.statistics().kept_bytes
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> Arena:
+    monkeypatch.setattr(registry, "SLICE_S", 0.0)
+    return Arena()
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_large_one_is_given_back_in_turns_and_all_of_it(arena: Arena, complete: bool) -> None:
+    prompt = Prompt()
+    assert arena.open("h", prompt) == ""
+    if complete:
+        arena.store("h", prompt)
+        arena.turns()
+    charge = arena.charge
+    arena.handoffs.release("h", 0.0)
+    handoff = arena.handoffs.get("h")
+    assert handoff is not None and handoff.status is HandoffStatus.RELEASED
+    assert 0 < arena.kept < COUNT * NBYTES and not charge.release.called, "one piece is back, and told as such"
+    assert arena.turns() >= COUNT // registry.PIECE
+    figures = arena.pool.statistics()
+    assert (arena.kept, figures.pinned, figures.half_written) == (0, 0, 0)
+    assert charge.release.called
+    arena.pool.validate()
+
+
+def test_who_opens_the_next_one_waits_for_the_room_of_the_last(arena: Arena) -> None:
+    first, second = Prompt(), Prompt()
+    assert arena.open("first", first) == ""
+    arena.handoffs.end("first", "P", 0, "its engine was stopped", 0.0)
+    assert arena.open("second", second) == "", "there is room for one and a half"
+    arena.store("second", second)
+    third = Prompt()
+    assert arena.open("third", third) == "", "the complete one is taken back for it"
+    old = arena.handoffs.get("second")
+    assert old is not None and old.status is HandoffStatus.REVOKED
+    assert arena.kept == COUNT * NBYTES
+    arena.pool.validate()
+
+
+def test_those_that_nobody_has_come_for_stay_longer(arena: Arena) -> None:
+    arena.handoffs._room_bytes = 4 * COUNT * NBYTES
+    small = [Prompt() for _ in range(3)]
+    for number, prompt in enumerate(small):
+        prompt.keys = prompt.keys[:64]
+        prompt.all = {key: prompt.all[key] for key in prompt.keys}
+        assert arena.open(str(number), prompt) == ""
+        arena.store(str(number), prompt)
+        arena.turns()
+    second = arena.handoffs.get("1")
+    assert second is not None
+    arena.handoffs.claim(second, 0.0, 1.0)
+    gone = []
+    while arena.handoffs._revoke_oldest():
+        arena.turns()
+        states = {str(n): arena.handoffs.get(str(n)).status for n in range(3)}  # type: ignore[union-attr]
+        gone.append([name for name, status in states.items() if status is HandoffStatus.REVOKED])
+    assert gone == [["1"], ["0", "1"], ["0", "1", "2"]]
+
+
+def test_what_is_still_to_be_given_back_is_nobodys_hand_off(arena: Arena) -> None:
+    """Saves of the same objects may take its room over, be stored and be lost meanwhile."""
+    prompt = Prompt()
+    assert arena.open("h", prompt) == ""
+    arena.handoffs.end("h", "P", 0, "its engine was stopped", 0.0)
+    saved, lost, late = prompt.keys[0], prompt.keys[1], prompt.keys[2]
+    assert arena.handoffs.adopt("P", [prompt.all[saved], prompt.all[lost]], ("step", 1, 1)).keys() == {saved, lost}
+    arena.pool.commit([saved], ("step", 1, 1))
+    arena.handoffs.stored([saved], 0.0)
+    arena.pool.revoke([lost], ("step", 1, 1))
+    arena.handoffs.lost([lost], "it was given up")
+    arena.handoffs.give_back("P", [late])
+    arena.turns()
+    assert arena.pool.lookup([saved, lost, late]) == [True, False, False]
+    figures = arena.pool.statistics()
+    assert (arena.kept, figures.pinned, figures.half_written) == (0, 0, 0)
+    assert arena.open("h", prompt) == "", "the same prompt again"
+    arena.pool.validate()
+
+
+def test_an_opening_that_is_cut_off_keeps_nothing(arena: Arena) -> None:
+    prompt = Prompt()
+    arena.handoffs.announce("h", 1e12)
+    opening = arena.handoffs.open("h", "P", 1, [Mock()], prompt, 60.0, 1e12, Mock())  # type: ignore[arg-type]
+    while not arena.kept:
+        next(opening)
+    opening.close()
+    handoff = arena.handoffs.get("h")
+    assert handoff is not None and handoff.status is HandoffStatus.ANNOUNCED and not handoff.engine
+    arena.handoffs.stored(prompt.keys[:1], 0.0)
+    assert arena.open("h", prompt) == "", "its reader still waits, and another engine may open it"
+    arena.handoffs.release("h", 0.0)
+    arena.turns()
+    figures = arena.pool.statistics()
+    assert (arena.kept, figures.pinned, figures.half_written) == (0, 0, 0)
+
+
+def test_a_readers_lookup_sees_the_partial_chunk(arena: Arena) -> None:
+    prompt = Prompt()
+    assert arena.open("h", prompt) == ""
+    handoff = arena.handoffs.get("h")
+    assert handoff is not None
+    source = HandoffLookup(arena.pool, handoff)
+    assert [tail.key for tail in source.tails(prompt.parent)] == [prompt.keys[-1]]
+    assert not list(source.tails(prompt.keys[0]))
