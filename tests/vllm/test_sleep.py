@@ -11,8 +11,8 @@ from engines import VERSION, Engine, connector
 from layerflow.agent.connection.control import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
-CHUNK, TOKENS = 64, 300
-# 4 KiB a token over 4 MB/s: the saves of a prompt take 0.3 s.
+CHUNK, TOKENS, LONG = 64, 300, 1900
+# 4 KiB a token over 4 MB/s: the saves of a prompt take 0.3 s, those of a long one 2 s.
 SLOW = {"pool__link_gbps": 0.004, "transfer__max_transfer_bytes": "64KiB"}
 
 Serve = Callable[..., ServerProcess]
@@ -35,7 +35,7 @@ def test_sleep_wake_discard_and_pause(serve: Serve, vllm: Start) -> None:
         kv_transfer_config=connector(server.endpoint, chunk_tokens=CHUNK),
         worker_cls="sleeping_worker.SleepingWorker",
     )
-    asked, other, third = (prompt(number, TOKENS) for number in (1, 2, 3))
+    asked, other, third = prompt(1, TOKENS), prompt(2, LONG), prompt(3, TOKENS)
     first = engine.one(asked, max_tokens=MAX_TOKENS)
     assert first.cached == 0
     settled(server.endpoint)
@@ -44,20 +44,19 @@ def test_sleep_wake_discard_and_pause(serve: Serve, vllm: Start) -> None:
     # Unmapped over saves, whatever vLLM did before: they are cut off, and what is stored stays.
     engine.one(other, max_tokens=1)
     assert busy(server.endpoint), "the saves have ended too soon to prove anything"
-    commits = fetch_status(server.endpoint)["pool"]["commits"]
     engine.unmap()
-    assert settled(server.endpoint)["pool"]["commits"] == commits
+    settled(server.endpoint)
     engine.wake()
     again = engine.one(asked, max_tokens=MAX_TOKENS)
     assert (again.cached, again.tokens) == (TOKENS - 1, first.tokens), "the cache is loaded as it was"
-    assert engine.one(other).cached == 0
+    assert engine.one(other).cached < LONG - 1
     settled(server.endpoint)
-    assert engine.one(other).cached == TOKENS - 1, "the engine saves again"
+    assert engine.one(other).cached == LONG - 1, "the engine saves again"
 
     # As /sleep does it, with a pause: nothing of before is found, for the weights may be others.
     engine.one(third, max_tokens=1)
+    engine.assert_no_block_lost()
     engine.sleep("abort")
-    settled(server.endpoint)
     engine.wake()
     again = engine.one(asked, max_tokens=MAX_TOKENS)
     assert (again.cached, again.tokens) == (0, first.tokens)
@@ -67,6 +66,7 @@ def test_sleep_wake_discard_and_pause(serve: Serve, vllm: Start) -> None:
 
     # Over a request that is kept.
     for how in ("keep", "discard"):
+        engine.assert_no_block_lost()
         kept = engine.one_over_sleep(asked, MAX_TOKENS, 2, how)
         assert kept.tokens == first.tokens
         settled(server.endpoint)

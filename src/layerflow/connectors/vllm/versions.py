@@ -60,13 +60,10 @@ def check_interface(connector: type[Any], version: str) -> None:
     """
     if missing := sorted(getattr(connector, "__abstractmethods__", ())):
         raise Unsupported(f"vLLM {version}: its connectors must have {', '.join(missing)}, which this one does not")
-    for name, own in vars(connector).items():
-        if name.startswith("_"):
-            continue
-        declared = next((vars(base)[name] for base in connector.__mro__[1:] if name in vars(base)), None)
-        if not callable(own := _function(own)) or not callable(declared := _function(declared)):
-            continue
-        if refused := _refused(own, declared):
+    for name in [name for name in vars(connector) if not name.startswith("_")]:
+        bases = [vars(base)[name] for base in connector.__mro__[1:] if name in vars(base)]
+        own, declared = _function(vars(connector)[name]), _function(bases[0] if bases else None)
+        if callable(own) and callable(declared) and (refused := _refused(own, declared)):
             raise Unsupported(f"vLLM {version}: it calls {name}() with {refused}, which this connector does not take")
 
 
