@@ -11,6 +11,7 @@ setup: $(STAMP)
 # torch first and by itself: its pinned CPU build, not the newest one with gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt src/layerflow/ops/_copy.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -f src/layerflow/ops/_copy.cpython-*.so  # Python would take such a build of an earlier version first
 	$(PIP) install -c constraints.txt torch numpy
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	touch $@

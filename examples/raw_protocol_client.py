@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 MAGIC, VERSION = b"LFLW", 1
-FINGERPRINT = bytes.fromhex("8d2f7313be1bf214f40237fcf12508db")  # from docs/protocol.md
+FINGERPRINT = bytes.fromhex("b358dd7ba114383951cb62be70b2dde3")  # from docs/protocol.md
 GREETING = struct.pack("<4sHH16s", MAGIC, VERSION, 0, FINGERPRINT)
 
 HELLO, BEAT, STATUS_REQUEST, BYE = 1, 7, 8, 10
@@ -36,7 +36,7 @@ class Client:
 
     def receive(self) -> bytes:
         if not self.socket.poll(TIMEOUT_MS):
-            raise TimeoutError("the server did not answer; is it running at this endpoint?")
+            raise TimeoutError("the server did not answer; is it running at that endpoint?")
         (frame,) = self.socket.recv_multipart()
         return frame
 
@@ -67,6 +67,10 @@ class Client:
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(
+            f"usage: {sys.argv[0]} ENDPOINT, which `layerflow run` says, e.g. ipc:///run/user/1000/layerflow-1000/control"
+        )
     client = Client(sys.argv[1])
     client.greet()
     _, session, version, fd_server, *_ = client.hello()

@@ -16,6 +16,12 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
+NO_TORCH = (
+    "this command computes with torch, which is not installed here: run it in the engine's environment, "
+    "or pip install 'layerflow[agent]'"
+)
+"""The server, the proxy and the tools do without it, so that only some commands find it missing."""
+
 # Newer typer carries its own copy of click, older typer uses click: take the base from typer itself.
 _UsageProblem: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException" and issubclass(base, Exception)
@@ -35,6 +41,10 @@ class LayerflowGroup(TyperGroup):
             code = super().main(args=given, prog_name=prog_name, **extra)
         except LayerflowError as error:
             refuse(str(error))
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            refuse(NO_TORCH)
         except _UsageProblem as problem:
             refuse(problem.format_message() if hasattr(problem, "format_message") else str(problem))
         except (typer.Abort, KeyboardInterrupt):

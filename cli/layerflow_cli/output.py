@@ -9,6 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,8 @@ from layerflow.errors import ConfigError
 from layerflow_cli.options import STANDARD_OUTPUT
 
 PLAIN_WIDTH = 160
+SILENT_S = 5.0
+"""So long a command may say nothing."""
 _SUFFIXES = (
     ("_per_s", "/s"),
     ("_gbps", "GB/s"),
@@ -35,6 +41,8 @@ _SUFFIXES = (
 _PREFIXES = (("us_per_", "us"), ("ms_per_", "ms"), ("ns_per_", "ns"), ("bytes_per_", "bytes"))
 _SHARES = ("overlap", "ratio", "share", "bound", "of_bound", "fill")
 _IDENTITIES = ("pid", "session", "port")
+_PIECES = re.compile(r"[^/_.,:@#-]*[/_.,:@#-]?")
+"""Of a word that is too wide: a line may end behind each."""
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -47,15 +55,21 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def progress(total: int, screen: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, nothing elsewhere. What it gives is told what begins; before it, something has ended.
+def progress(total: int, screen: Console | None = None, period_s: float = SILENT_S) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal; elsewhere a line on standard error every :data:`SILENT_S` seconds: what, how far, how long.
+
+    What it gives is told what begins; before it, something has ended.
 
     :param total: how much there is to do.
-    :param screen: where; None = standard error.
+    :param screen: where a bar goes; None = standard error.
     """
     screen = screen or console(stderr=True)
+    if not screen.is_terminal:
+        with progress_lines(total, period_s) as advance:
+            yield advance
+        return
     columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+    with Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task("", total=total)
         begun = False
 
@@ -65,6 +79,33 @@ def progress(total: int, screen: Console | None = None) -> Iterator[Callable[[st
             begun = True
 
         yield advance
+
+
+@contextlib.contextmanager
+def progress_lines(total: int, period_s: float = SILENT_S) -> Iterator[Callable[[str], None]]:
+    """As :func:`progress`, in lines everywhere."""
+    began, done = time.monotonic(), threading.Event()
+    told: tuple[int, str] = -1, ""
+
+    def speak() -> None:
+        while not done.wait(period_s):
+            count, what = told
+            elapsed = time.monotonic() - began
+            print(
+                f"{what or 'starting'}: {max(count, 0)} of {total} done, {elapsed:.0f} s", file=sys.stderr, flush=True
+            )
+
+    def advance(what: str) -> None:
+        nonlocal told
+        told = told[0] + 1, what
+
+    speaker = threading.Thread(target=speak, name="layerflow-progress", daemon=True)
+    speaker.start()
+    try:
+        yield advance
+    finally:
+        done.set()
+        speaker.join()
 
 
 def unit_of(name: str) -> str:
@@ -133,6 +174,19 @@ def records_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def folded(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters. Only a wider word is parted, behind a mark if it has one."""
+    lines = [""]
+    for word in re.findall(r"\S+ ?", text):
+        for piece in [word] if len(word.rstrip()) <= width else _PIECES.findall(word):
+            if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1]:
+                lines.append("")
+            lines[-1] += piece
+            while len(lines[-1].rstrip()) > width:
+                lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]
+
+
 def write_json(path: Path, result: Any) -> None:
     """Write `result`; values that JSON lacks (paths, numpy numbers) as text or plain numbers, NaN as null.
 
@@ -177,6 +231,7 @@ def _comparable(values: list[Mapping[str, Any]]) -> bool:
 def _list(title: str, values: Mapping[str, Any], inherited: str) -> Table:
     table = Table("", "value", "unit", title=title, title_justify="left")
     table.columns[1].justify = "right"
+    table.columns[0].overflow = table.columns[1].overflow = "fold"
     for name, value in values.items():
         table.add_row(name, *quantity(name, value, inherited))
     return table

@@ -1,77 +1,91 @@
-"""The tables of ``layerflow status``. Reads what is there: a newer or older server may say more or less."""
+"""The screens of ``layerflow status``: the overview, as wide as the terminal is, and the tables of ``--all``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from layerflow_cli.output import records_table, tables
+from layerflow.observe.overview import COLUMNS, TEXTS, overview
+from layerflow_cli.output import folded, tables
+
+_GAP = 2
 
 
-def view(found: Mapping[str, Any], everything: bool = False) -> RenderableType:
-    """A status as tables.
+def view(found: Mapping[str, Any], width: int, everything: bool = False, height: int | None = None) -> RenderableType:
+    """A status to print.
 
     :param found: what the server said.
-    :param everything: also the core's statistics and all metrics.
+    :param width: of the terminal, characters.
+    :param everything: also each session, the limits, the core's statistics and all metrics.
+    :param height: rows of workers that do not fit into so many lines are counted instead; None = there is no limit.
     """
-    parts: list[RenderableType] = [_headline(found)]
-    sessions = found.get("sessions") or []
-    parts.append(records_table("sessions", sessions) if sessions else Text("no engine worker is attached\n"))
-    parts += tables("transfer", _transfer(found))
+    shown = Text("\n".join(screen(found, width, height)))
+    if not everything:
+        return shown
+    parts: list[RenderableType] = [shown, Text("")]
+    for session in found.get("sessions") or []:
+        parts += tables(f"session {session.get('session', '?')}", _flat(session))
     node = {"memory node": found["memory_node"]} if "memory_node" in found else {}
-    parts += tables("pool", node | _pool(found.get("pool") or {}))
+    parts += tables("pool", node | dict(found.get("pool") or {}))
     if found.get("tier"):
         parts += tables("behind the arena", _tier(found["tier"]))
     parts += _peers(found.get("peers") or {})
     parts += tables("limits", found.get("limits") or {})
-    if everything:
-        parts += tables("core", found.get("flow") or {})
-        parts += tables("figures", found.get("figures") or {})
+    parts += tables("core", found.get("flow") or {})
+    parts += tables("figures", found.get("figures") or {})
     return Group(*parts)
 
 
-def _headline(found: Mapping[str, Any]) -> Text:
-    words = [
-        f"layerflow {found.get('version', '?')}",
-        f"pid {found.get('pid', '?')}",
-        f"up {duration(float(found.get('uptime_s') or 0))}",
-        "healthy" if found.get("healthy") else "draining",
-        str(found.get("endpoint", "")),
-    ]
-    if found.get("link_emulated"):
-        words.append("emulated link")
-    return Text(", ".join(word for word in words if word) + "\n")
+def screen(found: Mapping[str, Any], width: int, height: int | None = None) -> list[str]:
+    """The lines of the overview; see :func:`view`."""
+    shown = overview(found)
+    above = [*folded(shown.title, width), ""]
+    below = [""] if shown.workers and shown.notes else []
+    below += [line for note in shown.notes for line in _labelled("!", note, 2, width)]
+    below += ["", *(line for name, text in shown.parts.items() for line in _labelled(name, text, 10, width))]
+    rows = _table(shown.workers, width)
+    for count in range(len(shown.workers) - 1, -1, -1):
+        if height is None or len(above) + len(rows) + len(below) <= height:
+            break
+        left = len(shown.workers) - count
+        rows = [*_table(shown.workers[:count], width), f"and {left} more; layerflow status shows all"]
+    return above + rows + below
 
 
-def duration(seconds: float) -> str:
-    """``"2 d 3 h"``, ``"4 min 5 s"``: the two largest units."""
-    total = int(seconds)
-    parts = [(total // 86400, "d"), (total // 3600 % 24, "h"), (total // 60 % 60, "min"), (total % 60, "s")]
-    first = next((index for index, (count, _) in enumerate(parts) if count), len(parts) - 1)
-    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
+def _table(workers: Sequence[Sequence[str]], width: int) -> list[str]:
+    """A head and a row for each worker; texts that are too wide go on in the next line."""
+    if not workers:
+        return []
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *workers, strict=True)]
+    room = width - sum(widths[TEXTS:]) - _GAP * (len(widths) - 1)
+    engine, model = widths[:TEXTS]
+    if engine + model > room:
+        widths[1] = min(model, max(room // 3, len(COLUMNS[1]), room - engine))
+        widths[0] = min(engine, max(room - widths[1], len(COLUMNS[0])))
+    lines = []
+    for row in (COLUMNS, *workers):
+        cells = [folded(text, widths[index]) for index, text in enumerate(row)]
+        for number in range(max(map(len, cells))):
+            texts = [cell[number] if number < len(cell) else "" for cell in cells]
+            padded = [
+                text.ljust(widths[index]) if index < TEXTS else text.rjust(widths[index])
+                for index, text in enumerate(texts)
+            ]
+            lines.append((" " * _GAP).join(padded).rstrip())
+    return lines
 
 
-def _transfer(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures people look at first."""
-    figures = found.get("figures") or {}
-    flow = found.get("flow") or {}
-    shown: dict[str, Any] = {}
-    for direction, value in (figures.get("overlap") or {}).items():
-        shown[f"{direction} overlap"] = value
-    if "lookup_hit_ratio" in figures:
-        shown["lookup hit ratio"] = figures["lookup_hit_ratio"]
-    for key in ("loaded_bytes", "saved_bytes", "load_inflight_bytes", "save_inflight_bytes", "shed_parts"):
-        if key in flow:
-            shown[key] = flow[key]
-    beats, lag = figures.get("loop_lag_seconds_count"), figures.get("loop_lag_seconds_sum")
-    if beats:
-        shown["loop lag, mean_us"] = lag / beats * 1e6
-    if "loop_lag_max_seconds" in figures:
-        shown["loop lag, largest_us"] = figures["loop_lag_max_seconds"] * 1e6
-    return shown
+def _labelled(label: str, text: str, indent: int, width: int) -> list[str]:
+    lines = folded(text, max(width - indent, 1))
+    return [f"{label if not number else '':{indent}}{line}" for number, line in enumerate(lines)]
+
+
+def _flat(session: Mapping[str, Any]) -> dict[str, Any]:
+    """Sentences as text of their own, not as a list of quantities."""
+    return {key: "; ".join(map(str, value)) if isinstance(value, list) else value for key, value in session.items()}
 
 
 def _tier(tier: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,16 +116,6 @@ def _peers(peers: Mapping[str, Any]) -> list[RenderableType]:
                 {key: str(value) if value not in ({}, None, "") else "-" for key, value in row.items()}
                 for row in side[rows]
             ]
-            parts.append(records_table(title, flat))
+            for row in flat:
+                parts += tables(f"{title}: {next(iter(row.values()))}", row)
     return parts
-
-
-def _pool(pool: Mapping[str, Any]) -> dict[str, Any]:
-    capacity = pool.get("capacity_bytes")
-    if not capacity:
-        return dict(pool)
-    asked = pool.get("hits", 0) + pool.get("misses", 0)
-    shown: dict[str, Any] = {"fill": pool.get("used_bytes", 0) / capacity}
-    if asked:
-        shown["object hit ratio"] = pool.get("hits", 0) / asked
-    return {**shown, **pool}

@@ -43,9 +43,14 @@ class LinkPlugin:
 
 
 @functools.cache
-def links() -> Mapping[str, LinkPlugin]:
-    """By name, sorted."""
+def link_names() -> tuple[str, ...]:
+    """Sorted. Imports no link."""
     spec = importlib.util.find_spec(PACKAGE)
     where = spec.submodule_search_locations if spec is not None else None
-    names = sorted(module.name for module in pkgutil.iter_modules(where))
-    return {name: importlib.import_module(f"{PACKAGE}.{name}").LINK for name in names}
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(where)))
+
+
+@functools.cache
+def links() -> Mapping[str, LinkPlugin]:
+    """By name, sorted."""
+    return {name: importlib.import_module(f"{PACKAGE}.{name}").LINK for name in link_names()}

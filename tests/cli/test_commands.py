@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import layerflow
 from layerflow.config.settings import Settings, reference
 from layerflow_cli.commands.bench import MEASUREMENTS, module_of
-from layerflow_cli.commands.config import starter_file
+from layerflow_cli.commands.config import setting_lines, starter_file
 from layerflow_cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +114,32 @@ def test_config_listings_agree():
     assert all(row["key"] in table for row in rows)
 
 
+def test_config_lists_a_section_a_key_or_what_is_live():
+    def keys(*args: str) -> set[str]:
+        return {row["key"] for row in json.loads(invoke("config", *args, "--json").stdout)}
+
+    assert {key.partition(".")[0] for key in keys("transfer")} == {"transfer"}
+    assert "pool.disk.path" in keys("pool") and keys("[log]") == keys("log")
+    assert keys("pool.size") == {"pool.size"}
+    assert keys("log", "--live") == {"log.level", "log.slow_step_ms"}
+    assert "pool.size" not in invoke("config", "--effective", "transfer").stdout
+    assert refused("config", "trasnfer") == [
+        "layerflow: trasnfer is no section and no key of the settings; did you mean transfer?"
+    ]
+    assert "SECTION" in refused("config", "transfer", "--starter")[0]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_setting_fits_the_screen(width):
+    lines = setting_lines("transfer.mode", '"auto"', "a | b, live", "How it is. " * 12, width=width)
+    assert lines[0] == 'transfer.mode = "auto"'.ljust(width - 11) + "a | b, live"
+    assert " ".join(line.strip() for line in lines[1:]) == ("How it is. " * 12).strip()
+    for row in reference():
+        lines = setting_lines(row.key, row.default, row.type, row.description, width=width)
+        assert max(map(len, lines)) <= width
+        assert "".join(lines).replace(" ", "").startswith(f"{row.key}={row.default}".replace(" ", ""))
+
+
 def test_the_configuration_document_is_up_to_date():
     written = (ROOT / "docs" / "configuration.md").read_text()
     assert written == invoke("config", "--markdown").stdout, "run: layerflow config --markdown > docs/configuration.md"
@@ -167,17 +193,12 @@ def rows_of(output: str) -> dict[str, list[str]]:
 def test_status_over_http(fake_server):
     result = invoke("status", "--http", fake_server)
     assert result.exit_code == 0, result.output
-    assert "layerflow 9.9, pid 4, up 1 h 1 min, healthy, ipc:///x/control, emulated link" in result.stdout
-    rows = rows_of(result.stdout)
-    assert rows["1"] == ["decoder", "77", "0.25"]
-    assert rows["load overlap"] == ["95.5", "%"]
-    assert rows["lookup hit ratio"] == ["50.0", "%"]
-    assert rows["fill"] == ["25.0", "%"]
-    assert rows["object hit ratio"] == ["75.0", "%"]
-    assert rows["max_transfer_bytes"] == ["64", "MiB"]
-    assert rows["loop lag, mean_us"] == ["200", "us"]
-    assert "late_reports" not in rows
-    assert rows_of(invoke("status", "--http", fake_server, "--all").stdout)["late_reports"][0] == "12"
+    assert "layerflow 9.9, pid 4, up 1 h 1 min, healthy, emulated link" in result.stdout
+    assert "ipc:///x/control" in result.stdout and "decoder" not in result.stdout
+    everything = rows_of(invoke("status", "--http", fake_server, "--all").stdout)
+    assert everything["engine"] == ["decoder"]
+    assert everything["late_reports"][0] == "12"
+    assert everything["max_transfer_bytes"] == ["64", "MiB"]
 
 
 def test_status_as_json(fake_server):
@@ -329,6 +350,20 @@ def test_help_and_config_load_no_torch():
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_what_asks_a_server_needs_no_torch():
+    """``status`` and ``purge`` work where only the server is installed, and do not wait for torch where it is."""
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"
+        "from layerflow.agent.connection.control import Control, fetch_status\n"
+        "from layerflow_cli.commands.status import endpoint_of\n"
+        "assert endpoint_of(None, None).startswith('ipc://')\n"
+        "heavy = ('layerflow.device', 'layerflow.flow')\n"
+        "sys.exit(','.join(name for name in sys.modules if name.startswith(heavy)) or None)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_json_is_one_option_everywhere(fake_server, tmp_path):
     """``--json FILE`` writes it there; without FILE it is printed, and nothing else is."""
     target = tmp_path / "status.json"
@@ -388,3 +423,18 @@ def test_a_device_that_is_not_there_is_one_readable_line(command, device):
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("layerflow: device ")
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--watch"], ["purge"]])
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ("ipc:///run/$USER/control", "$ is not replaced"),
+        ("ipc://run/control", "is relative"),
+        ("tcp://10.0.0.1:1", "asked with --http"),
+        ("ipc:///nonexistent/control", "there is no socket"),
+    ],
+)
+def test_an_endpoint_where_no_server_can_be_is_refused_at_once(command, endpoint, words):
+    (line,) = refused(*command, "--endpoint", endpoint)
+    assert words in line

@@ -1,11 +1,12 @@
 import json
+import re
 
 import pytest
 from rich.console import Console
 
 from layerflow.errors import ConfigError
-from layerflow_cli.output import quantity, tables, unit_of, write_json
-from layerflow_cli.status_view import duration
+from layerflow.observe.overview import duration
+from layerflow_cli.output import progress, quantity, tables, unit_of, write_json
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,21 @@ def test_json_has_no_nan_and_plain_numbers(tmp_path):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_what_takes_long_says_where_it_is(capsys):
+    """A line a period, until one is seen; nothing else, and nothing on standard output."""
+    said = ""
+    with progress(3, period_s=0.01) as advance:
+        advance("first")
+        advance("second")
+        while "second" not in said:
+            said += capsys.readouterr().err
+    assert re.search(r"^second: 1 of 3 done, \d+ s$", said, re.MULTILINE)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_quick_says_nothing(capsys):
+    with progress(1, period_s=60) as advance:
+        advance("only")
+    assert capsys.readouterr() == ("", "")

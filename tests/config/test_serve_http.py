@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import re
 import signal
 import socket
 from types import SimpleNamespace
@@ -48,6 +49,35 @@ async def test_endpoints():
         assert (await state.client.get("/nothing")).status_code == 404
         assert (await state.client.post("/status")).status_code == 405
         assert "server" not in health.headers
+
+
+async def test_the_page_shows_what_status_says_and_loads_nothing():
+    status = {
+        "version": "9.9",
+        "healthy": True,
+        "endpoint": "ipc:///x/<control>",
+        "sessions": [{"memory": True, "name": "m/<b>/dp0", "engine": "e", "model": "m", "tp": "0/2", "steps": 1234}],
+        "tier": {"backend": "disk", "up": False, "reason": "a & b"},
+    }
+    async with serving(status=lambda: status) as state:
+        page = await state.client.get("/")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    for told in (
+        "layerflow 9.9",
+        "&lt;b&gt;/dp0",
+        "0/2",
+        "1,234",
+        "disk is down: a &amp; b",
+        "ipc:///x/&lt;control&gt;",
+    ):
+        assert told in page.text
+    assert [path for path in ("metrics", "healthz", "status") if f'href="{path}"' in page.text] == [
+        "metrics", "healthz", "status",
+    ]  # fmt: skip
+    links = set(re.findall(r'(?:src|href)\s*=\s*"([^"]*)"', page.text))
+    assert (
+        links == {"data:,", "metrics", "healthz", "status"} and "<script" not in page.text and "url(" not in page.text
+    )
 
 
 async def test_the_url_has_the_real_port_and_shutdown_frees_it():

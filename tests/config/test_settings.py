@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from layerflow.config.pool import default_pool_bytes
 from layerflow.config.settings import (
     Settings,
-    default_endpoint,
     format_size,
     live_changes,
     make_private_directory,
     parse_size,
     reference,
 )
+from layerflow.endpoint import default_endpoint
 from layerflow.errors import ConfigError
 
 

@@ -60,6 +60,12 @@ class TestToml:
         (told,) = refusal(path)
         assert told.startswith(f"{path}: not valid TOML: line {1 + len(line.splitlines())}: ") and words in told
 
+    def test_a_secret_is_not_shown(self, toml: Toml, refusal: Refusal) -> None:
+        (told,) = refusal(toml("[proxy]\nadmin_token = k3y\n"))
+        assert 'line 2: admin_token = ***: text needs quotes: admin_token = "***"' in told and "k3y" not in told
+        (told,) = refusal(None, {"proxy.admin_token": 4711})
+        assert told.startswith("proxy.admin_token = *** (set by a flag)") and "4711" not in told
+
     def test_bytes_that_are_no_text(self, toml: Toml, refusal: Refusal) -> None:
         path = toml("")
         path.write_bytes(b"[pool]\nsize = '\xff'\n")

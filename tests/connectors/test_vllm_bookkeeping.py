@@ -108,7 +108,7 @@ class World(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(scheduler, "Lookups", FakeLookups)
         self.patch.setattr(FakeLookups, "wait_connected", lambda *_: True, raising=False)
-        self.patch.setattr(scheduler, "Control", lambda *_: SimpleNamespace(close=lambda: None))
+        self.patch.setattr(scheduler, "Control", lambda *_, **__: SimpleNamespace(close=lambda: None))
         advisor = SimpleNamespace(advise=lambda *_: Mode.BULK, adopt=lambda *_: None, compute_seconds=lambda _: None)
         self.patch.setattr(scheduler, "LoadPolicy", lambda *_: advisor)
         self.patch.setattr(worker, "TransferStats", SimpleNamespace)

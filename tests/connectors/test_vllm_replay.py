@@ -200,7 +200,7 @@ class Replay(RuleBasedStateMachine):
         self.stack.callback(self.agent.close)
         patch.setattr(Asker, "agent", self.agent, raising=False)
         patch.setattr(scheduler, "Lookups", Asker)
-        patch.setattr(scheduler, "Control", lambda *_: SimpleNamespace(close=lambda: None))
+        patch.setattr(scheduler, "Control", lambda *_, **__: SimpleNamespace(close=lambda: None))
         policy = SimpleNamespace(advise=lambda *_: mode, adopt=lambda *_: None, compute_seconds=lambda _: None)
         patch.setattr(scheduler, "LoadPolicy", lambda *_: policy)
         patch.setattr(worker, "TransferStats", SimpleNamespace)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 from vllm_fakes import BLOCK, FULL, FakeLookups, hooked, output, pieces, request, spec_of
 
 from layerflow.agent.values import MISS, Hit
@@ -32,7 +33,7 @@ BLOCKS = [11, 12, 13, 14, 15]
 class FakeControl:
     """Tells the server of resets, or cannot."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.resets = 0
         self.open_steps: list[int] = []
         self.released: list[tuple[str, tuple[str, ...]]] = []
@@ -311,6 +312,28 @@ class TestPlan:
         side = SchedulerSide(Options(), "engine", 1, can_fail_in_background=True)
         side.arrived(request("r", 10))
         assert side.plan(output({"r": 10})).idle
+
+
+class TestIntroduction:
+    def test_what_the_connector_is_stands_once_in_the_log(self) -> None:
+        with capture_logs() as logs:
+            side = House(mode="bulk").side
+            side.meet_workers([WorkerLayout(b"", (0,), "ipc:///other")])
+        (told,) = [entry for entry in logs if entry["event"] == "connector_ready"]
+        spec = side.spec
+        assert spec is not None
+        assert (told["engine"], told["engine_id"], told["model"]) == ("engine", "engine", spec.name)
+        assert (told["server"], told["connected"], told["embedded"]) == ("ipc:///nowhere", True, True)
+        assert (told["mode"], told["loads"], told["saves"]) == ("bulk", True, True)
+        assert told["chunk_tokens"] == spec.chunk_tokens and len(told["groups"]) == len(spec.groups)
+
+    def test_what_is_not_supported_is_named(self) -> None:
+        with capture_logs() as logs:
+            side = SchedulerSide(Options(), "0b8f", 2, name="llama/host/dp0", can_fail_in_background=False)
+            side.meet_workers([WorkerLayout(msgspec.msgpack.encode(spec_of()), (0,), "ipc:///nowhere", waits=False)])
+        (told,) = [entry for entry in logs if entry["event"] == "connector_ready"]
+        assert (told["engine"], told["loads"]) == ("llama/host/dp0", False)
+        assert {why.partition(",")[0] for why in told["not_supported"]} >= {"loads", "loads layer by layer"}
 
 
 class TestLeases:

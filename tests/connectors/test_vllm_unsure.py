@@ -109,7 +109,7 @@ class Engine:
 def engine(embed: Embed, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Engine]:
     monkeypatch.setattr(scheduler, "Lookups", FakeLookups)
     monkeypatch.setattr(FakeLookups, "wait_connected", lambda *_: True, raising=False)
-    monkeypatch.setattr(scheduler, "Control", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(scheduler, "Control", lambda *_, **__: SimpleNamespace(close=lambda: None))
     advisor = SimpleNamespace(advise=lambda *_: Mode.LAYERWISE, adopt=lambda *_: None, compute_seconds=lambda _: None)
     monkeypatch.setattr(scheduler, "LoadPolicy", lambda *_: advisor)
     made = Engine(embed(), ranks=getattr(request, "param", 1))

@@ -38,6 +38,11 @@ class TestRawClient:
     source = (EXAMPLES / "raw_protocol_client.py").read_text()
     names = runpy.run_path(str(EXAMPLES / "raw_protocol_client.py"))
 
+    def test_without_an_endpoint_it_says_how_it_is_called(self, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["raw_protocol_client.py"])
+        with pytest.raises(SystemExit, match=r"^usage: raw_protocol_client.py ENDPOINT"):
+            self.names["main"]()
+
     @pytest.fixture
     def client(self, server):
         client = self.names["Client"](server.endpoint, server.context)

@@ -63,7 +63,7 @@ def test_every_log_event_is_explained():
         for path in (ROOT / "src/layerflow" / room).rglob("*.py"):
             said |= set(
                 re.findall(
-                    r'\b_?(?:log|level)\.?(?:info|warning|error|exception|critical)?\(\s*"([a-z_]+)"',
+                    r'\b_?(?:log|level)\.?(?:info|warning|error|exception|critical)?\(\s*(?:level,\s*)?"([a-z_]+)"',
                     path.read_text(encoding="utf-8"),
                 )
             )

@@ -98,6 +98,8 @@ def test_mooncake_transport_hostname_and_segment(packages, monkeypatch):
     monkeypatch.setattr(machine, "cgroup_bytes", lambda: None)
     pool = {"size": "40MiB"}
     assert mooncake(pool, metrics="", segment_size="20MiB")["mooncake segment"].state is Severity.WARNING
+    assert mooncake(pool, metrics="", segment_size="30MiB")["mooncake segment"].state is Severity.WARNING
+    monkeypatch.setattr(machine, "total_bytes", lambda: 64 << 20)
     assert mooncake(pool, metrics="", segment_size="30MiB")["mooncake segment"].state is Severity.PROBLEM
 
 

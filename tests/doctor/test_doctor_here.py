@@ -1,6 +1,8 @@
 """What the doctor says of this machine: the program, where the server listens, memory, the disk tier."""
 
+import errno
 import os
+import re
 import socket
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +21,7 @@ from layerflow.findings.memory import size_text
 from layerflow.hosts.backend import Unreachable, Unusable
 from layerflow.hosts.disk.folder import Folder
 from layerflow.server import EmbeddedServer, Server
-from layerflow.system import machine, numa
+from layerflow.system import machine, numa, peer
 
 
 def examined(**sections) -> dict[str, Finding]:
@@ -29,7 +31,16 @@ def examined(**sections) -> dict[str, Finding]:
 
 def test_a_healthy_memory_configuration_has_no_problem(tmp_path):
     found = examined(pool={"size": "1MiB"})
-    assert {"python", "libraries", "torch", "copy loop", "endpoint directory", "endpoint", "arena"} <= set(found)
+    assert {
+        "python",
+        "other containers",
+        "libraries",
+        "torch",
+        "copy loop",
+        "endpoint directory",
+        "endpoint",
+        "arena",
+    } <= set(found)
     assert [finding for finding in found.values() if finding.state is Severity.PROBLEM] == []
     assert "pyzmq " in found["libraries"].found
     assert "will be made" in found["endpoint directory"].found
@@ -50,6 +61,21 @@ def test_libraries_that_are_missing_or_old(monkeypatch):
     found = examined(pool={"size": "1MiB"})["libraries"]
     assert found.state is Severity.PROBLEM
     assert "pyzmq is not installed" in found.found and "rich 1.0 is older than" in found.found
+    assert re.fullmatch(r"pip install 'pyzmq>=[\d.]+' 'rich>=[\d.]+'", found.advice)
+
+
+def test_a_kernel_that_shows_no_process_of_another_pid_namespace(monkeypatch):
+    class Older(socket.socket):
+        """As before Linux 6.5."""
+
+        def getsockopt(self, level: int, option: int, *size: int) -> Any:
+            if option == peer._SO_PEERPIDFD:
+                raise OSError(errno.ENOPROTOOPT, "Protocol not available")
+            return super().getsockopt(level, option, *size)
+
+    monkeypatch.setattr(socket, "socketpair", lambda: (Older(), Older()))
+    found = examined(pool={"size": "1MiB"})["other containers"]
+    assert found.state is Severity.WARNING and "one pid namespace" in found.advice
 
 
 def test_a_directory_that_others_can_write_to(tmp_path):

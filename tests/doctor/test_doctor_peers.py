@@ -92,6 +92,7 @@ def test_links_that_differ_are_told(owner: Owner, monkeypatch: pytest.MonkeyPatc
     known = dict(links()) | {"other": LinkPlugin(reader="", lender="")}
     for module in ("config.peers", "config.settings", "doctor.peers"):
         monkeypatch.setattr(f"layerflow.{module}.links", lambda: known)
+    monkeypatch.setattr("layerflow.config.peers.link_names", lambda: tuple(known))
     peer = {"name": "owner", "address": owner.address, "server_key": owner.public}
     settings = Settings(server={"curve_secret_key_file": owner.reader_key}, peers={"attach": [peer], "link": "other"})
     (why,) = problems(list(examine_peers(settings, None)))

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import re
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from layerflow import backends
 from layerflow.backends import Plugin, canonical, installed, named
 from layerflow.config.fields import BackendOptions
 from layerflow.config.settings import Settings
-from layerflow.errors import ConfigError
+from layerflow.errors import ConfigError, Unsupported
+from layerflow.findings import probes
 from layerflow.hosts.backend import Backend, Unusable
 from layerflow.hosts.registry import make
 
@@ -27,6 +29,16 @@ def test_ours_are_installed_and_what_each_names_is_there(name):
         assert callable(named(reference))
     assert plugin.examine, "the doctor looks at each of ours"
     assert not plugin.chosen_by or plugin.chosen_by in plugin.options.model_fields
+
+
+@pytest.mark.parametrize("name", ["memcache", "mooncake"])
+def test_a_trial_without_its_package_says_in_one_line_what_to_install(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(probes, "has_module", lambda module: False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    plugin = installed()[name]
+    with pytest.raises(Unsupported, match=r"pip install [a-z_-]+") as caught:
+        named(plugin.trial)(plugin.options(), tmp_path, 1 << 20, False)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_alias_is_another_name():

@@ -130,7 +130,9 @@ class AscendWorker:
         config = SimpleNamespace(
             kv_transfer_config=transfer,
             kv_events_config=None,
-            parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, pipeline_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                rank=0, tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0
+            ),
             scheduler_config=SimpleNamespace(async_scheduling=False),
             speculative_config=None,
             device_config=SimpleNamespace(device_type="npu"),

@@ -13,7 +13,7 @@ import layerflow
 from layerflow.flow import Flow
 from layerflow.flow.events import LayerShape, Part, SessionOpened, StepOpened, Tick
 from layerflow.flow.limits import Limits
-from layerflow.observe.metrics.by_engine import MAX_LABEL_CHARS, MAX_PAIRS
+from layerflow.observe.metrics.by_engine import MAX_GONE, MAX_LABEL_CHARS, MAX_PAIRS
 from layerflow.observe.metrics.metrics import MAX_REASON_CHARS, MAX_REASONS, Metrics
 from layerflow.observe.slow_steps import SlowSteps
 from layerflow.pool.base import PoolStatistics
@@ -121,6 +121,23 @@ def test_lookups() -> None:
     assert metrics.summary()["lookup_hit_ratio"] == pytest.approx(0.375)
 
 
+def test_of_engines_that_have_gone_few_series_stay_and_sums_never_fall() -> None:
+    metrics = Metrics()
+    metrics.step_done(ONE, 1, 0)
+    for number in range(100):
+        pair = f"engine-{number}", "llama"
+        metrics.step_done(pair, 10, 0)
+        metrics.step_measured(pair, Figures(1, 10, 0.5, 0.25, 0, 0.0, 0.0))
+        metrics.engine_gone(pair[0])
+    shown = {labels for name, labels in samples(metrics) if name == "layerflow_loaded_bytes_total"}
+    assert shown == {"e0,llama", *(f"engine-{number},llama" for number in range(100 - MAX_GONE, 100))}
+    figures = metrics.summary()
+    assert figures["loaded_bytes_total"] == 1001
+    assert figures["exposed_seconds_total"] == {"load": 25.0, "save": 0.0}
+    metrics.step_done(("engine-99", "llama"), 10, 0)
+    assert samples(metrics)["layerflow_loaded_bytes_total", "engine-99,llama"] == 20, "it is back by its name"
+
+
 def test_engines_are_bounded_and_the_busy_ones_stay() -> None:
     metrics = Metrics()
     for number in range(3 * MAX_PAIRS):
@@ -152,7 +169,7 @@ def test_the_core_is_shown_as_it_is_now() -> None:
 def test_a_slow_step_is_told_once_a_while_with_where_its_time_went() -> None:
     now, limit = [0.0], [0.1]
     steps = SlowSteps(lambda: limit[0], lambda: now[0])
-    worker = SimpleNamespace(number=3, engine="e0")
+    worker = SimpleNamespace(number=3, name="e0")
     with capture_logs() as lines:
         steps.see(worker, Figures(1, 500_000_000, 1.0, 0.25, 7, 0.5, 0.0))
         steps.see(worker, Figures(2, 10, 1.0, 0.05, 0, 0.0, 0.0))

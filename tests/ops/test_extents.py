@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from layerflow.device import CpuEvent, device_for
 from layerflow.errors import ExtentError, InvalidTransition
 from layerflow.objects import HEADER_BYTES, object_bytes
-from layerflow.ops.copier import copier_for, copy_fallback, copy_native
+from layerflow.ops.copier import copier_for, copy_fallback, copy_native, warn_of_fallback
 from layerflow.ops.extents import BlockList
 from layerflow.ops.paged import PagedMemory
 from layerflow.spec import GroupSpec, ModelSpec, Plane
@@ -171,6 +172,15 @@ def test_a_copy_before_its_event_is_refused_and_moves_nothing() -> None:
     event.set()
     assert copier.load(part, after=event) is None
     assert any((region.bytes == GUARD).any() for region in memory.regions())
+
+
+def test_without_the_c_extension_the_log_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerflow.ops.copier.copy_native", None)
+    warn_of_fallback.cache_clear()
+    with capture_logs() as logs:
+        for _ in range(2):
+            copier_for(paged(), FlatArena(OBJECT), device_for("cpu"))
+    assert logs == [{"event": "copy_loop_not_built", "log_level": "warning"}]
 
 
 @pytest.mark.skipif(copy_native is None, reason="the C extension is not built here")

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -235,9 +235,9 @@ def every(json_file: JsonFile = None) -> None:
 
     results: dict[str, Any] = {}
     failed = []
-    for name in MEASUREMENTS:
+    for number, name in enumerate(MEASUREMENTS, 1):
         try:
-            results[name] = _measure(name, {})
+            results[name] = _measure(name, {}, place=f"{number} of {len(MEASUREMENTS)}")
         except LayerflowError as error:
             typer.echo(f"layerflow: bench {name}: {error}", err=True)
             failed.append(name)
@@ -277,10 +277,16 @@ def _like(default: Any, text: str) -> Any:
     return type(default)(text) if isinstance(default, int | float) else text
 
 
-def _measure(name: str, given: Mapping[str, Any], sets: Sequence[str] = ()) -> Mapping[str, Any]:
+def _measure(name: str, given: Mapping[str, Any], sets: Sequence[str] = (), place: str = "") -> Mapping[str, Any]:
+    from layerflow_cli.output import progress_lines  # noqa: PLC0415 - `--help` stays quick
+
     module = _module(name)
-    result: Mapping[str, Any] = module.measure(**arguments(module.measure, given, sets))
-    return result
+    values = arguments(module.measure, given, sets)
+    if name == "pool":  # it says itself how far it is
+        return cast(Mapping[str, Any], module.measure(**values))
+    with progress_lines(1) as advance:  # a bar would take time from what is measured
+        advance(f"bench {name}{f' ({place})' if place else ''}")
+        return cast(Mapping[str, Any], module.measure(**values))
 
 
 def module_of(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import textwrap
 from itertools import groupby
 from pathlib import Path
@@ -42,8 +43,16 @@ max_transfer_bytes = "32MiB"
 ```
 """
 
+_INDENT = "    "
+MOST_COLUMNS = 120
+"""A line that is longer reads badly, however wide the terminal is."""
+
 
 def config(
+    section: Annotated[
+        str | None, typer.Argument(metavar="[SECTION]", help="Only this section, e.g. transfer, or this key.")
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Only what may change while the server runs.")] = False,
     json_file: JsonFile = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The reference as docs/configuration.md.")] = False,
     starter: Annotated[bool, typer.Option("--starter", help="A commented file to start from, as TOML.")] = False,
@@ -61,6 +70,7 @@ def config(
     \b
     Examples:
       layerflow config
+      layerflow config transfer --live
       layerflow config --starter > layerflow.toml
       layerflow config --check layerflow.toml
       layerflow config --effective --config layerflow.toml --set transfer.mode=bulk
@@ -69,14 +79,16 @@ def config(
 
     if sum((as_markdown, starter, effective, check is not None)) > 1:
         raise ConfigError("--markdown, --starter, --effective and --check each print something else; give one")
+    if (section or live) and (as_markdown or starter or check is not None):
+        raise ConfigError("SECTION and --live choose among what is listed; leave --markdown, --starter and --check out")
     if check is not None:
         Settings.load(check)
         typer.echo(f"{check}: good")
         return
     if effective:
-        _effective(file, settings or [], json_file)
+        _effective(file, settings or [], json_file, {row.key for row in _chosen(reference(), section, live=live)})
         return
-    rows = reference()
+    rows = _chosen(reference(), section, live=live)
     if starter:
         typer.echo(starter_file(rows), nl=False)
     elif json_file is not None:
@@ -135,21 +147,33 @@ def starter_file(rows: list[ReferenceRow]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _effective(file: Path | None, items: list[str], json_file: Path | None) -> None:
-    from layerflow.config.settings import effective  # noqa: PLC0415
-    from layerflow_cli.output import console, write_json  # noqa: PLC0415
+def _chosen(rows: list[ReferenceRow], section: str | None, *, live: bool) -> list[ReferenceRow]:
+    """The rows of a section, or of one key.
 
-    found = effective(file, overrides(items, {}))
+    :param section: None = all of them.
+    :raises ConfigError: there is no such section or key.
+    """
+    if section is not None:
+        name = section.strip("[]")
+        found = [row for row in rows if row.key == name or row.key.startswith(f"{name}.")]
+        if not found:
+            sections = sorted({row.key.rpartition(".")[0] for row in rows})
+            near = difflib.get_close_matches(name, [*sections, *(row.key for row in rows)], 1)
+            advice = f"did you mean {near[0]}?" if near else f"there are the sections {', '.join(sections)}"
+            raise ConfigError(f"{name} is no section and no key of the settings; {advice}")
+        rows = found
+    return [row for row in rows if row.live or not live]
+
+
+def _effective(file: Path | None, items: list[str], json_file: Path | None, keys: set[str]) -> None:
+    from layerflow.config.settings import effective  # noqa: PLC0415
+    from layerflow_cli.output import write_json  # noqa: PLC0415
+
+    found = [row for row in effective(file, overrides(items, {})) if row.key in keys]
     if json_file is not None:
         write_json(json_file, {row.key: {"value": row.value, "set_by": row.origin} for row in found})
         return
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    table = Table("key", "value", "set by", title="Effective settings", title_justify="left")
-    for row in found:
-        table.add_row(*(Text(cell, style="bold" if row.origin else "") for cell in (row.key, row.value, row.origin)))
-    console().print(table)
+    _print_lines([(row.key, row.value, f"set by {row.origin}" if row.origin else "", "") for row in found])
 
 
 def _type(row: ReferenceRow) -> str:
@@ -161,17 +185,48 @@ def _cell(text: str) -> str:
 
 
 def _print(rows: list[ReferenceRow]) -> None:
-    from rich.table import Table  # noqa: PLC0415
+    _print_lines(
+        [
+            (
+                row.key,
+                row.default,
+                ", ".join(part for part in (_type(row), row.unit, "live" if row.live else "") if part),
+                row.description,
+            )
+            for row in rows
+        ]
+    )
+
+
+def _print_lines(rows: list[tuple[str, str, str, str]]) -> None:
     from rich.text import Text  # noqa: PLC0415
 
     from layerflow_cli.output import console  # noqa: PLC0415
 
-    table = Table("key", "default", "type, bounds", "unit", "live", "", title="Settings", title_justify="left")
-    for column in table.columns[:2]:
-        column.no_wrap = True
-    for row in rows:
-        default = "" if row.key == "server.endpoint" else row.default
-        described = f"{row.description} Default: {row.default}" if not default else row.description
-        cells = (row.key, default, _type(row), row.unit, "yes" if row.live else "", described)
-        table.add_row(*(Text(cell) for cell in cells))
-    console().print(table)
+    screen = console()
+    section = None
+    for key, *told in rows:
+        if section not in (None, key.rpartition(".")[0]):
+            screen.print()
+        section = key.rpartition(".")[0]
+        text = Text("\n".join(setting_lines(key, *told, width=min(screen.width, MOST_COLUMNS))))
+        text.stylize("bold", 0, len(key))
+        screen.print(text, soft_wrap=True)
+
+
+def setting_lines(key: str, value: str, known: str, description: str, *, width: int) -> list[str]:
+    """Key and value, and below them the description.
+
+    :param known: its type and bounds, or what set it: at the right of the first line where there is room, else below.
+    """
+    from layerflow_cli.output import folded  # noqa: PLC0415
+
+    first = f"{key} = {value}"
+    gap = width - len(first) - len(known)
+    if gap >= 2:
+        lines, below = [f"{first}{' ' * gap}{known}".rstrip()], [description]
+    else:
+        lines, below = folded(first, width), [known, description]
+    for told in below:
+        lines += [_INDENT + line for line in folded(told, width - len(_INDENT))] if told else []
+    return lines

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from layerflow.endpoint import check_listened
 from layerflow.errors import ConfigError, SessionError
 from layerflow_cli.commands.status import endpoint_of
 from layerflow_cli.options import ConfigFile, Endpoint, JsonFile
@@ -68,7 +69,6 @@ def _confirm(where: str) -> None:
 
 def _purge(endpoint: str, tier: bool) -> dict[str, Any]:
     from layerflow.agent.connection.control import Control  # noqa: PLC0415 - pulls zmq in
-    from layerflow.endpoint import check_listened  # noqa: PLC0415
 
     check_listened(endpoint)
     control = Control(endpoint, engine="purge")

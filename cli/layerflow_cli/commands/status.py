@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import urllib.error
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from layerflow.errors import ConfigError, SessionError
-from layerflow.http_client import open_url
+from layerflow.endpoint import check_listened, local_endpoint
+from layerflow.errors import ConfigError, LayerflowError, SessionError
 from layerflow_cli.options import STANDARD_OUTPUT, ConfigFile, Endpoint, JsonFile
 
 TIMEOUT_S = 3.0
@@ -25,11 +26,13 @@ def status(
     ] = None,
     config: ConfigFile = None,
     json_file: JsonFile = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also the core's and the metrics' figures.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also each session, the limits, and the core's and the metrics' figures.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     interval_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between refreshes.")] = 1.0,
 ) -> None:
-    """Show sessions, pool, limits, hit rates and overlap of a running server.
+    """Show a running server: its workers, what they load and save, its pool and what lies behind it.
 
     \b
     Examples:
@@ -39,25 +42,58 @@ def status(
     if http is not None and endpoint is not None:
         raise ConfigError("--endpoint and --http are two ways to the same server; give one")
     where = http if http is not None else endpoint_of(endpoint, config)
-    ask = fetch_http if http is not None else _fetch_control
-    if not watch:
-        _show(ask(where), json_file, everything)
+    if watch:
+        with asking(where, over_http=http is not None) as ask:
+            watch_status(ask, interval_s, json_file, everything=everything)
+    found = fetch_http(where) if http is not None else _fetch_control(where)
+    _show(found, json_file, everything)
+
+
+@contextlib.contextmanager
+def asking(where: str, *, over_http: bool) -> Iterator[Callable[[], dict[str, Any]]]:
+    """What asks the server again and again; on the control socket over one connection."""
+    if over_http:
+        yield lambda: fetch_http(where)
         return
+    from layerflow.agent.connection.control import Control  # noqa: PLC0415 - pulls zmq in
+
+    check_listened(where)
+    with contextlib.closing(Control(where, engine="status")) as control:
+        yield lambda: control.status(TIMEOUT_S)
+
+
+def watch_status(
+    ask: Callable[[], dict[str, Any]], interval_s: float, json_file: Path | None, *, everything: bool
+) -> NoReturn:
+    """Until Ctrl-C. A server that goes away is waited for."""
     if json_file is not None:
         if json_file != STANDARD_OUTPUT:
             raise ConfigError("--watch writes one JSON object a line to standard output; leave FILE out of --json")
         while True:
-            typer.echo(json.dumps(ask(where)))
+            typer.echo(json.dumps(ask()))
             time.sleep(interval_s)
     from rich.live import Live  # noqa: PLC0415 - only here
+    from rich.text import Text  # noqa: PLC0415
 
     from layerflow_cli.output import console  # noqa: PLC0415
     from layerflow_cli.status_view import view  # noqa: PLC0415
 
-    with Live(view(ask(where), everything), console=console(), auto_refresh=False) as live:
+    screen = console()
+    found = ask()
+    if not screen.is_terminal:
+        while True:
+            screen.print(view(found, screen.width, everything), "")
+            time.sleep(interval_s)
+            found = ask()
+    with Live(console=screen, screen=True, auto_refresh=False) as live:
+        live.update(view(found, screen.width, everything, screen.height), refresh=True)
         while True:
             time.sleep(interval_s)
-            live.update(view(ask(where), everything), refresh=True)
+            try:
+                shown = view(ask(), screen.width, everything, screen.height)
+            except LayerflowError as error:
+                shown = Text(str(error))
+            live.update(shown, refresh=True)
 
 
 def fetch_http(url: str) -> dict[str, Any]:
@@ -66,6 +102,8 @@ def fetch_http(url: str) -> dict[str, Any]:
     :raises ConfigError: `url` is not an http URL.
     :raises SessionError: no layerflow answers there.
     """
+    from layerflow.http_client import open_url  # noqa: PLC0415 - `--help` stays quick
+
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--http {url}: write it as http://host:port")
     target = url.rstrip("/").removesuffix("/status") + "/status"
@@ -84,17 +122,24 @@ def fetch_http(url: str) -> dict[str, Any]:
 
 def _fetch_control(endpoint: str) -> dict[str, Any]:
     from layerflow.agent.connection.control import fetch_status  # noqa: PLC0415 - pulls zmq in
-    from layerflow.endpoint import check_listened  # noqa: PLC0415
 
     check_listened(endpoint)
     return fetch_status(endpoint, TIMEOUT_S)
 
 
 def endpoint_of(endpoint: str | None, config: Any) -> str:
-    """The server's control socket: as given, or of the configuration."""
-    from layerflow.config.settings import Settings  # noqa: PLC0415
+    """The server's control socket: as given, or of the configuration.
 
-    return Settings.load(config, {"server.endpoint": endpoint} if endpoint else {}).server.endpoint
+    :raises ConfigError: what is given is no endpoint of this machine, or the configuration is wrong.
+    """
+    if endpoint:
+        try:
+            return local_endpoint(endpoint)
+        except ValueError as error:
+            raise ConfigError(f"--endpoint: {error}; a server of another machine is asked with --http") from None
+    from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
+
+    return Settings.load(config).server.endpoint
 
 
 def _show(found: Mapping[str, Any], json_file: Path | None, everything: bool) -> None:
@@ -105,4 +150,5 @@ def _show(found: Mapping[str, Any], json_file: Path | None, everything: bool) ->
         return
     from layerflow_cli.status_view import view  # noqa: PLC0415
 
-    console().print(view(found, everything))
+    screen = console()
+    screen.print(view(found, screen.width, everything))

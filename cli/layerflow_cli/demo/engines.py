@@ -103,7 +103,8 @@ def served(workload: Workload, endpoint: str, name: str, mode: Mode, device: str
         if terms.save_partial:
             raise LayerflowError(
                 f"{endpoint}: the server also stores partial chunks, then a hit leaves nothing to compute; "
-                "set transfer.discard_partial_chunks = true in its file"
+                "write `layerflow run --set transfer.discard_partial_chunks=true`, or set "
+                "transfer.discard_partial_chunks = true in its file, which it takes while it runs"
             )
         if not agent.wait_warm(SETTLE_TIMEOUT_S):
             raise LayerflowError(f"{endpoint}: the arena was not mapped within {SETTLE_TIMEOUT_S:g} s")

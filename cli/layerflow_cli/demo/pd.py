@@ -13,7 +13,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from layerflow_cli.demo.engines import KvBytes, answer, spoil
 from layerflow_cli.demo.outcome import differing
 from layerflow_cli.demo.report import EXIT_WRONG
 from layerflow_cli.demo.workload import MAX_NEW_TOKENS, Workload, chosen_shapes, suitable_link
-from layerflow_cli.output import console, write_json
+from layerflow_cli.output import console, progress, write_json
 
 WAIT_S = 120.0
 DEFAULT_RUNS = 3
@@ -103,13 +103,8 @@ def run_pd_demo(
     torch.set_num_threads(1)
     runs = runs or (1 if quick else DEFAULT_RUNS)
     found = [Shape(Workload.of(shape, quick)) for shape in chosen]
-    truths = [_alone(shape, runs) for shape in found]
-    if link_gbps is None:
-        link_gbps = suitable_link([(shape.workload, statistics.median(shape.single)) for shape in found])
-    size = f"{sum(shape.workload.stored_bytes for shape in found) * runs * 4 // (1 << 20) + 256}MiB"
-    with serving(pool__size=size, pool__link_gbps=link_gbps, transfer__step_timeout_ms=60_000) as server:
-        for shape, truth in zip(found, truths, strict=True):
-            _hand_over(shape, truth, server.endpoint, runs)
+    with progress(len(found) * runs * 3 + 1, console()) as advance:
+        link_gbps = _serve_shapes(found, link_gbps, runs, advance)
     figures = {
         "link": {"emulated": link_gbps > 0, "gbps": link_gbps},
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "torch": torch.__version__},
@@ -121,22 +116,36 @@ def run_pd_demo(
     return _report(found, figures, json_file, out)
 
 
+def _serve_shapes(found: list[Shape], link_gbps: float | None, runs: int, advance: Callable[[str], None]) -> float:
+    """Each shape by one engine and by two; the link's speed, GB/s."""
+    truths = [_alone(shape, runs, advance) for shape in found]
+    if link_gbps is None:
+        link_gbps = suitable_link([(shape.workload, statistics.median(shape.single)) for shape in found])
+    advance("starting layerflow run")
+    size = f"{sum(shape.workload.stored_bytes for shape in found) * runs * 4 // (1 << 20) + 256}MiB"
+    with serving(pool__size=size, pool__link_gbps=link_gbps, transfer__step_timeout_ms=60_000) as server:
+        for shape, truth in zip(found, truths, strict=True):
+            _hand_over(shape, truth, server.endpoint, runs, advance)
+    return link_gbps
+
+
 Truth = list[tuple[tuple[int, ...], KvBytes]]
 
 
-def _alone(shape: Shape, runs: int) -> Truth:
+def _alone(shape: Shape, runs: int, advance: Callable[[str], None]) -> Truth:
     """What a single engine that computes everything answers, and the KV it computes."""
     engine = Engine(shape.workload.config)
     spoil(engine)
     truth: Truth = []
     for run in range(runs):
+        advance(f"{shape.workload.shape}: one engine, passage {run + 1}")
         made = answer(engine, shape.workload, shape.workload.prompt(run, 0), "", shape.workload.handed_tokens)
         shape.single.append(made.result.ttft_s)
         truth.append((made.result.tokens, made.kv))
     return truth
 
 
-def _hand_over(shape: Shape, truth: Truth, endpoint: str, runs: int) -> None:
+def _hand_over(shape: Shape, truth: Truth, endpoint: str, runs: int, advance: Callable[[str], None]) -> None:
     workload = shape.workload
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -160,6 +169,7 @@ def _hand_over(shape: Shape, truth: Truth, endpoint: str, runs: int) -> None:
         for run in range(runs):
             for number, way in enumerate(("follow", "whole")):
                 name, prompt = f"{workload.shape}-{run}-{way}", workload.prompt(run, 0)
+                advance(f"{workload.shape}: two engines, {way}, passage {run + 1}")
                 if number:
                     connection.agent.control.purge()
                 _one(shape, truth[run], engine, connection, pipe, name, prompt, way)

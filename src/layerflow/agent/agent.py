@@ -55,7 +55,8 @@ class Agent:
     :param spec: what this worker caches.
     :param tensors: per layer and plane: the paged tensor, shape ``(num_blocks, block_size, *plane.shape)``
         (recurrent state: ``(num_blocks, 1, *plane.shape)``), any strides, all on one device.
-    :param engine_id: shared by all ranks and the scheduler of one serving engine.
+    :param engine_id: shared by all ranks and the scheduler of one serving engine, and by no other engine.
+    :param name: what the engine is called in status, logs and metrics, best the same after a restart; "" = `engine_id`.
     :param wait_s: how long to wait for the first attachment; without one the agent still works, every
         lookup misses until a server appears.
     :raises SpecError: the tensors do not fit the spec.
@@ -69,6 +70,7 @@ class Agent:
         tensors: Mapping[int, Mapping[str, torch.Tensor]],
         engine_id: str = "engine",
         *,
+        name: str = "",
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         wait_s: float = DEFAULT_ATTACH_TIMEOUT_S,
         lookup_timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_S,
@@ -83,8 +85,10 @@ class Agent:
         self._counters = AgentCounters()
         self._open_steps = OpenSteps()
         context = context or zmq.Context.instance()
-        self._control = Control(endpoint, engine_id, spec, context=context, lookup_timeout_s=lookup_timeout_s)
-        self._link = Link(context, endpoint, engine_id, spec)
+        self._control = Control(
+            endpoint, engine_id, spec, name=name, context=context, lookup_timeout_s=lookup_timeout_s
+        )
+        self._link = Link(context, endpoint, engine_id, spec, name)
         self._dispatcher = Dispatcher(
             memory=self.memory,
             device=self.device,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from layerflow.agent.hit_plan import HitPlan
-from layerflow.device.base import CopyCounts
 from layerflow.keys import Chain
 from layerflow.observe.trace import StepFigures
+
+if TYPE_CHECKING:  # it comes with torch, which tools that only look at a server do without
+    from layerflow.device.base import CopyCounts
 
 
 @dataclass(frozen=True, slots=True)

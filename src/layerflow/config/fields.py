@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from layerflow.endpoint import expanded
 from layerflow.errors import ConfigError
 
-# sun_path holds 107 bytes and a zero (unix(7)); the arena's socket lies beside the control socket.
-MAX_IPC_PATH_BYTES = 100
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(\d{1,5})")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1}
@@ -96,48 +94,8 @@ def _not_bool(value: Any) -> Any:
     return value
 
 
-def expanded(value: Any) -> Any:
-    """A path with the home directory that its ``~`` or ``~user`` stands for; anything else as it is.
-
-    :raises ValueError: there is no such user.
-    """
-    if not isinstance(value, str) or not value.startswith("~"):
-        return value
-    found = os.path.expanduser(value)
-    if found == value:
-        raise ValueError(f"{value.split('/')[0]} is no user with a home directory; write the whole path")
-    return found
-
-
 def _no_path(value: Any) -> Any:
     return None if value == "" else expanded(value)
-
-
-def local_endpoint(value: str) -> str:
-    """`value` if it is ``ipc:///path``, the address of a socket on this machine, ``~`` expanded.
-
-    :raises ValueError: it is none, or holds what only a shell or a reader would replace.
-    """
-    scheme, _, path = value.partition("://")
-    if scheme != "ipc" or not path:
-        raise ValueError(f'"{value}" should be "ipc:///path/to/socket"')
-    path = str(expanded(path))
-    for sign in ("$", "<", ">"):
-        if sign in path:
-            raise ValueError(f'"{value}": {sign} is not replaced by anything; write the path as it is on this machine')
-    if path[0] in "@*":
-        raise ValueError(
-            f'"{value}" is a socket without a private directory, which every user of the machine could reach; '
-            'should be "ipc:///path/to/socket"'
-        )
-    if path[0] != "/":
-        raise ValueError(
-            f'"{value}" is relative: engines started in another directory would not find it; '
-            f'write "ipc://{os.path.abspath(path)}" if you mean that'
-        )
-    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
-        raise ValueError(f"the socket's path should have at most {MAX_IPC_PATH_BYTES} bytes, a limit of the kernel")
-    return f"ipc://{path}"
 
 
 Size = Annotated[int, BeforeValidator(_to_size)]

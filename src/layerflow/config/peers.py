@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from layerflow.config.fields import Real, Section, Whole, address, local_endpoint, setting
-from layerflow.links import links
+from layerflow.config.fields import Real, Section, Whole, address, setting
+from layerflow.endpoint import local_endpoint
+from layerflow.links import link_names, links
 
 Z85_KEY = 40
 """Characters of a CURVE key in Z85 (rfc.zeromq.org/spec/32)."""
@@ -132,8 +133,8 @@ class PeersSettings(Section):
     @field_validator("link")
     @classmethod
     def _there(cls, value: str) -> str:
-        if value not in links():
-            raise ValueError(f"there is no such link; there are {', '.join(links())}")
+        if value not in link_names():
+            raise ValueError(f"there is no such link; there are {', '.join(link_names())}")
         return value
 
     @model_validator(mode="after")

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator
 
-from layerflow.config.fields import PathText, Real, Section, Size, Whole, address, local_endpoint, setting
+from layerflow.config.fields import PathText, Real, Section, Size, Whole, address, setting
+from layerflow.endpoint import local_endpoint
 
 Order = Literal["concurrent", "prefill-first", "decode-first"]
 _DAY_S = 86_400

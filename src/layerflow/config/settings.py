@@ -22,7 +22,6 @@ from layerflow.config.fields import (
     Size,
     Whole,
     format_size,
-    local_endpoint,
     parse_size,
     setting,
 )
@@ -43,6 +42,7 @@ from layerflow.config.sources import (
     read_overrides,
     read_toml,
 )
+from layerflow.endpoint import default_endpoint, local_endpoint, socket_directory
 from layerflow.errors import ConfigError
 from layerflow.links import links
 
@@ -58,31 +58,17 @@ __all__ = [
     "Settings",
     "TransferSettings",
     "check_private",
-    "default_endpoint",
     "format_size",
     "live_changes",
     "make_private",
     "make_private_directory",
     "parse_size",
     "reference",
-    "socket_directory",
 ]
 
 MAX_TRANSFER_BLOCKS = 1 << 24
 MIN_TRANSFER_BYTES = 4 << 10
 _DAY_MS = 86_400_000
-
-
-def default_endpoint() -> str:
-    """``ipc://`` in this user's runtime directory; nothing is created."""
-    return f"ipc://{os.environ.get('XDG_RUNTIME_DIR') or '/tmp'}/layerflow-{os.getuid()}/control"  # noqa: S108
-
-
-def socket_directory(endpoint: str) -> Path | None:
-    """The directory of an ``ipc://`` endpoint; None for other endpoints, which need none."""
-    if not endpoint.startswith("ipc://"):
-        return None
-    return Path(endpoint.removeprefix("ipc://")).parent
 
 
 def check_private(folder: Path) -> None:

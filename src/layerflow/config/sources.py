@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings
 
+from layerflow.config.fields import marks
 from layerflow.config.foreign import what_to_write
 from layerflow.errors import ConfigError
 
@@ -96,17 +97,23 @@ def read_toml(model: type[BaseSettings], path: Path) -> Source:
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {_in_its_line(text, str(error))}") from None
+        raise ConfigError(f"{path}: not valid TOML: {_in_its_line(model, text, str(error))}") from None
     return _canonical(model, raw, str(path))
 
 
-def _in_its_line(text: str, error: str) -> str:
-    """The error of the parser with the line that it is about, and what to write there where that can be known."""
+def _in_its_line(model: type[BaseModel], text: str, error: str) -> str:
+    """The error of the parser with the line that it is about, and what to write there where that can be known.
+
+    A secret of the line is not told: the message may go to a log.
+    """
     place = _TOML_PLACE.match(error)
     if place is None:
         return error
     number = int(place["line"])
     line = text.split("\n")[number - 1].strip()
+    assigned = _ASSIGNMENT.fullmatch(line)
+    if assigned is not None and assigned["value"] and assigned["key"].rpartition(".")[2] in _secrets(model):
+        line = f"{assigned['key']} = ***"
     return f"line {number}: {line}: {_mending(line) or place['what']}"
 
 
@@ -124,6 +131,13 @@ def _mending(line: str) -> str:
         return f"write {key} = {value.lower()}"
     quoted = f'{key} = "{value.strip(chr(34) + chr(39))}"'
     return f"text needs quotes: {quoted}" if _is_toml(quoted) and not _is_toml(line) else ""
+
+
+def _secrets(model: type[BaseModel]) -> set[str]:
+    """Names of the keys whose values are not shown, in whatever section."""
+    return {
+        key for section in sections(model).values() for key in own_keys(section) if marks(section, key).get("secret")
+    }
 
 
 def _is_toml(line: str) -> bool:
@@ -203,7 +217,8 @@ def explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str,
             lines.append(f"{place}: {message}" if place else message)
             continue
         where = f" (set by {origin[place]})" if origin and place in origin else ""
-        lines.append(f"{place} = {problem['input']!r}{where}: {message}")
+        value = "***" if place.rpartition(".")[2] in _secrets(model) else repr(problem["input"])
+        lines.append(f"{place} = {value}{where}: {message}")
     return "\n".join(lines)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from layerflow.agent.connection.control import fetch_status
-from layerflow.config.settings import ServerSettings, check_private, socket_directory
+from layerflow.config.settings import ServerSettings, check_private
+from layerflow.endpoint import socket_directory
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.findings import Finding, ok, problem, warning
 from layerflow.http_server import MAX_CONNECTIONS

@@ -9,14 +9,15 @@ import re
 from collections.abc import Iterator
 
 from layerflow.findings import Finding, ok, probes, problem, warning
+from layerflow.system import peer
 
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?")
-_REINSTALL = "pip install --upgrade layerflow"
 
 
 def examine_program() -> Iterator[Finding]:
-    """Python, libraries, torch, the C copy loop."""
+    """Python, the kernel, libraries, torch, the C copy loop."""
     yield _python()
+    yield _other_containers()
     yield _libraries()
     yield _torch()
     yield _copy_loop()
@@ -26,31 +27,44 @@ def _python() -> Finding:
     return ok("python", f"Python {platform.python_version()} on {platform.system()} {platform.release()}")
 
 
+def _other_containers() -> Finding:
+    check = "other containers"
+    if peer.sees_other_namespaces():
+        return ok(check, "the death of an engine is seen in any pid namespace")
+    return warning(
+        check,
+        f"Linux {platform.release()} shows no process of another pid namespace: there a hang-up counts as a death",
+        "matters where engines and server run in containers: give them one pid namespace, or use Linux 6.5",
+    )
+
+
 def _libraries() -> Finding:
     try:
         requirements = importlib.metadata.requires("layerflow") or []
     except importlib.metadata.PackageNotFoundError:
         return warning("libraries", "layerflow runs from a source tree; its libraries are not listed", "pip install .")
-    found, missing = [], []
+    found, missing, wanted = [], [], []
     for requirement in requirements:
         match = _REQUIREMENT.match(requirement)
-        if "extra ==" in requirement or match is None or match[1] == "torch":
+        if "extra ==" in requirement or match is None:
             continue
         version = probes.installed(match[1])
+        if version is not None and not (match[2] and probes.release(version) < probes.release(match[2])):
+            found.append(f"{match[1]} {version}")
+            continue
+        wanted.append(f"'{requirement}'")
         if version is None:
             missing.append(f"{match[1]} is not installed")
-        elif match[2] and probes.release(version) < probes.release(match[2]):
-            missing.append(f"{match[1]} {version} is older than {match[2]}")
         else:
-            found.append(f"{match[1]} {version}")
+            missing.append(f"{match[1]} {version} is older than {match[2]}")
     if missing:
-        return problem("libraries", "; ".join(missing), _REINSTALL)
+        return problem("libraries", "; ".join(missing), f"pip install {' '.join(wanted)}")
     return ok("libraries", ", ".join(sorted(found)))
 
 
 def _torch() -> Finding:
     version = probes.installed("torch")
-    return ok("torch", version or "not installed; only engines and `layerflow demo` need it")
+    return ok("torch", version or "not installed; only engines, `layerflow demo` and most of `layerflow bench` need it")
 
 
 def _copy_loop() -> Finding:
@@ -58,6 +72,7 @@ def _copy_loop() -> Finding:
         return warning(
             "copy loop",
             "the C loop is not built; copies on cpu are slower",
-            f"install a C compiler and Python's headers, then {_REINSTALL} --no-binary layerflow",
+            "install a C compiler and Python's headers, then, in layerflow's source tree, "
+            "pip install --force-reinstall --no-deps .",
         )
     return ok("copy loop", "built")

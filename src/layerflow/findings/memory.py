@@ -5,7 +5,7 @@ from __future__ import annotations
 from layerflow.findings import Finding, ok, problem, warning
 from layerflow.system import machine
 
-TIGHT = 0.9
+_TIGHT = 0.9
 """A size past this share of the free memory is worth a warning."""
 
 
@@ -50,7 +50,7 @@ def fits(check: str, nbytes: int, key: str, *, beside: int = 0, held: int | None
         found += f", and {size_text(held)} that the running server has"
     if wanted > left + held:
         return warning(check, found, f"set a smaller {key}, or free memory: engines may be killed when it fills up")
-    if wanted > TIGHT * (left + held):
+    if wanted > _TIGHT * (left + held):
         return warning(check, found, f"leave engines and the system more room: a smaller {key}")
     return ok(check, found)
 

@@ -22,7 +22,7 @@ class WorkerLike(Protocol):
     def number(self) -> int: ...
 
     @property
-    def engine(self) -> str: ...
+    def name(self) -> str: ...
 
 
 class SlowSteps:
@@ -51,7 +51,7 @@ class SlowSteps:
         self._log.warning(
             "slow_step",
             session=worker.number,
-            engine=worker.engine,
+            engine=worker.name,
             step=figures.step,
             load_exposed_ms=round(figures.load_exposed_s * 1e3, 1),
             load_hidden_ms=round(max(0.0, figures.load_transfer_s - figures.load_exposed_s) * 1e3, 1),

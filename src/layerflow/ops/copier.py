@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from layerflow.device.base import Device, DeviceEvent
 from layerflow.errors import InvalidTransition
 from layerflow.ops.base import Copier, CopyProgress, MappedArena, PinnedPart
 from layerflow.ops.extents import Extents
 from layerflow.ops.paged import Int64, PagedMemory
+
+log = structlog.get_logger("layerflow.ops")
 
 CopyCall = Callable[[int, int, Int64, Int64, Int64], None]
 CopyBatches = Callable[
@@ -34,6 +38,12 @@ def _load_native() -> tuple[CopyCall | None, CopyBatches | None]:
 
 
 copy_native, copy_batches_native = _load_native()
+
+
+@functools.cache
+def warn_of_fallback() -> None:
+    """Log once in this process that copies do without the C extension."""
+    log.warning("copy_loop_not_built")
 
 
 def copy_fallback(dst_base: int, src_base: int, dst: Int64, src: Int64, nbytes: Int64) -> None:
@@ -140,6 +150,8 @@ def copier_for(memory: PagedMemory, arena: MappedArena, device: Device, pinned: 
 
     :param pinned: what of the arena is pinned by now; None = all of it, if its first byte is.
     """
+    if copy_native is None:
+        warn_of_fallback()
     if device.kind == "cpu":
         return CpuCopier(arena)
     # Only where there is a device.

@@ -10,7 +10,8 @@ from pathlib import Path
 import structlog
 
 from layerflow.config.proxy import MAX_SOCKET_PATH_BYTES
-from layerflow.config.settings import default_endpoint, make_private, socket_directory
+from layerflow.config.settings import make_private
+from layerflow.endpoint import default_endpoint, socket_directory
 from layerflow.errors import ConfigError
 from layerflow.system.listening import listen_privately
 

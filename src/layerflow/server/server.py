@@ -450,6 +450,9 @@ class Server:
         session = self.sessions.get(done.session)
         if session is not None:
             self.metrics.step_done(session.labels, done.loaded_bytes, done.saved_bytes)
+            session.figures.steps += 1
+            session.figures.loaded_bytes += done.loaded_bytes
+            session.figures.saved_bytes += done.saved_bytes
             session.open_steps.pop(done.step, None)
         self._less_to_do()
 

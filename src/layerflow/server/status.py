@@ -33,6 +33,7 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
             {
                 "session": session.number,
                 "engine": session.engine,
+                "name": session.name,
                 "client": session.client,
                 "pid": session.pid,
                 "memory": session.memory,
@@ -46,6 +47,7 @@ def status_of(server: ServerContext, settings: Settings, started_at: float, *, h
                 "model": session.spec.name if session.spec else None,
                 "fingerprint": session.spec.fingerprint.hex() if session.spec else None,
                 "tp": f"{session.spec.shard.tp_rank}/{session.spec.shard.tp_size}" if session.spec else None,
+                **dataclasses.asdict(session.figures),
                 "bound_to_size": _bound(session.spec) if session.spec else [],
             }
             for session in server.sessions

@@ -35,7 +35,8 @@ def is_here(connection: socket.socket) -> bool:
 def peer_pidfd(connection: socket.socket) -> int:
     """A pidfd of it, which the caller closes. Of a listener's end: of the process that listens.
 
-    :raises OSError: ESRCH, ENOENT or EINVAL: it is in another pid namespace, or has ended; else none can be had now.
+    :raises OSError: ESRCH, ENOENT or EINVAL: it has ended, or is in another pid namespace on Linux before 6.5; else
+        none can be had now.
     """
     try:
         return int(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
@@ -46,6 +47,17 @@ def peer_pidfd(connection: socket.socket) -> int:
         return os.pidfd_open(_credentials(connection)[0])
     except OverflowError as error:
         raise OSError(errno.ESRCH, str(error)) from None
+
+
+def sees_other_namespaces() -> bool:
+    """Can a peer's process be had from another pid namespace? Linux before 6.5 cannot give it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        try:
+            os.close(ours.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+        except OSError:
+            return False
+    return True
 
 
 def has_died(pidfd: int, timeout_s: float = 0.0) -> bool:

@@ -63,7 +63,8 @@ class Control:
     Connects at the first call, and again after the server was away.
 
     :param endpoint: of the server, ``ipc://``, ``inproc://`` or ``tcp://`` with `keys`.
-    :param engine: names the engine whose workers load what this client leases.
+    :param engine: identifies the engine whose workers load what this client leases.
+    :param name: what that engine is called in status, logs and metrics; "" = `engine`.
     :param spec: needed for lookups.
 
     :ivar plans: of hits that were told here and are not loaded yet.
@@ -75,12 +76,14 @@ class Control:
         engine: str = "",
         spec: ModelSpec | None = None,
         *,
+        name: str = "",
         keys: ClientKeys | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         lookup_timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_S,
     ) -> None:
         self._endpoint = endpoint
         self._engine = engine
+        self._name = name
         self._spec = spec
         self._keys = keys
         self._context = context or zmq.Context.instance()
@@ -355,7 +358,7 @@ class Control:
             # However long the answer may take: a server that is there says hello at once.
             by = min(deadline, time.monotonic() + DEFAULT_TIMEOUT_S)
             self._connection = ControlConnection.connect(
-                self._context, self._endpoint, self._engine, self._spec, by, keys=self._keys
+                self._context, self._endpoint, self._engine, self._spec, by, keys=self._keys, name=self._name
             )
         self._releases.say(self._connection.conversation, deadline)
         return self._connection

@@ -230,6 +230,7 @@ class ControlConnection:
         deadline: float,
         *,
         keys: ClientKeys | None = None,
+        name: str = "",
     ) -> ControlConnection:
         """Say hello and, with a spec, attach to look up.
 
@@ -238,7 +239,7 @@ class ControlConnection:
         """
         line = cls(Handshake(dial(context, endpoint, keys)))
         try:
-            welcome = line.conversation.introduce(engine, "control", deadline)
+            welcome = line.conversation.introduce(engine, "control", deadline, name)
             line.lease_ms = welcome.lease_ms
             if spec is not None:
                 line._block_tokens = spec.block_tokens

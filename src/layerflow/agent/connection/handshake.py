@@ -146,14 +146,15 @@ class Handshake:
             if self._on_other is not None:
                 self._on_other(message)
 
-    def introduce(self, engine: str, client: str, deadline: float) -> Welcome:
+    def introduce(self, engine: str, client: str, deadline: float, name: str = "") -> Welcome:
         """Greeting and hello.
 
+        :param name: what the engine is called; "" = `engine`.
         :raises VersionMismatch: the server speaks another protocol.
         """
         self.send_raw(codec.greeting())
         codec.check_greeting(self.receive(deadline))
-        self.send(Hello(engine, client, os.getpid()))
+        self.send(Hello(engine, client, os.getpid(), name))
         return cast(Welcome, self.expect(Welcome, deadline))
 
     def attach(self, attach: Attach, deadline: float) -> Attached:

@@ -46,10 +46,13 @@ log = structlog.get_logger("layerflow.agent")
 class Link:
     """Runs from :meth:`start` to :meth:`close`."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, engine: str, spec: ModelSpec) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, engine: str, spec: ModelSpec, name: str = ""
+    ) -> None:
         self._context = context
         self._endpoint = endpoint
         self._engine = engine
+        self._name = name
         self._spec = spec
         self._listener: LinkListener
         self.news = ReportBuffer()
@@ -182,7 +185,7 @@ class Link:
         attached = False
         try:
             conversation = Handshake(dealer)
-            welcome = conversation.introduce(self._engine, "agent", deadline)
+            welcome = conversation.introduce(self._engine, "agent", deadline, self._name)
             if not welcome.fd_server:
                 raise ConfigError(f"{self._endpoint}: an engine worker must run on the server's machine; use ipc://")
             direct = bool(welcome.direct) and self._listener.may_bypass(welcome)

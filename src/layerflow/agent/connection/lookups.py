@@ -88,7 +88,8 @@ class Inquiry:
 class Lookups:
     """Asks one server, for one thread; connects by itself, again whenever the server was away.
 
-    :param engine: names the engine whose workers load what is leased here.
+    :param engine: identifies the engine whose workers load what is leased here.
+    :param name: what it is called in status, logs and metrics; "" = `engine`.
     :param timeout_s: a server that has not answered after so long is away.
     :param at_sight: take what the server's table shows for an answer, without a lease at first.
     """
@@ -99,12 +100,14 @@ class Lookups:
         engine: str,
         spec: ModelSpec,
         *,
+        name: str = "",
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_S,
         at_sight: bool = False,
     ) -> None:
         self._endpoint = endpoint
         self._engine = engine
+        self._name = name
         self._spec = spec
         self._context = context or zmq.Context.instance()
         self._timeout_s = timeout_s
@@ -380,7 +383,7 @@ class Lookups:
             try:
                 deadline = time.monotonic() + CONNECT_TIMEOUT_S
                 connection = ControlConnection.connect(
-                    self._context, self._endpoint, self._engine, self._spec, deadline
+                    self._context, self._endpoint, self._engine, self._spec, deadline, name=self._name
                 )
                 # Here, for the scheduler may call nothing for long. What it releases meanwhile it says itself.
                 hand_over = functools.partial(self._dialled.append, connection)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             transfer.kv_connector_extra_config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer
         )
         check_policy(transfer.kv_role, transfer.kv_load_failure_policy)
+        self._name = self.options.name or _default_name(vllm_config)
         self._groups = len(kv_cache_config.kv_cache_groups)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -111,6 +113,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self.options,
                 transfer.engine_id,
                 self._groups,
+                name=self._name,
                 can_fail_in_background=_TransferResults is not None,
                 recovers=self._groups > 1
                 and recovery.install(
@@ -280,7 +283,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # still run then.
         zeroes = self._groups > 1 and getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
         with contextlib.ExitStack() as begun:
-            agent = begun.enter_context(Agent(endpoint, layout.spec, layout.tensors, engine_id))
+            agent = begun.enter_context(Agent(endpoint, layout.spec, layout.tensors, engine_id, name=self._name))
             self._worker = WorkerSide(
                 agent,
                 layout,
@@ -436,6 +439,13 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._server.close()
         if self._times is not None:
             self._times.write()
+
+
+def _default_name(vllm_config: Any) -> str:
+    """What an engine is called: the same after a restart, which vLLM's ``engine_id`` is not."""
+    model = str(vllm_config.model_config.served_model_name or vllm_config.model_config.model)
+    rank = vllm_config.parallel_config.data_parallel_index
+    return f"{model.rstrip('/').rpartition('/')[2]}/{socket.gethostname()}/dp{rank}"
 
 
 def _loaded_weights(vllm_config: Any, layout: Layout) -> LoadedWeights:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from layerflow.backends import installed
-from layerflow.config.fields import local_endpoint
 from layerflow.config.foreign import what_to_write
 from layerflow.config.pool import usable_backend
 from layerflow.config.settings import Settings
 from layerflow.config.sources import LAYERWISE_MODES
 from layerflow.connectors.vllm.pd.options import PdOptions, parse_pd
 from layerflow.connectors.vllm.versions import ALLOW_UNKNOWN
+from layerflow.endpoint import local_endpoint
 from layerflow.errors import ConfigError
 
 ModeSetting = Literal["auto", "layerwise", "bulk"]
@@ -34,7 +34,7 @@ _SERVER_KEYS = {
 _POOL_TABLES = tuple(installed())
 _OWN_KEYS = (
     "endpoint", "mode", "use_layerwise", "load_async", "backend", "chunk_tokens", "discard_partial_chunks",
-    "save_decode_cache", "consumer_is_to_load", "consumer_is_to_put", "lookup_wait_ms", "model_content", "pd",
+    "save_decode_cache", "consumer_is_to_load", "consumer_is_to_put", "lookup_wait_ms", "model_content", "name", "pd",
     ALLOW_UNKNOWN,
 )  # fmt: skip
 _WHERE = "kv_connector_extra_config"
@@ -54,6 +54,7 @@ class Options:
     :param lookup_wait_s: how long one scheduling pass may wait for a lookup, seconds.
     :param model_content: names the weights where they are not safetensors files; "" = digest of the checkpoint.
         ``@FILE`` = the name is what that file holds, at the start and in the first step after each reset.
+    :param name: what this engine is called in status, logs and metrics; "" = model, host and data-parallel rank.
     :param pd: how prompts are handed from prefill to decode engines.
     :param server: settings of the embedded server, ``{"transfer.prefetch_layers": 3, "pool.disk": {"path": "/x"}}``.
     """
@@ -67,6 +68,7 @@ class Options:
     save_partial: bool = True
     lookup_wait_s: float = DEFAULT_LOOKUP_WAIT_MS / 1e3
     model_content: str = ""
+    name: str = ""
     pd: PdOptions = field(default_factory=PdOptions)
     server: Mapping[str, Any] = field(default_factory=dict)
 
@@ -111,6 +113,7 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
         save_partial=not _switch(extra, "discard_partial_chunks", False),
         lookup_wait_s=wait_ms / 1e3,
         model_content=_text(extra, "model_content"),
+        name=_text(extra, "name"),
         pd=parse_pd(extra),
         server=server,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from layerflow.config.settings import PoolSettings
 from layerflow.findings import Finding, ok, problem, warning
 from layerflow.findings.memory import size_text
-from layerflow.hosts.disk.folder import obstacle, user_of
+from layerflow.hosts.disk.folder import holder_of, obstacle
 from layerflow.hosts.disk.plugin import DiskSettings
 from layerflow.system import machine
 
@@ -28,7 +28,7 @@ def examine(settings: DiskSettings, pool: PoolSettings, running: bool) -> Iterat
         yield problem("disk path", found.what, found.advice)
         return
     above = machine.existing(path)
-    if not running and (holder := user_of(path)):
+    if not running and (holder := holder_of(path)):
         yield problem(
             "disk path", f"{path} is in use by another server (process {holder})", "give each its own pool.disk.path"
         )

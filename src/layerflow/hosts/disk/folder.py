@@ -73,7 +73,7 @@ def _obstacle(path: Path, *, create: bool) -> Obstacle | None:
     return None
 
 
-def user_of(path: Path) -> str:
+def holder_of(path: Path) -> str:
     """The process that holds this folder, as it wrote it; "" = none does."""
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)

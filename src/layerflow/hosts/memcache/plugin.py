@@ -20,6 +20,8 @@ from layerflow.config.fields import (
     is_loopback,
     setting,
 )
+from layerflow.errors import Unsupported
+from layerflow.findings import probes
 
 EMULATED = ("host_tcp", "host_shm")
 """Transports of the emulated CANN."""
@@ -123,7 +125,12 @@ class MemcacheSettings(BackendOptions):
 
 
 def trial(options: MemcacheSettings, folder: Path, nbytes: int, running: bool) -> Trial:
-    """See :class:`layerflow.backends.Plugin`."""
+    """See :class:`layerflow.backends.Plugin`.
+
+    :raises Unsupported: the package is not installed.
+    """
+    if not probes.has_module("memcache_hybrid"):
+        raise Unsupported("memcache's packages are not installed: pip install memcache_hybrid memfabric_hybrid")
     hcom, other_hcom, meta, store, http_port = free_ports(5)
     emulated = bool(options.cann_emulator)
     remark = "CANN emulated" if emulated else ""

@@ -84,7 +84,7 @@ def trial(options: MooncakeSettings, folder: Path, nbytes: int, running: bool) -
         return Trial(other={"port": 0}, page=f"{options.metrics}/metrics", requests=_REQUESTS)
     program = Path(sys.executable).with_name("mooncake_master")
     if not program.exists():
-        raise Unsupported("Mooncake's package is not installed; run tests/backends/setup.sh, or pip install it")
+        raise Unsupported("Mooncake's package is not installed: pip install mooncake-transfer-engine-non-cuda")
     rpc, metrics, one, two = free_ports(4)
     url = f"http://127.0.0.1:{metrics}"
     # Each client writes to its own segment: what moves does not depend on where the master puts it.

@@ -157,6 +157,10 @@ class Metrics:
         for kind, groups in bound.items():
             self._bound.labels(kind).set(groups)
 
+    def engine_gone(self, engine: str) -> None:
+        """No client of this engine, by its name, is connected any more."""
+        self._by_engine.gone(engine)
+
     def step_opened(self, of: EngineLabels, *, full: int = 0, missing: int = 0) -> None:
         """A step was planned.
 
@@ -289,8 +293,9 @@ class Metrics:
     def summary(self) -> dict[str, float | dict[str, float]]:
         """The figures by name, without the ``layerflow_`` prefix, for ``layerflow status``.
 
-        A labelled figure is a dict by its label, summed over engines and models; a histogram is only its count and
-        sum. On top of the exposition: ``overlap`` by direction, hidden ÷ transfer seconds, and ``lookup_hit_ratio``.
+        A labelled figure is a dict by its label, summed over engines and models, those whose series were dropped
+        included; a histogram is only its count and sum. On top of the exposition: ``overlap`` by direction, hidden ÷
+        transfer seconds, and ``lookup_hit_ratio``.
         """
         figures: dict[str, float | dict[str, float]] = dict.fromkeys(self._by_engine.unlabelled, 0.0)
         for metric in self._registry.collect():
@@ -307,6 +312,13 @@ class Metrics:
                     before = figures.setdefault(name, 0.0)
                     assert isinstance(before, float)
                     figures[name] = before + sample.value
+        for (sample_name, label), value in self._by_engine.dropped.items():
+            name = sample_name.removeprefix("layerflow_")
+            known = figures.setdefault(name, {} if label else 0.0)
+            if isinstance(known, dict):
+                known[label] = known.get(label, 0.0) + value
+            else:
+                figures[name] = known + value
         hidden, transfer = figures.get("hidden_seconds_total", {}), figures.get("transfer_seconds_total", {})
         assert isinstance(hidden, dict) and isinstance(transfer, dict)
         figures["overlap"] = {way: hidden[way] / total for way, total in transfer.items() if total > 0}

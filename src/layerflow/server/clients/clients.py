@@ -93,7 +93,9 @@ class Clients:
         rights.check(message)
         self._greeted.pop(address, None)
         self._make_room_for_client()
-        session = self._sessions.open(address, message.engine, message.client, message.pid, time.monotonic(), rights)
+        session = self._sessions.open(
+            address, message.engine, message.client, message.pid, time.monotonic(), rights, name=message.name
+        )
         settings = self._settings()
         server = settings.server
         fd_server = str(self._fd_server_path) if address[0] == LOCAL else ""
@@ -157,7 +159,7 @@ class Clients:
         """Its connection to the control socket has ended. A process that has the arena may still write to it."""
         if session.entered:
             session.silent = True
-            self._log.info("session_disconnected", session=session.number, engine=session.engine, pid=session.pid)
+            self._log.info("session_disconnected", session=session.number, engine=session.name, pid=session.pid)
         else:
             self._lose_session(session, "hung_up")
 
@@ -166,7 +168,7 @@ class Clients:
         session = self._sessions.holding(token)
         if session is not None:
             session.silent = True
-            self._log.warning("session_hung_up", session=session.number, engine=session.engine, pid=session.pid)
+            self._log.warning("session_hung_up", session=session.number, engine=session.name, pid=session.pid)
             self._suspect(session)
 
     def gone(self, token: bytes, why: str) -> None:
@@ -190,6 +192,6 @@ class Clients:
         if session.memory or session.entered:
             if not session.silent:
                 session.silent = True
-                self._log.warning("session_silent", session=session.number, engine=session.engine, pid=session.pid)
+                self._log.warning("session_silent", session=session.number, engine=session.name, pid=session.pid)
         elif not session.at_fd_server and time.monotonic() - session.heard > IDLE_S:
             self._lose_session(session, "idle")

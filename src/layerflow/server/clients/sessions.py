@@ -21,10 +21,59 @@ Address = tuple[str, bytes]
 
 
 @dataclass(slots=True)
+class SessionFigures:
+    """What one client has moved and asked since it said hello; times in seconds.
+
+    :param steps: of which nothing is left to do.
+    :param loading_steps: those whose loads were measured.
+    :param load_seconds: in which the batches of their loads were moving.
+    :param exposed_load_seconds: in which the engine stood still for them.
+    :param hit_tokens: of its lookups' tokens, those that could be loaded.
+    """
+
+    steps: int = 0
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    loading_steps: int = 0
+    load_seconds: float = 0.0
+    exposed_load_seconds: float = 0.0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+
+
+class EngineNames:
+    """What engines are called: a name that people know again, though an engine's identity may be new at each start.
+
+    Where several engines ask for one name, the first is called so and the others ``name#2``, ``name#3``. A name is free
+    once its engine has no session left, so there are never more names than engines at once.
+    """
+
+    def __init__(self) -> None:
+        self._engine_of: dict[str, str] = {}
+        self._name_of: dict[str, str] = {}
+
+    def take(self, engine: str, wanted: str) -> str:
+        """The name of this engine, from its first session on."""
+        name = self._name_of.get(engine)
+        if name is None:
+            name, number = wanted, 1
+            while name in self._engine_of:
+                number += 1
+                name = f"{wanted}#{number}"
+            self._name_of[engine], self._engine_of[name] = name, engine
+        return name
+
+    def leave(self, engine: str) -> None:
+        """The engine's last session has ended."""
+        del self._engine_of[self._name_of.pop(engine)]
+
+
+@dataclass(slots=True)
 class ClientSession:
     """One client: an engine worker (with `memory`) or one that only looks things up.
 
-    :param engine: the name it has given itself, or one of its own; see :meth:`Rights.name_of`.
+    :param engine: the identity it has given itself, or one of its own; see :meth:`Rights.name_of`.
+    :param name: what its engine is called in status, logs and metrics; see :class:`EngineNames`.
     :param rights: what it may do.
     :param account: what it makes the server keep.
     :param heard: when it last said anything, monotonic seconds.
@@ -45,6 +94,7 @@ class ClientSession:
     address: Address
     token: bytes
     engine: str
+    name: str
     client: str
     pid: int
     rights: Rights
@@ -61,11 +111,12 @@ class ClientSession:
     leases: dict[str, float] = field(default_factory=dict)
     resets: int = 0
     pinned: int = -1
+    figures: SessionFigures = field(default_factory=SessionFigures)
 
     @property
     def labels(self) -> tuple[str, str]:
         """Its engine and model, for metrics."""
-        return self.engine, self.spec.name if self.spec is not None else ""
+        return self.name, self.spec.name if self.spec is not None else ""
 
 
 class Sessions:
@@ -77,6 +128,7 @@ class Sessions:
         self._by_number: dict[int, ClientSession] = {}
         self._by_address: dict[Address, ClientSession] = {}
         self._by_token: dict[bytes, ClientSession] = {}
+        self._names = EngineNames()
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -85,13 +137,35 @@ class Sessions:
         return iter(list(self._by_number.values()))
 
     def open(
-        self, address: Address, engine: str, client: str, pid: int, now: float, rights: Rights = HERE
+        self,
+        address: Address,
+        engine: str,
+        client: str,
+        pid: int,
+        now: float,
+        rights: Rights = HERE,
+        *,
+        name: str = "",
     ) -> ClientSession:
-        """A new session for a client that has none."""
+        """A new session for a client that has none.
+
+        :param name: what its engine would be called; "" = as it is identified.
+        """
         token = secrets.token_bytes(TOKEN_BYTES)
         account = self.accounts.of(address)
+        known = rights.name_of(engine)
+        called = known if not name else name if rights.acts_for(engine) else f"{name}@{rights.key[:8]}"
         session = ClientSession(
-            next(self._numbers), address, token, rights.name_of(engine), client, pid, rights, account, now
+            number=next(self._numbers),
+            address=address,
+            token=token,
+            engine=known,
+            name=self._names.take(known, called),
+            client=client,
+            pid=pid,
+            rights=rights,
+            account=account,
+            heard=now,
         )
         self._by_number[session.number] = session
         self._by_address[address] = session
@@ -104,6 +178,12 @@ class Sessions:
         del self._by_address[session.address]
         del self._by_token[session.token]
         self.accounts.close(session.address)
+        if not self.has_engine(session.engine):
+            self._names.leave(session.engine)
+
+    def has_engine(self, engine: str) -> bool:
+        """Is any client of this engine connected?"""
+        return any(session.engine == engine for session in self._by_number.values())
 
     def get(self, number: int) -> ClientSession | None:
         """By number."""

@@ -47,7 +47,7 @@ def reset_engine(context: ServerContext, engine: str) -> dict[str, Any]:
     if context.tier is not None:
         context.tier.revoke_unwanted(REPLACED)
     told = len(leases) + context.plans.reset(engine)
-    log.info("engine_reset", engine=engine, steps=steps, leases=told)
+    log.info("engine_reset", engine=mine[0].name if mine else engine, steps=steps, leases=told)
     return {"steps": steps, "leases": told}
 
 

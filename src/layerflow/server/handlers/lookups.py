@@ -355,6 +355,8 @@ class Lookups:
         assert session.spec is not None
         tokens = hit.surely(session.spec, message.tokens)
         self._context.metrics.lookup(session.labels, tokens, message.tokens - tokens, time.monotonic() - heard)
+        session.figures.lookup_tokens += message.tokens
+        session.figures.hit_tokens += tokens
 
 
 def _found(number: int, hit: HitLength) -> wire.Found:

@@ -86,7 +86,9 @@ class Handlers:
     def lose(self, session: ClientSession, why: str) -> None:
         """The client is gone: nothing of it can touch memory any more."""
         context = self._context
-        self._log.info("session_lost", session=session.number, engine=session.engine, pid=session.pid, why=why)
+        # A tool that asked and left is nothing that an operator has to know of.
+        log = self._log.info if session.spec is not None or session.entered else self._log.debug
+        log("session_lost", session=session.number, engine=session.name, pid=session.pid, why=why)
         context.turns.forget(session.account)
         context.sessions.close(session)
         context.plans.gone(session.number, time.monotonic() + context.lease_s())
@@ -97,8 +99,10 @@ class Handlers:
             context.slow_steps.forget(session.number)
         else:
             context.handoffs.lose_session(session.number, "who opened it is gone")
-        if context.tier is not None and not any(other.engine == session.engine for other in context.sessions):
-            context.tier.drop_leases(session.engine)
+        if not context.sessions.has_engine(session.engine):
+            context.metrics.engine_gone(session.name)
+            if context.tier is not None:
+                context.tier.drop_leases(session.engine)
         if session.memory:
             self._workers_changed()
         context.metrics.sessions(context.sessions.workers(), context.sessions.bound_to_size())
@@ -152,6 +156,7 @@ class Handlers:
                 if not (1 <= message.requests <= MOST_MISSED and 0 <= message.tokens <= MOST_MISSED_TOKENS):
                     raise ProtocolError(f"{message.requests} lookups of {message.tokens} tokens cannot have missed")
                 context.metrics.lookups_missed(session.labels, message.requests, message.tokens)
+                session.figures.lookup_tokens += message.tokens
             case wire.StatusRequest():
                 context.send(session, wire.Status(message.id, msgspec.json.encode(context.status())))
             case wire.Purge():
@@ -255,7 +260,8 @@ class Handlers:
         self._log.info(
             "session_attached",
             session=session.number,
-            engine=session.engine,
+            engine=session.name,
+            engine_id=session.engine,
             pid=session.pid,
             model=message.spec.name,
             fingerprint=message.spec.fingerprint.hex(),

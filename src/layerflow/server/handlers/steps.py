@@ -141,6 +141,10 @@ def report(context: ServerContext, session: ClientSession, message: wire.Report)
         if not all(0 <= value < MOST_MEASURED for value in msgspec.structs.astuple(figures)[1:]):
             raise ProtocolError(f"step {figures.step}: {figures} cannot have been measured")
         context.metrics.step_measured(session.labels, figures)
+        if figures.load_transfer_s > 0 or figures.load_exposed_s > 0:
+            session.figures.loading_steps += 1
+            session.figures.load_seconds += figures.load_transfer_s
+            session.figures.exposed_load_seconds += figures.load_exposed_s
         context.slow_steps.see(session, figures)
 
 

@@ -1,4 +1,4 @@
-"""HTTP beside the control socket: ``/healthz``, ``/metrics``, ``/status``. Read-only, on the server's own loop."""
+"""HTTP beside the control socket: ``/``, ``/healthz``, ``/metrics``, ``/status``. Read-only, on the server's loop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from layerflow.http_server import UvicornServer, listen, url_of
+from layerflow.server.transport.page import render
 
 _BACKLOG = 64
 
@@ -22,7 +23,7 @@ _BACKLOG = 64
 def make_app(
     status: Callable[[], Mapping[str, Any]], metrics: Callable[[], bytes], health: Callable[[], Mapping[str, Any]]
 ) -> Starlette:
-    """The three endpoints.
+    """The endpoints; ``/`` is a page of what ``/status`` says.
 
     :param status: what ``/status`` says, JSON-ready.
     :param metrics: what ``/metrics`` says, Prometheus text.
@@ -40,9 +41,11 @@ def make_app(
     async def show_status(_: Request) -> Response:
         return _json(status(), 200)
 
-    return Starlette(
-        routes=[Route("/healthz", healthz), Route("/metrics", show_metrics), Route("/status", show_status)]
-    )
+    async def show_page(_: Request) -> Response:
+        return HTMLResponse(render(status()))
+
+    routes = {"/": show_page, "/healthz": healthz, "/metrics": show_metrics, "/status": show_status}
+    return Starlette(routes=[Route(path, endpoint) for path, endpoint in routes.items()])
 
 
 async def serve_http(

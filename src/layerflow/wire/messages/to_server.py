@@ -19,11 +19,15 @@ from layerflow.wire.messages.peers import (
 
 
 class Hello(Message, frozen=True, tag=1):
-    """Who is speaking. `engine` names the serving engine; its ranks and scheduler share it."""
+    """Who is speaking. `engine` identifies the serving engine; its ranks and scheduler share it.
+
+    :param name: what the engine is called in status, logs and metrics, best the same after a restart; empty = `engine`.
+    """
 
     engine: Name
     client: Name
     pid: int
+    name: Name = ""
 
 
 class Attach(Message, frozen=True, tag=2):

@@ -69,6 +69,7 @@ class SchedulerSide:
 
     :param engine_id: vLLM's, shared with its workers.
     :param groups: how many cache groups the model has.
+    :param name: what the engine is called in status, logs and metrics; "" = `engine_id`.
     :param can_fail_in_background: vLLM can be told that a background load of several groups has failed.
     :param recovers: vLLM takes back what was computed on a load of the running step that has failed; of several groups.
     :param trusts_sight: vLLM recovers from a load that fails, so that a hit need not wait for its lease.
@@ -86,6 +87,7 @@ class SchedulerSide:
         engine_id: str,
         groups: int,
         *,
+        name: str = "",
         can_fail_in_background: bool,
         recovers: bool = False,
         trusts_sight: bool = False,
@@ -99,6 +101,7 @@ class SchedulerSide:
         self.options = options
         self.events = events
         self._engine_id = engine_id
+        self._name = name
         self.step_loads = StepLoads(groups, recovers=recovers and options.mode != "bulk", keeps_reports=keeps_reports)
         self.own_cache = OwnCache()
         self._keys = PromptKeys(keys or RequestKeys(), options.model_content)
@@ -129,6 +132,34 @@ class SchedulerSide:
             reason = "this vLLM cannot recover from a failed load of several cache groups; prompts are only saved"
             log.warning("loading_off", groups=groups, reason=reason)
 
+    def _introduce(self, layout: WorkerLayout, connected: bool) -> None:
+        """Say once, in the engine's log, what is cached and how, and what is not."""
+        spec, options = layout.model_spec, self.options
+        missing = [
+            f"group {number} with engines of other tensor sizes: {why}" for number, why in spec.bound_to_size().items()
+        ]
+        if options.load and not self._may_load:
+            missing.append("loads, as this vLLM cannot recover from a failed load of several cache groups")
+        if options.load and not layout.waits and options.mode != "bulk":
+            missing.append("loads layer by layer, as its layers do not ask for their blocks one by one")
+        log.info(
+            "connector_ready",
+            engine=self._name or self._engine_id,
+            engine_id=self._engine_id,
+            model=spec.name,
+            server=layout.endpoint,
+            embedded=not options.endpoint,
+            connected=connected,
+            mode=options.mode,
+            loads=self._may_load,
+            saves=options.save,
+            chunk_tokens=spec.chunk_tokens,
+            groups=[
+                f"{group.kind}: {len(group.layers)} layers, {group.block_size} tokens a block" for group in spec.groups
+            ],
+            not_supported=missing,
+        )
+
     @property
     def spec(self) -> ModelSpec | None:
         """What the keys of prompts depend on; None = no worker has told its layout yet."""
@@ -148,9 +179,10 @@ class SchedulerSide:
         self._ranks = max(len(layouts), spec.shard.workers)  # older vLLMs tell of one pipeline stage only
         self.step_loads.meet_workers(layouts)
         at_sight = self._trusts_sight and not self.step_loads.needs_answer
-        self._lookups = Lookups(first.endpoint, self._engine_id, spec, at_sight=at_sight)
-        self._lookups.wait_connected(connect_s)
-        self._control = Control(first.endpoint, self._engine_id, spec)
+        self._lookups = Lookups(first.endpoint, self._engine_id, spec, name=self._name, at_sight=at_sight)
+        connected = self._lookups.wait_connected(connect_s)
+        self._control = Control(first.endpoint, self._engine_id, spec, name=self._name)
+        self._introduce(first, connected)
         self._advisor = LoadPolicy(spec)
         self._saves = SavePlanner(spec, first.vllm_groups, self.options)
         self._handoffs.meet(self._lookups, self._control, spec, partial=self.options.save_partial)
