@@ -159,3 +159,34 @@ def test_once_the_cache_is_let_go_nothing_reads_it(machine: Machine, worker: Wor
     with machine.running():
         assert worker.engine.agent.wait_idle("save", PATIENCE_S)
     assert len(machine.calls) == before
+
+
+def test_while_the_cache_is_let_go_no_step_touches_it_and_later_ones_do(machine: Machine, worker: Worker) -> None:
+    asked = StepRequest("save", worker.engine.agent.chain(TOKENS[::-1]), (HERE,), save=(0, len(TOKENS)))
+    parts = describe_saves(SPEC, [asked], True)
+    loads = describe_loads(SPEC, [worker.engine.request("two")])
+    with machine.running():
+        for _ in range(2):
+            worker.side.let_go()
+        before = len(machine.calls)
+        saves = PlannedSaves(["save"], [[HERE.tolist()]], lambda: parts)
+        worker.run(StepPlan(number=1, loads=loads, saves=saves, unsure=True))
+        assert _told(worker) == _expected(worker)
+        assert not worker.engine.agent.busy("save")
+        assert len(machine.calls) == before
+        assert eventually(lambda: len(worker.engine.seen) == LAYERS, PATIENCE_S)
+        for _ in range(2):
+            worker.side.take_up()
+        worker.engine.seen.clear()
+        worker.run(StepPlan(number=2, loads=describe_loads(SPEC, [worker.engine.request("three")]), unsure=True))
+        worker.engine.assert_saw_all()
+
+
+def test_saves_that_the_step_did_not_begin_keep_nobody_waiting(machine: Machine, worker: Worker) -> None:
+    """The scheduler counts saves under way by what the workers tell."""
+    asked = StepRequest("save", worker.engine.agent.chain(TOKENS[::-1]), (HERE,), save=(0, len(TOKENS)))
+    parts = describe_saves(SPEC, [asked], True)
+    with machine.running():
+        worker.side.let_go()
+        worker.run(StepPlan(number=1, saves=PlannedSaves(["save"], [[HERE.tolist()]], lambda: parts)))
+        assert worker.report()[1].drained == {("save", 1): 1}

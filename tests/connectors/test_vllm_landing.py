@@ -5,7 +5,7 @@ The device is simulated and stands still until it is told to run; agent, server 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +39,11 @@ class Worker:
         with machine.running():
             self.engine.save("one")
 
-    def run(self, plan: StepPlan) -> None:
-        """A step; its work is enqueued, and nothing of it done where the machine stands still."""
+    def run(self, plan: StepPlan, behind: Callable[[], None] | None = None) -> None:
+        """A step; its work is enqueued, and nothing of it done where the machine stands still.
+
+        :param behind: takes the step's report where vLLM ends the step behind that, for its draft model runs then.
+        """
         with self.machine.stream(self.engine.stream):
             self.side.prepare(plan)
             self.side.begin(plan)
@@ -49,6 +52,9 @@ class Worker:
                 self.side.wait_layer(name)
                 self.engine.attend(layer)
                 self.side.layer_done(name)
+            if behind is not None:
+                assert self.side.transfers(forward=True) == (set(), set(), set())
+                behind()
             self.side.end()
 
     def report(self) -> tuple[set[int], WorkerReport]:
@@ -93,7 +99,7 @@ def test_a_step_has_run_once_the_device_has_ended_its_loads(machine: Machine, wo
     assert not blocks
     assert not news.ran, "the device has copied nothing yet"
     with machine.running():
-        assert eventually(lambda: worker.report()[1].ran == {1}, PATIENCE_S)
+        assert eventually(lambda: worker.report()[1].ran == {1: 1}, PATIENCE_S)
         worker.engine.assert_saw_all()
 
 
@@ -105,10 +111,34 @@ def test_a_failure_behind_the_waits_is_told_with_the_step(machine: Machine, work
     with machine.running():
         assert eventually(lambda: reports.append(worker.report()) or reports[-1][1].ran, PATIENCE_S)  # type: ignore[func-returns-value]
     blocks, news = reports[-1]
-    assert news.ran == {1}
+    assert news.ran == {1: 1}
     assert news.failed == {"two": 1.0}
     assert (blocks, news.lost) == ((set(), {"two"}) if worker.side._failures._several_groups else (BLOCKS, frozenset()))
     assert worker.report() == (set(), WorkerReport()), "once"
+
+
+def test_a_step_that_ends_behind_its_report_has_run_with_the_next_one(machine: Machine, worker: Worker) -> None:
+    """Both runners of vLLM report before their draft model runs, and end the step behind that."""
+    reports: list[tuple[set[int], WorkerReport]] = []
+    with machine.running():
+        worker.run(_plan(worker, "two"), lambda: reports.append(worker.report()))
+        worker.engine.assert_saw_all()
+        worker.run(StepPlan(), lambda: reports.append(worker.report()))
+        assert eventually(lambda: reports.append(worker.report()) or any(news.ran for _, news in reports), PATIENCE_S)  # type: ignore[func-returns-value]
+    assert not reports[0][1].ran, "its draft model may still find a load that has failed"
+    assert not any(blocks or news.lost for blocks, news in reports)
+
+
+def test_a_failure_behind_such_a_report_is_told_with_the_next_one(machine: Machine, worker: Worker) -> None:
+    reports: list[tuple[set[int], WorkerReport]] = []
+    worker.run(_plan(worker, "two"), lambda: reports.append(worker.report()))
+    assert reports[0][0] == set() and not (reports[0][1].ran or reports[0][1].lost)
+    worker.replace()
+    with machine.running():
+        assert eventually(lambda: reports.append(worker.report()) or reports[-1][1].ran, PATIENCE_S)  # type: ignore[func-returns-value]
+    blocks, news = reports[-1]
+    assert (blocks, news.lost) == ((set(), {"two"}) if worker.side._failures._several_groups else (BLOCKS, frozenset()))
+    assert news.ran == {1: 1}
 
 
 def test_a_background_load_has_arrived_once_the_device_has_ended_it(machine: Machine, worker: Worker) -> None:

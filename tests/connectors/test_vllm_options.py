@@ -80,7 +80,7 @@ def test_the_embedded_server_may_use_every_backend() -> None:
     ("extra", "says"),
     [
         ({"endpont": ENDPOINT}, "unknown key 'endpont'; did you mean endpoint?"),
-        ({"zzz": 1}, "unknown key 'zzz'; known are backend, "),
+        ({"zzz": 1}, "unknown key 'zzz'; known are allow_unknown_vllm, backend, "),
         ({"chunk_size": 256}, "write chunk_tokens"),
         ({"max_local_cpu_size": 20}, "pool_size where vLLM embeds the server"),
         ({"endpoint": "ipc://${XDG_RUNTIME_DIR}/control"}, "$ is not replaced"),

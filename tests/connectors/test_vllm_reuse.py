@@ -19,6 +19,7 @@ class FullAttentionSpec:
     block_size: int = 16
     sliding_window: int | None = None
     non_causal: bool = False
+    is_draft: bool = False
 
 
 def engine(**changed: Any) -> Any:
@@ -61,7 +62,7 @@ def test_one_cache_that_is_not_causal_is_enough() -> None:
 
 class TestSpecs:
     def test_fields_that_are_understood_may_have_any_value(self) -> None:
-        assert kind_of(FullAttentionSpec(block_size=64, sliding_window=128)) == "full"
+        assert kind_of(FullAttentionSpec(block_size=64, sliding_window=128, is_draft=True)) == "full"
 
     def test_a_field_whose_other_value_is_not_understood_is_refused(self) -> None:
         with pytest.raises(Unsupported, match="non_causal=True"):

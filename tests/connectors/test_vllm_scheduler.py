@@ -372,7 +372,7 @@ class TestLeases:
         house.side.matched(made, 0)
         house.admit(made, 128)
         plan = house.plan()
-        house.hear(WorkerReport(ran=frozenset({plan.number})))
+        house.hear(WorkerReport(ran={plan.number: 1}))
         assert house.lookups.dropped == []
         house.side.finished(made)
         assert house.lookups.dropped == ["r"]
@@ -395,9 +395,9 @@ class TestLeases:
         house.admit(made, 128)
         plan = house.plan()
         house.side.finished(made)
-        house.hear(WorkerReport(ran=frozenset({plan.number + 1})))
+        house.hear(WorkerReport(ran={plan.number + 1: 1}))
         assert house.lookups.dropped == []
-        house.hear(WorkerReport(ran=frozenset({plan.number})))
+        house.hear(WorkerReport(ran={plan.number: 1}))
         assert house.lookups.dropped == ["r"]
 
 

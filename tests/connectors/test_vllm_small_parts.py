@@ -10,8 +10,6 @@ from vllm_fakes import FakeInquiry, decode, request, spec_of, tracked
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.layout import chunk_tokens
 from layerflow.connectors.vllm.scheduler.requests import wishes
-from layerflow.connectors.vllm.versions import check_version
-from layerflow.errors import Unsupported
 from layerflow.spec import GroupSpec, Plane
 
 
@@ -82,14 +80,3 @@ def test_a_chunk_is_about_256_tokens_and_no_more_than_a_window(
     groups = [GroupSpec("full", size, (layer,), plane) for layer, size in enumerate(sizes)]
     groups += [GroupSpec("sliding", sizes[0], (len(sizes),), plane, window)] if window else []
     assert chunk_tokens(groups, wanted) == expected
-
-
-@pytest.mark.parametrize("version", ["0.27.0", "0.27.1+cpu", "0.30.0rc1", "0.32.0", "0.32.9.dev3+gabc"])
-def test_known_versions(version: str) -> None:
-    check_version(version)
-
-
-@pytest.mark.parametrize("version", ["0.26.9", "0.33.0", "1.0.0", "0.3.2", "dev", ""])
-def test_unknown_versions_are_told_what_to_do(version: str) -> None:
-    with pytest.raises(Unsupported, match=r"0\.27 to 0\.32"):
-        check_version(version)

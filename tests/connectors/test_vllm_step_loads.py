@@ -48,6 +48,14 @@ class TestWhere:
         assert loads.may(hit, 200) is allowed
         assert loads.needs_answer is (groups > 1 and recovers and waits)
 
+    @pytest.mark.parametrize(("groups", "hit"), [(1, Hit(128)), (2, RESIDENT)])
+    def test_never_where_a_worker_may_fail_and_take_its_report_with_it(self, groups: int, hit: Hit) -> None:
+        """vLLM's ``--enable-fault-tolerance``: what has failed to load would stay in vLLM's own prefix cache."""
+        loads = StepLoads(groups, recovers=True, keeps_reports=False)
+        loads.meet_workers([layout(spec_of())])
+        loads.seen(hooked(spec_of()))
+        assert not loads.may(hit, 200)
+
     @pytest.mark.parametrize(
         ("tokens", "ahead", "free", "allowed"),
         [

@@ -16,7 +16,7 @@ from vllm_fakes import BlockState, FakeLookups, hooked, output
 
 from layerflow.agent import Step
 from layerflow.connectors.vllm.options import Options
-from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout
+from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerLayout, WorkerReport
 from layerflow.connectors.vllm.scheduler import scheduler
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
 from layerflow.connectors.vllm.worker.worker import WorkerSide
@@ -178,6 +178,36 @@ def test_a_load_that_failed_on_another_rank(engine: Engine) -> None:
     made.num_computed_tokens = 0
     engine.hooks.prepare(engine.plan(made, PROMPT))
     assert engine.worker.agent.lookup("early", run.chain).tokens <= HIT
+
+
+@pytest.mark.parametrize("engine", [2], indirect=True)
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_one_rank_has_run_waits_for_the_other_one(engine: Engine, fails: bool) -> None:
+    """The other rank's copies end later: only then it can say whether its load was fine."""
+    run, made = begun(engine)
+    plan = engine.plan(made, PROMPT - HIT)
+    told = engine.run(plan, right(engine, run, HIT, PROMPT))
+    assert eventually(lambda: plan.number in told.kv_connector_worker_meta.ran or _again(engine, told), SETTLE_S)
+    engine.side.heard(told)
+    made.num_tokens += 1
+    made.all_token_ids = [*made.all_token_ids, 1]
+    told = engine.run(engine.plan(made, 1), lambda _: None)
+    assert not engine.worker.agent.wait_idle(run.name, PUBLISHED_S), "the other rank has said nothing yet"
+    other = WorkerReport(ran={plan.number: 1})
+    told.kv_connector_worker_meta = other.aggregate(told.kv_connector_worker_meta or WorkerReport())
+    told.invalid_block_ids = {int(run.tables[0][0])} if fails else set()
+    engine.side.heard(told)
+    engine.hooks.prepare(engine.plan(made, 1))
+    if fails:
+        assert engine.worker.agent.lookup("early", run.chain).tokens <= HIT
+    else:
+        assert engine.found(run) == PROMPT - 1
+
+
+def _again(engine: Engine, told: SimpleNamespace) -> bool:
+    """A lane may tell a moment late that its loads have ended; not yet."""
+    told.kv_connector_worker_meta = told.kv_connector_worker_meta.aggregate(engine.hooks.news() or WorkerReport())
+    return False
 
 
 def test_what_is_sound_is_published_with_the_next_step(engine: Engine) -> None:

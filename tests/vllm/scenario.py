@@ -246,15 +246,33 @@ class Scenario:
         """
         self._core.model_executor.collective_rpc("apply_model", args=(_load if loaded else _replace,))
 
+    def sleep(self, mode: str) -> None:
+        """Pause in this mode, and unmap the cache."""
+        self._core.sleep(level=1, mode=mode)
+
+    def unmap(self) -> None:
+        """Unmap the cache without a pause."""
+        self._core.model_executor.sleep(1)
+
+    def wake(self) -> None:
+        """Map it again, and go on."""
+        assert self._core.wake_up()
+
+    def generate_over_sleep(self, asked: Prompt, max_tokens: int, steps: int, how: str) -> Answer:
+        """Serve a prompt over a sleep of the engine, or ``discard``: while its cache's memory is given back."""
+        self._begin(asked, max_tokens, steps)
+        if how == "discard":
+            self._core.pause_scheduler(mode="keep", clear_cache=True)
+            self._core.model_executor.discard(("kv_cache",))
+            self._core.wake_up(["kv_cache"])
+        else:
+            self.sleep(how)
+            self.wake()
+        return self._finish()
+
     def generate_over(self, asked: Prompt, max_tokens: int, steps: int, paused: bool) -> Answer:
         """Serve a prompt whose weights are replaced after some steps; with `paused`, as a trainer does it."""
-        from vllm import SamplingParams
-
-        name = str(next(self._names))
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
-        self._engine.add_request(name, {"prompt_token_ids": list(asked)}, sampling)
-        for _ in range(steps):
-            self._engine.step()
+        self._begin(asked, max_tokens, steps)
         if paused:
             self._core.pause_scheduler(mode="keep", clear_cache=True)
         else:
@@ -262,6 +280,17 @@ class Scenario:
         self.replace_weights()
         if paused:
             self._core.resume_scheduler()
+        return self._finish()
+
+    def _begin(self, asked: Prompt, max_tokens: int, steps: int) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
+        self._engine.add_request(str(next(self._names)), {"prompt_token_ids": list(asked)}, sampling)
+        for _ in range(steps):
+            self._engine.step()
+
+    def _finish(self) -> Answer:
         while True:
             for output in self._engine.step():
                 if output.finished:

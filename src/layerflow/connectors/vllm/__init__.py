@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from layerflow.connectors.vllm.versions import check_interface, missing_symbol
+
 if TYPE_CHECKING:
     from layerflow.connectors.vllm.connector import LayerflowConnector
 
@@ -18,9 +20,19 @@ __all__ = ["LayerflowConnector"]
 
 
 def __getattr__(name: str) -> object:
-    """The connector needs vLLM; its settings and arithmetic do not."""
+    """The connector needs vLLM; its settings and arithmetic do not.
+
+    :raises Unsupported: this vLLM's interface is another one than the connector implements.
+    """
     if name != "LayerflowConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from layerflow.connectors.vllm.connector import LayerflowConnector  # noqa: PLC0415
+    import vllm  # noqa: PLC0415
 
+    try:
+        from layerflow.connectors.vllm.connector import LayerflowConnector  # noqa: PLC0415
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm"):
+            raise
+        raise missing_symbol(error, vllm.__version__) from error
+    check_interface(LayerflowConnector, vllm.__version__)
     return LayerflowConnector

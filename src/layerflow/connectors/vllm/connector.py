@@ -33,7 +33,7 @@ from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.identity.loaded import LoadedWeights
 from layerflow.connectors.vllm.identity.reading import START_WAIT_S, WeightsReading
 from layerflow.connectors.vllm.layout import Layout, layer_specs, layout_of, waits_by_layer
-from layerflow.connectors.vllm.options import parse_options
+from layerflow.connectors.vllm.options import allows_unknown, parse_options
 from layerflow.connectors.vllm.pd.options import check_policy
 from layerflow.connectors.vllm.pd.side import HandoffSide
 from layerflow.connectors.vllm.plan.plan import NOT_NAMED, StepPlan, WorkerLayout, WorkerReport
@@ -41,7 +41,7 @@ from layerflow.connectors.vllm.reuse import obstacle
 from layerflow.connectors.vllm.scheduler import recovery
 from layerflow.connectors.vllm.scheduler.events import ChunkEvents
 from layerflow.connectors.vllm.scheduler.scheduler import SchedulerSide
-from layerflow.connectors.vllm.versions import check_version, release
+from layerflow.connectors.vllm.versions import check_call, check_version, release
 from layerflow.connectors.vllm.worker.hook_times import ENVIRONMENT, HookTimes
 from layerflow.connectors.vllm.worker.hooks import forward_pass
 from layerflow.connectors.vllm.worker.order import steps_in_flight
@@ -82,9 +82,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_version(vllm.__version__)
-        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        transfer = self._kv_transfer_config
+        transfer = vllm_config.kv_transfer_config
+        check_version(vllm.__version__, allow_unknown=allows_unknown(transfer.kv_connector_extra_config))
+        named = {"vllm_config": vllm_config, "role": role, "kv_cache_config": kv_cache_config}
+        check_call(super().__init__, vllm.__version__, **named)
+        super().__init__(**named)
         self.options = parse_options(
             transfer.kv_connector_extra_config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer
         )
@@ -117,6 +119,7 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 and recovery.install(
                     vllm.__version__, vllm_config.scheduler_config.get_scheduler_cls(), LayerflowConnector
                 ),
+                keeps_reports=not getattr(vllm_config.parallel_config, "enable_fault_tolerance", False),
                 # With overlapping steps vLLM may emit tokens of the step behind a failed one: hits need leases there.
                 trusts_sight=transfer.kv_load_failure_policy == "recompute" and not _steps_overlap(vllm_config),
                 events=ChunkEvents(kv_cache_config) if self._events else None,
@@ -155,6 +158,11 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         options = parse_options(extra_config, producer=True, consumer=True)
         return release(vllm.__version__) < (0, 32) and options.load and options.mode != "bulk"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """The cache keeps its addresses while vLLM sleeps, and nothing touches them then."""
+        return True
 
     # -- the scheduler's process ----------------------------------------------------------------------
 
@@ -256,6 +264,16 @@ class LayerflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             effect = "until then this engine loads and saves nothing; the next start finds the digest"
             log.info("weights_digest_pending", model=layout.spec.name, effect=effect)
+
+    def unregister_kv_caches(self) -> None:
+        """VLLM is about to unmap its cache (sleep, discard), which keeps its addresses."""
+        if self._worker is not None:
+            self._worker.let_go()
+
+    def restore_kv_caches(self) -> None:
+        """It is mapped again, with other contents: vLLM has forgotten its prefix cache before it slept."""
+        if self._worker is not None:
+            self._worker.take_up()
 
     def _attach(self, layout: Layout) -> None:
         self._named = layout

@@ -13,6 +13,7 @@ from layerflow.config.pool import usable_backend
 from layerflow.config.settings import Settings
 from layerflow.config.sources import LAYERWISE_MODES
 from layerflow.connectors.vllm.pd.options import PdOptions, parse_pd
+from layerflow.connectors.vllm.versions import ALLOW_UNKNOWN
 from layerflow.endpoint import local_endpoint
 from layerflow.errors import ConfigError
 
@@ -34,6 +35,7 @@ _POOL_TABLES = tuple(installed())
 _OWN_KEYS = (
     "endpoint", "mode", "use_layerwise", "load_async", "backend", "chunk_tokens", "discard_partial_chunks",
     "save_decode_cache", "consumer_is_to_load", "consumer_is_to_put", "lookup_wait_ms", "model_content", "name", "pd",
+    ALLOW_UNKNOWN,
 )  # fmt: skip
 _WHERE = "kv_connector_extra_config"
 
@@ -94,6 +96,7 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
     if backend and not endpoint:
         server["pool.backend"] = backend
     Settings.load(None, server, called=_WHERE)  # refuses bad values now, with their names
+    allows_unknown(extra)
     chunk_tokens = _number(extra, "chunk_tokens", 0)
     if chunk_tokens != int(chunk_tokens) or chunk_tokens < 0:
         raise ConfigError(f"{_WHERE}: chunk_tokens = {chunk_tokens}: should be a whole number")
@@ -114,6 +117,14 @@ def parse_options(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -
         pd=parse_pd(extra),
         server=server,
     )
+
+
+def allows_unknown(extra: Mapping[str, Any]) -> bool:
+    """May the connector run in a vLLM that is newer than those it was tested with?
+
+    :raises ConfigError: the setting is no switch.
+    """
+    return _switch(extra, ALLOW_UNKNOWN, False)
 
 
 def _unknown_keys(extra: Mapping[str, Any]) -> list[str]:

@@ -31,7 +31,7 @@ _FIELDS = frozenset(
         # blocks that vLLM holds longer for a draft model
         "extra_retained_tokens",
         # which model's cache, and which of its caches
-        "model_version", "cache_role", "is_index_group_leader",
+        "model_version", "cache_role", "is_index_group_leader", "is_draft", "topk_buffer_width",
         # recurrent state
         "shapes", "dtypes", "mamba_type", "mamba_cache_mode", "num_speculative_blocks", "num_prefill_checkpoint_blocks",
         "prefill_checkpoint_alignment",

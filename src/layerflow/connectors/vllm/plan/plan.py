@@ -147,7 +147,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     :param failed: requests of which a load has failed, with the largest share of their blocks that has, over all ranks.
     :param stored: chunks that are published since, with how many ranks have stored them; only for KV cache events.
     :param lost: requests of which a load of the running step has failed; of models with several cache groups.
-    :param ran: numbers of the unsure plans that were run.
+    :param ran: numbers of the unsure plans that were run, with how many ranks say so.
     :param layouts: of the workers, by rank, with what they tell first.
     :param asking: by rank, per layerflow group; told when a rank has seen more than before.
     :param changed: steps before which some rank has seen that its weights were replaced without a reset, and how.
@@ -159,7 +159,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     failed: dict[str, float] = field(default_factory=dict)
     stored: dict[ChunkKey, int] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
-    ran: frozenset[int] = frozenset()
+    ran: dict[int, int] = field(default_factory=dict)
     layouts: tuple[WorkerLayout, ...] = ()
     asking: dict[int, tuple[Asking, ...]] = field(default_factory=dict)
     changed: dict[int, str] = field(default_factory=dict)
@@ -173,6 +173,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             overlaps[request] = (mine[0] + hidden, mine[1] + whole)
         drained = dict(Counter(self.drained) + Counter(other.drained))
         stored = dict(Counter(self.stored) + Counter(other.stored))
+        ran = dict(Counter(self.ran) + Counter(other.ran))
         failed = {
             request: max(self.failed.get(request, 0.0), other.failed.get(request, 0.0))
             for request in self.failed | other.failed
@@ -184,7 +185,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             failed=failed,
             stored=stored,
             lost=self.lost | other.lost,
-            ran=self.ran | other.ran,
+            ran=ran,
             layouts=self.layouts + other.layouts,
             asking=self.asking | other.asking,
             changed=self.changed | other.changed,

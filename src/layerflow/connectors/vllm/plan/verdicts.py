@@ -9,13 +9,36 @@ garbage is *unsure*: workers hold its saves back until a later plan brings the s
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 LOST_AFTER = 64
 """Numbered plans: the output of one whose step ran so many plans before another has not come and never will."""
 
 Verdict = tuple[int, bool]
 """A plan's number, and whether its saves may be published."""
+
+
+class RanPlans:
+    """Which unsure plans every rank has run; ranks tell it in any order, and one that fails in its step never does."""
+
+    def __init__(self) -> None:
+        self._ranks: Counter[int] = Counter()  #: by plan, while some rank has not told
+
+    def told(self, ran: Mapping[int, int], *, of: int) -> set[int]:
+        """Some ranks have run these plans; which of them every rank has.
+
+        :param ran: by plan: how many ranks tell it.
+        :param of: all ranks.
+        """
+        if not ran:  # nearly always
+            return set()
+        self._ranks.update(ran)
+        every = {number for number in ran if self._ranks[number] >= of}
+        lost = max(ran) - LOST_AFTER
+        for number in [number for number in self._ranks if number in every or number < lost]:
+            del self._ranks[number]
+        return every
 
 
 class Verdicts:
@@ -44,7 +67,7 @@ class Verdicts:
     def heard(self, ran: Collection[int], *, failed: bool) -> None:
         """The output of a step has come.
 
-        :param ran: numbers of unsure plans that it belongs to. Far earlier ones that were never told have failed.
+        :param ran: numbers of unsure plans that every rank has run by now. Far earlier ones that were not have failed.
         :param failed: a load of a running step has failed: everything planned until now may build on it.
         """
         lost = max(ran, default=0) - LOST_AFTER

@@ -49,11 +49,12 @@ class StepLoads:
 
     :param groups: the model's cache groups.
     :param recovers: vLLM's scheduler takes back what was computed on such a load.
+    :param keeps_reports: what a worker reports of its step reaches vLLM's scheduler, or the engine ends.
     """
 
-    def __init__(self, groups: int, *, recovers: bool) -> None:
+    def __init__(self, groups: int, *, recovers: bool, keeps_reports: bool = True) -> None:
         self._one_group = groups == 1
-        self._allowed = self._one_group or recovers
+        self._allowed = (self._one_group or recovers) and keeps_reports
         self._free_blocks: Callable[[], float] = lambda: math.inf
         self._ahead = 0
         self._groups: tuple[GroupSpec, ...] = ()
@@ -158,7 +159,7 @@ class StepLoads:
         return request in self._arrivals
 
     def ended(self, ran: Collection[int]) -> list[str]:
-        """The output of these plans has come: whose leases can go now?"""
+        """Every rank has run these plans, and said what has failed: whose leases can go now?"""
         if not self._arrivals:
             return []
         lost = max(ran, default=0) - LOST_AFTER

@@ -21,7 +21,7 @@ import structlog
 from layerflow.connectors.vllm.scheduler.loads import Arrival
 from layerflow.connectors.vllm.versions import release
 
-KNOWN = (0, 32)
+KNOWN = ((0, 32), (0, 33))
 """The vLLM whose scheduler this was written for."""
 NULL_BLOCK = 0
 
@@ -39,7 +39,7 @@ def install(vllm_version: str, scheduler: type[Any], connector: type[Any]) -> bo
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: PLC0415 - heavy, and in one process only
     from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
 
-    if release(vllm_version) != KNOWN or scheduler not in {Scheduler, AsyncScheduler}:
+    if release(vllm_version) not in KNOWN or scheduler not in {Scheduler, AsyncScheduler}:
         return False
     if "drop_stale_output" not in inspect.signature(Scheduler._preempt_request).parameters:
         return False

@@ -27,7 +27,7 @@ from layerflow.connectors.vllm.identity.identity import RequestKeys
 from layerflow.connectors.vllm.options import Options
 from layerflow.connectors.vllm.pd.side import HandoffSide, merged
 from layerflow.connectors.vllm.plan.plan import NO_NEWS, Promise, StepPlan, UnkeptLoad, WorkerLayout, WorkerReport
-from layerflow.connectors.vllm.plan.verdicts import Verdicts
+from layerflow.connectors.vllm.plan.verdicts import RanPlans, Verdicts
 from layerflow.connectors.vllm.scheduler.holders import BlockHolders
 from layerflow.connectors.vllm.scheduler.keys import PromptKeys
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, are_rewritten, plan_load
@@ -77,6 +77,7 @@ class SchedulerSide:
     :param keys: hashes its requests.
     :param reuses: nothing is loaded or saved unless it is set, and no worker tells a layout.
     :param handoffs: between prefill and decode engines.
+    :param keeps_reports: see :class:`.loads.StepLoads`.
     :param drains_holders: vLLM lets requests run first that hold blocks for their loaded prompt.
     """
 
@@ -95,12 +96,13 @@ class SchedulerSide:
         reuses: bool = True,
         handoffs: HandoffSide | None = None,
         drains_holders: bool = True,
+        keeps_reports: bool = True,
     ) -> None:
         self.options = options
         self.events = events
         self._engine_id = engine_id
         self._name = name
-        self.step_loads = StepLoads(groups, recovers=recovers and options.mode != "bulk")
+        self.step_loads = StepLoads(groups, recovers=recovers and options.mode != "bulk", keeps_reports=keeps_reports)
         self.own_cache = OwnCache()
         self._keys = PromptKeys(keys or RequestKeys(), options.model_content)
         self._handoffs = handoffs or HandoffSide()
@@ -118,6 +120,7 @@ class SchedulerSide:
         self._control: Control | None = None
         self._advisor: LoadPolicy | None = None
         self._saves: SavePlanner | None = None
+        self._ran = RanPlans()
         self._verdicts = Verdicts()
         self._layouts: list[WorkerLayout] = []
         self._unmet: dict[str, Any] | None = {} if reuses else None
@@ -347,11 +350,12 @@ class SchedulerSide:
                 if request not in news.failed:
                     self._handoffs.loaded(self._tracked[request])
         lost = bool(output.invalid_block_ids or news.lost)
-        self._verdicts.heard(news.ran, failed=lost)
+        ran = self._ran.told(news.ran, of=self._ranks)
+        self._verdicts.heard(ran, failed=lost)
         self.step_loads.seen(news.asking)
         if lost and self._saves is not None:
             self._saves.again(self._tracked.values())
-        self._drop(*self.step_loads.ended(news.ran))
+        self._drop(*self.step_loads.ended(ran))
         for request, share in news.failed.items():
             self._load_failed(request, share)
         for request, overlap in news.overlaps.items():

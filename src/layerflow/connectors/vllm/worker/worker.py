@@ -33,6 +33,7 @@ from layerflow.connectors.vllm.worker.order import LoadOrder, RunnerOrder
 from layerflow.connectors.vllm.worker.stats import TransferStats
 from layerflow.connectors.vllm.worker.stored import StoredChunks
 from layerflow.device.base import DeviceEvent
+from layerflow.errors import Unsupported
 
 RECLAIM_S = 0.2
 """How long saves that still read recycled blocks may go on before they are given up."""
@@ -49,6 +50,7 @@ IDLE_WAIT_S = 1e-3
 NOT_ASKED = "vLLM has computed its layers without asking for their loaded blocks"
 BROKEN_HOOK = "the connector has failed in a hook of its step"
 NOT_OPENED = "vLLM has not run the step that was to load it"
+UNMAPPED = "vLLM has unmapped its KV cache (sleep)"
 TWICE = "a layer was computed twice in one forward pass, and this may have been read in between"
 CHANGED = "the weights were replaced without a reset, and its keys are those of the old ones"
 SKIPPED = "layers that usually call their hooks were not computed"
@@ -148,6 +150,7 @@ class WorkerSide:
         self._owed: dict[int, StepPlan] = {}
         self._late_steps: deque[Step | NoStep] = deque()
         self._counters = StepCounters()
+        self._unmapped = False
         self._stored = StoredChunks(layout.spec.chunk_tokens) if events else None
         self._deferred = Deferred(SETTLE_S)  # last: its thread ends with close() only
 
@@ -165,6 +168,8 @@ class WorkerSide:
 
         :param inside: a forward context is set; see :class:`.order.RunnerOrder`.
         """
+        if self._unmapped:
+            raise Unsupported(UNMAPPED)
         self._runner.arrived(inside=inside)
         if not self._runner.asks_first:
             self._give_up(plan.prepared)
@@ -270,6 +275,7 @@ class WorkerSide:
         self._late = False
         self._opened = plan
         self._failures.restarts = plan.restarts
+        self._saving.update(dict.fromkeys(plan.saves.requests, plan.number))
         unopened, self._unopened = self._unopened, {}
         for request, parts in unopened.items():
             self._arrived.add(request)
@@ -433,7 +439,7 @@ class WorkerSide:
         told, self._hooks_told = self._hooks_told, True
         asking = {} if told else {self._rank: self._hooks.asking}
         self._take_landed()
-        ran = frozenset(number for number in self._ran if not self._landing.waits(number))
+        ran = {number: 1 for number in self._ran if not self._landing.waits(number)}
         if self._in_haste and not (self._failures.shares or ran or layouts or asking or self._changed):
             return None
         drained = {request: 1 for request in self._saving.items() if not self._is_busy(request[0])}
@@ -447,7 +453,7 @@ class WorkerSide:
         for request, _ in drained:
             del self._saving[request]
         overlaps, self._overlaps = self._overlaps, {}
-        self._ran -= ran
+        self._ran -= ran.keys()
         return WorkerReport(
             overlaps=overlaps,
             drained=drained,
@@ -462,8 +468,16 @@ class WorkerSide:
         )
 
     def let_go(self) -> None:
-        """The engine's cache is about to be unmapped: when this returns nothing reads or writes it any more."""
-        self._cut_off(REPLACED)
+        """The engine's cache is about to be unmapped: when this returns nothing reads or writes it any more.
+
+        Until :meth:`take_up` a step's loads fail, and it saves nothing. Called again it does nothing.
+        """
+        self._unmapped = True
+        self._cut_off(UNMAPPED)
+
+    def take_up(self) -> None:
+        """The engine's cache is mapped again, at the same addresses. Called again it does nothing."""
+        self._unmapped = False
 
     def close(self) -> None:
         """Cut off what is open and hang up."""
