@@ -5,6 +5,8 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
+from layerflow.findings import Finding, Severity
+from layerflow_cli.commands.doctor import finding_lines
 from layerflow_cli.main import app
 
 
@@ -49,3 +51,12 @@ def test_a_configuration_that_is_wrong_in_itself_costs_exit_code_2(tmp_path):
     result = invoke("--config", str(path))
     assert result.exit_code == 2 and result.stdout == ""
     assert "did you mean pool.mooncake.master?" in result.stderr
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_a_finding_fits_the_screen(width):
+    found = "9 GiB of 24 GiB are free, of which the control group leaves 8 GiB; " * 3 + "/a/folder/" + "b" * 40
+    lines = finding_lines(Finding("memory", Severity.PROBLEM, found, "choose a smaller pool.size"), width)
+    assert lines[0].startswith("problem  memory: 9 GiB") and lines[-1] == " " * 11 + "choose a smaller pool.size"
+    assert max(map(len, lines)) <= width
+    assert " ".join(line.strip() for line in lines[:-1]) == f"problem  memory: {found}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 EXIT_PROBLEM = 1
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_INDENT = 9
+"""Columns of the state and the space behind it."""
 
 
 def doctor(
@@ -67,15 +70,25 @@ def _of_device(device: str) -> list[Finding]:
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
     from layerflow_cli.output import console  # noqa: PLC0415
 
-    table = Table("check", "state", "found", "what to do", title="Doctor", title_justify="left")
-    for column in table.columns[:2]:
-        column.no_wrap = True
+    screen = console()
+    width = screen.width if screen.is_terminal else sys.maxsize  # a program that reads along gets whole lines
     for finding in findings:
-        state = Text(finding.state.value, style=_STYLES[finding.state.value])
-        table.add_row(Text(finding.check), state, Text(finding.found), Text(finding.advice))
-    console().print(table)
+        text = Text("\n".join(finding_lines(finding, width)))
+        text.stylize(_STYLES[finding.state.value], 0, len(finding.state.value))
+        screen.print(text, soft_wrap=True)
+
+
+def finding_lines(finding: Finding, width: int) -> list[str]:
+    """The state, what was looked at and what was found; below it what to do, where there is something."""
+    from layerflow_cli.output import folded  # noqa: PLC0415
+
+    room = width - _INDENT
+    lines = folded(f"{finding.check}: {finding.found}", room)
+    lines += [f"  {line}" for line in folded(finding.advice, room - 2)] if finding.advice else []
+    return [
+        f"{finding.state.value if not number else '':{_INDENT}}{line}".rstrip() for number, line in enumerate(lines)
+    ]
