@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: setup demo test test-vllm test-pd test-backends lint campaign bench bench-vllm bench-pd clean
 
@@ -12,6 +12,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt src/layerflow/ops/_copy.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -f src/layerflow/ops/_copy.cpython-*.so  # Python would take such a build of an earlier version first
+	@echo 'into $(VENV): torch for the CPU, then the rest; 1.2 GB of disk and some minutes, once'
 	$(PIP) install -c constraints.txt torch numpy
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	touch $@

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from layerflow.errors import ConfigError
@@ -68,6 +67,14 @@ def progress(total: int, screen: Console | None = None, period_s: float = SILENT
         with progress_lines(total, period_s) as advance:
             yield advance
         return
+    from rich.progress import (  # noqa: PLC0415 - most commands show no bar
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task("", total=total)

@@ -5,6 +5,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
+[ -f "$root/.venv/.backends" ] || echo "the packages of the backends go into .venv, which takes some minutes, once"
 "$here/setup.sh"
 for folder in usr/lib lib; do
     libraries=$root/.venv/sysroot/$folder/x86_64-linux-gnu

@@ -217,10 +217,9 @@ def endpoints(tmp_path):
 
 def test_status_over_the_control_socket(monkeypatch, endpoints):
     asked = []
-    control = types.ModuleType("layerflow.agent.connection.control")
-    control.fetch_status = lambda endpoint, timeout_s: asked.append(endpoint) or STATUS
-    monkeypatch.setitem(sys.modules, "layerflow.agent", types.ModuleType("layerflow.agent"))
-    monkeypatch.setitem(sys.modules, "layerflow.agent.connection.control", control)
+    observer = types.ModuleType("layerflow.agent.connection.observer")
+    observer.fetch_status = lambda endpoint, timeout_s: asked.append(endpoint) or STATUS
+    monkeypatch.setitem(sys.modules, "layerflow.agent.connection.observer", observer)
     monkeypatch.setenv("LAYERFLOW_SERVER__ENDPOINT", endpoints[0])
     assert json.loads(invoke("status", "--json").stdout) == STATUS
     assert json.loads(invoke("status", "--endpoint", endpoints[1], "--json").stdout) == STATUS
@@ -354,9 +353,10 @@ def test_what_asks_a_server_needs_no_torch():
     """``status`` and ``purge`` work where only the server is installed, and do not wait for torch where it is."""
     code = (
         "import sys\nsys.modules['torch'] = None\n"
-        "from layerflow.agent.connection.control import Control, fetch_status\n"
+        "from layerflow.agent.connection.control import Control\n"
         "from layerflow_cli.commands.status import endpoint_of\n"
         "assert endpoint_of(None, None).startswith('ipc://')\n"
+        "from layerflow.agent.connection.observer import fetch_status\n"
         "heavy = ('layerflow.device', 'layerflow.flow')\n"
         "sys.exit(','.join(name for name in sys.modules if name.startswith(heavy)) or None)\n"
     )

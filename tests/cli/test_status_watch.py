@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 from structlog.testing import capture_logs
 
+from layerflow.agent.connection.observer import Observer
 from layerflow.config.settings import Settings
 from layerflow.errors import ServerLost
 from layerflow.server import EmbeddedServer
@@ -28,6 +29,16 @@ def test_it_asks_over_one_connection_and_leaves_no_line_in_the_log(tmp_path):
         assert seen == [seen[0]] * 5 and [name for _, name in seen[0]] == ["status"]
     told = [entry for entry in logs if entry["event"].startswith("session_")]
     assert {entry["log_level"] for entry in told} <= {"debug"}
+
+
+def test_it_finds_a_server_that_was_started_anew(tmp_path):
+    tmp_path.chmod(0o700)
+    endpoint, pids = f"ipc://{tmp_path}/control", []
+    with Observer(endpoint) as observer:
+        for _ in range(2):
+            with EmbeddedServer(Settings(pool={"size": "4MiB", "warm": False}), endpoint):
+                pids.append(observer.status(30)["pid"])
+    assert len(pids) == 2
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -12,7 +12,7 @@ import pytest
 import structlog
 from e2e.known import eventually
 
-from layerflow.agent.connection.control import fetch_status
+from layerflow.agent.connection.observer import fetch_status
 from layerflow.config.settings import Settings
 from layerflow.doctor import Finding, Severity, examine, examine_backend, listening, memory, sharing
 from layerflow.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from e2e.known import eventually
 
-from layerflow.agent.connection.control import fetch_status
+from layerflow.agent.connection.observer import fetch_status
 from layerflow.config.settings import Settings
 from layerflow.doctor import Finding, Severity
 from layerflow.doctor.peers import examine_peers

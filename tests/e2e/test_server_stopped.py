@@ -12,7 +12,7 @@ import pytest
 from e2e.known import AFTER, KnownWorker, eventually, small_spec, step_of
 from e2e.rounds import rounds
 from e2e.stopping import stop
-from layerflow.agent.connection.control import fetch_status
+from layerflow.agent.connection.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 LAYERS = 8

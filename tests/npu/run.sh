@@ -10,6 +10,7 @@ root=$(cd "$here/../.." && pwd)
 skip() { echo "npu tests (CANN emulated): skipped: $1"; exit 0; }
 [ "$(uname -sm)" = "Linux x86_64" ] || skip "the emulator is built for Linux on x86-64"
 command -v "${CC:-cc}" >/dev/null || skip "no C compiler to build the emulator with"
+[ -f "$root/.venv-npu/.ready" ] || echo "npu tests: torch_npu goes into .venv-npu, which takes some minutes, once"
 "$here/setup.sh" || { [ $? = 3 ] && skip "torch_npu cannot be installed here"; exit 1; }
 environment=$("$here/emulator/build.sh" "$root/.venv-npu/cann") || exit 1
 eval "$environment"

@@ -12,7 +12,7 @@ from typing import Any
 from engines import Engine
 from scenario import Prompt
 
-from layerflow.agent.connection.control import fetch_status
+from layerflow.agent.connection.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 SETTLE_S = 10.0

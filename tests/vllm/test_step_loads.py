@@ -17,7 +17,7 @@ from comparison import MAX_TOKENS, Comparison, prompt, settled, until
 from engines import Engine, connector
 from test_faults import SLOW, loading
 
-from layerflow.agent.connection.control import fetch_status
+from layerflow.agent.connection.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 CHUNK = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from layerflow.endpoint import check_listened, local_endpoint
+from layerflow.endpoint import check_listened, default_endpoint, local_endpoint
 from layerflow.errors import ConfigError, LayerflowError, SessionError
 from layerflow_cli.options import STANDARD_OUTPUT, ConfigFile, Endpoint, JsonFile
 
@@ -55,11 +56,11 @@ def asking(where: str, *, over_http: bool) -> Iterator[Callable[[], dict[str, An
     if over_http:
         yield lambda: fetch_http(where)
         return
-    from layerflow.agent.connection.control import Control  # noqa: PLC0415 - pulls zmq in
+    from layerflow.agent.connection.observer import Observer  # noqa: PLC0415 - pulls zmq in
 
     check_listened(where)
-    with contextlib.closing(Control(where, engine="status")) as control:
-        yield lambda: control.status(TIMEOUT_S)
+    with Observer(where) as observer:
+        yield lambda: observer.status(TIMEOUT_S)
 
 
 def watch_status(
@@ -121,7 +122,7 @@ def fetch_http(url: str) -> dict[str, Any]:
 
 
 def _fetch_control(endpoint: str) -> dict[str, Any]:
-    from layerflow.agent.connection.control import fetch_status  # noqa: PLC0415 - pulls zmq in
+    from layerflow.agent.connection.observer import fetch_status  # noqa: PLC0415 - pulls zmq in
 
     check_listened(endpoint)
     return fetch_status(endpoint, TIMEOUT_S)
@@ -137,6 +138,8 @@ def endpoint_of(endpoint: str | None, config: Any) -> str:
             return local_endpoint(endpoint)
         except ValueError as error:
             raise ConfigError(f"--endpoint: {error}; a server of another machine is asked with --http") from None
+    if config is None and not any(name.startswith("LAYERFLOW_") for name in os.environ):
+        return default_endpoint()  # nothing is configured, and settings take longer to load than a status to show
     from layerflow.config.settings import Settings  # noqa: PLC0415 - `--help` stays quick
 
     return Settings.load(config).server.endpoint

@@ -1,7 +1,6 @@
 """Inside the engine's process: the agent, its steps and lanes, and the control client for schedulers.
 
-:class:`Agent` and the steps need torch, :class:`Mode` the core; they are imported when first asked for, so that a tool
-which only looks at a server does not pay for them.
+Names are imported when first asked for: what needs torch, or the core, costs only those who use it.
 """
 
 from __future__ import annotations
@@ -9,15 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from layerflow.agent.connection.control import Control
-from layerflow.agent.connection.handshake import ClientKeys
-from layerflow.agent.values import MISS, READY, Ended, FailedBlocks, Follow, Handoff, Hit, LoadResult, StepRequest
-
 if TYPE_CHECKING:
     from layerflow.agent.agent import Agent
     from layerflow.agent.aio import AsyncAgent, AsyncStep
+    from layerflow.agent.connection.control import Control
+    from layerflow.agent.connection.handshake import ClientKeys
     from layerflow.agent.step.no_step import NoStep
     from layerflow.agent.step.step import Step
+    from layerflow.agent.values import MISS, READY, Ended, FailedBlocks, Follow, Handoff, Hit, LoadResult, StepRequest
     from layerflow.flow.cost.policy import Mode
 
 __all__ = [
@@ -41,14 +39,27 @@ __all__ = [
 ]
 
 
-_HOME_OF = {
-    "Agent": "layerflow.agent.agent",
-    "AsyncAgent": "layerflow.agent.aio",
-    "AsyncStep": "layerflow.agent.aio",
-    "Mode": "layerflow.flow.cost.policy",
-    "NoStep": "layerflow.agent.step.no_step",
-    "Step": "layerflow.agent.step.step",
+_HOMES = {
+    "layerflow.agent.agent": ("Agent",),
+    "layerflow.agent.aio": ("AsyncAgent", "AsyncStep"),
+    "layerflow.agent.connection.control": ("Control",),
+    "layerflow.agent.connection.handshake": ("ClientKeys",),
+    "layerflow.agent.step.no_step": ("NoStep",),
+    "layerflow.agent.step.step": ("Step",),
+    "layerflow.agent.values": (
+        "MISS",
+        "READY",
+        "Ended",
+        "FailedBlocks",
+        "Follow",
+        "Handoff",
+        "Hit",
+        "LoadResult",
+        "StepRequest",
+    ),
+    "layerflow.flow.cost.policy": ("Mode",),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

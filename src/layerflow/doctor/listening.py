@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layerflow.agent.connection.control import fetch_status
+from layerflow.agent.connection.observer import fetch_status
 from layerflow.config.settings import ServerSettings, check_private
 from layerflow.endpoint import socket_directory
 from layerflow.errors import ConfigError, LayerflowError

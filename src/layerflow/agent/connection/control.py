@@ -368,15 +368,3 @@ class Control:
             self._connection.hang_up()
             self._connection = None
             self._releases.interrupted()
-
-
-def fetch_status(endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-    """The state of the server at `endpoint`.
-
-    :raises LayerflowError: it did not answer.
-    """
-    control = Control(endpoint, engine="status")
-    try:
-        return control.status(timeout_s)
-    finally:
-        control.close()
