@@ -89,8 +89,8 @@ def test_an_attachment_that_fails_leaves_no_agent(connector: Any, monkeypatch: p
     """Its threads, and what it maps of the server's arena, would be there for as long as the engine."""
     agents: list[Agent] = []
 
-    def made(*args: Any) -> Agent:
-        agents.append(Agent(*args, wait_s=0))
+    def made(*args: Any, **named: Any) -> Agent:
+        agents.append(Agent(*args, **named, wait_s=0))
         return agents[-1]
 
     def no_thread(*_: Any) -> Any:
@@ -103,7 +103,7 @@ def test_an_attachment_that_fails_leaves_no_agent(connector: Any, monkeypatch: p
     monkeypatch.setattr(module, "steps_in_flight", lambda *_, **__: None)
     monkeypatch.setattr(module, "_steps_overlap", lambda _: False)
     connector._vllm_config = connector._kv_transfer_config = connector._kv_cache_config = Mock()
-    connector._groups, connector._events = 1, False
+    connector._groups, connector._events, connector._name = 1, False, "engine"
     connector.options = Mock(endpoint="ipc:///nobody/listens/here")
     spec = ModelSpec("example", content="w", groups=(GroupSpec("full", 16, (0,), (Plane("k", "uint8", (8,)),)),))
     layout = Layout(spec, {0: {"k": torch.zeros((4, 16, 8), dtype=torch.uint8)}}, {}, (0,), Mock())

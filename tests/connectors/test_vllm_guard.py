@@ -205,12 +205,12 @@ def test_one_request_whose_saves_cannot_be_outlined_does_not_cost_the_others(mon
 
 def test_addresses_that_requests_name_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     http = HttpCalls()
-    ended = SimpleNamespace(error="", done=True)
+    ended = SimpleNamespace(error="", done=True, cancel=lambda: None)
     monkeypatch.setattr(http, "_begin", lambda call: (call.close(), ended)[1])
     for number in range(3 * MOST_KNOWN):
-        http.get(f"http://h{number}:8998/query", math.inf)
+        http.get(f"http://h{number}:8998/query")
     assert len(http._known) == MOST_KNOWN
-    assert http.get(f"http://h{3 * MOST_KNOWN - 1}:8998/query", math.inf) is ended
+    assert http.get(f"http://h{3 * MOST_KNOWN - 1}:8998/query") is ended
 
 
 def test_a_name_of_a_hand_off_has_a_bound() -> None:

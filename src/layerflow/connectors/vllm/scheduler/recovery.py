@@ -22,7 +22,7 @@ from layerflow.connectors.vllm.scheduler.loads import Arrival
 from layerflow.connectors.vllm.versions import release
 
 KNOWN = ((0, 32), (0, 33))
-"""The vLLM whose scheduler this was written for."""
+"""The vLLMs whose scheduler this was written for."""
 NULL_BLOCK = 0
 
 log = structlog.get_logger("layerflow.vllm")
