@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,9 @@ def test_quick_demo_of_all_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"compute", "load", "save"}
     output = capsys.readouterr()
-    assert "every token and every KV byte identical" in output.out and output.err == ""
+    assert "every token and every KV byte identical" in output.out
+    # On a busy machine it takes long enough to say where it is.
+    assert all(re.fullmatch(r".+: \d+ of \d+ done, \d+ s", line) for line in output.err.splitlines()), output.err
 
 
 def test_prefill_and_decode_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

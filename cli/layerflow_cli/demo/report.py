@@ -63,7 +63,7 @@ def report(
     """
     pages = _write(outcomes, link, pool, quick, out)
     table, footnote = _table(outcomes, pool, quick), _footnote(outcomes, link, pool, runs)
-    screen.print(table, footnote, sep="\n", soft_wrap=True, highlight=False)
+    screen.print(table, footnote, sep="\n", soft_wrap=not screen.is_terminal, highlight=False)
     if json_file is not None:
         write_json(json_file, result(outcomes, link, pool, runs, quick))
         pages.append(json_file)
@@ -181,7 +181,7 @@ def _verdict(outcomes: Sequence[Outcome], quick: bool, screen: Console) -> int:
             else f"; first token {_span(faster, '.1f')} times sooner than cold; "
             f"overlap {_span(overlap, '.0f')} % (bound {_span(bound, '.0f')} %)"
         )
-    screen.print(line, soft_wrap=True, highlight=False, style="bold")
+    screen.print(line, soft_wrap=not screen.is_terminal, highlight=False, style="bold")
     return 0
 
 
