@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 collect_ignore_glob = [] if os.environ.get("LAYERFLOW_TEST_BACKENDS") == "1" else ["*"]
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A module's tests share servers, so that one process runs them; only one MetaService can run on a machine."""
     for item in items:
