@@ -172,7 +172,7 @@ def outcome_of(exposed: float, cold: float, layerwise: float) -> Outcome:
     trace = StepTrace(1, 1, "", [])
     for layer in range(10):
         trace.add("load", layer, layer * 0.1, (layer + 1) * 0.1, nbytes=100)
-        trace.add("compute", layer, 1 + layer * 0.2, 1 + (layer + 1) * 0.2)
+        trace.add("compute", layer, exposed + layer * 0.2, exposed + (layer + 1) * 0.2)
     trace.add("wait", 0, 0.0, exposed)
     for way, ttft in (("cold", cold), ("layerwise", layerwise)):
         result = Result("r", 10, (1,), False, 0, ttft, ttft, 0.0, 0)
