@@ -13,6 +13,8 @@ import structlog
 from layerflow.system.threads import OwnedThread
 
 RESTART_S = 0.05
+SLEEP_S = 0.05
+"""A sleep's longest part."""
 
 log = structlog.get_logger("layerflow.vllm")
 
@@ -50,14 +52,22 @@ class Deferred:
 
     def _run(self) -> None:
         while self._wakes.get():
-            try:
-                first = self._calls[0]
-            except IndexError:  # it was flushed
-                continue
-            time.sleep(max(0.0, first[0] - time.monotonic()))  # not in an event: waiting there takes the engine's GIL
+            first = self._first()
+            # Not in an event: waiting there takes the engine's GIL. What is flushed meanwhile is not waited for.
+            while first is not None and (left_s := first[0] - time.monotonic()) > 0:
+                time.sleep(min(left_s, SLEEP_S))
+                if self._first() is not first:
+                    break
             with self._doing:
-                if self._calls and self._calls[0] is first:
+                if first is not None and self._first() is first:
                     self._next()
+
+    def _first(self) -> tuple[float, Callable[[], None]] | None:
+        """What is next; None where all was flushed."""
+        try:
+            return self._calls[0]
+        except IndexError:
+            return None
 
     def _next(self) -> None:
         _, call = self._calls.popleft()
