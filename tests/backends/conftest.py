@@ -11,14 +11,18 @@ from e2e.conftest import serve
 __all__ = ["serve"]
 HERE = Path(__file__).parent
 
+SHARE = os.environ.get("LAYERFLOW_TEST_BACKENDS", "")
+"""Which of them run: "memcache", "others", or "all"."""
+
 # Their helpers import the packages: without tests/backends/run.sh (make test-backends) nothing here is collected.
-collect_ignore_glob = [] if os.environ.get("LAYERFLOW_TEST_BACKENDS") == "1" else ["*"]
+collect_ignore_glob = [] if SHARE else ["*"]
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A module's tests share servers, so that one process runs them; only one MetaService can run on a machine."""
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            memcache = "memcache" in item.nodeid
-            item.add_marker(pytest.mark.xdist_group("memcache" if memcache else item.path.stem))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Only one MetaService can run on a machine, so that its tests have a process of their own."""
+    if SHARE == "all":
+        return
+    there = {item: "memcache" in item.nodeid for item in items if item.path.is_relative_to(HERE)}
+    left_out = [item for item, memcache in there.items() if memcache != (SHARE == "memcache")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
