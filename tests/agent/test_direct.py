@@ -274,7 +274,7 @@ class TestWhatIsNotThere:
         forward(worker, run)
         assert run.failed == {0: set(range(BLOCKS))}
         assert worker.agent.wait_idle(run.name, PATIENCE_S)
-        assert worker.agent.lookup("again", saved.chain).tokens == 0
+        assert eventually(lambda: worker.agent.lookup("again", saved.chain).tokens == 0)
 
     @pytest.mark.parametrize("what", ["the service ends", "another object takes the place"])
     def test_bytes_that_may_be_anothers_are_never_ready(self, worker: KnownWorker, pool: FakePool, what: str) -> None:
