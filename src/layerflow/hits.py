@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Protocol
@@ -168,11 +168,14 @@ def search_hit(
         tried += len(rules)
         ranked = _sharing(pool, spec, blocks.of(chunk), room)
         tried += len(ranked) // 2
-        for shared, tail in islice(_best(pool, spec, ranked), MAX_TAILS - len(tails)):
+
+        def fits(held: int, shared: int, chunk: int = chunk) -> bool:
+            hit = _usable(spec, chunk * spec.chunk_tokens, held, tokens, shared)
+            return hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk)
+
+        for shared, tail in islice(_best(pool, spec, ranked, fits), MAX_TAILS - len(tails)):
             tried += len(rules) * len(spec.shard.peers())
-            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], tokens, shared)
-            if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
-                tails.append(Tail(chunk, *tail, shared))
+            tails.append(Tail(chunk, *tail, shared))
         offered = {tail.digest for tail in tails}
         # The prompt's block digests find those that begin as it does: no other need be looked at.
         undigested = bool(blocks.of(chunk))
@@ -183,9 +186,7 @@ def search_hit(
                 tried = 0
             if len(tails) >= MAX_TAILS:
                 break
-            new = stored and tail[1] not in offered
-            hit = _usable(spec, chunk * spec.chunk_tokens, tail[0], tokens) if new else None
-            if hit is not None and _satisfied(rules, missing, spec.chunk_tokens, hit, upto=chunk):
+            if stored and tail[1] not in offered and fits(tail[0], 0):
                 tails.append(Tail(chunk, *tail))
         if tried >= SLICE_KEYS:
             yield
@@ -289,20 +290,25 @@ def sharing_chunks(
 
 
 def _best(
-    pool: LookupSource, spec: ModelSpec, ranked: list[tuple[int, bool, tuple[int, bytes]]]
+    pool: LookupSource,
+    spec: ModelSpec,
+    ranked: list[tuple[int, bool, tuple[int, bytes]]],
+    fits: Callable[[int, int], bool],
 ) -> Iterator[tuple[int, tuple[int, bytes]]]:
     """Of :func:`_sharing`, those that every group and shard has: one that shares most, and others that may do better.
 
     Yields tokens shared (0: the object serves a hit as a whole alone), and tokens and digest.
+
+    :param fits: whether a hit may end in an object of so many tokens, of which so many (0 = all) are the prompt's.
     """
     best = 0
     for shared, whole, tail in ranked:
         if best and not (whole and shared == best):
             return
-        if all(pool.lookup(_keys(spec, tail[1]))):
-            inside = spec.inside(tail[0], shared)
-            best = shared if inside else best
-            yield (shared if inside else 0), tail
+        inside = shared if spec.inside(tail[0], shared) and fits(tail[0], shared) else 0
+        if (inside or (whole and fits(tail[0], 0))) and all(pool.lookup(_keys(spec, tail[1]))):
+            best = inside or best
+            yield inside, tail
 
 
 def _keys(spec: ModelSpec, digest: bytes) -> list[bytes]:

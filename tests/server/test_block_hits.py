@@ -77,6 +77,17 @@ def test_a_block_digest_is_the_digest_of_the_chunk_up_to_there(length: int, unit
             assert chain.block_digests(chunk, unit, most) == expected
 
 
+def test_who_shares_most_and_serves_no_hit_hides_nobody() -> None:
+    """One token is left to compute, which moves the window's beginning into a block that the longer object lacks."""
+    spec, pool = spec_of([0, 3]), MemoryPool(Memory(1 << 17), PresenceWriter(1 << 16))
+    for ids in ([0, 0], [0, 0, 0, 0, 0]):
+        for group in range(2):
+            store(pool, spec, group, Shard(0, 1), Chain(ROOT, ids, CHUNK), 0, len(ids))
+    chain = Chain(ROOT, [0, 0, 0, 0], CHUNK)
+    found = find_hit(pool, spec, ROOT, chain.digests, len(chain), chain.tail, blocks_of(chain, spec))
+    assert hit_of(found, chain, spec).tokens == 2
+
+
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     """Stored prompts, and one that shares a beginning with some of them."""
