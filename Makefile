@@ -23,7 +23,7 @@ demo: $(STAMP)
 	$(if $(PACKAGED),tests/backends/with.sh )$(BIN)/layerflow demo$(DEMO_FLAGS)
 DEMO_FLAGS = $(if $(PD), --pd)$(if $(DEVICE), --device $(DEVICE))$(if $(POOL), --pool $(POOL))$(if $(filter memcache,$(POOL)), --cann-emulator tests/npu/emulator)
 
-# As many tests beside each other as there are cores; an idle process takes over half of what another has left.
+# Three tests beside each other for two cores; an idle process takes over half of what another has left.
 # Ends with the npu path: the real torch_npu under an emulated CANN, in an environment of its own.
 test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
