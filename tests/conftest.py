@@ -23,6 +23,7 @@ _vllm = find_spec("vllm")
 collect_ignore = [] if _vllm and _vllm.origin else ["vllm", "pd"]
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is not in every environment of tests
 def pytest_xdist_auto_num_workers() -> int:
     """``-n auto``: three for two cores, since tests wait for a third of their time."""
     return len(os.sched_getaffinity(0)) * 3 // 2
