@@ -24,6 +24,8 @@ from layerflow.keys import Chain
 DEVICE = "npu:0"
 PACKAGE = "vllm.distributed.kv_transfer.kv_connector"
 Caches = Mapping[str, tuple[torch.Tensor, ...]]
+FORWARD = SimpleNamespace(available=False)
+"""vLLM-Ascend's runner has a forward context from before it binds a plan until the pass is over."""
 
 
 class StandIn(ModuleType):
@@ -63,6 +65,7 @@ def connector_class() -> Any:
         "vllm", "vllm.config", "vllm.distributed", "vllm.distributed.kv_events", "vllm.distributed.kv_transfer",
         PACKAGE, f"{PACKAGE}.factory", f"{PACKAGE}.v1", f"{PACKAGE}.v1.base", f"{PACKAGE}.v1.metrics",
         "vllm.v1", "vllm.v1.core", "vllm.v1.core.kv_cache_utils", "vllm.v1.kv_cache_interface",
+        "vllm.forward_context",
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         made = {name: StandIn(name) for name in names}
@@ -73,6 +76,7 @@ def connector_class() -> Any:
                 setattr(made[parent], own, module)
         made["vllm"].__version__ = "0.32.0"
         made["vllm.config"].get_current_vllm_config_or_none = lambda: None
+        made["vllm.forward_context"].is_forward_context_available = lambda: FORWARD.available
         made[f"{PACKAGE}.factory"].KVConnectorFactory = SimpleNamespace(
             _registry={}, register_connector=lambda *names: None
         )
@@ -116,7 +120,10 @@ class AscendWorker:
         patch.setattr(layout, "_packing", lambda *_: "packed")
         agent = sys.modules["layerflow.connectors.vllm.connector"].Agent
         patch.setattr("layerflow.connectors.vllm.connector.waits_by_layer", lambda *_: False)  # needs vLLM itself
-        patch.setattr("layerflow.connectors.vllm.connector.Agent", lambda *args: agent(*args, context=server.context))
+        patch.setattr(
+            "layerflow.connectors.vllm.connector.Agent",
+            lambda *args, **more: agent(*args, context=server.context, **more),
+        )
         self.groups, self.blocks = groups, blocks
         transfer = SimpleNamespace(
             kv_connector="LayerflowConnector",
@@ -134,6 +141,7 @@ class AscendWorker:
                 rank=0, tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0
             ),
             scheduler_config=SimpleNamespace(async_scheduling=False),
+            compilation_config=SimpleNamespace(static_forward_context={}),
             speculative_config=None,
             device_config=SimpleNamespace(device_type="npu"),
             load_config=None,
