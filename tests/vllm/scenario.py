@@ -385,9 +385,9 @@ def _read_late(go: threading.Event) -> None:
 
     with_content, register = layout.Layout.with_content, connector.LayerflowConnector.register_kv_caches
 
-    def registered(self: Any, caches: Any) -> None:
+    def registered(self: Any, kv_caches: Any) -> None:
         _CONNECTORS.append(self)
-        register(self, caches)
+        register(self, kv_caches)
 
     def late(self: Any, stop: threading.Event) -> Any:
         go.wait()
