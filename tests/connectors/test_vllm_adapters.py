@@ -148,16 +148,58 @@ class TestMixed:
     @pytest.mark.parametrize("by_path", [True, False])
     def test_what_vllms_own_cache_cannot_tell_apart(self, by_path: bool, tmp_path: Path) -> None:
         adapters, path = Adapters(keyed_by_path=by_path), written(tmp_path / "a", 1)
-        adapters.content(lora(path))
-        assert not adapters.mixed(lora(path))
-        adapters.content(lora(written(tmp_path / "b", 2), 2))
-        assert adapters.mixed(lora(tmp_path / "b", 2)) is not by_path
+
+        def started(adapter: SimpleNamespace | None) -> bool:
+            adapters.content(adapter)
+            adapters.starts(adapter)
+            return adapters.mixed(adapter)
+
+        assert not started(lora(path))
+        assert not started(lora(path, 4)), "other ids of the same content"
+        assert started(lora(written(tmp_path / "b", 2), 2)) is not by_path
         written(path, 3)
-        adapters.content(lora(path, 3))
-        assert adapters.mixed(lora(path, 3))
+        assert started(lora(path, 3))
         adapters.forget_cached()
-        assert not adapters.mixed(lora(path, 3))
-        assert not adapters.mixed(None)
+        assert not started(lora(path, 3))
+        assert not started(None)
+
+    def test_what_ran_while_its_content_was_not_known(self, tmp_path: Path) -> None:
+        adapters, path = Adapters(), written(tmp_path / "a", 1)
+        adapters.starts(lora(path))
+        adapters.content(lora(path, 2))
+        assert adapters.mixed(lora(path, 2))
+        adapters.content(lora(path))
+        assert not adapters.mixed(lora(path, 2))
+
+    @pytest.mark.parametrize("emptied", ["at the start", "while it waits", "while it waits, its files gone"])
+    def test_what_starts_in_the_first_step_on_an_empty_cache_is_known_of(self, emptied: str, tmp_path: Path) -> None:
+        house, path = House(), written(tmp_path / "a", 1)
+        table: list[object] = [object()]
+        house.side.own_cache.meet(lambda: table[0])
+
+        def serve(name: str, number: int, local: int = 0) -> Any:
+            return begin(house.arrive(name, hit=Hit(0), lora_request=lora(path, number)), local)
+
+        def begin(made: Any, local: int = 0) -> Any:
+            house.side.matched(made, local)
+            house.admit(made, 0)
+            return house.plan(made.request_id, 150 - local, local).saves
+
+        if emptied != "at the start":
+            serve("before", 1)
+            waiting = house.arrive("old", hit=Hit(0), lora_request=lora(path, 1))
+            table[0] = object()
+            if emptied.endswith("gone"):
+                shutil.rmtree(path)
+            assert begin(waiting)
+        else:
+            assert serve("old", 1)
+        written(path, 2)
+        assert not serve("found", 2, 64), "vLLM's own cache has given it blocks of the old adapter"
+        assert serve("whole", 2)
+        table[0] = object()
+        serve("anew", 2)
+        assert serve("found again", 2, 64)
 
 
 class TestRequests:
@@ -197,7 +239,7 @@ class TestRequests:
 
     def test_old_blocks_that_vllm_finds_by_name_are_not_stored_as_new_ones(self, tmp_path: Path) -> None:
         house, path = House(), written(tmp_path / "a", 1)
-        house.arrive("old", hit=Hit(0), lora_request=lora(path))
+        house.side.matched(house.arrive("old", hit=Hit(0), lora_request=lora(path)), 0)
         written(path, 2)
         made = house.arrive(hit=Hit(128), lora_request=lora(path, 2))
         assert house.side.matched(made, 64) == (0, False)
@@ -210,9 +252,10 @@ class TestRequests:
 
     def test_once_vllm_has_forgotten_its_blocks_its_own_hits_are_saved_on(self, tmp_path: Path) -> None:
         house, path = House(), written(tmp_path / "a", 1)
-        house.side.finished(house.arrive("old", hit=Hit(0), lora_request=lora(path)))
-        written(path, 2)
-        house.side.finished(house.arrive("new", hit=Hit(0), lora_request=lora(path, 2)))
+        for name, number in (("old", 1), ("new", 2)):
+            made = house.arrive(name, hit=Hit(0), lora_request=lora(written(path, number), number))
+            house.side.matched(made, 0)
+            house.side.finished(made)
         house.side.reset()
         made = house.arrive(hit=Hit(0), lora_request=lora(path, 2))
         house.side.matched(made, 64)

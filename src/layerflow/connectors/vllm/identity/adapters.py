@@ -37,8 +37,7 @@ class Adapters:
         self._contents: dict[int, str] = {}  #: by vLLM's id; "" = not known any more
         self._readings: dict[tuple[Path, Stamps], WeightsReading[str]] = {}
         self._unread: dict[int, Stamps] = {}  #: by vLLM's id: of files whose content is not known yet
-        self._cached: dict[tuple[str, str], str] = {}  #: what vLLM's own cache may hold, by how that calls it
-        self._mixed: set[tuple[str, str]] = set()
+        self._cached: dict[tuple[str, str], set[int]] = {}  #: ids that vLLM's own cache may hold, by how it calls them
 
     def content(self, lora: Any) -> str:
         """The adapter's identity in keys; "" = no adapter.
@@ -58,10 +57,12 @@ class Adapters:
         content = self._read(lora)
         if self._contents.setdefault(lora.lora_int_id, content) != content:
             raise self._lose(lora)
-        name = self._name(lora)
-        if self._cached.setdefault(name, content) != content:
-            self._mixed.add(name)
         return content
+
+    def starts(self, lora: Any) -> None:
+        """A request begins to compute: from here on vLLM's own prefix cache may hold blocks of its adapter."""
+        if lora is not None:
+            self._cached.setdefault(self._name(lora), set()).add(lora.lora_int_id)
 
     def lost(self, lora: Any) -> bool:
         """Is it not known any more what vLLM computes with under this adapter's id?"""
@@ -69,7 +70,10 @@ class Adapters:
 
     def mixed(self, lora: Any) -> bool:
         """May blocks that vLLM's own prefix cache finds for this adapter be those of another?"""
-        return lora is not None and self._name(lora) in self._mixed
+        if lora is None:
+            return False
+        ids = {lora.lora_int_id, *self._cached.get(self._name(lora), ())}
+        return len({self._contents.get(number) or number for number in ids}) > 1
 
     def close(self) -> None:
         """Give up what is being read."""
@@ -77,9 +81,8 @@ class Adapters:
             reading.close()
 
     def forget_cached(self) -> None:
-        """VLLM's own prefix cache is empty."""
+        """VLLM's own prefix cache is empty, and no request has begun to compute since."""
         self._cached.clear()
-        self._mixed.clear()
 
     def _read(self, lora: Any) -> str:
         """Digest of what lies at an adapter's path now.

@@ -49,7 +49,7 @@ class PromptKeys:
             self._requests.adapters.forget_cached()
 
     def forget_cached(self) -> None:
-        """VLLM's own prefix cache was emptied, and none of its blocks was in use."""
+        """VLLM's own prefix cache was emptied, none of its blocks was in use, and no request has started since."""
         self._old_in_use = False
         self._requests.adapters.forget_cached()
 
@@ -60,6 +60,10 @@ class PromptKeys:
             return False
         self.spec = msgspec.structs.replace(self.spec, content=renewed_content(self.spec.content, name))
         return True
+
+    def starts(self, request: Any) -> None:
+        """VLLM asks about a request that it may begin in this step, the first time or anew."""
+        self._requests.adapters.starts(request.lora_request)
 
     def are_mixed(self, request: Any) -> bool:
         """May what the request takes from vLLM's own cache be of earlier weights, or of an earlier adapter?"""

@@ -28,7 +28,10 @@ class OwnCache:
         self._table = table
 
     def look(self) -> bool:
-        """A step is about to be planned: was the cache emptied since the one before?"""
+        """Before the first request of a step starts, or when it is planned: was the cache emptied since the one before?
+
+        Whoever asks later in a step than its first request takes what that one puts into the cache for forgotten.
+        """
         table = self._table()
         if table is self._known:
             return False

@@ -230,6 +230,8 @@ class SchedulerSide:
     @guarded(_no_hit)
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those vLLM has, None = not known yet; and whether in the background."""
+        self._look_at_own_cache()  # before what starts in this step is noted: its blocks lie in the emptied cache
+        self._keys.starts(request)
         if self._unmet is not None and request.request_id in self._unmet:
             return None, False  # a step, be it empty, brings the workers' layouts
         tracked = self._tracked.get(request.request_id)
@@ -287,14 +289,17 @@ class SchedulerSide:
 
         :param output: vLLM's SchedulerOutput.
         """
-        if self.own_cache.look():
-            self._keys.forget_cached()
+        self._look_at_own_cache()
         plan = self._plan(output)
         plan.step = self.own_cache.step
         plan.replaced, self._replaced = self._replaced, False
         plan.unkept = self._unkept()
         self.own_cache.planned(computes=bool(output.num_scheduled_tokens))
         return plan
+
+    def _look_at_own_cache(self) -> None:
+        if self.own_cache.look():
+            self._keys.forget_cached()
 
     @guarded(StepPlan)
     def _plan(self, output: Any) -> StepPlan:
