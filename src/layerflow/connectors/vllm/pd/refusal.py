@@ -39,19 +39,19 @@ def end_with_error(request: Any, reason: str) -> None:
     from vllm.v1.structured_output.request import StructuredOutputRequest  # noqa: PLC0415
 
     log.warning("request_refused", request=request.request_id, reason=reason)
+    _tell_as_servers_fault()  # before the request is changed: what fails here leaves it as it was
     failed = StructuredOutputRequest(StructuredOutputsParams(json_object=True))
     failed._grammar = PrefillLost(reason)
     request.structured_output_request = failed
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    _tell_as_servers_fault()
 
 
 def _tell_as_servers_fault() -> None:
     """Let vLLM's scheduler name no client's fault where it ends a request for a prefill that is lost."""
     from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
 
-    promote = Scheduler._try_promote_blocked_waiting_request
-    if "RequestError" not in promote.__code__.co_names:  # before 0.33, or wrapped already
+    promote = getattr(Scheduler, "_try_promote_blocked_waiting_request", None)
+    if promote is None or "RequestError" not in promote.__code__.co_names:  # before 0.33, or wrapped already
         return
     from vllm.outputs import RequestError  # noqa: PLC0415
 
