@@ -5,10 +5,10 @@ The public surface. Names are imported when first asked for: what needs torch co
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from typing import TYPE_CHECKING
 
+from layerflow._lazy import attribute
 from layerflow._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ _HOMES = {
     "layerflow.server": ("EmbeddedServer", "Server"),
     "layerflow.spec": ("GroupSpec", "ModelSpec", "Plane", "Shard"),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _RENAMED = {"Outcome": "LoadResult"}
 """Old public names, kept for one release."""
 
@@ -90,6 +89,4 @@ def __getattr__(name: str) -> object:
     if name in _RENAMED:
         warnings.warn(f"layerflow.{name} is now layerflow.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
         name = _RENAMED[name]
-    if name in _HOME_OF:
-        return getattr(importlib.import_module(_HOME_OF[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return attribute(__name__, _HOMES, name)

@@ -5,8 +5,9 @@ Names are imported when first asked for: what needs torch, or the core, costs on
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from layerflow._lazy import attribute
 
 if TYPE_CHECKING:
     from layerflow.agent.agent import Agent
@@ -59,10 +60,7 @@ _HOMES = {
     ),
     "layerflow.flow.cost.policy": ("Mode",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name in _HOME_OF:
-        return getattr(importlib.import_module(_HOME_OF[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return attribute(__name__, _HOMES, name)
