@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,11 @@ class FakePool:
         self.away = False
         self._lock = threading.RLock()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._lines: list[socket.socket] = []
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        self._listener.setblocking(False)
 
     @property
     def urls(self) -> dict[str, str]:
-        """Where its MetaService is; it takes connections, and says nothing on them."""
+        """Where its MetaService is; connections wait in its socket's queue, and nothing is said on them."""
         address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         return {"meta_service_url": f"tcp://{address}", "metrics_url": f"http://{address}"}
 
@@ -94,11 +94,9 @@ class FakePool:
 
     def end_service(self) -> None:
         """The MetaService ends, and another one is there at once that knows of nothing."""
-        with self._lock:
-            lines, self._lines = self._lines, []
-        for line in lines:
-            line.shutdown(socket.SHUT_RDWR)
-            line.close()
+        with suppress(BlockingIOError):
+            while True:
+                self._listener.accept()[0].close()
 
     def gate(self, call: str | int) -> threading.Event:
         """Such calls wait from now on; set the event to let them go."""
@@ -116,16 +114,6 @@ class FakePool:
         for gate in self.gates.values():
             gate.set()
         self._listener.close()
-        self.end_service()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                line, _ = listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                self._lines.append(line)
 
 
 class Info:

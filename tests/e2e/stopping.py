@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,16 @@ def go_on(pid: int) -> None:
     """SIGCONT, unless the process is dead by now: a server kills a host that is silent for too long."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """No thread of the process runs within the with-block."""
+    stop(pid)
+    try:
+        yield
+    finally:
+        go_on(pid)
 
 
 def left_over(tier: Callable[[], dict[str, Any]]) -> bool:

@@ -4,8 +4,6 @@ One group is a draft model's: no hit needs it, and a plan has it where it can be
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 from e2e.known import KnownWorker, Run, eventually, small_spec
+from e2e.stopping import stopped
 from msgspec.structs import replace
 
 from layerflow.agent import Control
@@ -63,12 +62,8 @@ class World:
 
     def run(self, chain: Chain) -> Run:
         """Look the prompt up; nothing comes from the disk before there is an answer."""
-        host = self._tier["host"]["pid"]
-        os.kill(host, signal.SIGSTOP)
-        try:
+        with stopped(self._tier["host"]["pid"]):
             return self.worker.admit(chain)
-        finally:
-            os.kill(host, signal.SIGCONT)
 
     def load(self, run: Run) -> bool:
         """Load and check it; did it begin without asking the server?

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from e2e.known import eventually, kv_bytes
+from e2e.stopping import stopped
 
 from layerflow.agent import Agent, Hit, StepRequest
 from layerflow.agent.connection.control import hit_of
@@ -208,5 +209,6 @@ def test_what_comes_from_behind_the_arena_has_no_plan(embed: Embed, tmp_path: Pa
     server = embed(pool__disk=folder)
     with HybridWorker(server) as worker, closing(observe(server)) as control:
         assert eventually(lambda: control.status()["tier"]["indexed_objects"])
-        hit = worker.agent.lookup("r", worker.agent.chain(stored.tokens))
+        with stopped(control.status()["tier"]["host"]["pid"]):
+            hit = worker.agent.lookup("r", worker.agent.chain(stored.tokens))
         assert (hit.tokens, hit.plan) == (32, None)
