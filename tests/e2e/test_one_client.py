@@ -86,11 +86,13 @@ def test_one_client_costs_others_nothing(
         served("beside")
     assert most <= 128 * MIB, f"{most / MIB:.0f} MiB"
     assert eventually(lambda: other_is_alone(other), 30), "what it made the server keep has ended with it"
+    # The server gives memory back to the system in its own time.
+    given_back = eventually(lambda: resident(server) - before <= 64 * MIB)
     left = resident(server) - before
     record_property("growth_mib", round(most / MIB))
     record_property("left_mib", round(left / MIB))
     record_property("p95_ms", {when: sorted(each)[int(0.95 * len(each))] * 1e3 for when, each in time_taken.items()})
-    assert left <= 64 * MIB, f"{left / MIB:.0f} MiB"
+    assert given_back, f"{left / MIB:.0f} MiB"
     other.close()
     worker.agent.close()
     for each in (context, beside):
