@@ -18,6 +18,14 @@ from layerflow_cli.bench.harness import ServerProcess
 # Of the processes that tests start: they are many, several run at a time, and none multiplies large matrices.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# How long one example takes says more about a busy machine than about what is tested.
+if find_spec("hypothesis"):
+    import hypothesis
+
+    slow = hypothesis.HealthCheck.too_slow
+    hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[slow])
+    hypothesis.settings.load_profile("any machine")
+
 # The folder itself is found as a package called vllm, one without a file, where the real one is not installed.
 _vllm = find_spec("vllm")
 collect_ignore = [] if _vllm and _vllm.origin else ["vllm", "pd"]

@@ -59,7 +59,8 @@ class Rank:
     def run(self, request: str, chain: Chain, hit: Hit, *, save: bool) -> None:
         """One step: loads the hit, or saves the whole prompt."""
         load, keep = ((0, 0), (0, len(chain))) if save else ((0, hit.tokens), (0, 0))
-        with self.agent.open_step([StepRequest(request, chain, (self.table,), load, hit, keep, tail=save)]) as step:
+        asked = StepRequest(request, chain, (self.table,), load, hit, keep, tail=save)
+        with self.agent.open_step([asked], 20.0) as step:
             for layer in range(self.box.layers):
                 assert not step.wait_layer(layer).failed
                 if save:
