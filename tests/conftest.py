@@ -51,11 +51,18 @@ def forked_servers(forker: Forker, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def embed() -> Iterator[Callable[..., EmbeddedServer]]:
-    """Embedded servers; all are stopped at the end. ``pool__size=...`` is ``pool.size``, ``pool={...}`` several."""
+    """Embedded servers; all are stopped at the end. ``pool__size=...`` is ``pool.size``, ``pool={...}`` several.
+
+    They are patient: a busy machine may hold a thread up for seconds, and that must neither end a load nor a session.
+    """
     servers: list[EmbeddedServer] = []
 
     def start(**settings: object) -> EmbeddedServer:
-        sections: dict[str, dict[str, object]] = {"pool": {"size": "16MiB"}, "server": {"drain_timeout_s": 0.2}}
+        sections: dict[str, dict[str, object]] = {
+            "pool": {"size": "16MiB"},
+            "server": {"drain_timeout_s": 0.2, "liveness_ms": 20_000},
+            "transfer": {"step_timeout_ms": 60_000},
+        }
         for name, value in settings.items():
             section, _, key = name.partition("__")
             sections.setdefault(section, {}).update({key: value} if key else value)  # type: ignore[call-overload]

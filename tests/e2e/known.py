@@ -124,7 +124,9 @@ class KnownWorker:
         if aliased:
             self._free = [self._free[0]] * len(self.spec.groups)
         self._aliased = aliased
-        self.agent = Agent(endpoint, self.spec, self.tensors, engine, **({"lookup_timeout_s": LOOKUP_S} | more))
+        self.agent = Agent(
+            endpoint, self.spec, self.tensors, engine, **({"lookup_timeout_s": LOOKUP_S, "wait_s": PATIENCE_S} | more)
+        )
 
     def __enter__(self) -> KnownWorker:
         return self
