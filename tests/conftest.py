@@ -59,11 +59,18 @@ def forked_servers(forker: Forker, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def embed() -> Iterator[Callable[..., EmbeddedServer]]:
-    """Embedded servers; all are stopped at the end. ``pool__size=...`` is ``pool.size``, ``pool={...}`` several."""
+    """Embedded servers; all are stopped at the end. ``pool__size=...`` is ``pool.size``, ``pool={...}`` several.
+
+    They wait long for their clients and for what is behind the arena, as threads of a busy machine may stand still.
+    """
     servers: list[EmbeddedServer] = []
 
     def start(**settings: object) -> EmbeddedServer:
-        sections: dict[str, dict[str, object]] = {"pool": {"size": "16MiB"}, "server": {"drain_timeout_s": 0.2}}
+        sections: dict[str, dict[str, object]] = {
+            "pool": {"size": "16MiB", "lookup_timeout_ms": 10_000},
+            "server": {"drain_timeout_s": 0.2, "liveness_ms": 60_000},
+            "transfer": {"step_timeout_ms": 60_000, "save_timeout_ms": 60_000},
+        }
         for name, value in settings.items():
             section, _, key = name.partition("__")
             sections.setdefault(section, {}).update({key: value} if key else value)  # type: ignore[call-overload]
