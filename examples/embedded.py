@@ -28,7 +28,11 @@ def main() -> None:
         layer: {plane.name: torch.zeros(shape, dtype=torch.float16) for plane in planes} for layer in range(LAYERS)
     }
     settings = Settings(pool={"size": "64MiB"})
-    with EmbeddedServer(settings) as server, Agent(server.endpoint, spec, tensors, context=server.context) as agent:
+    with (
+        EmbeddedServer(settings) as server,
+        # An engine does not wait long for a lookup: it computes instead. Here nothing else can be done.
+        Agent(server.endpoint, spec, tensors, context=server.context, lookup_timeout_s=10.0) as agent,
+    ):
         chain = agent.chain(PROMPT)
         needed = -(-len(PROMPT) // BLOCK_SIZE)
 

@@ -18,6 +18,14 @@ from layerflow_cli.bench.harness import ServerProcess
 # Of the processes that tests start: they are many, several run at a time, and none multiplies large matrices.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# How long one example takes says more about a busy machine than about what is tested.
+if find_spec("hypothesis"):
+    import hypothesis
+
+    slow = hypothesis.HealthCheck.too_slow
+    hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[slow])
+    hypothesis.settings.load_profile("any machine")
+
 # The folder itself is found as a package called vllm, one without a file, where the real one is not installed.
 _vllm = find_spec("vllm")
 collect_ignore = [] if _vllm and _vllm.origin else ["vllm", "pd"]
@@ -53,15 +61,15 @@ def forked_servers(forker: Forker, monkeypatch: pytest.MonkeyPatch) -> None:
 def embed() -> Iterator[Callable[..., EmbeddedServer]]:
     """Embedded servers; all are stopped at the end. ``pool__size=...`` is ``pool.size``, ``pool={...}`` several.
 
-    They are patient: a busy machine may hold a thread up for seconds, and that must neither end a load nor a session.
+    They wait long for their clients and for what is behind the arena, as threads of a busy machine may stand still.
     """
     servers: list[EmbeddedServer] = []
 
     def start(**settings: object) -> EmbeddedServer:
         sections: dict[str, dict[str, object]] = {
-            "pool": {"size": "16MiB"},
-            "server": {"drain_timeout_s": 0.2, "liveness_ms": 20_000},
-            "transfer": {"step_timeout_ms": 60_000},
+            "pool": {"size": "16MiB", "lookup_timeout_ms": 10_000},
+            "server": {"drain_timeout_s": 0.2, "liveness_ms": 60_000},
+            "transfer": {"step_timeout_ms": 60_000, "save_timeout_ms": 60_000},
         }
         for name, value in settings.items():
             section, _, key = name.partition("__")

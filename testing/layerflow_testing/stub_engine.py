@@ -39,6 +39,7 @@ SIX_KEYS = (
 _MOST_TOKENS = 1_000_000
 _FLAG: TypeAdapter[Any] = TypeAdapter(bool | None)
 _NUMBER: TypeAdapter[Any] = TypeAdapter(int | None)
+_DONE = b"data: [DONE]\n\n"
 NO_ANSWER = 0
 """Instead of the metaserver's status: its answer never came."""
 
@@ -299,6 +300,7 @@ async def _disconnected(request: Request) -> None:
 async def _followed(events: AsyncIterator[bytes], seen: Seen) -> AsyncIterator[bytes]:
     try:
         async for event in events:
+            seen.finished = event.endswith(_DONE)  # who leaves now has all of it
             yield event
         seen.finished = True
     except _Dies:

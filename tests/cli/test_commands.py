@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import layerflow
 from layerflow.config.settings import Settings, reference
+from layerflow_cli.commands import status
 from layerflow_cli.commands.bench import MEASUREMENTS, module_of
 from layerflow_cli.commands.config import setting_lines, starter_file
 from layerflow_cli.main import app
@@ -166,7 +167,9 @@ STATUS = {
 
 
 @pytest.fixture
-def fake_server():
+def fake_server(monkeypatch):
+    monkeypatch.setattr(status, "TIMEOUT_S", 60.0)
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/status" else 404)

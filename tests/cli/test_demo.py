@@ -19,6 +19,9 @@ from layerflow_cli.demo.outcome import Outcome, differing
 from layerflow_cli.demo.pd import run_pd_demo
 from layerflow_cli.demo.workload import SHAPES, Workload, suitable_link
 
+PROGRESS = re.compile(r".+: \d+ of \d+ done, \d+ s")
+"""On a busy machine a demo takes long enough to say where it is."""
+
 
 @pytest.fixture(autouse=True)
 def _threads():
@@ -46,8 +49,7 @@ def test_quick_demo_of_all_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"compute", "load", "save"}
     output = capsys.readouterr()
     assert "every token and every KV byte identical" in output.out
-    # On a busy machine it takes long enough to say where it is.
-    assert all(re.fullmatch(r".+: \d+ of \d+ done, \d+ s", line) for line in output.err.splitlines()), output.err
+    assert all(PROGRESS.fullmatch(line) for line in output.err.splitlines()), output.err
 
 
 def test_prefill_and_decode_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -101,7 +103,8 @@ def test_one_wrong_byte_is_found_and_ends_with_one_line_and_code_1(monkeypatch, 
 
     monkeypatch.setattr(course, "_answer_cold", corrupt)
     assert run_demo(out=tmp_path, shapes=["gqa"], quick=True, link_gbps=0) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    *before, line = capsys.readouterr().err.splitlines()
+    assert all(PROGRESS.fullmatch(each) for each in before), before
     # Two prompts loaded two ways each, all compared with the same cache.
     assert line.startswith("layerflow: demo: gqa: 4 of ") and line.endswith("loaded KV bytes differ")
 

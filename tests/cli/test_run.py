@@ -44,6 +44,12 @@ def event(process: subprocess.Popen[str], name: str) -> dict:
     raise AssertionError(f"the server ended without {name}")
 
 
+def replace(path: Path, text: str) -> None:
+    """At once: a server that looks in between would find an empty file."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)
+
+
 def test_run_listens_follows_its_file_and_drains(command, tmp_path):
     assert command.stdout is not None
     assert command.stdout.readline() == f"layerflow listening on ipc://{tmp_path}/room/control\n"
@@ -57,11 +63,11 @@ def test_run_listens_follows_its_file_and_drains(command, tmp_path):
     assert (limits["prefetch_layers"], limits["h2d_stagger_us"]) == (1, 3)
     path = tmp_path / "layerflow.toml"
     good = path.read_text()
-    path.write_text(good.replace("prefetch_layers = 1", "prefetch_layers = 2\nh2d_stagger_us = 9"))
+    replace(path, good.replace("prefetch_layers = 1", "prefetch_layers = 2\nh2d_stagger_us = 9"))
     assert event(command, "config_applied")["changes"] == {"transfer.prefetch_layers": 2}
     limits = status()["limits"]
     assert (limits["prefetch_layers"], limits["h2d_stagger_us"]) == (2, 3)
-    path.write_text(good.replace("16MiB", "32MiB"))
+    replace(path, good.replace("16MiB", "32MiB"))
     assert "pool.size (16MiB -> 32MiB)" in event(command, "config_refused")["problems"][0]
     assert status()["limits"]["prefetch_layers"] == 2
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from layerflow.errors import SessionError
+from layerflow_cli.commands import status
 from layerflow_cli.commands.status import fetch_http
 from layerflow_testing.ports import HeldPort
 
@@ -26,7 +27,8 @@ class Answering(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def port():
+def port(monkeypatch):
+    monkeypatch.setattr(status, "TIMEOUT_S", 60.0)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_port

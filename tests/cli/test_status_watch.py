@@ -16,9 +16,11 @@ STATUS = {"version": "9.9", "healthy": True, "sessions": []}
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 
 
-def test_it_asks_over_one_connection_and_leaves_no_line_in_the_log(tmp_path):
+def test_it_asks_over_one_connection_and_leaves_no_line_in_the_log(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
-    settings = Settings(pool={"size": "4MiB", "warm": False})
+    # Between two questions nothing is heard of it, on a busy machine for long.
+    settings = Settings(pool={"size": "4MiB", "warm": False}, server={"liveness_ms": 60_000})
+    monkeypatch.setattr(command, "TIMEOUT_S", 60.0)
     with capture_logs() as logs:
         with (
             EmbeddedServer(settings, f"ipc://{tmp_path}/control") as server,

@@ -27,7 +27,7 @@ async def serving(host="127.0.0.1", port=0, status=lambda: STATUS):
     await asyncio.wait({task, url}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task
-    async with httpx.AsyncClient(base_url=await url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=await url, trust_env=False, timeout=60) as client:
         state.client = client
         yield state
         state.shutdown.set()

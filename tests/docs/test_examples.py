@@ -20,7 +20,7 @@ def test_embedded_saves_and_loads_the_same_bytes():
         [sys.executable, EXAMPLES / "embedded.py"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
@@ -30,7 +30,8 @@ def test_embedded_saves_and_loads_the_same_bytes():
 
 @pytest.fixture(scope="module")
 def server():
-    with EmbeddedServer(Settings(pool={"size": "1MiB"})) as server:
+    # The client does not beat: a server that is less patient loses it where the machine is busy.
+    with EmbeddedServer(Settings(pool={"size": "1MiB"}, server={"liveness_ms": 60_000})) as server:
         yield server
 
 
@@ -44,7 +45,8 @@ class TestRawClient:
             self.names["main"]()
 
     @pytest.fixture
-    def client(self, server):
+    def client(self, server, monkeypatch):
+        monkeypatch.setitem(self.names["Client"].receive.__globals__, "TIMEOUT_MS", 60_000)
         client = self.names["Client"](server.endpoint, server.context)
         yield client
         client.socket.close()

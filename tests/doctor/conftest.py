@@ -1,5 +1,6 @@
 """Things for the doctor to look at: ports that answer and ports that do not."""
 
+import functools
 import http.server
 import os
 import socket
@@ -8,12 +9,26 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from layerflow.doctor import listening, peers
+from layerflow.findings import probes
+
+PATIENCE_S = 60.0
+
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     for name in [name for name in os.environ if name.startswith("LAYERFLOW_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who answers is heard, however long a busy machine takes for it."""
+    monkeypatch.setattr(listening, "STATUS_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(peers, "ANSWER_MS", round(PATIENCE_S * 1e3))
+    monkeypatch.setattr(probes, "http_get", functools.partial(probes.http_get, timeout_s=PATIENCE_S))
+    monkeypatch.setattr(probes, "child", functools.partial(probes.child, timeout_s=PATIENCE_S))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import structlog
-from e2e.known import eventually
+from e2e.known import PATIENCE_S, eventually
 
 from layerflow.agent.connection.observer import fetch_status
 from layerflow.config.settings import Settings
@@ -122,7 +122,7 @@ def test_an_arena_that_the_machine_can_never_hold(tmp_path, with_server):
 def test_what_a_running_server_has_is_free_for_its_successor(tmp_path, monkeypatch):
     endpoint = f"ipc://{tmp_path}/room/control"
     with EmbeddedServer(Settings(pool={"size": "64MiB"}), endpoint=endpoint):
-        assert eventually(lambda: fetch_status(endpoint)["arena"]["taken_bytes"] == 64 << 20)
+        assert eventually(lambda: fetch_status(endpoint, PATIENCE_S)["arena"]["taken_bytes"] == 64 << 20)
         monkeypatch.setattr(machine, "available_bytes", lambda: 64 << 20)
         monkeypatch.setattr(machine, "cgroup_bytes", lambda: None)
         sizes = {

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import zmq
-from e2e.known import eventually
+from e2e.known import PATIENCE_S, eventually
 
 from layerflow.agent.connection.observer import fetch_status
 from layerflow.config.settings import Settings
-from layerflow.doctor import Finding, Severity
+from layerflow.doctor import Finding, Severity, peers
 from layerflow.doctor.peers import examine_peers
 from layerflow.links import LinkPlugin, links
 from layerflow_cli.bench.harness import ServerProcess
@@ -54,7 +54,7 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
     settings = {"server.tcp_endpoint": address, "server.curve_secret_key_file": own, "peers.serve": "true"}
     settings |= {"server.curve_allowed_keys_file": tmp_path / "allowed", "pool.size": "8MiB", "pool.warm": "false"}
     server = ServerProcess(settings)
-    assert eventually(lambda: fetch_status(server.endpoint)["peers"]["lends"]["endpoints"])
+    assert eventually(lambda: fetch_status(server.endpoint, PATIENCE_S)["peers"]["lends"]["endpoints"])
     yield Owner(server, address, public, reader_key)
     server.close()
 
@@ -78,7 +78,8 @@ def test_a_key_that_is_not_allowed_is_named(owner: Owner, tmp_path: Path) -> Non
     assert "allow-list" in why and public in why
 
 
-def test_a_wrong_server_key_is_told(owner: Owner) -> None:
+def test_a_wrong_server_key_is_told(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "ANSWER_MS", 1000)  # nothing ever answers
     (why,) = problems(owner.said(server_key=zmq.curve_keypair()[0].decode()))
     assert "is server_key its public key?" in why
 
@@ -108,7 +109,7 @@ def test_a_library_that_is_missing_is_told_and_trust_is_recalled(monkeypatch: py
 
 
 def test_a_running_server_tells_of_its_peers(owner: Owner) -> None:
-    status = fetch_status(owner.server.endpoint)
+    status = fetch_status(owner.server.endpoint, PATIENCE_S)
     settings = Settings(peers={"serve": True})
     found = list(examine_peers(settings, status))
     assert any("tcp://127.0.0.1:" in finding.found for finding in found), json.dumps(status["peers"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.connection
 import os
 import signal
@@ -31,7 +32,7 @@ class Child:
         self.process.start()
         theirs.close()
 
-    def hear(self, timeout_s: float = 20.0) -> Any:
+    def hear(self, timeout_s: float = 60.0) -> Any:
         """What the child says next.
 
         :raises AssertionError: it says nothing in time.
@@ -39,12 +40,17 @@ class Child:
         assert self.pipe.poll(timeout_s), "the engine process says nothing"
         return self.pipe.recv()
 
-    def kill(self) -> None:
-        """SIGKILL."""
+    def kill(self) -> list[Any]:
+        """SIGKILL; what the child has said before and nobody has heard."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
+        said = []
+        with contextlib.suppress(EOFError):
+            while self.pipe.poll():
+                said.append(self.pipe.recv())
         self.pipe.close()
+        return said
 
     def close(self) -> None:
         """Let it end, or make it."""
@@ -92,7 +98,7 @@ def follow_all(pipe: PIPE, endpoint: str, layers: int, tokens: int, seeds: list[
     runs, steps = [], []
     for seed in seeds:
         chain = worker.agent.chain(tokens_of(seed, tokens))
-        hit = worker.agent.lookup(f"D-{seed}", chain, Follow(time.monotonic() + 60, f"h{seed}"))
+        hit = worker.agent.lookup(f"D-{seed}", chain, Follow(time.monotonic() + 100, f"h{seed}"))
         made = worker.admit(chain, look=False)
         runs.append(Run(f"D-{seed}", chain, hit, made.tables))
         steps.append(worker.agent.open_step([runs[-1].request(save=False)], 100.0))

@@ -9,7 +9,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from e2e.patience import patient_clients
 from layerflow_cli.bench.harness import ServerProcess
+
+PATIENT = {
+    "pool.size": "16MiB",
+    "pool.lookup_timeout_ms": 10_000,
+    "server.liveness_ms": 30_000,
+    "transfer.step_timeout_ms": 60_000,
+    "transfer.save_timeout_ms": 60_000,
+}
+
+
+@pytest.fixture(autouse=True)
+def _patient() -> Iterator[None]:
+    with patient_clients():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -18,11 +33,14 @@ def _forked(forked_servers: None) -> None: ...
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., ServerProcess]]:
-    """Start ``layerflow run`` processes; all are stopped at the end. ``pool__size=...`` is ``pool.size``."""
+    """Start ``layerflow run`` processes; all are stopped at the end. ``pool__size=...`` is ``pool.size``.
+
+    They and their clients wait long for each other, as any process of a busy machine may stand still.
+    """
     servers: list[ServerProcess] = []
 
     def start(**settings: object) -> ServerProcess:
-        named = {"pool.size": "16MiB"} | {key.replace("__", "."): value for key, value in settings.items()}
+        named = PATIENT | {key.replace("__", "."): value for key, value in settings.items()}
         servers.append(ServerProcess(named))
         return servers[-1]
 

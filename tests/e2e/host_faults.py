@@ -20,8 +20,9 @@ from layerflow_cli.bench.harness import ServerProcess
 ARENA = 12 * PROMPT_BYTES
 MOST = 4
 """So many times the wanted kills at most, until one has hit a transfer: a few may all fall between two."""
-PAST_S = 0.5
-"""A wait may end so long after its deadline on a machine whose cores are all taken."""
+PAST_S = 1.5
+"""A wait may end so long after its deadline on a machine whose cores are all taken. One that only ended with its host
+would end later: that is killed 3 s after it was stopped."""
 
 
 def kill_hosts(server: ServerProcess, rounds: int, name: str, **how: Any) -> None:
@@ -137,7 +138,7 @@ def arrive_later(
         return found
 
     with KnownWorker(server.endpoint) as worker:
-        assert eventually(lambda: reason in tier()["reason"], 20, 0.05), tier()
+        assert eventually(lambda: reason in tier()["reason"], 60, 0.05), tier()
         assert not tier()["up"]
         assert "layerflow_tier_up 0.0" in get(http_port, "/metrics").splitlines()
         assert get(http_port, "/healthz")
@@ -148,11 +149,11 @@ def arrive_later(
         began = time.monotonic()
         assert eventually(lambda: tier()["up"], attach_s, 0.01), tier()
         took = time.monotonic() - began
-        assert eventually(lambda: "layerflow_tier_up 1.0" in get(http_port, "/metrics").splitlines(), 10, 0.1)
+        assert eventually(lambda: "layerflow_tier_up 1.0" in get(http_port, "/metrics").splitlines(), every_s=0.1)
         assert tier()["reason"] == ""
         late = worker.prompt(64)
         worker.serve(late)
-        assert eventually(lambda: tier()["written_objects"] == 4, 20, 0.02), tier()
+        assert eventually(lambda: tier()["written_objects"] == 4, every_s=0.02), tier()
         control.purge()
         assert worker.serve(late).hit.tokens == 63
         assert tier()["fetched_objects"] == 4
@@ -193,7 +194,7 @@ def assert_rest(server: ServerProcess, files: int) -> None:
         return not any(seen.values())
 
     try:
-        assert eventually(rests, 20, 0.05), seen
+        assert eventually(rests, 60, 0.05), seen
     finally:
         control.close()
 

@@ -34,7 +34,7 @@ class Hostile:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, spec: ModelSpec) -> None:
         self.spec = spec
         self.conversation = Handshake(dial(context, endpoint))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         welcome = self.conversation.introduce("hostile", "agent", deadline)
         self.connection: socket.socket
         self.connection, fd, _ = fetch_arena(Path(welcome.fd_server), welcome.token, deadline)
@@ -44,7 +44,7 @@ class Hostile:
     def send(self, *frames: bytes) -> None:
         self.conversation.dealer.send_multipart(frames)
 
-    def alive(self, timeout_s: float = 10.0) -> bool:
+    def alive(self, timeout_s: float = 60.0) -> bool:
         """Does the server still answer this session?"""
         sent = time.monotonic()
         self.conversation.send(wire.Beat(sent))

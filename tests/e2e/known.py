@@ -124,9 +124,8 @@ class KnownWorker:
         if aliased:
             self._free = [self._free[0]] * len(self.spec.groups)
         self._aliased = aliased
-        self.agent = Agent(
-            endpoint, self.spec, self.tensors, engine, **({"lookup_timeout_s": LOOKUP_S, "wait_s": PATIENCE_S} | more)
-        )
+        patience = {"wait_s": PATIENCE_S, "lookup_timeout_s": LOOKUP_S}
+        self.agent = Agent(endpoint, self.spec, self.tensors, engine, **(patience | more))
 
     def __enter__(self) -> KnownWorker:
         return self

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from e2e.known import PATIENCE_S
 from layerflow.agent import Agent
 from layerflow.agent.values import Hit, StepRequest
 from layerflow.keys import Chain
@@ -47,7 +48,8 @@ class Rank:
         views = {
             layer: {name: t.transpose(1, 2) for name, t in planes.items()} for layer, planes in self.memory.items()
         }
-        self.agent = Agent(endpoint, self.spec, views, f"tp{tp[1]}pp{len(stages)}", **more)
+        patience = {"wait_s": PATIENCE_S, "lookup_timeout_s": PATIENCE_S}
+        self.agent = Agent(endpoint, self.spec, views, f"tp{tp[1]}pp{len(stages)}", **(patience | more))
         self.table = np.random.default_rng([*tp, stage]).permutation(BLOCKS)[: -(-TOKENS // BLOCK)].astype(np.int64)
 
     def own(self, layer: int, plane: str) -> torch.Tensor:
@@ -57,7 +59,8 @@ class Rank:
     def run(self, request: str, chain: Chain, hit: Hit, *, save: bool) -> None:
         """One step: loads the hit, or saves the whole prompt."""
         load, keep = ((0, 0), (0, len(chain))) if save else ((0, hit.tokens), (0, 0))
-        with self.agent.open_step([StepRequest(request, chain, (self.table,), load, hit, keep, tail=save)]) as step:
+        asked = StepRequest(request, chain, (self.table,), load, hit, keep, tail=save)
+        with self.agent.open_step([asked], 20.0) as step:
             for layer in range(self.box.layers):
                 assert not step.wait_layer(layer).failed
                 if save:

@@ -123,7 +123,7 @@ def _hello(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Handshake:
     return Handshake(dial(context, endpoint))
 
 
-def _problem(conversation: Handshake, timeout_s: float = 10.0) -> wire.Problem:
+def _problem(conversation: Handshake, timeout_s: float = PATIENCE_S) -> wire.Problem:
     until = time.monotonic() + timeout_s
     while True:
         frame = conversation.receive(until)

@@ -52,5 +52,5 @@ def test_a_stopped_host(serve: Callable[..., ServerProcess], folder: Path, stops
 def test_a_folder_that_comes_later(serve: Callable[..., ServerProcess], tmp_path: Path) -> None:
     port, mount = held_ports(1)[0], tmp_path / "mount"
     server = serve(pool__disk__path=mount / "tier", server__http_port=port)
-    took = arrive_later(server, port, "does not exist", mount.mkdir, 20)
+    took = arrive_later(server, port, "does not exist", mount.mkdir, 60)
     record("disk_comes_later", attached_s=round(took, 3))

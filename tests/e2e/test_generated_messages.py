@@ -96,7 +96,7 @@ def test_generated_messages(
         status = control.status()
         assert status["pool"]["half_written"] == 0
         assert status["flow"]["load_inflight_bytes"] == status["flow"]["save_inflight_bytes"] == 0
-        assert eventually(lambda: descriptors(pid) <= fds, 10), (fds, descriptors(pid))
+        assert eventually(lambda: descriptors(pid) <= fds), (fds, descriptors(pid))
         grown = resident_bytes(pid) - rss
         p95, calm = float(np.percentile(during, 95)), float(np.percentile(quiet, 95))
         record(

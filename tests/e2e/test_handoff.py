@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,8 @@ import pytest
 import torch
 
 from e2e.children import PIPE, Child, follow_all, tokens_of
-from e2e.known import KnownWorker, eventually, small_spec
+from e2e.known import PATIENCE_S, KnownWorker, eventually, small_spec
+from e2e.stopping import stopped
 from layerflow.agent import Control
 from layerflow.engine import Engine, Result
 from layerflow.engine.config import TINY_GQA, TINY_HYBRID, TINY_MLA, EngineConfig
@@ -26,6 +25,7 @@ CHUNK = 64
 PROMPT = passage(300)
 SHAPES = {"gqa": TINY_GQA, "mla": TINY_MLA, "hybrid": TINY_HYBRID}
 TIMEOUT_S = 60.0
+PATIENT = {"lookup_timeout_s": PATIENCE_S, "wait_s": PATIENCE_S}
 
 
 class Paced(PrefillConnection):
@@ -64,7 +64,7 @@ def prefill(pipe: PIPE, endpoint: str, shape: str) -> None:
     """Prompts come as (id, text); answers go as their first token."""
     torch.set_num_threads(1)
     engine = Engine(SHAPES[shape])
-    connection = attach(engine, endpoint, "P", chunk_tokens=CHUNK, connect=Paced)
+    connection = attach(engine, endpoint, "P", chunk_tokens=CHUNK, connect=Paced, **PATIENT)
     assert isinstance(connection, Paced)
     connection.pipe = pipe
     pipe.send("ready")
@@ -88,6 +88,7 @@ class Decoder:
             mode="layerwise",
             chunk_tokens=CHUNK,
             connect=lambda agent, mode: DecodeConnection(agent, mode, patience_s=patience_s),
+            **PATIENT,
         )
         assert isinstance(made, DecodeConnection)
         self.connection = made
@@ -194,7 +195,7 @@ def test_a_prefiller_killed_in_mid_save(serve: Callable[..., ServerProcess], sha
     result = decoder.finish()
     assert result.tokens == alone(shape)
     assert result.restarts == 1
-    state = control.watch_handoff("r", 5.0)
+    state = control.watch_handoff("r", PATIENCE_S)
     # One process was worker and scheduler: the server sees either of its connections end first.
     assert state.state == "failed" and (
         "worker of its engine" in state.reason or state.reason == "who opened it is gone"
@@ -305,19 +306,18 @@ def test_a_prefiller_never_waits_for_a_decoder_that_is_stopped(serve: Callable[.
     with KnownWorker(server.endpoint, spec, engine="P") as worker:
         chains = [worker.agent.chain(tokens_of(seed, tokens)) for seed in seeds]
         for seed, chain in zip(seeds, chains, strict=True):
-            assert control.open_handoff(f"h{seed}", chain, tokens)
+            assert control.open_handoff(f"h{seed}", chain, tokens, timeout_s=100.0)
         child = Child(follow_all, server.endpoint, layers, tokens, seeds)
         assert child.hear(60.0) == [tokens - 1] * 50
         assert child.process.pid is not None
-        os.kill(child.process.pid, signal.SIGSTOP)
-        for seed, chain in zip(seeds, chains, strict=True):
-            worker.serve(chain, look=False)  # asserts that all of it is stored
-            control.end_handoff(f"h{seed}", tokens=tokens)
-        assert eventually(lambda: control.status()["handoffs"]["completed"] == 50)
-        status = control.status()
-        assert status["flow"]["loaded_bytes"] == 0, "the decoder was not stopped: the test has tested nothing"
-        assert status["flow"]["load_inflight_bytes"] > 0
-        os.kill(child.process.pid, signal.SIGCONT)
+        with stopped(child.process.pid):
+            for seed, chain in zip(seeds, chains, strict=True):
+                worker.serve(chain, look=False)  # asserts that all of it is stored
+                control.end_handoff(f"h{seed}", tokens=tokens)
+            assert eventually(lambda: control.status()["handoffs"]["completed"] == 50)
+            status = control.status()
+            assert status["flow"]["loaded_bytes"] == 0, "the decoder was not stopped: the test has tested nothing"
+            assert status["flow"]["load_inflight_bytes"] > 0
         child.pipe.send("go on")
         assert child.hear(60.0) == (0, 0)
         child.close()

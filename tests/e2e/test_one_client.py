@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
 from collections.abc import Callable
@@ -50,57 +52,58 @@ def test_one_client_costs_others_nothing(
     serve: Callable[..., ServerProcess], many: int, record_property: Callable[[str, object], None]
 ) -> None:
     server = serve(pool__warm=False)
-    context, beside = zmq.Context(), zmq.Context()  # each with a thread of its own that sends
-    worker = KnownWorker(server.endpoint, SPEC, engine="raw")
-    chain = worker.prompt(160)
-    worker.serve(chain)
-    other = RawClient(context, server.endpoint, SPEC, "other")
-    digests = list(chain.digests)
-    other.say(other.lookup("before", digests))
-    assert isinstance(other.hear(wire.Found), wire.Found)
-    time_taken: dict[str, list[float]] = {"alone": [], "beside": []}
+    with contextlib.ExitStack() as left_over:
+        contexts = zmq.Context(), zmq.Context()  # each with a thread of its own that sends
+        for each in contexts:
+            left_over.callback(each.destroy, 0)
+        context, beside = contexts
+        worker = KnownWorker(server.endpoint, SPEC, engine="raw")
+        left_over.callback(worker.agent.close)
+        chain = worker.prompt(160)
+        worker.serve(chain)
+        other = RawClient(context, server.endpoint, SPEC, "other")
+        digests = list(chain.digests)
+        other.say(other.lookup("before", digests))
+        assert isinstance(other.hear(wire.Found), wire.Found)
+        time_taken: dict[str, list[float]] = {"alone": [], "beside": []}
 
-    def served(when: str) -> None:
-        began = time.monotonic()
-        other.say(other.lookup("more", digests))
-        found = other.hear(wire.Found, 60.0)
-        assert isinstance(found, wire.Found) and found.tokens == len(digests) * SPEC.chunk_tokens, found
-        time_taken[when].append(time.monotonic() - began)
+        def served(when: str) -> None:
+            began = time.monotonic()
+            other.say(other.lookup("more", digests))
+            found = other.hear(wire.Found, 60.0)
+            assert isinstance(found, wire.Found) and found.tokens == len(digests) * SPEC.chunk_tokens, found
+            time_taken[when].append(time.monotonic() - began)
 
-    for _ in range(20):
-        served("alone")
-    before = resident(server)
-    doings: list[Callable[[RawClient], None]] = [
-        lambda client: watches(client, 10_000 * many),
-        lambda client: waiting_lookups(client, 100 * many),
-        lambda client: plans(client, 1000 * many, digests),
-    ]
-    most = 0
-    for do in doings:
-        hostile = RawClient(beside, server.endpoint, SPEC, "raw")
-        do(hostile)
         for _ in range(20):
+            served("alone")
+        before = resident(server)
+        doings: list[Callable[[RawClient], None]] = [
+            lambda client: watches(client, 10_000 * many),
+            lambda client: waiting_lookups(client, 100 * many),
+            lambda client: plans(client, 1000 * many, digests),
+        ]
+        most = 0
+        for do in doings:
+            hostile = RawClient(beside, server.endpoint, SPEC, "raw")
+            do(hostile)
+            for _ in range(20):
+                served("beside")
+            most = max(most, resident(server) - before)
+            hostile.conversation.dealer.close()  # without a word
             served("beside")
-        most = max(most, resident(server) - before)
-        hostile.conversation.dealer.close()  # without a word
-        served("beside")
-    assert most <= 128 * MIB, f"{most / MIB:.0f} MiB"
-    assert eventually(lambda: other_is_alone(other), 30), "what it made the server keep has ended with it"
-    left = resident(server) - before
-    record_property("growth_mib", round(most / MIB))
-    record_property("left_mib", round(left / MIB))
-    record_property("p95_ms", {when: sorted(each)[int(0.95 * len(each))] * 1e3 for when, each in time_taken.items()})
-    assert left <= 64 * MIB, f"{left / MIB:.0f} MiB"
-    other.close()
-    worker.agent.close()
-    for each in (context, beside):
-        each.destroy(0)
+        assert most <= 128 * MIB, f"{most / MIB:.0f} MiB"
+        assert eventually(lambda: other_is_alone(other), 30), "what it made the server keep has ended with it"
+        returned = eventually(lambda: resident(server) - before <= 64 * MIB, 30)
+        left = resident(server) - before
+        p95 = {when: sorted(each)[int(0.95 * len(each))] * 1e3 for when, each in time_taken.items()}
+        record_property("growth_mib", round(most / MIB))
+        record_property("left_mib", round(left / MIB))
+        record_property("p95_ms", p95)
+        assert returned, f"{left / MIB:.0f} MiB"
 
 
 def other_is_alone(other: RawClient) -> bool:
     """Does the server know of no other client without memory, and keep nothing for any?"""
-    import json
-
     other.say(wire.StatusRequest(1))
     status = other.hear(wire.Status)
     assert isinstance(status, wire.Status)

@@ -15,6 +15,7 @@ from e2e.fault import SLOW_LINK, Fault
 from e2e.known import KnownWorker, eventually, small_spec, step_of
 from e2e.rounds import record, rounds
 from e2e.stopping import stop
+from layerflow.agent.connection import link
 from layerflow.agent.connection.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
@@ -44,8 +45,12 @@ def stopped(server: ServerProcess) -> None:
 @pytest.mark.parametrize("fault", [killed, stopped, restarted])
 @rounds(6, 100)
 def test_a_planned_load_outlives_its_server(
-    serve: Callable[..., ServerProcess], fault: Callable[[ServerProcess], None], rounds: int
+    serve: Callable[..., ServerProcess],
+    fault: Callable[[ServerProcess], None],
+    rounds: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(link, "DYING_S", 20.0)  # a process that was killed hangs up a moment before it has ended
     server = serve(**SLOW_LINK)
     random = np.random.default_rng(5)
     failed = wrong = during = 0
@@ -59,7 +64,7 @@ def test_a_planned_load_outlives_its_server(
             hitting = Fault(lambda: fault(server), random.uniform(0, 1.2 * LOAD_S))
             hitting.go()
             if random.random() < 0.3:  # the server may be gone before the step is opened
-                assert eventually(lambda hitting=hitting: hitting.at > 0, 5)
+                assert eventually(lambda hitting=hitting: hitting.at > 0)
             step = step_of(worker.agent.open_step([run.request()], STEP_TIMEOUT_S))
             wrong += worker.forward(step, [run])
             step.close()
@@ -67,7 +72,7 @@ def test_a_planned_load_outlives_its_server(
             hitting.join()
             during += hitting.at < ended
             failed += bool(run.failed)
-            assert worker.agent.wait_idle(run.name, 10), "the step never ended"
+            assert worker.agent.wait_idle(run.name, 30), "the step never ended"
             worker.retire(run)
             if fault is killed:
                 server.restart()

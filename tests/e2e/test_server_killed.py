@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from layerflow_cli.bench.harness import ServerProcess
 STEP_TIMEOUT_S = 30.0
 PROMPT = 512
 LAYERS = 8
+MOST = 4
 
 
 @rounds(6, 50)
@@ -27,7 +29,10 @@ def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., S
     failed_in_flight = wrong = changed = 0
     with KnownWorker(server.endpoint, small_spec(LAYERS, row=32)) as worker:
         baseline = None
-        for number in range(rounds):
+        kills = 0
+        # More often where none has met a load: they may all come late.
+        while kills < rounds or (not failed_in_flight and kills < MOST * rounds):
+            kills += 1
             assert worker.agent.wait_attached(20), "the engine's agent did not attach again"
             chain = worker.prompt(PROMPT)
             worker.serve(chain)
@@ -35,8 +40,8 @@ def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., S
             run = worker.admit(chain, planned=False)
             assert run.hit.tokens == PROMPT - 1
             ends: list[float] = []
-            step = step_of(worker.agent.open_step([run.request()], STEP_TIMEOUT_S))
             shared |= shared_memory(server.process.pid)
+            step = step_of(worker.agent.open_step([run.request()], STEP_TIMEOUT_S))
             killer.go()
             for layer in range(LAYERS):
                 outcome = step.wait_layer(layer)
@@ -60,25 +65,24 @@ def test_a_killed_server_fails_the_waits_and_nothing_else(serve: Callable[..., S
             assert eventually(lambda: not worker.agent.attached)
             # While nobody is there: a miss at once, and a step that only says that its loads have failed.
             assert worker.agent.lookup("nobody", chain).tokens == 0
-            assert worker.agent.wait_idle(run.name, 10)
+            assert worker.agent.wait_idle(run.name, 30)
             server.restart()
             assert worker.agent.wait_attached(20)
             for group, blocks in run.failed.items():
                 for layer in worker.spec.groups[group].layers:
                     changed += worker.changed_bytes(run, layer, blocks, AFTER)
             worker.retire(run)
-            if number == 0:
+            if kills == 1:
                 worker.serve(worker.prompt(PROMPT))
-                baseline = (layerflow_threads(), open_fds())
+                baseline = (Counter(layerflow_threads()), open_fds())
         worker.serve(worker.prompt(PROMPT))
         assert baseline is not None
         threads, fds = baseline
-        assert eventually(lambda: layerflow_threads() == threads), (layerflow_threads(), threads)
+        # What earlier tests have left may end meanwhile.
+        assert eventually(lambda: not Counter(layerflow_threads()) - threads), (layerflow_threads(), threads)
         assert eventually(lambda: not open_fds() - fds), f"{open_fds()} where there were {fds}"
-        assert worker.agent.statistics().attachments == rounds + 1
-    record(
-        "server_killed", rounds=rounds, failed_in_flight=failed_in_flight, noticed_ms=sorted(noticed_ms), wrong=wrong
-    )
+        assert worker.agent.statistics().attachments == kills + 1
+    record("server_killed", rounds=kills, failed_in_flight=failed_in_flight, noticed_ms=sorted(noticed_ms), wrong=wrong)
     assert wrong == 0
     assert changed == 0, "a block was written after its load was reported failed"
     assert failed_in_flight, "no kill hit a step: the test has tested nothing"

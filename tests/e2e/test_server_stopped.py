@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from e2e.holding import hold_loads
 from e2e.known import AFTER, KnownWorker, eventually, small_spec, step_of
 from e2e.rounds import rounds
 from e2e.stopping import stop
@@ -16,8 +17,8 @@ from layerflow.agent.connection.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
 LAYERS = 8
-LEASE_MS = 1000
-STOPPED_LEASES = 2
+LEASE_MS = 2500
+STOPPED_LEASES = 1.5
 """So many times the length of a lease the server is stopped."""
 PATIENCE_S = 30.0
 
@@ -37,11 +38,15 @@ def stopped() -> Iterator[Callable[[ServerProcess], None]]:
 
 @pytest.mark.parametrize("stopped_s", [1.2, pytest.param(10.0, marks=[pytest.mark.campaign, pytest.mark.timeout(300)])])
 def test_no_block_changes_after_its_wait_has_failed(
-    serve: Callable[..., ServerProcess], stopped: Callable[[ServerProcess], None], stopped_s: float
+    serve: Callable[..., ServerProcess],
+    stopped: Callable[[ServerProcess], None],
+    stopped_s: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = serve(
+        server__liveness_ms=2000,
         pool__link_gbps=0.004,
-        transfer__step_timeout_ms=300,
+        transfer__step_timeout_ms=5000,
         transfer__max_transfer_bytes="8KiB",
         transfer__max_inflight_bytes="32KiB",
     )
@@ -50,11 +55,13 @@ def test_no_block_changes_after_its_wait_has_failed(
         worker.serve(chain)
         run = worker.admit(chain, planned=False)
         assert run.hit.tokens == 511
+        go_on = hold_loads(monkeypatch, 2)  # the next layer is on its way when the server stands still
         step = step_of(worker.agent.open_step([run.request()]))
         for layer in range(2):
             assert step.wait_layer(layer).ready
             assert worker.wrong_bytes(run, layer, 0, run.hit.tokens) == 0
         stopped(server)
+        go_on.set()
         outcome = step.wait_layer(LAYERS - 1)
         assert not outcome.ready
         assert all("deadline" in failed.reason for failed in outcome.failed), outcome
@@ -73,11 +80,11 @@ def test_no_block_changes_after_its_wait_has_failed(
         # Work that begins while it is stopped fails by its own deadline and touches nothing either.
         assert worker.agent.lookup("while-stopped", chain).tokens == 0
         os.kill(server.process.pid, signal.SIGCONT)
-        assert worker.agent.wait_idle(run.name, 20), "the step did not end once the server went on"
+        assert worker.agent.wait_idle(run.name, PATIENCE_S), "the step did not end once the server went on"
         assert not eventually(changed, 0.3, 0.01), "a block changed after the server went on"
         worker.retire(run)
-        assert eventually(lambda: worker.agent.lookup("again", chain).tokens == 511, 10, 0.05)
-        again = worker.serve(chain, timeout_s=10)
+        assert eventually(lambda: worker.agent.lookup("again", chain).tokens == 511, every_s=0.05)
+        again = worker.serve(chain)
         assert again.hit.tokens == 511
         assert worker.agent.statistics().attachments == 1
 
@@ -93,7 +100,7 @@ def test_loads_and_saves_outlast_a_stop_longer_than_their_leases(
         worker.serve(chain)
         idle = fetch_status(server.endpoint)["flow"]["steps"]
         for _ in range(rounds):
-            loading, saving = worker.admit(chain), worker.admit(worker.prompt(256))
+            saving, loading = worker.admit(worker.prompt(256)), worker.admit(chain)
             assert loading.hit.tokens == 511
             stopped(server)
             step = step_of(worker.agent.open_step([loading.request(), saving.request()], PATIENCE_S))
@@ -132,7 +139,7 @@ def test_a_hit_outlasts_a_stop_although_its_room_is_wanted(
         chain = worker.prompt(512)
         worker.serve(chain)
         for _ in range(rounds):
-            loading, pressing = worker.admit(chain), worker.admit(worker.prompt(1024))
+            pressing, loading = worker.admit(worker.prompt(1024)), worker.admit(chain)
             assert loading.hit.tokens == 511
             stopped(server)
             first = step_of(worker.agent.open_step([pressing.request()], PATIENCE_S))

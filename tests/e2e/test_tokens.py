@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from e2e.known import PATIENCE_S, eventually
 from e2e.rounds import record, rounds
 from layerflow.agent import Agent
 from layerflow.engine import Engine
@@ -18,6 +19,7 @@ from layerflow.engine.texts import passage
 from layerflow_cli.bench.harness import ServerProcess
 
 CHUNK = 64
+PATIENT = {"lookup_timeout_s": PATIENCE_S, "wait_s": PATIENCE_S}
 # A prompt's KV takes some 100 ms, so that a kill finds it on its way; the policy would rather recompute it.
 SLOW = {
     "pool.link_gbps": 0.002,
@@ -38,12 +40,13 @@ def test_a_killed_server_changes_no_token(serve: Callable[..., ServerProcess], r
     for number, config in zip(range(rounds), itertools.cycle(configs), strict=False):
         alone = [result.tokens for result in Engine(config).generate(prompts, 8)]
         engine = Engine(config)
-        connection = attach(engine, server.endpoint, f"engine-{number}", chunk_tokens=CHUNK)
+        connection = attach(engine, server.endpoint, f"engine-{number}", chunk_tokens=CHUNK, **PATIENT)
         assert [result.tokens for result in engine.generate(prompts, 8)] == alone
         engine.drain()
 
         def kill(delay_s: float = random.uniform(0, 0.05), agent: Agent = connection.agent) -> None:
             nonlocal met
+            eventually(lambda: agent.statistics().open_steps, every_s=0.0005)
             never.wait(delay_s)  # the random moment
             met += agent.statistics().open_steps > 0
             server.kill()
@@ -76,7 +79,7 @@ def test_deadlines_change_no_token(serve: Callable[..., ServerProcess], config: 
     prompts = [passage(300)]
     alone = [result.tokens for result in Engine(config).generate(prompts, 8)]
     engine = Engine(config)
-    connection = attach(engine, server.endpoint, "late", chunk_tokens=CHUNK)
+    connection = attach(engine, server.endpoint, "late", chunk_tokens=CHUNK, **PATIENT)
     for _ in range(3):
         assert [result.tokens for result in engine.generate(prompts, 8)] == alone
         engine.drain()

@@ -23,6 +23,8 @@ PROMPT_BYTES = LAYERS * 2 * ROW * TOKENS
 BLOCKS = 2048
 FETCH_S, SAVE_S, ANY_S = 0.002, 0.03, 0.2
 """How long bringing a prompt into the arena takes, how long computing and saving one, and longer than both."""
+STEADY_S = 2.5
+"""Deadline of loads that nothing may disturb; a host that is stopped is killed after 3 s."""
 WATCHED = 8
 """So many passes later the blocks of a failed load are looked at again, and given back."""
 
@@ -170,6 +172,7 @@ class Load:
     prompts that stay in it, pinned.
 
     :param recent: the busy one asks for so many prompts again.
+    :param step_timeout_s: the deadline of each step's loads; the steady one's is :data:`STEADY_S` at least.
     :param window: of their sliding layers, in tokens; 0 = they have none.
     """
 
@@ -187,7 +190,8 @@ class Load:
         self._dice, self._never = random.Random(7), threading.Event()
         self.control = Control(endpoint, "observer")
         self.busy = Engine(endpoint, "busy", busy, step_timeout_s, 0.5, window)
-        self.steady = Engine(endpoint, "steady", lambda passes: -1 - passes % 2, step_timeout_s, 5.0, window, (-1, -2))
+        at_ease_s = max(STEADY_S, step_timeout_s)
+        self.steady = Engine(endpoint, "steady", lambda passes: -1 - passes % 2, at_ease_s, 5.0, window, (-1, -2))
         assert self.steady.more(4), "nothing is served"
         self._settled = (self.steady.counts.misses, self.steady.counts.failed)
 

@@ -12,6 +12,8 @@ import pytest
 
 from hosts.answers import Answers
 from hosts.bench import PATIENCE_S, Bench, MakeBench, Seen
+from layerflow.hosts.disk import backend as disk
+from layerflow.hosts.shared import monitor
 from layerflow.system.memfd import SharedMemory
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -38,6 +40,12 @@ def bench() -> Iterator[MakeBench]:
         one.arena.close()
 
 
+@pytest.fixture(autouse=True)
+def _read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a folder holds is known when a disk tier of this process is attached, however late its thread is."""
+    monkeypatch.setattr(disk, "SCAN_PATIENCE_S", PATIENCE_S)
+
+
 @pytest.fixture
 def fake_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host started now can import the fake backend."""
@@ -52,6 +60,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def answers() -> Iterator[Answers]:
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
+    monkeypatch.setattr(monitor, "HTTP_S", PATIENCE_S)
     with Answers() as answers:
         yield answers

@@ -15,7 +15,7 @@ from layerflow.wire.host_messages import Pong, ToServer, Written
 class Served:
     """Use with ``async with``: the host is up to nothing yet, and dead afterwards.
 
-    :param limits: of :class:`HostProcess`.
+    :param limits: of :class:`HostProcess`; unless a test says less, a host may be silent for a minute.
     :param options: of the fake backend.
     """
 
@@ -25,8 +25,8 @@ class Served:
         self.stuck: asyncio.Queue[str] = asyncio.Queue()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.pong = asyncio.Event()
-        limits = limits or {}
-        self.host = HostProcess(backend, options, self.arena.fd, self.arena.nbytes, self, **limits)
+        patient = {"liveness_s": 60.0} | (limits or {})
+        self.host = HostProcess(backend, options, self.arena.fd, self.arena.nbytes, self, **patient)
 
     def host_said(self, message: ToServer) -> None:
         if isinstance(message, Pong):

@@ -24,6 +24,7 @@ from layerflow.wire.host_messages import (
     Up,
     Write,
     Written,
+    split_keys,
 )
 
 DONE, HALF = Thing(101, 2, 3, 4096), Thing(201, 2, 3, 4096, at=200_000)
@@ -40,6 +41,15 @@ async def load(it: Served, number: int, thing: Thing) -> Fetched:
     return await it.hear(Fetched)
 
 
+async def indexed(it: Served, count: int) -> list[bytes]:
+    """What the host says that the folder holds: so many keys. It comes later where reading takes long."""
+    keys: list[bytes] = []
+    while True:
+        keys += split_keys((await it.hear(Indexed)).keys)
+        if len(keys) >= count:
+            return keys
+
+
 def flip(name: str) -> None:
     data = bytearray(Path(name).read_bytes())
     data[64 + 100] ^= 1
@@ -50,7 +60,7 @@ async def test_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     async with served(path) as it:
         assert (await it.hear(Up)).indexed
-        assert (await it.hear(Indexed)).keys == b""
+        assert await indexed(it, 0) == []
         await write(it, 1, DONE)
         HALF.fill(it.arena)
         it.host.send(Write(2, HALF.said()))
@@ -63,15 +73,14 @@ async def test_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
         os.kill(it.host.state.pid, signal.SIGKILL)
         assert "SIGKILL" in await it.lose()
         assert (await it.hear(Up)).indexed
-        held = await it.hear(Indexed)
-        assert {held.keys[:24], held.keys[24:]} == set(DONE.keys)
+        assert sorted(await indexed(it, 2)) == sorted(DONE.keys)
         assert torn(path) == []
         assert await load(it, 4, DONE) == Fetched(4, 1)
         assert DONE.intact(it.arena) == [True, True]
         await write(it, 5, HALF)
     async with served(path) as it:  # and another server finds all of it
         await it.hear(Up)
-        assert len((await it.hear(Indexed)).keys) == 4 * 24
+        assert len(await indexed(it, 4)) == 4
         await load(it, 1, HALF)
         assert HALF.intact(it.arena) == [True, True]
 

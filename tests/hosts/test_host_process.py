@@ -167,7 +167,7 @@ async def test_a_backend_that_cannot_be_made(name: str, reason: str) -> None:
     [("segfault", "killed by SIGSEGV"), ("exit", "exited with code 7"), ("gil", "hung: no answer for 1")],
 )
 async def test_a_death_in_a_call(dies: str, why: str) -> None:
-    async with Served({"liveness_s": 1.0}, dies={"lookup": dies}) as it:
+    async with Served({"liveness_s": 1.0 if dies == "gil" else 60.0}, dies={"lookup": dies}) as it:
         await it.hear(Up)
         pid = it.host.state.pid
         it.host.send(Ask(1, key_of(1), 10_000))
@@ -192,7 +192,7 @@ async def test_a_lookup_that_hangs_costs_lookups_and_not_the_host(tmp_path: Path
     """With the host would go the memory that it gives to a shared pool."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    async with Served(gates={"lookup": str(gate)}, timeout_ms=100) as it:
+    async with Served(gates={"lookup": str(gate)}, timeout_ms=500) as it:
         await it.hear(Up)
         pid = it.host.state.pid
         it.host.send(Ask(1, key_of(1), 10_000))
@@ -215,7 +215,7 @@ async def test_a_lookup_that_hangs_costs_lookups_and_not_the_host(tmp_path: Path
 async def test_one_call_that_outlives_its_time_ends_the_host(tmp_path: Path, method: str, name: str) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    async with Served(gates={method: str(gate)}, timeout_ms=100) as it:
+    async with Served(gates={method: str(gate)}, timeout_ms=500) as it:
         await it.hear(Up)
         TWO.fill(it.arena)
         for message in TWO.writing(1):
@@ -263,11 +263,17 @@ async def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pyte
 async def test_a_listener_that_fails_is_told_the_next_message() -> None:
     async with Served() as it:
         await it.hear(Up)
+        told = asyncio.Event()
+
+        def fails(_: object) -> None:
+            told.set()
+            raise RuntimeError("it fails")
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(it.said, "put_nowait", None)
+            patch.setattr(it.said, "put_nowait", fails)
             it.host.send(Ask(1, key_of(1), 10_000))
-            await it.answer()
-            await it.answer()
+            async with asyncio.timeout(PATIENCE_S):
+                await told.wait()
         it.host.send(Ask(2, key_of(1), 10_000))
         assert (await it.hear(Present)).id == 2
 
@@ -291,10 +297,10 @@ def hold_up_the_loop(seconds: float) -> None:
 
 
 async def test_a_server_that_was_stopped_itself_kills_nobody() -> None:
-    async with Served({"liveness_s": 1.0}) as it:
+    async with Served({"liveness_s": 3.0}) as it:
         await it.hear(Up)
         pid = it.host.state.pid
-        hold_up_the_loop(1.6)
+        hold_up_the_loop(3.6)
         it.host.send(Ask(1, key_of(1), 10_000))
         assert (await it.hear(Present)).id == 1
         assert it.host.state.pid == pid and it.lost.empty()
@@ -403,7 +409,7 @@ async def kill_and_count(rounds: int) -> list[float]:
             await it.hear(Up)
             took.append(time.monotonic() - began)
             assert it.host.state.restarts == count
-    assert descriptors() - before == set() and threading.active_count() == threads
+    assert descriptors() - before == set() and threading.active_count() <= threads
     return took
 
 
@@ -467,6 +473,7 @@ async def test_last_words_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_flood_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_output, "WINDOW_S", 100.0)
     log = Recorder(monkeypatch, "output")
     async with Served(says=[f"line {number}" for number in range(1000)]) as it:
         await it.hear(Up)

@@ -77,7 +77,7 @@ async def test_an_emulator_that_cannot_be_built_is_told(monkeypatch: pytest.Monk
 
 async def test_a_build_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(environment, "BUILD_S", 10.0)
+    monkeypatch.setattr(environment, "BUILD_S", 30.0)
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     (tmp_path / "build.sh").write_text(f"read -r reason <{gate}; echo $reason >&2; exit 1")
@@ -97,8 +97,9 @@ async def test_nothing_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(host_process, "takes_long", lambda backend: True)
     monkeypatch.setattr(host_process, "environment", build)
+    others = threading.enumerate()  # that of another test may be about to end
     async with Served() as it:
-        [building] = [thread for thread in threading.enumerate() if thread.name == THREAD]
+        [building] = [thread for thread in threading.enumerate() if thread.name == THREAD and thread not in others]
     gate.set()
     await asyncio.to_thread(building.join)
     assert it.host.state.state == "stopped" and it.said.empty()

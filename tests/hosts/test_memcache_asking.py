@@ -56,11 +56,12 @@ def test_a_call_is_given_up_once_the_meta_service_has_ended():
 
 
 def test_a_call_that_begins_when_it_has_ended_is_not_waited_for_either():
-    gate = threading.Event()
-    asker = AbandonableCaller(lambda: 0, answer_s=0.01, look_s=0.01)
+    terms, gate = [0], threading.Event()
+    asker = AbandonableCaller(lambda: terms[-1], answer_s=0.01, look_s=0.01)
     with pytest.raises(Unreachable):
         asker.ask(lambda: gate.wait(PATIENCE_S))
     gate.set()
+    terms.append(1)  # an answer is waited for again, however late
     assert asker.ask(lambda: 7) == 7
     asker.close()
 

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from layerflow.hosts.backend import OK, ObjectLocation, ObjectStatus, Unreachable, Unusable
+from layerflow.hosts.mooncake import client
 from layerflow.hosts.mooncake.backend import Mooncake
 from layerflow.hosts.mooncake.client import Master, MooncakeClient, moved, opening, reading, writing
 from layerflow.hosts.mooncake.reading import MooncakeReader
 from layerflow.hosts.mooncake.setup import MooncakeOptions, _limit_waits, load
 from layerflow.hosts.mooncake.warm import added
 from layerflow.hosts.mooncake.writing import MooncakeWriter
+from layerflow.hosts.shared import monitor
 from layerflow.system.memfd import SharedMemory
 
 FOREVER = float("inf")
@@ -105,7 +107,7 @@ class TestMaster:
             master.reach()
         master.close()
 
-    def test_health(self, listener, answers):
+    def test_health(self, listener, answers, monkeypatch):
         answers.bodies["/health"] = b"ok"
         master = Master(self.address(listener), answers.url)
         master.check()
@@ -113,6 +115,7 @@ class TestMaster:
         with pytest.raises(Unreachable, match="answered 404"):
             master.check()
         master.close()
+        monkeypatch.setattr(monitor, "HTTP_S", 0.2)
         deaf = Master(self.address(listener), f"http://{self.address(listener)}")
         with pytest.raises(Unreachable, match="timed out"):
             deaf.check()
@@ -234,7 +237,8 @@ class TestSessions:
         assert store.asked.count("batch_put_session_revoke") == 1
         assert writer.open(places[:1], FOREVER)[0].outcome is ObjectStatus.FAILED
 
-    def test_connections_to_a_master_that_ended_are_used_up(self, parts):
+    def test_connections_to_a_master_that_ended_are_used_up(self, parts, monkeypatch):
+        monkeypatch.setattr(client, "_QUICK_S", 60.0)
         calls, _, writer = parts
         store = Store(batch_put_session_start=[[-900, -900], [-900, -900], [-900, 0]])
         calls.open(store)

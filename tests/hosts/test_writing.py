@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from e2e.known import eventually
 
 from hosts.bench import Bench, MakeBench, Thing
 from layerflow.hosts.backend import ObjectStatus, Unreachable
@@ -41,7 +42,7 @@ def stored(bench: Bench, thing: Thing) -> list[bool]:
         bytes(bench.arena.view[offset : offset + thing.nbytes]) == bench.backend._objects.get(key)
         for key, offset in zip(thing.keys, thing.offsets, strict=True)
     ]
-    assert not bench.backend._writing
+    assert eventually(lambda: not bench.backend._writing), "a call is told as it begins"
     return whole
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 import torch
+from e2e.known import LOOKUP_S
 
 from layerflow.agent import Hit, StepRequest
 from layerflow.agent.descriptors import describe_loads, describe_saves
@@ -122,7 +123,7 @@ class AscendWorker:
         patch.setattr("layerflow.connectors.vllm.connector.waits_by_layer", lambda *_: False)  # needs vLLM itself
         patch.setattr(
             "layerflow.connectors.vllm.connector.Agent",
-            lambda *args, **more: agent(*args, context=server.context, **more),
+            lambda *args, **more: agent(*args, context=server.context, lookup_timeout_s=LOOKUP_S, **more),
         )
         self.groups, self.blocks = groups, blocks
         transfer = SimpleNamespace(

@@ -11,7 +11,7 @@ venv=$root/.venv-npu
 echo '*' >"$venv/.gitignore"
 if ! "$venv/bin/python" -m pip install --disable-pip-version-check -q -c "$root/constraints.txt" \
     torch==2.13.0 torch_npu==2.13.0 memcache_hybrid==1.3.0 memfabric_hybrid==1.3.0 \
-    numpy pyyaml pytest pytest-asyncio pytest-timeout \
+    numpy pyyaml pytest pytest-asyncio pytest-rerunfailures pytest-timeout \
     anyio cryptography httpx msgspec prometheus-client pydantic pydantic-settings pynacl pyzmq rich starlette structlog typer uvicorn watchfiles xxhash; then
     echo "the wheels of torch_npu and memcache cannot be installed here" >&2
     exit 3

@@ -47,7 +47,8 @@ SEVERAL = (
 
 @pytest.fixture
 def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(Settings(pool={"size": "64MiB"}, transfer={"step_timeout_ms": 20_000})) as running:
+    pool, transfer = {"size": "64MiB", "lease_ms": 60_000}, {"step_timeout_ms": 60_000, "save_timeout_ms": 60_000}
+    with EmbeddedServer(Settings(pool=pool, transfer=transfer)) as running:
         yield running
 
 

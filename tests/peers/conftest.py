@@ -56,17 +56,17 @@ class Pair:
     def __init__(self, owner: dict[str, object], reader: dict[str, object], link: str = "tcp") -> None:
         chosen: dict[str, object] = {"peers.link": link, "peers.trusted_network": "true"} if link != "tcp" else {}
         owner, reader = chosen | owner, chosen | reader
-        self.owner = ServerProcess({"pool.size": "16MiB", "pool.warm": "false", "peers.serve": "true"} | owner)
+        # Nobody of these counts as gone, and no answer as late, for a machine that is busy for seconds.
+        common = {"pool.size": "16MiB", "pool.warm": "false", "server.liveness_ms": 10_000}
+        self.owner = ServerProcess(common | {"peers.serve": "true"} | owner)
         attach = json.dumps([{"name": "owner", "address": self.owner.endpoint}])
         self.reader = ServerProcess(
-            {"pool.size": "16MiB", "pool.warm": "false", "peers.attach": attach, "peers.lookup_timeout_ms": 2000}
-            | {"pool.lookup_timeout_ms": 2000}
-            | reader
+            common | {"peers.attach": attach, "peers.lookup_timeout_ms": 4500, "pool.lookup_timeout_ms": 4500} | reader
         )
         self._controls = {server: Control(server.endpoint, "observer") for server in (self.owner, self.reader)}
 
     def status(self, server: ServerProcess) -> dict[str, Any]:
-        return self._controls[server].status()["peers"]
+        return self._controls[server].status(10.0)["peers"]
 
     @property
     def lends(self) -> dict[str, Any]:
@@ -77,11 +77,11 @@ class Pair:
         return self.status(self.reader)["reads"]
 
     def ready(self) -> bool:
-        """Attached, with an exporter at the one end and an importer at the other."""
+        """Attached, with an exporter at the one end, of which the other has heard, and an importer there."""
         reads = self.reads
-        return (
-            reads["importer"]["state"] == "up" and reads["peers"][0]["state"] == "up" and bool(self.lends["endpoints"])
-        )
+        peer = reads["peers"][0]
+        attached = peer["state"] == "up" and not peer["reason"]  # the reason why nothing can be read from it
+        return reads["importer"]["state"] == "up" and attached and bool(self.lends["endpoints"])
 
     def settled(self) -> bool:
         """Nothing is leased, pinned or on its way any more, at either side."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ class Relay(TcpRelay):
     :param cut_after: bytes from the target after which everything is hung up on, once; 0 = never.
     :param alter: what is passed on of what came from the target.
     :ivar heard: what came from the other end.
+    :ivar hold_at: once more bytes than these have passed from the target, nothing of it passes; it may be raised.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Relay(TcpRelay):
         self.rate, self.cut_after, self.pause_s = rate, cut_after, pause_s
         self.alter, self.heard = alter, bytearray()
         self.passed = 0
+        self.hold_at = math.inf
         self.cuts = 0
         super().__init__(target)
 
@@ -48,6 +51,8 @@ class Relay(TcpRelay):
         sink.sendall(data)
 
     def _pass_slowly(self, data: bytes, sink: socket.socket) -> None:
+        while self.passed > self.hold_at:
+            time.sleep(0.001)
         if self.rate or self.pause_s:
             time.sleep(self.pause_s + (len(data) / self.rate if self.rate else 0))  # what a slow link is
         if self.cut_after and not self.cuts and self.passed + len(data) > self.cut_after:

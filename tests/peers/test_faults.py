@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import signal
 import threading
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 from e2e.known import KnownWorker, Run, eventually, small_spec
+from e2e.stopping import go_on, stop, stopped
 
 from layerflow.agent.connection.lookups import Lookups
 from layerflow.keys import Chain
@@ -47,9 +50,14 @@ class Line:
         return self.d.agent.chain(chain.tokens)
 
     def load(self, chain: Chain, fault: Callable[[], None], at: int) -> Run:
-        """Load the prompt at the reader; `fault` strikes once so many bytes have passed. No wrong byte is ready."""
+        """Load the prompt at the reader; `fault` strikes once so many bytes have passed. No wrong byte is ready.
+
+        With a number of bytes, no more of them pass until the fault has struck, however late that is.
+        """
         before, wrong = self.relay.passed, []
         at = at if self.through else min(at, 1)
+        if at:
+            self.relay.hold_at = before + at
         run = self.d.admit(chain)
         assert run.hit.tokens == TOKENS - 1
 
@@ -59,8 +67,11 @@ class Line:
 
         thread = threading.Thread(target=engine)
         thread.start()
-        assert eventually(lambda: self.relay.passed - before > at), self.relay.passed
-        fault()
+        try:
+            assert eventually(lambda: self.relay.passed - before > at), self.relay.passed
+            fault()
+        finally:
+            self.relay.hold_at = math.inf
         thread.join(STEP_S)
         assert not thread.is_alive(), "the engine waits past its deadline"
         assert wrong == [0]
@@ -95,6 +106,7 @@ def line(pair: Callable[..., Pair], link: str) -> Iterator[Callable[..., Line]]:
 def recovered(it: Line) -> None:
     """Both sides are whole again, nothing is held, and a new prompt comes over the link."""
     assert eventually(it.two.ready), (it.two.lends, it.two.reads)
+    assert eventually(lambda: it.p.agent.attached and it.d.agent.attached)
     it.relay.rate = it.relay.pause_s = 0
     chain = it.stored()
     before = it.two.reads["fetched_objects"]
@@ -112,7 +124,8 @@ def test_a_host_that_dies_or_stops_costs_the_load_and_no_more(
 ) -> None:
     it = line(4e6)
     victim = it.two.pid(role)
-    run = it.load(it.stored(), lambda: os.kill(victim, how), 1 << 20)
+    strike = functools.partial(stop, victim) if how is signal.SIGSTOP else functools.partial(os.kill, victim, how)
+    run = it.load(it.stored(), strike, 1 << 20)
     assert run.failed, "the load cannot have ended"
     assert eventually(lambda: it.two.pid(role) not in (0, victim))
     recovered(it)
@@ -171,14 +184,20 @@ def test_an_owner_that_is_killed_is_another_when_it_comes_back(line: Callable[..
 
 
 def test_an_owner_that_is_stopped_is_given_up(line: Callable[..., Line]) -> None:
-    it = line(2e6)
+    it = line(2e6, owner={"server.liveness_ms": 2000})
     pid = it.two.pid("owner")
+
+    def halt() -> None:
+        stop(pid)
+        if it.through:
+            it.relay.rate = 1e6  # what its exporter goes on to give would take 9 s
+
     try:
-        run = it.load(it.stored(), lambda: os.kill(pid, signal.SIGSTOP), 1 << 20)
+        run = it.load(it.stored(), halt, 1 << 20)
         assert run.failed
         assert it.two.reads["peers"][0]["state"] != "up"
     finally:
-        os.kill(pid, signal.SIGCONT)
+        go_on(pid)
     recovered(it)
 
 
@@ -213,25 +232,24 @@ def test_a_slow_link_kills_no_host(line: Callable[..., Line]) -> None:
     assert eventually(it.two.settled)
 
 
-def test_a_lease_that_runs_out_is_renewed_while_it_is_read(line: Callable[..., Line]) -> None:
-    it = line(4e6, **{"peers.lease_ms": 1500})
+def test_a_lease_that_runs_out_is_renewed_while_it_is_read(line: Callable[..., Line], link: str) -> None:
+    # Ended by half before it is renewed, it leaves a busy machine two seconds for that; the load takes seven.
+    it = line(1.5e6, **{"peers.lease_ms": 4000 if links()[link].maps_arena else 1500})
     run = it.load(it.stored(), lambda: None, 0)
     assert not run.failed
     assert eventually(it.two.settled)
 
 
 def test_a_lease_that_ends_during_a_read_fails_it(line: Callable[..., Line]) -> None:
-    # The owner hears nothing of its reader, and gives its leases up.
-    it = line(2e6, owner={"server.liveness_ms": 400, "server.heartbeat_ms": 100})
+    # The owner hears nothing of its reader for two seconds, and gives its leases up; the read would take ten.
+    it = line(1e6, owner={"server.liveness_ms": 2000})
     pid = it.two.pid("reader")
 
     def hold() -> None:
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        it.relay.hold_at = math.inf  # the importer, which is not stopped, reads on meanwhile
+        with stopped(pid):
             assert eventually(lambda: not it.two.lends["who"])
             assert eventually(lambda: not it.two.lends["leases"] and not it.two.lends["lent_bytes"])
-        finally:
-            os.kill(pid, signal.SIGCONT)
 
     run = it.load(it.stored(), hold, 1 << 20)
     assert run.failed

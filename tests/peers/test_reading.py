@@ -16,7 +16,7 @@ TOKENS = 150
 @pytest.mark.parametrize("window", [0, 32])
 def test_what_a_peer_has_hits(pair: Callable[..., Pair], window: int) -> None:
     # What lies outside of a window is leased and never read, until the lease runs out.
-    brief = {"peers.lease_ms": 2_000}
+    brief = {"peers.lease_ms": 6_000}
     two = pair(owner=brief, reader=brief)
     spec = small_spec(4, window=window)
     with two.workers(spec) as (p, d):

@@ -23,6 +23,7 @@ SETTINGS: dict[str, object] = {
     "peers.serve": "true",
     "peers.learn": "true",
     "pd.handoff_lease_s": 30.0,
+    "server.liveness_ms": 10_000,
     "server.drain_timeout_s": 1,  # which a hand-off that nobody has read uses up
 }
 
@@ -43,7 +44,7 @@ class Hosts:
         self.p_control = Control(first.endpoint, "tp2pp1", self.p[0].spec, lookup_timeout_s=5.0)
         self.d_lookups = Lookups(third.endpoint, f"tp{d}pp1", self.d[0].spec, timeout_s=5.0)
         assert self.d_lookups.wait_connected(5)
-        assert eventually(self.attached), [control.status()["peers"] for control in self.controls]
+        assert eventually(self.attached), [control.status(10.0)["peers"] for control in self.controls]
 
     @property
     def addresses(self) -> list[str]:
@@ -83,7 +84,7 @@ class Hosts:
     def balanced(self) -> bool:
         """No hand-off, lease or read is left anywhere."""
         for control in self.controls:
-            status = control.status()
+            status = control.status(10.0)
             kept, lends, reads = status["handoffs"], status["peers"]["lends"], status["peers"]["reads"]
             if kept["open"] or kept["complete"] or kept["kept_bytes"]:
                 return False
@@ -127,7 +128,7 @@ def test_a_reader_asks_all_and_gives_all_back(hosts: Callable[..., Hosts], d: in
     ends.load("h", hit)
     ends.d_lookups.drop_lease("D-h")
     ends.d_lookups.release_handoff("h", ends.addresses)
-    assert eventually(ends.balanced), [control.status() for control in ends.controls]
+    assert eventually(ends.balanced), [control.status(10.0) for control in ends.controls]
 
 
 def test_it_is_complete_only_with_all_of_its_parts(hosts: Callable[..., Hosts]) -> None:
@@ -150,7 +151,7 @@ def test_a_rank_that_dies_fails_all_parts_at_once(hosts: Callable[..., Hosts], d
     hit = ends.d_lookups.wait(inquiry, 10.0)
     assert hit is not None and hit.tokens == 0 and hit.reason
     ends.d_lookups.drop_lease("D-h")
-    assert eventually(ends.balanced), [control.status() for control in ends.controls]
+    assert eventually(ends.balanced), [control.status(10.0) for control in ends.controls]
 
 
 def test_a_server_that_dies_fails_the_other_part_at_once(hosts: Callable[..., Hosts]) -> None:
@@ -167,10 +168,10 @@ def test_a_server_that_dies_fails_the_other_part_at_once(hosts: Callable[..., Ho
 def test_a_part_that_is_refused_refuses_all(hosts: Callable[..., Hosts]) -> None:
     ends = hosts()
     ends.p[1].agent.close()
-    assert eventually(lambda: not any(one["memory"] for one in ends.controls[1].status()["sessions"]))
+    assert eventually(lambda: not any(one["memory"] for one in ends.controls[1].status(10.0)["sessions"]))
     told = ends.open("h")
     assert told.state == "refused" and "no worker" in told.reason, told
-    assert ends.p_control.watch_handoff("h", 1.0).state == "failed"
+    assert ends.p_control.watch_handoff("h", 10.0).state == "failed"
 
 
 def test_a_reader_that_gives_up_releases_both_parts(hosts: Callable[..., Hosts]) -> None:
@@ -181,7 +182,7 @@ def test_a_reader_that_gives_up_releases_both_parts(hosts: Callable[..., Hosts])
     assert hit is not None and hit.tokens
     ends.d_lookups.drop_lease("D-h")
     ends.d_lookups.release_handoff("h", ends.addresses)
-    assert eventually(ends.balanced), [control.status() for control in ends.controls]
+    assert eventually(ends.balanced), [control.status(10.0) for control in ends.controls]
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["rejected", "aborted-at-once"])
@@ -189,13 +190,13 @@ def test_a_reader_that_never_came_releases_both_parts(hosts: Callable[..., Hosts
     """A request that D rejects, or aborts as it arrives: its server has not attached to those of P yet."""
     ends = hosts()
     ends.complete("h")
-    assert not ends.controls[-1].status()["peers"]["reads"]["peers"]
+    assert not ends.controls[-1].status(10.0)["peers"]["reads"]["peers"]
     if asked:
         ends.ask("h")
         ends.d_lookups.drop_lease("D-h")
     ends.d_lookups.release_handoff("h", ends.addresses)
-    assert eventually(ends.balanced), [control.status() for control in ends.controls]
-    assert ends.p_control.watch_handoff("h", 1.0).state == "released"
+    assert eventually(ends.balanced), [control.status(10.0) for control in ends.controls]
+    assert ends.p_control.watch_handoff("h", 10.0).state == "released"
 
 
 @pytest.mark.parametrize("kept_at", [0, 1])
@@ -204,8 +205,8 @@ def test_one_server_that_is_told_releases_both_parts(hosts: Callable[..., Hosts]
     ends = hosts()
     ends.complete("h")
     ends.d_lookups.release_handoff("h", [ends.addresses[kept_at]])
-    assert eventually(ends.balanced), [control.status() for control in ends.controls]
-    assert ends.p_control.watch_handoff("h", 1.0).state == "released"
+    assert eventually(ends.balanced), [control.status(10.0) for control in ends.controls]
+    assert ends.p_control.watch_handoff("h", 10.0).state == "released"
 
 
 def test_what_is_released_while_the_readers_server_is_dead_is_released_once_it_is_back(
@@ -218,5 +219,5 @@ def test_what_is_released_while_the_readers_server_is_dead_is_released_once_it_i
     ends.d_lookups.release_handoff("h", ends.addresses)
     assert ends.p_control.watch_handoff("h", 0.0).state == "complete"
     ends.servers[-1].restart()
-    assert eventually(ends.balanced), [control.status() for control in ends.controls]
-    assert ends.p_control.watch_handoff("h", 1.0).state == "released"
+    assert eventually(ends.balanced), [control.status(10.0) for control in ends.controls]
+    assert ends.p_control.watch_handoff("h", 10.0).state == "released"

@@ -88,6 +88,14 @@ def numbered(count: int) -> str:
     return "".join(f"t{number} " for number in range(count))
 
 
+async def settled(scene: Scene) -> Any:
+    """What ``/health`` says once no request is open: a client may have its answer a moment earlier."""
+    with anyio.fail_after(20):
+        while (found := (await scene.client.get("/health")).json())["open_requests"]:
+            pass
+    return found
+
+
 async def at(engine: StubEngine) -> Seen:
     """The first request that the engine gets."""
     while not engine.seen:  # noqa: ASYNC110 - another thread's list, which has no event

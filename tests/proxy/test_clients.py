@@ -62,7 +62,7 @@ async def test_a_client_that_takes_nothing_is_left():
 
 
 async def test_while_it_drains_open_streams_finish_and_new_requests_are_told():
-    with StubEngine() as prefiller, StubEngine(Behaviour(between_s=0.02)) as decoder:
+    with StubEngine() as prefiller, StubEngine(Behaviour(between_s=0.5)) as decoder:
         async with proxied(prefiller, decoder) as scene:
             got = []
 
@@ -78,6 +78,7 @@ async def test_while_it_drains_open_streams_finish_and_new_requests_are_told():
                 assert health.status_code == 503 and health.json()["status"] == "draining"
                 refused = await scene.complete()
                 assert refused.status_code == 503 and "stopping" in refused.json()["error"]["message"]
+                decoder.behaviour.between_s = 0.0
             assert said(got[0].text) == numbered(40) and events_of(got[0].text)[-1] == "[DONE]"
 
 

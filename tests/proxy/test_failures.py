@@ -1,6 +1,8 @@
 """Engines that fail: what the client is told, who is asked next, and what is never done."""
 
 import json
+import time
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -8,12 +10,14 @@ import httpx
 import pytest
 
 from layerflow.config.proxy import InstanceAddress, ProxySettings
+from layerflow.proxy import serve
+from layerflow.proxy.context import make_context
 from layerflow.proxy.instances.instance import Instance, Role
 from layerflow.proxy.legs.decode import DecodeCall, decode
 from layerflow.proxy.legs.usage import PrefillUsage
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
-from .scene import GONE, ORDERS, ended, events_of, numbered, proxied, said
+from .scene import GONE, ORDERS, at, ended, events_of, numbered, proxied, said
 
 BROKEN_BEFORE_A_TOKEN = {
     "500": (Behaviour(status=500), 500),
@@ -34,8 +38,11 @@ BROKEN_STREAM = {
 
 
 def patience_for(how: Behaviour, **other):
-    """Only an engine that hangs is worth a short deadline: others are slow where the machine is."""
-    return {**({"first_token_timeout_s": 0.5, "prefill_timeout_s": 0.5} if how.hangs else {}), **other}
+    """Only an engine that hangs is worth a short deadline: others are slow where the machine is.
+
+    The deadline is every engine's of that side: long enough for one that is well.
+    """
+    return {**({"first_token_timeout_s": 2.5, "prefill_timeout_s": 2.5} if how.hangs else {}), **other}
 
 
 def cases(broken):
@@ -59,7 +66,7 @@ async def test_another_decoder_answers(order, stream, how, status):
     if how.hangs and not stream:
         pytest.skip("an answer that is no stream may take as long as the request may; see the probes")
     with StubEngine(Behaviour(cached=1)) as prefiller, StubEngine(how) as bad, StubEngine() as good:
-        async with proxied(prefiller, [bad, good], order=order, **patience_for(how)) as scene:
+        async with proxied(prefiller, [bad, good], order=order, **patience_for(how, prefill_timeout_s=60)) as scene:
             answer = await scene.complete(stream=stream)
             assert answer.status_code == 200
             text = said(answer.text) if stream else answer.json()["choices"][0]["text"]
@@ -73,7 +80,7 @@ async def test_another_decoder_answers(order, stream, how, status):
 @cases(BROKEN_BEFORE_A_TOKEN | BROKEN_STREAM)
 async def test_without_another_decoder_the_status_is_true(order, how, status):
     with StubEngine() as prefiller, StubEngine(how) as decoder:
-        async with proxied(prefiller, decoder, order=order, **patience_for(how)) as scene:
+        async with proxied(prefiller, decoder, order=order, **patience_for(how, prefill_timeout_s=60)) as scene:
             answer = await scene.complete(stream=True)
     assert answer.status_code == status and error_of(answer)["message"]
     if status == 500:
@@ -140,15 +147,16 @@ async def test_a_stream_that_falls_silent_is_cut():
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_has_a_deadline(stream):
     with StubEngine(Behaviour(hangs=True)) as prefiller, StubEngine(Behaviour(first_s=30)) as decoder:
-        async with proxied(prefiller, decoder, request_timeout_s=0.3) as scene:
+        async with proxied(prefiller, decoder, request_timeout_s=2) as scene:
             answer = await scene.complete(stream=stream)
             assert answer.status_code == 504 and "proxy.request_timeout_s" in error_of(answer)["message"]
             for engine in (prefiller, decoder):
-                assert (await ended(engine.seen[0])).aborted
+                assert (await ended(await at(engine))).aborted
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @cases(BROKEN_BEFORE_A_TOKEN)
+@pytest.mark.usefixtures("prefills_are_waited_for")
 async def test_a_lost_prefill_is_tried_elsewhere(order, how, status):
     with StubEngine(how) as bad, StubEngine(Behaviour(cached=9)) as good, StubEngine() as decoder:
         decoder.answer_for = lambda seen: Behaviour(first_s=60 if order == "concurrent" and not again(seen) else 0)
@@ -181,7 +189,7 @@ async def test_a_prefill_that_is_lost_for_good_is_recomputed(order, policy, stre
             assert text == numbered(3)
             assert len(one.seen) + len(two.seen) == (2 if policy == "retry" else 1)
             (recomputed,) = (seen for seen in decoder.seen if seen.params is None)
-            assert recomputed.finished
+            assert (await ended(recomputed)).finished
             assert await scene.metric("layerflow_proxy_recomputed_total") == 1
 
 
@@ -246,14 +254,17 @@ async def test_with_nobody_there(order):
         assert "decode-1 down" in error_of(answer)["message"] and GONE not in answer.text
 
 
-async def test_a_failing_engine_is_left_alone_and_comes_back():
+async def test_a_failing_engine_is_left_alone_and_comes_back(monkeypatch):
+    later_s = 0.0
+    monkeypatch.setattr(serve, "make_context", partial(make_context, clock=lambda: time.monotonic() + later_s))
     with StubEngine() as prefiller, StubEngine(Behaviour(status=500)) as bad, StubEngine() as good:
-        async with proxied(prefiller, [bad, good], breaker_failures=2, breaker_open_s=2) as scene:
+        async with proxied(prefiller, [bad, good], breaker_failures=2, breaker_open_s=1000) as scene:
             for _ in range(10):
                 assert (await scene.complete()).status_code == 200
             assert len(bad.seen) == 2
             assert await scene.metric("layerflow_proxy_instance_breaker_open") == 1
             bad.behaviour = Behaviour()
+            later_s = 1000.0
             while len(bad.seen) == 2:
                 assert (await scene.complete()).status_code == 200
             assert await scene.metric("layerflow_proxy_instance_breaker_open") == 0
@@ -350,7 +361,7 @@ async def test_bad_requests(raw, status):
 
 async def test_one_failing_prompt_of_a_list_ends_all():
     def behave(seen):
-        return Behaviour(status=500) if seen.body["prompt"] == "bad" else Behaviour(first_s=5)
+        return Behaviour(status=500) if seen.body["prompt"] == "bad" else Behaviour(first_s=60)
 
     with StubEngine() as prefiller, StubEngine() as decoder:
         decoder.answer_for = behave

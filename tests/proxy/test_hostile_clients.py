@@ -13,7 +13,7 @@ import pytest
 from layerflow_testing.hostile_requests import HostileRequest, hostile_params, hostile_requests
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
-from .scene import ORDERS, Scene, proxied
+from .scene import ORDERS, Scene, proxied, settled
 
 AT_ONCE = 16
 STATUSES = range(200, 600)
@@ -82,8 +82,7 @@ async def attack(order: str, seed: int, count: int, *, compare: bool = False) ->
                 benign = [request.benign(status) for request, status in zip(requests, hostile.statuses, strict=True)]
                 took["benign"] += (await take_turn(scene, benign, hostile.began)).decent
             assert 200 in hostile.statuses and 400 in hostile.statuses
-            health = (await scene.client.get("/health")).json()
-            assert health["open_requests"] == 0
+            health = await settled(scene)
             for one in health["prefill"] + health["decode"]:
                 assert (one["state"], one["active"]) == ("up", 0), "what clients do speaks against no engine"
     for engine in (prefiller, decoder):

@@ -14,7 +14,7 @@ from layerflow.proxy.admin_socket import admin_socket_path
 from layerflow.proxy.serve import serve_proxy
 from layerflow_testing.stub_engine import Behaviour, StubEngine
 
-from .scene import GONE, OPERATOR, ORDERS, TOKEN, at, numbered, proxied, said
+from .scene import GONE, OPERATOR, ORDERS, TOKEN, at, numbered, proxied, said, settled
 
 
 @pytest.fixture
@@ -199,11 +199,13 @@ async def test_web_pages_of_allowed_origins_may_ask(engines):
             ProxySettings(allowed_origins=bad)
 
 
+@pytest.mark.usefixtures("prefills_are_waited_for")
 async def test_what_happened_is_counted(engines):
     engines[0].behaviour = Behaviour(cached=2)
     async with proxied(*engines) as scene:
         for _ in range(3):
             await scene.complete()
+        await settled(scene)
         text = (await scene.client.get("/metrics")).text
         found = dict(re.findall(r"^(layerflow_proxy_\S+) (\S+)$", text, re.M))
     assert found['layerflow_proxy_requests_total{path="/v1/completions",status="200"}'] == "3.0"

@@ -5,11 +5,11 @@ import pytest
 
 from layerflow_testing.stub_engine import SIX_KEYS, Behaviour, StubEngine
 
-from .scene import CHAT, COMPLETIONS, ORDERS, events_of, numbered, proxied, said
+from .scene import CHAT, COMPLETIONS, ORDERS, at, events_of, numbered, proxied, said
 
 
 @pytest.fixture
-def engines():
+def engines(prefills_are_waited_for):
     with StubEngine(Behaviour(cached=5)) as prefiller, StubEngine() as decoder:
         yield prefiller, decoder
 
@@ -105,7 +105,8 @@ async def test_concurrent_legs_run_at_once():
     with StubEngine(Behaviour(hangs=True)) as prefiller, StubEngine() as decoder:
         async with proxied(prefiller, decoder) as scene:
             assert (await scene.complete()).status_code == 200
-        assert prefiller.seen and decoder.seen[0].finished
+            await at(prefiller)
+        assert decoder.seen[0].finished
 
 
 async def test_decode_first_passes_what_the_decoder_posted_verbatim(engines):
@@ -207,6 +208,7 @@ async def test_the_clients_request_id_is_kept_and_two_alike_do_not_meet(engines,
     assert all(seen.headers["x-request-id"].startswith("mine") for engine in engines for seen in engine.seen)
 
 
+@pytest.mark.usefixtures("prefills_are_waited_for")
 async def test_the_wanted_prefiller_is_taken():
     with StubEngine() as one, StubEngine() as two, StubEngine() as decoder:
         async with proxied([one, two], decoder) as scene:
@@ -217,6 +219,7 @@ async def test_the_wanted_prefiller_is_taken():
         assert (len(one.seen), len(two.seen)) == (0, 4)
 
 
+@pytest.mark.usefixtures("prefills_are_waited_for")
 async def test_the_same_prompt_goes_to_the_same_prefiller():
     with StubEngine() as one, StubEngine() as two, StubEngine() as decoder:
         async with proxied([one, two], decoder) as scene:

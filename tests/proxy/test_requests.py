@@ -40,7 +40,7 @@ def _choices(count: int) -> bytes:
 @pytest.mark.parametrize("stream", ["true", 1, "yes", True, "1"])
 async def test_flags_are_read_as_vllm_reads_them(stream):
     with StubEngine() as prefiller, StubEngine() as decoder:
-        async with proxied(prefiller, decoder) as scene:
+        async with proxied(prefiller, decoder, order="prefill-first") as scene:
             assert said((await scene.complete(stream=stream)).text) == numbered(3)
             assert (await scene.complete(echo=stream)).status_code == 200
             assert len(prefiller.seen) == 1, "echo is for a decoder alone"
@@ -274,6 +274,7 @@ async def test_a_stream_of_comments_is_no_answer_and_no_failure_of_the_engine():
             assert (await scene.client.get("/health")).json()["decode"][0]["state"] == "up"
 
 
+@pytest.mark.usefixtures("prefills_are_waited_for")
 async def test_servers_that_an_engine_tells_are_believed_until_it_tells_others():
     told = ["tcp://10.0.0.1:9465"]
 
@@ -285,7 +286,7 @@ async def test_servers_that_an_engine_tells_are_believed_until_it_tells_others()
     health = 200
     with StubEngine() as prefiller, StubEngine() as decoder:
         prefiller.answer_for = behave
-        async with proxied(prefiller, decoder, order="concurrent", probe_failures=1) as scene:
+        async with proxied(prefiller, decoder, order="concurrent", probe_failures=1, probe_timeout_s=60) as scene:
 
             async def servers():
                 await scene.complete()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from e2e.holding import hold_loads
 from e2e.known import AFTER, POISON, eventually, small_spec, step_of
 
 from server.support import Embed, observe, worker_on
@@ -11,7 +12,7 @@ LAYERS, TOKENS = 6, 256
 
 
 @pytest.mark.parametrize("ready_layers", [0, 1, 3])
-def test_a_loading_request_is_aborted(embed: Embed, ready_layers: int) -> None:
+def test_a_loading_request_is_aborted(embed: Embed, monkeypatch: pytest.MonkeyPatch, ready_layers: int) -> None:
     # A layer of both requests is 32 KiB: 16 ms on this link; batches of 8 KiB carry blocks of both.
     server = embed(pool__link_gbps=0.002, transfer={"max_transfer_bytes": "8KiB", "max_inflight_bytes": "64KiB"})
     with worker_on(server, spec=small_spec(LAYERS)) as worker:
@@ -19,18 +20,20 @@ def test_a_loading_request_is_aborted(embed: Embed, ready_layers: int) -> None:
         for chain in chains:
             worker.serve(chain)
         gone, kept = (worker.admit(chain) for chain in chains)
-        step = step_of(worker.agent.open_step([gone.request(), kept.request()], 20))
+        go_on = hold_loads(monkeypatch, ready_layers)
+        step = step_of(worker.agent.open_step([gone.request(), kept.request()], 60))
         for layer in range(ready_layers):
             assert step.wait_layer(layer).ready
         worker.agent.abort(gone.name)
         assert worker.agent.busy(gone.name)
+        go_on.set()
         released: list[str] = []
 
         def is_released() -> bool:
             released.extend(worker.agent.poll().released)
             return bool(released)
 
-        assert eventually(is_released, 10, 0.0005)
+        assert eventually(is_released, every_s=0.0005)
         # Reported free: from now on nothing may touch its blocks, whatever the step still does.
         blocks = range(len(gone.tables[0]))
         untouched = [worker.changed_bytes(gone, layer, blocks, POISON) == 0 for layer in range(LAYERS)]
@@ -51,14 +54,16 @@ def test_a_loading_request_is_aborted(embed: Embed, ready_layers: int) -> None:
         assert worker.serve(chains[0]).hit.tokens == TOKENS - 1
 
 
-def test_every_request_of_a_step_is_aborted(embed: Embed) -> None:
+def test_every_request_of_a_step_is_aborted(embed: Embed, monkeypatch: pytest.MonkeyPatch) -> None:
     server = embed(pool__link_gbps=0.001, transfer={"max_transfer_bytes": "4KiB", "max_inflight_bytes": "16KiB"})
     with worker_on(server, spec=small_spec(LAYERS)) as worker:
         chain = worker.prompt(TOKENS)
         worker.serve(chain)
         run = worker.admit(chain)
-        step = step_of(worker.agent.open_step([run.request()], 20))
+        go_on = hold_loads(monkeypatch, 0)
+        step = step_of(worker.agent.open_step([run.request()], 60))
         worker.agent.abort(run.name)
+        go_on.set()
         outcome = step.wait_layer(LAYERS - 1)
         assert outcome.aborted and not outcome.failed and not outcome.ready
         step.close(False)

@@ -29,7 +29,7 @@ from server.support import Embed, Memory, observe, worker_on
 
 ROOT = b"r" * 16
 BLOCK, CHUNK = 2, 8
-PATIENT = {"transfer__step_timeout_ms": 60_000, "transfer__save_timeout_ms": 60_000}
+PATIENT = {"transfer__step_timeout_ms": 60_000, "transfer__save_timeout_ms": 60_000, "pool__lease_ms": 60_000}
 """Deadlines that a busy machine keeps: what is moved is tested here, not how soon."""
 
 

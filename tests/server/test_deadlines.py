@@ -23,17 +23,19 @@ def test_24_layers_cost_one_deadline(embed: Embed) -> None:
         # 8 KiB a layer: at this speed the first batch alone takes 40 s.
         server.call(_crawl, server)
         assert eventually(lambda: worker.agent.terms is not None and worker.agent.terms.link_gbps < 0.001)
-        began = time.monotonic()
         step = step_of(worker.agent.open_step([run.request()], 0.25))
         outcomes: list[LoadResult] = []
+        took: list[float] = []
         for layer in range(LAYERS):
+            began = time.monotonic()
             outcomes.append(step.wait_layer(layer))
+            took.append(time.monotonic() - began)
             step.layer_done(layer)
-        took = time.monotonic() - began
         assert not any(outcomes)
         assert worker.agent.statistics().fenced_steps == 1
         assert {failed.blocks for outcome in outcomes for failed in outcome.failed} == {tuple(range(32))}
-        assert took < 0.25 * LAYERS / 2, "the layers have waited one after the other"
+        # Of most, not of all: a thread may stand still in any of them.
+        assert sorted(took)[LAYERS // 2] < 0.25 / 2, "the layers have waited one after the other"
         for layer in range(LAYERS):
             worker.fill(run, layer, range(32), AFTER)
         step.close(False)

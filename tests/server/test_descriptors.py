@@ -24,6 +24,7 @@ from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow_cli.bench import harness
 from layerflow_cli.bench.harness import ServerProcess
+from layerflow_testing.ports import held_ports
 
 PATIENCE_S = 30.0
 
@@ -126,10 +127,7 @@ def test_whatever_connects_the_server_and_its_engines_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(FewDescriptors, "most", most)
-    with socket.create_server(
-        ("127.0.0.1", 0)
-    ) as free:  # the server is told which: it says where it listens at start only
-        port = free.getsockname()[1]
+    (port,) = held_ports(1)  # the server is told which: it says where it listens at start only
     settings: dict[str, object] = {
         "pool.size": "16MiB", "pool.warm": False, "peers.learn": True, "server.max_sessions": 512,
         "server.max_clients": 1024, "server.http_port": port,
@@ -221,9 +219,11 @@ def test_what_is_left_is_seen_whoever_took_it() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (newest + 11, hard))
         assert descriptors.leaves(newest, 10)
         assert not descriptors.leaves(newest, 11)
-        assert descriptors.has_room(4, 6)
-        assert not descriptors.has_room(5, 6)
-        assert not descriptors.has_room(12, 0)
+        seen: list[bool] = []
+        while opened[-1] <= newest:  # again, where garbage of earlier tests was closed meanwhile
+            seen = [descriptors.has_room(*asked) for asked in ((4, 6), (5, 6), (12, 0))]
+            opened.append(os.dup(0))
+        assert seen == [True, False, False]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in opened:

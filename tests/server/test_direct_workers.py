@@ -63,7 +63,8 @@ def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedServer]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH")))))
     monkeypatch.setattr(behind, "tier_of", lambda settings: (NAME, {}))
     monkeypatch.setattr(behind, "direct_options", lambda settings: OPTIONS)
-    with EmbeddedServer(Settings(pool={"size": "1MiB"}, server={"drain_timeout_s": 0.2})) as context:
+    server = {"drain_timeout_s": 0.2, "liveness_ms": 60_000}  # these workers send no heartbeats
+    with EmbeddedServer(Settings(pool={"size": "1MiB"}, server=server)) as context:
         assert eventually(lambda: context.server.tier is not None and context.server.tier.up)
         yield context
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 from e2e.drafted import CHUNK, DRAFT_LAYER, LAYERS, drafted
-from e2e.known import POISON, KnownWorker, Run, eventually, step_of
+from e2e.known import PATIENCE_S, POISON, KnownWorker, Run, eventually, step_of
 from msgspec.structs import replace
 
 from layerflow.agent import Control, Follow
@@ -128,17 +128,17 @@ def test_a_hand_off_brings_draft_layers_to_those_that_have_them(
 ) -> None:
     p, d = worker(drafted(p_has), "P"), worker(drafted(d_has), "D")
     chain = p.prompt(TOKENS)
-    p_control = Control(server.endpoint, "P", p.spec, context=server.context, lookup_timeout_s=5.0)
-    lookups = Lookups(server.endpoint, "D", d.spec, context=server.context, timeout_s=5.0)
+    p_control = Control(server.endpoint, "P", p.spec, context=server.context, lookup_timeout_s=PATIENCE_S)
+    lookups = Lookups(server.endpoint, "D", d.spec, context=server.context, timeout_s=PATIENCE_S)
     try:
-        assert lookups.wait_connected(5)
+        assert lookups.wait_connected(PATIENCE_S)
         assert p_control.open_handoff("h", chain, TOKENS)
         if not open_yet:
             p.serve(chain, look=False)
             p_control.end_handoff("h", tokens=TOKENS)
-            assert p_control.watch_handoff("h", 5.0).state == "complete"
+            assert p_control.watch_handoff("h", PATIENCE_S).state == "complete"
         mine = same(d, chain)
-        hit = lookups.wait(lookups.ask("D-h", mine, Follow(time.monotonic() + 20, "h")), 5.0)
+        hit = lookups.wait(lookups.ask("D-h", mine, Follow(time.monotonic() + 20, "h")), PATIENCE_S)
         assert hit is not None and (hit.tokens, hit.drafts, hit.reason) == (TOKENS - 1, drafts, "")
         assert (hit.plan is None) is open_yet, "what is still to be stored has no place yet"
         run = Run("D-h", mine, hit, d.admit(mine, look=False).tables)
@@ -149,7 +149,7 @@ def test_a_hand_off_brings_draft_layers_to_those_that_have_them(
                 p_control.end_handoff("h", tokens=TOKENS)
             assert step.wait_all().ready
             assert_loaded(d, run, drafts)
-        assert p_control.watch_handoff("h", 5.0).state == "complete"
+        assert p_control.watch_handoff("h", PATIENCE_S).state == "complete"
         lookups.drop_lease("D-h")
         lookups.release_handoff("h")
         assert eventually(lambda: p_control.status()["pool"]["pinned"] == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,12 @@ def test_twenty_lives_leave_nothing_behind() -> None:
 
     live()
     gc.collect()
-    threads, fds = layerflow_threads(), open_fds()
+    threads, fds = Counter(layerflow_threads()), open_fds()
     for _ in range(20):
         live()
     gc.collect()
-    assert eventually(lambda: layerflow_threads() == threads), f"{layerflow_threads()} where there was {threads}"
+    # What earlier tests have left may end meanwhile.
+    assert eventually(lambda: not Counter(layerflow_threads()) - threads), f"{layerflow_threads()}, before {threads}"
     assert eventually(lambda: not open_fds() - fds), f"{open_fds()} where there was {fds}"
 
 
@@ -97,7 +99,7 @@ def test_a_server_whose_host_sigkill_does_not_end_ends_all_the_same(
 
 def test_closing_an_agent_cuts_its_steps_off(embed: Embed) -> None:
     """Slow links, open steps: closing waits for neither, and the server takes everything back."""
-    server = embed(pool__link_gbps=0.00005)
+    server = embed(pool__link_gbps=5e-7)  # 100 s for what is saved: it is under way whenever this thread goes on
     control = Control(server.endpoint, "observer", context=server.context)
     worker = worker_on(server)
     run = worker.admit(worker.prompt(200))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from e2e.known import eventually, small_spec
+from e2e.known import PATIENCE_S, eventually, small_spec
 
 from layerflow.agent import Control
 from layerflow.config.settings import Settings
@@ -49,7 +49,7 @@ def test_a_client_that_acts_for_no_engine_is_called_by_its_key_too(sessions: Ses
 
 @pytest.fixture
 def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(Settings(pool={"size": "4MiB", "warm": False})) as served:
+    with EmbeddedServer(Settings(pool={"size": "4MiB", "warm": False}, server={"liveness_ms": 60_000})) as served:
         yield served
 
 
@@ -57,9 +57,10 @@ def test_an_engine_restarted_a_hundred_times_is_one_series(server: EmbeddedServe
     observer = Control(server.endpoint, "observer", context=server.context)
     spec = small_spec()
     chain = Chain(bytes(16), list(range(64)), spec.chunk_tokens)
+    more = {"context": server.context, "lookup_timeout_s": PATIENCE_S}
     for _ in range(100):
-        engine = Control(server.endpoint, uuid.uuid4().hex, spec, name="llama/host/dp0", context=server.context)
-        assert engine.connect(10)
+        engine = Control(server.endpoint, uuid.uuid4().hex, spec, name="llama/host/dp0", **more)
+        assert engine.connect(PATIENCE_S)
         engine.lookup("r", chain)
         assert {each["name"] for each in observer.status()["sessions"]} == {"llama/host/dp0", "observer"}
         engine.close()

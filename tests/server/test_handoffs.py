@@ -29,10 +29,10 @@ class Pair:
         self.server = server
         self.p = KnownWorker(server.endpoint, spec=spec, engine="P", context=server.context, **more)
         self.d = KnownWorker(server.endpoint, spec=spec, engine="D", context=server.context, **more)
-        self.p_control = Control(server.endpoint, "P", spec, context=server.context, lookup_timeout_s=5.0)
+        self.p_control = Control(server.endpoint, "P", spec, context=server.context, lookup_timeout_s=PATIENCE_S)
         self.p_control.status()  # connects it: what it only tells is not sent before
-        self.d_lookups = Lookups(server.endpoint, "D", spec, context=server.context, timeout_s=5.0)
-        assert self.d_lookups.wait_connected(5)
+        self.d_lookups = Lookups(server.endpoint, "D", spec, context=server.context, timeout_s=PATIENCE_S)
+        assert self.d_lookups.wait_connected(PATIENCE_S)
         self.observer = observe(server)
 
     def ask(self, name: str, chain: Chain, *, within_s: float = 20.0) -> Inquiry:
@@ -76,9 +76,9 @@ def test_a_handoff_is_open_then_complete_and_its_reader_finds_all_but_a_token(pa
     assert pair.observer.status()["pool"]["half_written"] == 0
     assert pair.figures()["open"] == 1
     pair.p_control.end_handoff("h", tokens=TOKENS)
-    assert pair.p_control.watch_handoff("h", 5.0).state == "complete"
+    assert pair.p_control.watch_handoff("h", PATIENCE_S).state == "complete"
     assert pair.observer.status()["pool"]["pinned"] == 7
-    hit = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
+    hit = pair.d_lookups.wait(pair.ask("h", chain), PATIENCE_S)
     assert hit is not None and hit.following
     assert (hit.tokens, hit.reason) == (TOKENS - 1, "")
     pair.p_control.release_handoff("h")
@@ -93,12 +93,12 @@ def test_who_asks_before_it_is_opened_waits(pair: Pair) -> None:
     assert eventually(lambda: pair.figures()["announced"] == 1)
     assert pair.d_lookups.wait(inquiry, 0.0) is None
     prefilled(pair, "h", chain)
-    hit = pair.d_lookups.wait(inquiry, 5.0)
+    hit = pair.d_lookups.wait(inquiry, PATIENCE_S)
     assert hit is not None and hit.following and hit.tokens == TOKENS - 1
 
 
 def test_one_that_nobody_opens_ends_at_the_readers_deadline(pair: Pair) -> None:
-    hit = pair.d_lookups.wait(pair.ask("h", pair.p.prompt(TOKENS), within_s=0.1), 5.0)
+    hit = pair.d_lookups.wait(pair.ask("h", pair.p.prompt(TOKENS), within_s=0.1), PATIENCE_S)
     assert hit is not None and not hit.following
     assert (hit.tokens, hit.reason) == (0, "announced and not readable in time")
     assert eventually(lambda: pair.figures()["announced"] == 0)
@@ -130,7 +130,7 @@ def test_a_reader_that_comes_after_another_has_released_it_is_served(pair: Pair)
     inquiry = pair.ask("h", chain)
     assert eventually(lambda: pair.figures()["announced"] == 1)
     prefilled(pair, "h", chain)
-    hit = pair.d_lookups.wait(inquiry, 5.0)
+    hit = pair.d_lookups.wait(inquiry, PATIENCE_S)
     assert hit is not None and hit.following and hit.tokens == TOKENS - 1
     pair.p_control.release_handoff("h")
     pair.d_lookups.drop_lease("D-h")
@@ -142,7 +142,7 @@ def test_the_name_of_one_that_was_released_early_is_free_again_when_its_lease_wo
     chain = pair.p.prompt(TOKENS)
     pair.p_control.release_handoff("h")
     assert eventually(lambda: pair.p_control.open_handoff("h", chain, len(chain)).state == "open")
-    hit = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
+    hit = pair.d_lookups.wait(pair.ask("h", chain), PATIENCE_S)
     assert hit is not None and hit.following
     assert pair.figures()["open"] == 1
     pair.close()
@@ -151,12 +151,12 @@ def test_the_name_of_one_that_was_released_early_is_free_again_when_its_lease_wo
 def test_one_that_its_engine_gives_up_fails_and_its_reader_hears_why(pair: Pair) -> None:
     chain = pair.p.prompt(TOKENS)
     assert pair.p_control.open_handoff("h", chain, len(chain))
-    watched = pair.d_lookups.watch_handoff("h", 20.0)
-    state = pair.d_lookups.handoff(watched, 5.0)
+    watched = pair.d_lookups.watch_handoff("h", PATIENCE_S)
+    state = pair.d_lookups.handoff(watched, PATIENCE_S)
     assert state is not None and state.state == "open"
     pair.p_control.end_handoff("h", tokens=0, reason="the request was preempted")
     assert eventually(lambda: getattr(pair.d_lookups.handoff(watched, 0.0), "state", "") == "failed")
-    hit = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
+    hit = pair.d_lookups.wait(pair.ask("h", chain), PATIENCE_S)
     assert hit is not None and (hit.tokens, hit.following) == (0, False)
     assert hit.reason == "failed: the request was preempted"
     assert eventually(pair.balanced)
@@ -165,7 +165,7 @@ def test_one_that_its_engine_gives_up_fails_and_its_reader_hears_why(pair: Pair)
 def test_one_that_is_complete_is_loaded_by_its_plan_and_one_that_is_open_is_not(pair: Pair) -> None:
     chain, later = pair.p.prompt(TOKENS), pair.p.prompt(TOKENS)
     assert pair.p_control.open_handoff("later", later, len(later))
-    hit = pair.d_lookups.wait(pair.ask("later", later), 5.0)
+    hit = pair.d_lookups.wait(pair.ask("later", later), PATIENCE_S)
     assert hit is not None and hit.following and hit.plan is None
     prefilled(pair, "h", chain)
     following = Following(pair, "h", chain)
@@ -183,7 +183,7 @@ class Following:
 
     def __init__(self, pair: Pair, name: str, chain: Chain, timeout_s: float = 20.0) -> None:
         self.pair = pair
-        hit = pair.d_lookups.wait(pair.ask(name, chain), 5.0)
+        hit = pair.d_lookups.wait(pair.ask(name, chain), PATIENCE_S)
         assert hit is not None and hit.following and hit.tokens == len(chain) - 1, hit
         run = pair.d.admit(chain, look=False)
         self.run = Run(f"D-{name}", chain, hit, run.tables)
@@ -227,7 +227,7 @@ def test_layers_arrive_as_they_are_stored(windowed: Pair) -> None:
     step.close()
     assert following.finish() == 0 and not following.run.failed
     pair.p_control.end_handoff("h", tokens=TOKENS)
-    assert pair.p_control.watch_handoff("h", 5.0).state == "complete"
+    assert pair.p_control.watch_handoff("h", PATIENCE_S).state == "complete"
     pair.p_control.release_handoff("h")
     assert eventually(pair.balanced)
 
@@ -267,8 +267,8 @@ def test_a_save_that_is_given_up_fails_its_readers_blocks_at_once(pair: Pair) ->
     step.close(False)
     assert following.finish() == 0
     assert following.run.failed == {0: set(range(25))}, "every block, and no others"
-    assert pair.p_control.watch_handoff("h", 5.0).state == "failed"
-    again = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
+    assert pair.p_control.watch_handoff("h", PATIENCE_S).state == "failed"
+    again = pair.d_lookups.wait(pair.ask("h", chain), PATIENCE_S)
     assert again is not None and not again.following and again.reason.startswith("failed")
     assert eventually(pair.balanced)
 
@@ -287,7 +287,7 @@ def test_room_that_a_reader_still_reads_is_not_given_to_others(pair: Pair) -> No
     step.close(False)
     pair.p.agent.wait_idle(run.name, 20)
     # D's step has not ended: the loads have failed, and it was not asked yet.
-    assert pair.p_control.watch_handoff("h", 5.0).state == "failed"
+    assert pair.p_control.watch_handoff("h", PATIENCE_S).state == "failed"
     assert following.finish() == 0 and following.run.failed
     assert eventually(pair.balanced)
 
@@ -316,7 +316,7 @@ def test_a_reader_that_is_gone_costs_the_prefiller_nothing(pair: Pair) -> None:
     assert pair.d.agent.wait_idle(following.run.name, 20)
     prefilled_run = pair.p.serve(chain, look=False)
     pair.p_control.end_handoff("h", tokens=TOKENS)
-    assert pair.p_control.watch_handoff("h", 5.0).state == "complete"
+    assert pair.p_control.watch_handoff("h", PATIENCE_S).state == "complete"
     second = Following(pair, "h", chain)
     assert second.finish() == 0 and not second.run.failed
     assert prefilled_run.hit.tokens == 0
@@ -330,7 +330,7 @@ def test_several_readers_claim_one_handoff(pair: Pair) -> None:
     chain = pair.p.prompt(TOKENS)
     prefilled(pair, "h", chain)
     for name in ("one", "two", "three"):
-        hit = pair.d_lookups.wait(pair.d_lookups.ask(name, chain, Follow(time.monotonic() + 20, "h")), 5.0)
+        hit = pair.d_lookups.wait(pair.d_lookups.ask(name, chain, Follow(time.monotonic() + 20, "h")), PATIENCE_S)
         assert hit is not None and hit.following and hit.tokens == TOKENS - 1
         pair.d_lookups.drop_lease(name)
     assert pair.figures()["claimed"] == 3
@@ -342,11 +342,11 @@ def test_one_that_nobody_claims_goes_when_its_lease_is_over(pair: Pair) -> None:
     chain = pair.p.prompt(TOKENS)
     assert pair.p_control.open_handoff("h", chain, len(chain), lease_s=0.05)
     pair.p.serve(chain, look=False)
-    watched = pair.d_lookups.watch_handoff("h", 20.0)
+    watched = pair.d_lookups.watch_handoff("h", PATIENCE_S)
     pair.p_control.end_handoff("h", tokens=TOKENS)
     assert eventually(lambda: getattr(pair.d_lookups.handoff(watched, 0.0), "state", "") == "complete")
     assert eventually(lambda: pair.figures()["revoked"] == 1)
-    late = pair.d_lookups.wait(pair.ask("h", chain), 5.0)
+    late = pair.d_lookups.wait(pair.ask("h", chain), PATIENCE_S)
     assert late is not None and (late.tokens, late.following) == (TOKENS - 1, False), "it is still stored"
     assert late.reason == "revoked: nobody came for it within its lease"
     pair.d_lookups.drop_lease("D-h")
@@ -355,11 +355,16 @@ def test_one_that_nobody_claims_goes_when_its_lease_is_over(pair: Pair) -> None:
 
 def test_one_that_is_not_complete_in_time_fails(pair: Pair) -> None:
     chain = pair.p.prompt(TOKENS)
-    assert pair.p_control.open_handoff("h", chain, len(chain), timeout_s=0.05)
+    assert pair.p_control.open_handoff("alone", pair.p.prompt(TOKENS), TOKENS, timeout_s=0.05)
+    late = "it was not complete in time: 7 objects were not stored"
+    assert pair.p_control.watch_handoff("alone", PATIENCE_S).reason == late
+    assert pair.p_control.open_handoff("h", chain, len(chain))
     following = Following(pair, "h", chain, timeout_s=600.0)
+    handoffs = pair.server.server.handoffs
+    pair.server.call(lambda: handoffs._set_due(handoffs.get("h"), 0.0))  # not before its reader has come
     assert following.finish() == 0 and following.run.failed == {0: set(range(25))}
-    state = pair.p_control.watch_handoff("h", 5.0)
-    assert (state.state, state.reason) == ("failed", "it was not complete in time: 7 objects were not stored")
+    state = pair.p_control.watch_handoff("h", PATIENCE_S)
+    assert (state.state, state.reason) == ("failed", late)
     assert eventually(pair.balanced)
 
 
@@ -367,7 +372,7 @@ def test_objects_that_its_engine_never_saves_fail_it_soon_after_its_end(pair: Pa
     chain = pair.p.prompt(TOKENS)
     assert pair.p_control.open_handoff("h", chain, len(chain))
     pair.p_control.end_handoff("h", tokens=TOKENS)
-    state = pair.p_control.watch_handoff("h", 10.0)
+    state = pair.p_control.watch_handoff("h", PATIENCE_S)
     assert (state.state, state.reason) == ("failed", "its engine ended it and did not save 7 of its objects")
     assert eventually(pair.balanced)
 
@@ -375,13 +380,13 @@ def test_objects_that_its_engine_never_saves_fail_it_soon_after_its_end(pair: Pa
 def test_what_cannot_be_read_names_the_first_fact_that_differs(embed: Embed) -> None:
     pair = Pair(embed())
     other = Lookups(
-        pair.server.endpoint, "E", small_spec(4, chunk_tokens=32), context=pair.server.context, timeout_s=5.0
+        pair.server.endpoint, "E", small_spec(4, chunk_tokens=32), context=pair.server.context, timeout_s=PATIENCE_S
     )
-    assert other.wait_connected(5)
+    assert other.wait_connected(PATIENCE_S)
     chain = pair.p.prompt(TOKENS)
     assert pair.p_control.open_handoff("h", chain, len(chain))
     theirs = Chain(chain.parent(0), chain.tokens, 32)
-    hit = other.wait(other.ask("E-h", theirs, Follow(time.monotonic() + 20, "h")), 5.0)
+    hit = other.wait(other.ask("E-h", theirs, Follow(time.monotonic() + 20, "h")), PATIENCE_S)
     assert hit is not None and not hit.following
     assert hit.reason == "cannot be read by this engine: chunk_tokens: 32 here, 16 there"
     other.close()
@@ -401,7 +406,7 @@ def test_new_weights_and_purges_end_what_is_open(pair: Pair, what: str) -> None:
         pair.observer.purge()
     step.close(False)
     assert following.finish() == 0 and following.run.failed == {0: set(range(25))}
-    state = pair.p_control.watch_handoff("h", 5.0)
+    state = pair.p_control.watch_handoff("h", PATIENCE_S)
     assert state.state == ("failed" if what == "reset" else "revoked")
     assert eventually(pair.balanced)
 
@@ -441,7 +446,7 @@ def test_500_that_nobody_claims_take_their_share_and_no_more(embed: Embed) -> No
     assert 0 < figures["kept_bytes"] <= 0.25 * pool["capacity_bytes"]
     assert pool["evictions"] > 0, "the arena was never full"
     for number in range(3):
-        state = pair.p_control.watch_handoff(f"h{number}", 5.0)
+        state = pair.p_control.watch_handoff(f"h{number}", PATIENCE_S)
         assert (state.state, state.reason) == ("revoked", "newer hand-offs needed its room")
     for number in range(500):
         pair.p_control.release_handoff(f"h{number}")

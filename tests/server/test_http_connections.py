@@ -93,12 +93,12 @@ async def test_one_too_many_takes_the_place_of_who_waits_longest(world: World) -
 
 @pytest.mark.parametrize("said", [b"", b"GET / HT"])
 async def test_a_request_s_head_has_to_come(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
-    monkeypatch.setattr(http_server, "HEAD_S", 0.05)
     world = World()
     serving = asyncio.create_task(world.server.serve_on(world.listener))
     try:
         busy = await world.connect(GET)
         await until(world, 1)
+        monkeypatch.setattr(http_server, "HEAD_S", 0.05)  # not before: the first one's head may be late, too
         assert await closed(await world.connect(said))
         world.may_answer.set()
         assert await answered(busy), "an answer may take longer"

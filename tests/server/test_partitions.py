@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from e2e.known import eventually
+from e2e.known import PATIENCE_S, eventually
 from e2e.partitions import BLOCK, BLOCKS, CHUNK, TOKENS, Rank, leave, load_all, save_all
 from e2e.partitions import everyone as workers
 
@@ -133,7 +133,7 @@ def _latent(server: Any, content: str, shard: Shard, layers: int) -> Agent:
     group = GroupSpec("full", BLOCK, tuple(range(layers)), (Plane("latent", "uint8", (64,)),))
     planes = {layer: {"latent": torch.zeros(BLOCKS, BLOCK, 64, dtype=torch.uint8)} for layer in range(layers)}
     spec = ModelSpec("m", content, (group,), shard, chunk_tokens=CHUNK)
-    return Agent(server.endpoint, spec, planes, content, context=server.context)
+    return Agent(server.endpoint, spec, planes, content, context=server.context, lookup_timeout_s=PATIENCE_S)
 
 
 SIZES = [((2, (6,)), (1, (6,))), ((3, (6,)), (2, (6,))), ((1, (2, 4)), (1, (6,))), ((2, (6,)), (3, (1, 3, 2)))]
@@ -167,7 +167,7 @@ def test_what_other_sizes_stored_before_a_restart_is_hit(
     leave(writers)
     first.close()
     second = on_disk(embed, tmp_path)
-    readers = everyone(second, *reading, lookup_timeout_s=10.0)
+    readers = everyone(second, *reading)
     assert eventually(lambda: second.call(lambda: second.server.pool.covering(readers[0].spec)))
     for attempt in ("from the disk", "from the arena"):
         assert load_all(readers, attempt) == TOKENS - 1
@@ -185,7 +185,7 @@ def test_what_other_sizes_stored_before_a_restart_is_hit(
 
 def test_a_piece_that_is_missing_is_no_hit(embed: Embed, tmp_path: Path) -> None:
     server = on_disk(embed, tmp_path)
-    writers, [reader] = everyone(server, 2, (6,)), everyone(server, 1, (6,), lookup_timeout_s=10.0)
+    writers, [reader] = everyone(server, 2, (6,)), everyone(server, 1, (6,))
     save_all(writers[:1])
     assert eventually(lambda: written(server))
     server.call(server.server.pool.clear)

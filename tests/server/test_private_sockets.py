@@ -85,7 +85,7 @@ def crowded(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_server_that_accepts_nobody_is_told_of_and_not_waited_for(crowded: Path) -> None:
     with pytest.raises(ConfigError, match="another server running there"):
         listen_privately(crowded)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from e2e.hostile import DIGEST, U32, Hostile
-from e2e.known import eventually, small_spec
+from e2e.known import PATIENCE_S, KnownWorker, eventually, small_spec
 
 from layerflow.agent import Control
 from layerflow.agent.connection.handshake import Handshake, dial
@@ -64,6 +64,11 @@ def client_of() -> Iterator[Any]:
         client.close()
 
 
+def looking(server: EmbeddedServer, worker: KnownWorker) -> Control:
+    """A client whose leases are counted. A late answer would be a miss, and so are all lookups of the next second."""
+    return Control(server.endpoint, "e2e", worker.spec, context=server.context, lookup_timeout_s=PATIENCE_S)
+
+
 def refused(answer: Any, setting: str) -> bool:
     return isinstance(answer, wire.Problem) and answer.code in ("quota", "invalid") and setting in answer.message
 
@@ -105,7 +110,7 @@ def test_leases_are_counted_and_come_back(embed: Embed) -> None:
     with worker_on(server, spec=small_spec()) as worker:
         chain = worker.prompt(40)
         worker.serve(chain)
-        looker = Control(server.endpoint, "e2e", spec=worker.agent.spec, context=server.context)
+        looker = looking(server, worker)
         assert [looker.lookup(name, chain).tokens for name in ("a", "b", "c", "a")] == [39, 39, 0, 39]
         looker.drop_lease("a")
         assert looker.lookup("c", chain).tokens == 39
@@ -116,7 +121,7 @@ def test_a_hit_counts_as_a_lease_however_its_plan_ends(embed: Embed) -> None:
     server = embed(server__max_leases=2)
     with (
         worker_on(server, spec=small_spec()) as worker,
-        closing(Control(server.endpoint, "e2e", spec=worker.agent.spec, context=server.context)) as looker,
+        closing(looking(server, worker)) as looker,
     ):
         chain = worker.prompt(40)
         worker.serve(chain)

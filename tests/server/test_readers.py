@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from e2e.hostile import U32, Hostile
-from e2e.known import eventually, small_spec
+from e2e.known import PATIENCE_S, eventually, small_spec
 
 from layerflow.errors import PoolError
 from layerflow.keys import object_key
 from layerflow.server import EmbeddedServer
+from layerflow.server.clients.sessions import ClientSession
+from layerflow.server.handlers.messages import Handlers
 from layerflow.server.peers.lending import lending
 from layerflow.system import numbers
 from layerflow.wire import codec
@@ -117,16 +120,36 @@ def test_a_lookup_that_raises_is_answered_and_keeps_nothing(
     assert reader.hear(wire.PeerFound).lease
 
 
-def test_others_have_their_turn_while_a_reader_asks(embed: Embed, reader_of: Readers) -> None:
-    """By the order in which the server handles them, not by time."""
+def test_others_have_their_turn_while_a_reader_asks(
+    embed: Embed, reader_of: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the order in which the server handles them, not by time: the first slice ends when the other has spoken."""
+    handle, busy = Handlers.handle, list[bool]()
+
+    def noting(self: Handlers, session: ClientSession, message: wire.ToServer, nbytes: int = 0) -> None:
+        if isinstance(message, wire.Beat):
+            busy.append(server.server.turns.busy)
+        handle(self, session, message, nbytes)
+
+    monkeypatch.setattr(Handlers, "handle", noting)
     server = embed(peers__serve=True)
     reader, other = reader_of(server), RawClient(server.context, server.endpoint, SPEC, "other")
+    begun, spoken = threading.Event(), threading.Event()
+    pin = server.server.peers.lending._pin  # type: ignore[union-attr]
+
+    def pin_once_spoken(*asked: object) -> str:
+        begun.set()
+        assert spoken.wait(PATIENCE_S)
+        return pin(*asked)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(server.server.peers.lending, "_pin", pin_once_spoken)  # type: ignore[union-attr]
     keys = os.urandom(24 * wire.MAX_PEER_KEYS)
     asked = [reader.look([keys]) for _ in range(3)]
-    turns = server.server.turns
-    assert eventually(lambda: turns.busy)
-    other.beat()
-    assert turns.busy, "another client is answered while a reader's questions are under way"
+    assert begun.wait(PATIENCE_S)
+    other.say(wire.Beat(1.0))
+    spoken.set()
+    assert isinstance(other.hear(wire.Beat), wire.Beat)
+    assert busy == [True], "another client is answered while a reader's questions are under way"
     assert [reader.hear(wire.PeerFound).id for _ in asked] == asked
     other.conversation.dealer.close()
 
@@ -141,7 +164,7 @@ def test_questions_that_wait_are_bounded_and_end_with_their_reader(embed: Embed)
     assert eventually(lambda: server.call(lambda: server.server.handoffs.statistics().announced) == 1)
     reader.close()
     assert eventually(lambda: server.call(lambda: server.server.handoffs.statistics().announced) == 0)
-    assert server.call(lambda: server.server.accounts.nbytes) == 0
+    assert eventually(lambda: server.call(lambda: server.server.accounts.nbytes) == 0), "it ends in slices"
 
 
 @pytest.mark.parametrize("before", [1 << 16, 1 << 32, 1 << 63], ids=["2**16", "2**32", "2**63"])

@@ -71,7 +71,7 @@ def test_equal_ranks_of_another_size_hit(embed: Embed) -> None:
 
 
 def test_what_equal_ranks_load_stays_leased_for_the_last(embed: Embed) -> None:
-    server = embed()
+    server = embed(pool__lease_ms=60_000)
     control = observe(server)
     ranks = ranks_on(server, 1, 2)
     chain = ranks[0].prompt(TOKENS)

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import zmq
-from e2e.known import KnownWorker, eventually, small_spec
+from e2e.known import PATIENCE_S, KnownWorker, eventually, small_spec
 from structlog.testing import capture_logs
 
 from layerflow.agent.connection.handshake import ClientKeys, Handshake, dial
@@ -128,7 +128,7 @@ def doors(embed: Callable[..., EmbeddedServer], tmp_path: Path) -> Iterator[Door
 
 
 def soon() -> float:
-    return time.monotonic() + 10
+    return time.monotonic() + PATIENCE_S
 
 
 def lookup(number: int, request: str = "r", **more: object) -> wire.Lookup:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from e2e.known import eventually, kv_bytes
+from e2e.known import PATIENCE_S, eventually, kv_bytes
 from e2e.stopping import stopped
 
 from layerflow.agent import Agent, Hit, StepRequest
@@ -42,7 +42,8 @@ class HybridWorker:
             for group in self.spec.groups
             for layer in group.layers
         }
-        self.agent = Agent(server.endpoint, self.spec, self.tensors, f"hybrid-{rank}", context=server.context)
+        more = {"context": server.context, "lookup_timeout_s": PATIENCE_S}
+        self.agent = Agent(server.endpoint, self.spec, self.tensors, f"hybrid-{rank}", **more)
         self._names = itertools.count()
         self._fresh = [itertools.count(), itertools.count()]
         self._random = np.random.default_rng(5)
@@ -208,7 +209,7 @@ def test_what_comes_from_behind_the_arena_has_no_plan(embed: Embed, tmp_path: Pa
     server.close()
     server = embed(pool__disk=folder)
     with HybridWorker(server) as worker, closing(observe(server)) as control:
-        assert eventually(lambda: control.status()["tier"]["indexed_objects"])
+        assert eventually(lambda: control.status()["tier"]["up"] and control.status()["tier"]["indexed_objects"])
         with stopped(control.status()["tier"]["host"]["pid"]):
             hit = worker.agent.lookup("r", worker.agent.chain(stored.tokens))
         assert (hit.tokens, hit.plan) == (32, None)

@@ -15,8 +15,9 @@ from scenario import Prompt
 from layerflow.agent.connection.observer import fetch_status
 from layerflow_cli.bench.harness import ServerProcess
 
-SETTLE_S = 10.0
-RECOVERY_S = 30.0
+ANSWER_S = 30.0
+SETTLE_S = 60.0
+RECOVERY_S = 60.0
 MAX_TOKENS = 6
 
 
@@ -52,6 +53,7 @@ class Comparison:
         hits = [expected_hit(each, self.stored, self.chunk_tokens, self.tails, block) for each in prompts]
         hits = hits if self.loads else [0] * len(hits)
         assert [answer.cached for answer in answers] == hits
+        self.engine.assert_no_block_lost()  # saves of short steps begin behind their answer
         settled(self.endpoint)
         self.stored += prompts
 
@@ -85,7 +87,7 @@ def settled(endpoint: str) -> dict[str, Any]:
     """
     deadline = time.monotonic() + SETTLE_S
     while True:
-        status = fetch_status(endpoint)
+        status = fetch_status(endpoint, ANSWER_S)
         if not status["flow"]["steps"] and not status["pool"]["half_written"]:
             return status
         assert time.monotonic() < deadline, f"saves that never end: {status['flow']}, {status['pool']}"
@@ -96,7 +98,7 @@ def until(server: ServerProcess, what: Callable[[dict[str, Any]], bool]) -> dict
     """Wait until a server's status says so."""
     deadline = time.monotonic() + RECOVERY_S
     while True:
-        status = fetch_status(server.endpoint)
+        status = fetch_status(server.endpoint, ANSWER_S)
         if what(status):
             return status
         assert time.monotonic() < deadline, status

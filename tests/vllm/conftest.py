@@ -26,7 +26,9 @@ def serve() -> Iterator[Callable[..., ServerProcess]]:
     servers: list[ServerProcess] = []
 
     def start(**settings: object) -> ServerProcess:
-        named = {"pool.size": "256MiB"} | {key.replace("__", "."): value for key, value in settings.items()}
+        # What a busy machine takes for a step's loads is no finding.
+        patient = {"pool.size": "256MiB", "transfer.step_timeout_ms": 60_000}
+        named = patient | {key.replace("__", "."): value for key, value in settings.items()}
         servers.append(ServerProcess(named))
         return servers[-1]
 

@@ -7,7 +7,7 @@ set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 newest=0.33.0
-at_newest=tests/vllm/test_reset.py::test_pausing_as_reinforcement_learning_does
+at_newest=(tests/vllm/test_sleep.py tests/vllm/test_reset.py::test_pausing_as_reinforcement_learning_does)
 
 run_with() {
     local version=$1 venv=$root/.venv-vllm${1:+-$1}
@@ -23,5 +23,5 @@ if [ -n "${VLLM_VERSION:-}" ] || [ $# -gt 0 ]; then
 fi
 run_with "" tests/vllm
 default=$?
-run_with "$newest" "$at_newest"
+run_with "$newest" "${at_newest[@]}"
 exit $((default | $?))

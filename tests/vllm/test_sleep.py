@@ -32,7 +32,8 @@ def test_sleep_wake_discard_and_pause(serve: Serve, vllm: Start) -> None:
     server = serve(**SLOW)
     engine = vllm(
         "llama",
-        kv_transfer_config=connector(server.endpoint, chunk_tokens=CHUNK),
+        # Over so slow a link computing costs less than a load, which this engine would find out in the end.
+        kv_transfer_config=connector(server.endpoint, mode="layerwise", chunk_tokens=CHUNK),
         worker_cls="sleeping_worker.SleepingWorker",
     )
     asked, other, third = prompt(1, TOKENS), prompt(2, LONG), prompt(3, TOKENS)

@@ -5,15 +5,14 @@ vLLM cannot be told that it has: layerflow takes back what was computed on it.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from churn import Churn
 from comparison import MAX_TOKENS, Comparison, prompt, settled, until
+from e2e.stopping import go_on, stop
 from engines import Engine, connector
 from test_faults import SLOW, loading
 
@@ -200,12 +199,12 @@ def test_the_server_goes_while_steps_load(model: str, how: str, serve: Serve, vl
     if how == "killed":
         server.kill()
     else:
-        os.kill(server.process.pid, signal.SIGSTOP)
+        stop(server.process.pid)
     try:
         answers = engine.finish()
     finally:
         if how == "stopped":
-            os.kill(server.process.pid, signal.SIGCONT)
+            go_on(server.process.pid)
     assert [answer.tokens for answer in answers] == wanted
     assert engine.loads()[0] > 0
     engine.assert_no_block_lost()

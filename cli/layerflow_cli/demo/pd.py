@@ -123,7 +123,7 @@ def _serve_shapes(found: list[Shape], link_gbps: float | None, runs: int, advanc
         link_gbps = suitable_link([(shape.workload, statistics.median(shape.single)) for shape in found])
     advance("starting layerflow run")
     size = f"{sum(shape.workload.stored_bytes for shape in found) * runs * 4 // (1 << 20) + 256}MiB"
-    with serving(pool__size=size, pool__link_gbps=link_gbps, transfer__step_timeout_ms=60_000) as server:
+    with serving(pool__size=size, pool__link_gbps=link_gbps) as server:
         for shape, truth in zip(found, truths, strict=True):
             _hand_over(shape, truth, server.endpoint, runs, advance)
     return link_gbps
@@ -161,6 +161,7 @@ def _hand_over(shape: Shape, truth: Truth, endpoint: str, runs: int, advance: Ca
         mode="layerwise",
         chunk_tokens=workload.sizes.chunk,
         connect=lambda agent, mode: DecodeConnection(agent, mode, patience_s=WAIT_S),
+        lookup_timeout_s=WAIT_S,
     )
     try:
         _hear(pipe)
@@ -171,7 +172,7 @@ def _hand_over(shape: Shape, truth: Truth, endpoint: str, runs: int, advance: Ca
                 name, prompt = f"{workload.shape}-{run}-{way}", workload.prompt(run, 0)
                 advance(f"{workload.shape}: two engines, {way}, passage {run + 1}")
                 if number:
-                    connection.agent.control.purge()
+                    connection.agent.control.purge(WAIT_S)
                 _one(shape, truth[run], engine, connection, pipe, name, prompt, way)
         pipe.send(None)
     finally:
@@ -230,6 +231,8 @@ def prefill(pipe: Pipe, endpoint: str, workload: Workload) -> None:
         mode="layerwise",
         chunk_tokens=workload.sizes.chunk,
         connect=PrefillConnection,
+        # A busy machine may answer late; a hand-off that is not opened for that would be no fault of what is shown.
+        lookup_timeout_s=WAIT_S,
     )
     agent = connection.agent
     agent.wait_warm(WAIT_S)

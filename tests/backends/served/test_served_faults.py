@@ -268,7 +268,7 @@ def test_what_goes_away_and_comes_back(tiered, start):
         assert served.wait(lambda tier: not tier["up"])["reason"]
         save(worker, during)
         assert [run.hit.tokens for run in reload(worker, [before, during])] == [HIT, HIT], "the arena serves"
-        served.control.purge()
+        served.control.purge(PATIENCE_S)
         assert reload(worker, [before])[0].hit.tokens == 0
         tiered.mend()
         served.wait_up()
