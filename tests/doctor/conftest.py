@@ -28,6 +28,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "STATUS_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr(peers, "ANSWER_MS", round(PATIENCE_S * 1e3))
     monkeypatch.setattr(probes, "http_get", functools.partial(probes.http_get, timeout_s=PATIENCE_S))
+    monkeypatch.setattr(probes, "child", functools.partial(probes.child, timeout_s=PATIENCE_S))
 
 
 @pytest.fixture

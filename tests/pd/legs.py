@@ -59,7 +59,10 @@ def decode_first(prefill: Engine, decode: Engine, prompt: Prompt, max_tokens: in
 
 @contextlib.contextmanager
 def metaserver(start: Callable[[dict[str, Any]], int]) -> Iterator[str]:
-    """The URL of one that answers each POST with the status that `start` has for its body."""
+    """The URL of one that answers each POST with the status that `start` has for its body.
+
+    What `start` does has ended when the block is left: the engine that it asks is then the test's again.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -74,6 +77,7 @@ def metaserver(start: Callable[[dict[str, Any]], int]) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = False  # closing waits for them
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

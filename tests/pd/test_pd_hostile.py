@@ -171,7 +171,7 @@ def attack(
                 took["benign"] += clients.take_turn(benign, hostile.began).decent
         assert clients.tokens(FIRST) == wanted
         assert 200 in statuses and 400 in statuses
-        health = httpx.get(proxy.url + "/health", trust_env=False).json()
+        health = httpx.get(proxy.url + "/health", trust_env=False, timeout=ANSWER_S).json()
         assert "down" not in {each["state"] for each in health["prefill"] + health["decode"]}, proxy.tail()
     for engine in (pair.prefill, pair.decode):
         assert engine.process.poll() is None, engine.tail()

@@ -20,7 +20,7 @@ from typing import Any
 from models import EYES
 
 DRAIN_S = 30.0
-LOOKUP_S = 5.0
+LOOKUP_S, CONNECT_S, START_S = 5.0, 30.0, 120.0
 Prompt = Sequence[int]
 
 
@@ -95,7 +95,7 @@ class Scenario:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM  # here, because the tests' own process imports this file too
 
-        _wait_for_lookups()
+        _be_patient()
         if arguments.pop("ahead", False):
             schedule_ahead()
         self._read = threading.Event()
@@ -331,13 +331,16 @@ class Scenario:
         self._engine.engine_core.shutdown()
 
 
-def _wait_for_lookups() -> None:
-    """A late answer is a miss, and a busy machine's answers may be late."""
+def _be_patient() -> None:
+    """What comes late is a miss, be it an answer, a connection or the digest of the weights; tests have the time."""
     from layerflow.agent.connection.control import Control
     from layerflow.agent.connection.lookups import Lookups
+    from layerflow.connectors.vllm import connector
     from layerflow.connectors.vllm.scheduler import scheduler
 
-    scheduler.DEFAULT_LOOKUP_TIMEOUT_S = LOOKUP_S
+    connector.START_WAIT_S = START_S
+    scheduler.DEFAULT_LOOKUP_TIMEOUT_S = CONNECT_S  # where the workers' layouts come with a step's output
+    scheduler.SchedulerSide.meet_workers.__defaults__ = (CONNECT_S,)  # where they come before
     for client, name in ((Lookups, "timeout_s"), (Control, "lookup_timeout_s")):
         defaults = client.__init__.__kwdefaults__
         assert defaults is not None

@@ -59,7 +59,7 @@ def measure(
     engine = Engine(CONFIG)
     cases: list[dict[str, Any]] = []
     for gbps in link_gbps:
-        with serving(pool__size="256MiB", pool__link_gbps=gbps, transfer__step_timeout_ms=60_000) as server:
+        with serving(pool__size="256MiB", pool__link_gbps=gbps) as server:
             bench = _Bench(engine, server.endpoint, hits)
             try:
                 bench.warm_up()

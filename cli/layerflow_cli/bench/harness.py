@@ -26,6 +26,8 @@ from layerflow.spec import GroupSpec, ModelSpec, Plane, Shard
 START_LINE = "layerflow listening on"
 STOP_TIMEOUT_S = 15.0
 WARM_TIMEOUT_S = 60.0
+PATIENT: dict[str, object] = {"server.liveness_ms": 60_000, "transfer.step_timeout_ms": 60_000}
+"""A machine that stands still for some seconds costs a measurement its figures, but no session and no load."""
 Percentiles = dict[Literal["p50", "p99"], float]
 
 
@@ -130,8 +132,8 @@ def _held_back(*numbers: int) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def serving(**settings: object) -> Iterator[ServerProcess]:
-    """A server process for the length of a with-block; ``pool__size="1GiB"`` is ``pool.size``."""
-    server = ServerProcess({key.replace("__", "."): value for key, value in settings.items()})
+    """A patient server process for the length of a with-block; ``pool__size="1GiB"`` is ``pool.size``."""
+    server = ServerProcess(PATIENT | {key.replace("__", "."): value for key, value in settings.items()})
     try:
         yield server
     finally:

@@ -50,8 +50,7 @@ def measure(
     torch.set_num_threads(1)
     work = sleeping(compute_ms / layers) if compute == "sleep" else multiplying(compute_ms / layers, device)
     gbps = layers * LAYER_BYTES / (transfer_ms / 1e3) / 1e9 if on_host else 0.0
-    settings = {"pool__size": "1GiB", "pool__link_gbps": gbps, "transfer__step_timeout_ms": 60_000}
-    with serving(**settings) as server:
+    with serving(pool__size="1GiB", pool__link_gbps=gbps) as server:
         worker = Worker(server.endpoint, layers, TOKENS, LAYER_BYTES, compressed=shape == "compressed", device=device)
         try:
             walls = _interleaved(worker, work, runs)

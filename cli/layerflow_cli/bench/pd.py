@@ -25,7 +25,7 @@ import torch
 from layerflow.agent import Control, Follow, Hit
 from layerflow.errors import ConfigError, LayerflowError
 from layerflow.observe.logs import configure as configure_logs
-from layerflow_cli.bench.harness import ServerProcess, Worker
+from layerflow_cli.bench.harness import PATIENT, ServerProcess, Worker
 
 TOKENS = 2048
 LAYER_BYTES = 1 << 20
@@ -54,7 +54,7 @@ def measure(
         raise ConfigError(f"--servers {servers}: prefill and decode are measured over one server or two")
     torch.set_num_threads(1)
     gbps = layers * LAYER_BYTES / (transfer_ms / 1e3) / 1e9
-    settings: dict[str, object] = {"pool.size": "1GiB", "pool.link_gbps": gbps, "transfer.step_timeout_ms": 60_000}
+    settings = PATIENT | {"pool.size": "1GiB", "pool.link_gbps": gbps}
     exposed: dict[Way, list[float]] = {"follow": [], "whole": []}
     computed: list[float] = []
     with _servers(settings, servers, gbps) as (near, far):

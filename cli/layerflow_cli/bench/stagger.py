@@ -41,7 +41,6 @@ def measure(
     settings = {
         "pool__size": f"{(ranks * layers * LAYER_BYTES >> 20) + 64}MiB",
         "transfer__h2d_stagger_us": spacing_us,
-        "transfer__step_timeout_ms": 60_000,
     }
     with serving(**settings) as server:
         begun = _all_ranks(server.endpoint, ranks, layers, rounds, device)

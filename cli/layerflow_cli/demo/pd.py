@@ -123,7 +123,7 @@ def _serve_shapes(found: list[Shape], link_gbps: float | None, runs: int, advanc
         link_gbps = suitable_link([(shape.workload, statistics.median(shape.single)) for shape in found])
     advance("starting layerflow run")
     size = f"{sum(shape.workload.stored_bytes for shape in found) * runs * 4 // (1 << 20) + 256}MiB"
-    with serving(pool__size=size, pool__link_gbps=link_gbps, transfer__step_timeout_ms=60_000) as server:
+    with serving(pool__size=size, pool__link_gbps=link_gbps) as server:
         for shape, truth in zip(found, truths, strict=True):
             _hand_over(shape, truth, server.endpoint, runs, advance)
     return link_gbps

@@ -11,7 +11,7 @@ from pathlib import Path
 from layerflow.config.pool import MEMORY
 from layerflow.errors import LayerflowError
 from layerflow.spec import ModelSpec
-from layerflow_cli.bench.harness import ServerProcess
+from layerflow_cli.bench.harness import PATIENT, ServerProcess
 from layerflow_cli.bench.pool.services import behind, emulated
 from layerflow_cli.bench.pool.tier import Tier
 from layerflow_cli.demo.engines import Served
@@ -88,7 +88,7 @@ def pool_of(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layerflow-demo-")))
         found = stack.enter_context(behind(kind, folder, room, given=emulated(cann_emulator)))
         # A busy machine may answer a lookup late; a miss for that would be no fault of what is shown here.
-        server = ServerProcess({**found.settings, "pool.lookup_timeout_ms": 10_000, **settings})
+        server = ServerProcess({**PATIENT, **found.settings, "pool.lookup_timeout_ms": 10_000, **settings})
         stack.callback(server.close)
         if kind == MEMORY:
             yield PoolUsed(server.endpoint)

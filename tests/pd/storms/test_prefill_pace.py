@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -12,6 +10,7 @@ import pytest
 from e2e.children import Child, follow_all, tokens_of
 from e2e.known import KnownWorker, small_spec
 from e2e.rounds import record
+from e2e.stopping import go_on, stop
 
 from layerflow.agent import Control
 from layerflow_cli.bench.harness import ServerProcess
@@ -84,7 +83,7 @@ def test_a_stopped_decoder_with_50_hand_offs_pending(
     child = Child(follow_all, read.server.endpoint, LAYERS, TOKENS, pending)
     assert child.hear(60.0) == [TOKENS - 1] * PENDING
     assert child.process.pid is not None
-    os.kill(child.process.pid, signal.SIGSTOP)
+    stop(child.process.pid)
     began, served = time.monotonic(), 0
     while served < PENDING or time.monotonic() - began < seconds:
         for each in (read, unread) if served % 2 else (unread, read):
@@ -92,7 +91,7 @@ def test_a_stopped_decoder_with_50_hand_offs_pending(
         served += 1
     flow = read.control.status()["flow"]
     assert flow["loaded_bytes"] == 0 and flow["load_inflight_bytes"] > 0, "the decoder was not stopped"
-    os.kill(child.process.pid, signal.SIGCONT)
+    go_on(child.process.pid)
     throughput = statistics.median(one / other for one, other in zip(unread.took, read.took, strict=True))
     record(
         "prefill_pace",

@@ -29,7 +29,7 @@ from layerflow.errors import LayerflowError
 from layerflow.hosts.backend import pool_name
 from layerflow.keys import Chain, object_key
 from layerflow.spec import DEFAULT_CHUNK_TOKENS
-from layerflow_cli.bench.harness import ServerProcess, Worker
+from layerflow_cli.bench.harness import PATIENT, ServerProcess, Worker
 from layerflow_cli.bench.pool.raw.process import RawPool, check
 from layerflow_cli.bench.pool.services import Behind, behind, emulated
 from layerflow_cli.bench.pool.tier import Tier
@@ -173,10 +173,10 @@ class _Bench:
         self._names = itertools.count()
         self.first_bytes: list[float] = []
         settings: dict[str, object] = {
+            **PATIENT,
             **pool.settings,
             "pool.size": 3 * step_bytes,  # half of it may wait to be written
             "pool.lookup_timeout_ms": 5_000,
-            "transfer.step_timeout_ms": 60_000,
             "transfer.save_timeout_ms": 60_000,
         }
         self._server = ServerProcess(settings)
