@@ -65,7 +65,8 @@ def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedServer]:
     monkeypatch.setattr(behind, "direct_options", lambda settings: OPTIONS)
     server = {"drain_timeout_s": 0.2, "liveness_ms": 60_000}  # these workers send no heartbeats
     with EmbeddedServer(Settings(pool={"size": "1MiB"}, server=server)) as context:
-        assert eventually(lambda: context.server.tier is not None and context.server.tier.up)
+        # Its host is a process that has to be started: on a machine whose cores are taken that may take half a minute.
+        assert eventually(lambda: context.server.tier is not None and context.server.tier.up, 90)
         yield context
 
 
