@@ -12,6 +12,7 @@ import pytest
 
 from layerflow.agent.dispatcher import Dispatcher
 from layerflow.agent.lanes.lanes import Lanes
+from layerflow.agent.lanes.planned import PlannedQueue
 from layerflow.agent.step.step import Step
 from layerflow.wire.messages import Batch
 
@@ -37,7 +38,7 @@ class Calls:
 
     :ivar most_inflight: the most bytes, of both directions and all agents of this process, that had begun to move
         and whose end was not reported.
-    :ivar most_granted: the most bytes that were handed to lanes and not reported.
+    :ivar most_granted: the most bytes that were handed to lanes, or cut there, and not reported.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Calls:
         return [call for call in self.calls if call.direction == direction]
 
     def granted(self, owner: int, batch: Batch) -> None:
-        """A lane was handed a batch."""
+        """A lane was handed a batch, or has cut one."""
         with self._lock:
             self._granted[owner, batch.batch] = batch.nbytes
             self.most_granted = max(self.most_granted, sum(self._granted.values()))
@@ -88,7 +89,7 @@ def recorded() -> Iterator[Calls]:
     """Records all agents of this process while it lasts; begin it before their steps are opened."""
     calls = Calls()
     began, begin_copy = Step.begin, Step.begin_copy
-    start, ended = Dispatcher._start, Lanes._ended_batch
+    start, take, ended = Dispatcher._start, PlannedQueue.take, Lanes._ended_batch
 
     def begin_one(step: Step, batch: Batch) -> bool:
         may = began(step, batch)
@@ -108,6 +109,12 @@ def recorded() -> Iterator[Calls]:
             calls.granted(id(step), batch)
         start(dispatcher, batch)
 
+    def cut(queue: PlannedQueue, caps: Any) -> Any:
+        tasks = take(queue, caps)
+        for task in tasks:
+            calls.granted(id(task.step), task.batch)
+        return tasks
+
     def end(lanes: Lanes, job: Any, failure: str) -> None:
         calls.ended(id(job.step), job.batch)
         ended(lanes, job, failure)
@@ -116,5 +123,6 @@ def recorded() -> Iterator[Calls]:
         patch.setattr(Step, "begin", begin_one)
         patch.setattr(Step, "begin_copy", begin_many)
         patch.setattr(Dispatcher, "_start", grant)
+        patch.setattr(PlannedQueue, "take", cut)
         patch.setattr(Lanes, "_ended_batch", end)
         yield calls

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from e2e.known import eventually
 
 from layerflow import Agent, EmbeddedServer, GroupSpec, ModelSpec, Plane, Settings, StepRequest
 
@@ -28,7 +29,7 @@ TOKENS = list(range(SIZE * 8))
 
 @pytest.fixture
 def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(Settings(pool={"size": "8MiB"})) as running:
+    with EmbeddedServer(Settings(pool={"size": "8MiB"}, transfer={"step_timeout_ms": 60_000})) as running:
         yield running
 
 
@@ -46,9 +47,13 @@ def paged() -> dict[int, dict[str, torch.Tensor]]:
     return made
 
 
+def agent_on(server: EmbeddedServer, tensors: dict[int, dict[str, torch.Tensor]]) -> Agent:
+    return Agent(server.endpoint, SPEC, tensors, context=server.context, wait_s=PATIENCE, lookup_timeout_s=PATIENCE)
+
+
 def test_a_prefix_is_saved_and_loaded_into_other_blocks(server: EmbeddedServer) -> None:
     tensors = paged()
-    with Agent(server.endpoint, SPEC, tensors, context=server.context) as agent:
+    with agent_on(server, tensors) as agent:
         chain = agent.chain(TOKENS)
         here, there = np.arange(8)[::-1].copy(), np.arange(8) * 2 + 9
         with agent.open_step([StepRequest("one", chain, (here,), save=(0, len(TOKENS)), tail=True)]) as step:
@@ -79,7 +84,7 @@ def test_a_prefix_is_saved_and_loaded_into_other_blocks(server: EmbeddedServer) 
 
 
 def test_a_lost_server_fails_the_wait_and_the_arena_is_let_go(server: EmbeddedServer) -> None:
-    with Agent(server.endpoint, SPEC, paged(), context=server.context) as agent:
+    with agent_on(server, paged()) as agent:
         chain = agent.chain(TOKENS)
         table = np.arange(8)
         with agent.open_step([StepRequest("one", chain, (table,), save=(0, len(TOKENS)), tail=True)]) as step:
@@ -88,6 +93,8 @@ def test_a_lost_server_fails_the_wait_and_the_arena_is_let_go(server: EmbeddedSe
         assert agent.wait_idle("one", PATIENCE)
         hit = agent.lookup("two", chain)
         server.close()
+        known = agent._dispatcher.planned.arenas
+        assert eventually(lambda: not len(known)), "until then the hit is loaded by its plan"
         with agent.open_step([StepRequest("two", chain, (table + 8,), load=(0, hit.tokens), hit=hit)]) as step:
             outcome = step.wait_layer(0)
         assert [failed.blocks for failed in outcome.failed] == [tuple(range(8))]

@@ -33,7 +33,8 @@ Wait = Callable[[Step], bool]
 def serving(workers: int = 1, **transfer: Any) -> Iterator[tuple[EmbeddedServer, list[KnownWorker]]]:
     """A server, and workers of different models on it."""
     with ExitStack() as stack:
-        server = stack.enter_context(EmbeddedServer(Settings(pool={"size": "16MiB"}, transfer=transfer)))
+        settings = Settings(pool={"size": "16MiB"}, transfer={"step_timeout_ms": 60_000} | transfer)
+        server = stack.enter_context(EmbeddedServer(settings))
         made = [
             KnownWorker(server.endpoint, small_spec(LAYERS, content=str(n)), context=server.context)
             for n in range(workers)
@@ -136,7 +137,7 @@ def test_what_one_call_may_copy_follows_the_settings() -> None:
         chain = worker.prompt(TOKENS)
         worker.serve(chain)
         for blocks in (4096, 60):
-            transfer = TransferSettings(max_transfer_blocks=blocks)
+            transfer = TransferSettings(max_transfer_blocks=blocks, step_timeout_ms=60_000)
             server.call(server.server.apply, server.server.settings.model_copy(update={"transfer": transfer}))
             assert eventually(functools.partial(keeps_to, worker, blocks))
             with recorded() as calls:

@@ -13,6 +13,7 @@ from layerflow import Agent, AsyncAgent, EmbeddedServer, GroupSpec, ModelSpec, P
 
 LAYERS, BLOCKS, SIZE = 5, 40, 8
 PATIENCE = 20.0
+PATIENT = {"step_timeout_ms": 60_000}
 FULL = GroupSpec("full", SIZE, (0, 2, 4), (Plane("k", "float32", (2, 64)), Plane("v", "float32", (2, 64))))
 WINDOWED = GroupSpec("sliding", SIZE, (1, 3), (Plane("k", "int8", (100,)), Plane("s", "float16", (1,))), window=20)
 SPEC = ModelSpec("m", "c", (FULL, WINDOWED), chunk_tokens=32)
@@ -29,6 +30,10 @@ def paged() -> dict[int, dict[str, torch.Tensor]]:
             raw = torch.randint(-90, 90, (BLOCKS, SIZE, *plane.shape), generator=random)
             tensors[layer][plane.name] = raw.to(getattr(torch, plane.dtype))
     return tensors
+
+
+def agent_on(server: EmbeddedServer, tensors: dict[int, dict[str, torch.Tensor]]) -> Agent:
+    return Agent(server.endpoint, SPEC, tensors, context=server.context, wait_s=PATIENCE, lookup_timeout_s=PATIENCE)
 
 
 def saving(agent: Agent, name: str) -> StepRequest:
@@ -66,8 +71,8 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("limits", CASES, ids=str)
 def test_the_round_trip_under(limits: dict[str, Any]) -> None:
     tensors = paged()
-    settings = Settings(pool={"size": "8MiB"}, transfer=limits)
-    with EmbeddedServer(settings) as server, Agent(server.endpoint, SPEC, tensors, context=server.context) as agent:
+    settings = Settings(pool={"size": "8MiB"}, transfer=PATIENT | limits)
+    with EmbeddedServer(settings) as server, agent_on(server, tensors) as agent:
         for request in (saving(agent, "one"), None):
             step_request = request or loading(agent, "two", len(TOKENS) - 1)
             with agent.open_step([step_request]) as step:
@@ -107,6 +112,6 @@ def test_asyncio_waits_for_the_same_bytes() -> None:
                 step.layer_done(layer)
         await agent.close()
 
-    with EmbeddedServer(Settings(pool={"size": "8MiB", "link_gbps": 0.01})) as server:
-        asyncio.run(engine(AsyncAgent(Agent(server.endpoint, SPEC, tensors, context=server.context))))
+    with EmbeddedServer(Settings(pool={"size": "8MiB", "link_gbps": 0.01}, transfer=PATIENT)) as server:
+        asyncio.run(engine(AsyncAgent(agent_on(server, tensors))))
     assert_loaded(tensors)

@@ -64,7 +64,9 @@ def serve(
 
     def start(**transfer: object) -> EmbeddedServer:
         settings = Settings(
-            pool={"size": "2MiB", "lookup_timeout_ms": 10_000}, transfer=transfer, server={"drain_timeout_s": 0.2}
+            pool={"size": "2MiB", "lookup_timeout_ms": 10_000},
+            transfer={"step_timeout_ms": 60_000} | transfer,
+            server={"drain_timeout_s": 0.2, "liveness_ms": 20_000},
         )
         running.append(EmbeddedServer(settings))
         tier = running[-1].server.tier
@@ -150,7 +152,8 @@ class TestAWorkerPastTheArena:
             with KnownWorker(house.endpoint, small_spec(layers, content=str(layers)), context=house.context) as worker:
                 before = pool.calls.total() - pool.calls["batch_copy"]
                 worker.serve(worker.serve(worker.prompt(TOKENS)).chain)
-                asked.append(pool.calls.total() - pool.calls["batch_copy"] - before)
+            # Closed, the worker has given back what it had.
+            asked.append(pool.calls.total() - pool.calls["batch_copy"] - before)
         assert asked[0] == asked[1]
 
     def test_is_closed_with_its_agent(self, house: EmbeddedServer, joined: list[FakeStore]) -> None:
@@ -244,7 +247,7 @@ class TestWhatIsNotThere:
         assert all(not worker.wrong_bytes(run, layer, 0, 96, but=set(range(8, 12))) for layer in range(4))
         assert all(not worker.changed_bytes(run, layer, range(8, 12), 0xEE) for layer in range(4))
         assert pool.complete() == before
-        assert pool.leases() == 0
+        assert eventually(lambda: pool.leases() == 0)
 
     def test_a_broken_header_hides_the_object(self, worker: KnownWorker, pool: FakePool) -> None:
         saved = worker.serve(worker.prompt(TOKENS))
@@ -407,8 +410,9 @@ class TestEnds:
         saved = worker.serve(worker.prompt(TOKENS))
         gate = pool.gate("batch_add_lease")
         runs = [worker.admit(saved.chain) for _ in range(2)]
-        with worker.agent.open_step([runs[0].request()], timeout_s=1.0) as step:
+        with worker.agent.open_step([runs[0].request()], timeout_s=3600) as step:
             assert pool.arrived["batch_add_lease"].wait(PATIENCE_S)
+            step.deadline = time.monotonic()
             worker.forward(step, runs[:1])
         with worker.agent.open_step([runs[1].request()], timeout_s=3600) as step:
             worker.forward(step, runs[1:])
@@ -427,9 +431,9 @@ def test_a_load_too_late_to_be_begun_says_nothing_against_its_objects(
     saved = worker.serve(worker.prompt(TOKENS))
     gate = pool.gate(G2L)
     run = worker.admit(saved.chain)
-    with worker.agent.open_step([run.request(save=False)], timeout_s=0.3) as step:
+    with worker.agent.open_step([run.request(save=False)], timeout_s=3600) as step:
         assert pool.arrived[G2L].wait(PATIENCE_S)
-        assert eventually(lambda: time.monotonic() > step.deadline)
+        step.deadline = time.monotonic()  # which has passed when the next batch is to begin, however long that takes
         gate.set()
         assert not step.wait_all()
     assert worker.agent.wait_idle(run.name, PATIENCE_S)
@@ -465,7 +469,8 @@ class TestCopiesThatDoNotReturn:
             gate = pool.gate(G2L)
             run = worker.admit(saved.chain)
             with structlog.testing.capture_logs() as logs:
-                step = worker.agent.open_step([run.request(save=False)], timeout_s=0.3)
+                # Until then the load has to be begun, on however busy a machine.
+                step = worker.agent.open_step([run.request(save=False)], timeout_s=3.0)
                 assert ended.wait(PATIENCE_S)
             gate.set()
             assert not step.wait_all(), "the deadline has passed before the bytes came"
@@ -481,8 +486,8 @@ class TestCopiesThatDoNotReturn:
 
     def test_a_load_in_time_does_not(self, ended: threading.Event, house: EmbeddedServer) -> None:
         with KnownWorker(house.endpoint, context=house.context) as worker:
-            saved = worker.serve(worker.prompt(TOKENS), timeout_s=0.5)
-            worker.serve(saved.chain, timeout_s=0.5)
+            saved = worker.serve(worker.prompt(TOKENS), timeout_s=4.0)
+            worker.serve(saved.chain, timeout_s=4.0)
             dog = worker.agent._dispatcher.bypass._direct._watchdog  # type: ignore[union-attr]
             assert eventually(lambda: not dog._alarms or dog._alarms[0].due > time.monotonic() + 10)
         assert not ended.is_set()
@@ -502,7 +507,7 @@ class TestCopiesThatDoNotReturn:
     def test_a_save_beyond_its_lease_ends_the_process(
         self, ended: threading.Event, house: EmbeddedServer, pool: FakePool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("layerflow.hosts.memcache.writing.LEASE_S", 1.5)
+        monkeypatch.setattr("layerflow.hosts.memcache.writing.LEASE_S", 4.0)  # a save has to be begun within it
         with KnownWorker(house.endpoint, context=house.context) as worker, stuck_save(worker, pool):
             assert ended.wait(PATIENCE_S), "the room that it writes into will be another's"
 

@@ -33,7 +33,7 @@ def agent() -> Iterator[Agent]:
     }
     with (
         EmbeddedServer(Settings(pool={"size": "64MiB", "warm": False})) as server,
-        Agent(server.endpoint, SPEC, tensors, context=server.context) as made,
+        Agent(server.endpoint, SPEC, tensors, context=server.context, lookup_timeout_s=20) as made,
     ):
         assert made.wait_attached(20)
         yield made

@@ -52,11 +52,11 @@ def test_the_messages_are_those_of_open_step(embed: Embed, discard: bool, monkey
             own = step_of(worker.agent.open_step([run.request()]))
             loads, saves = outlines(worker, run)
             other = step_of(worker.agent.open_descriptors(loads, saves, work=work_of([run.request()])))
-        first, second = sent
+        first, second = [message for message in sent if isinstance(message, OpenStep)]
         assert (first.loads, first.saves) == (second.loads, second.saves)
         assert all(bool(part.parent) != discard for part in first.saves)
         assert own.work == other.work == (77 - run.hit.tokens, run.hit.tokens)
-        assert first.deadline - second.deadline == pytest.approx(0.0, abs=5.0)
+        assert first.deadline - second.deadline == pytest.approx(0.0, abs=30.0)
 
 
 def test_the_round_trip(embed: Embed) -> None:
@@ -87,9 +87,10 @@ def test_without_a_server_loads_fail_and_nothing_is_saved(embed: Embed) -> None:
         worker.serve(stored)
         run = worker.admit(worker.prompt(60, like=stored, shared=41), planned=False)
         loads, saves = outlines(worker, run)
-        worker.agent._dispatcher.silent = True
-        assert isinstance(worker.agent.open_descriptors([], saves), NoStep)
-        worker.agent._dispatcher.silent = False
+        with worker.agent._link._turn:  # or the link would say what it hears
+            worker.agent._dispatcher.silent = True
+            assert isinstance(worker.agent.open_descriptors([], saves), NoStep)
+            worker.agent._dispatcher.silent = False
         worker.agent._dispatcher.lost("gone for this test")
         assert isinstance(worker.agent.open_descriptors([], saves), NoStep)
         with worker.agent.open_descriptors(loads, saves) as step:

@@ -39,7 +39,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(Settings(pool={"size": "8MiB"}, server={"heartbeat_ms": 20})) as server:
+    settings = Settings(pool={"size": "8MiB"}, server={"heartbeat_ms": 20}, transfer={"step_timeout_ms": 60_000})
+    with EmbeddedServer(settings) as server:
         yield server
 
 
@@ -103,7 +104,7 @@ def test_status_and_log_tell_how_far_pinning_is(machine: Machine, server: Embedd
 
 
 def pinned(engine: Engine) -> int | None:
-    sessions = engine.agent._control.status()["sessions"]
+    sessions = engine.agent._control.status(PATIENCE_S)["sessions"]
     return next(session["pinned_bytes"] for session in sessions if session["memory"])
 
 
@@ -112,7 +113,8 @@ def test_a_worker_of_an_arena_of_64_gib_attaches_before_any_of_it_is_pinned(
 ) -> None:
     """None of it is touched either: nothing that the attachment waits for depends on its size."""
     monkeypatch.setattr("layerflow.system.machine.total_bytes", lambda: 1 << 40)  # smaller machines refuse it
-    with EmbeddedServer(Settings(pool={"size": "64GiB", "warm": False})) as server:
+    settings = Settings(pool={"size": "64GiB", "warm": False}, transfer={"step_timeout_ms": 60_000})
+    with EmbeddedServer(settings) as server:
         engine = Engine(machine, server)
         try:
             assert engine.agent.attached
@@ -213,6 +215,7 @@ def test_pinning_pauses_for_a_capture(machine: Machine, server: EmbeddedServer) 
     try:
         let(machine, 1)
         assert eventually(lambda: engine.agent.statistics().pinned_bytes == PIECE, PATIENCE_S)
+        assert eventually(lambda: engine.agent._gate._working, PATIENCE_S), "the driver has been given the next piece"
         entered = threading.Event()
 
         def captures() -> None:
@@ -225,9 +228,9 @@ def test_pinning_pauses_for_a_capture(machine: Machine, server: EmbeddedServer) 
         assert not entered.wait(0.05), "the driver pins a piece: the capture waits for that"
         let(machine, 1)
         assert entered.wait(PATIENCE_S)
-        before = engine.agent.statistics().pinned_bytes
+        assert eventually(lambda: engine.agent.statistics().pinned_bytes == 2 * PIECE, PATIENCE_S)
         let(machine)
-        assert not eventually(lambda: engine.agent.statistics().pinned_bytes > before, 0.1)
+        assert not eventually(lambda: engine.agent.statistics().pinned_bytes > 2 * PIECE, 0.1)
         over.set()
         thread.join()
         assert engine.agent.wait_warm(PATIENCE_S)

@@ -20,9 +20,12 @@ from layerflow.server import EmbeddedServer
 from layerflow.spec import Shard
 
 LAYERS = 8
-SLOW = {"pool__link_gbps": 0.004, "transfer__max_transfer_bytes": "8KiB"}
-"""A load of 512 tokens takes 66 ms: there is a middle of it."""
+SLOW = {"pool__link_gbps": 0.004, "transfer__max_transfer_bytes": "8KiB", "pool__lease_ms": 60_000}
+"""Batches leave one by one, and a load has a middle, where it can be held."""
+LAYER_BYTES = 512 * 64
 PATIENCE_S = 20.0
+LONG_S = 120.0
+"""A load that is held may take so long."""
 
 
 def pinned(server: EmbeddedServer) -> int:
@@ -62,6 +65,34 @@ class Held:
         self._thread.join()
 
     def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go()
+
+
+class HeldLoad:
+    """A worker whose load lane stands still before the first batch behind so many layers, until it is let go on."""
+
+    def __init__(self, worker: KnownWorker, layers: int) -> None:
+        self._go = threading.Event()
+        copied = 0
+        copier: Any = worker.agent._dispatcher.access.copiers[0]  # type: ignore[union-attr]
+        load = copier.load
+
+        def loads(extents: Any, after: Any = None) -> None:
+            nonlocal copied
+            if copied >= layers * LAYER_BYTES:
+                assert self._go.wait(LONG_S)
+            load(extents, after)
+            copied += extents.total
+
+        copier.load = loads
+
+    def let_go(self) -> None:
+        self._go.set()
+
+    def __enter__(self) -> HeldLoad:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,11 +163,12 @@ def test_an_object_that_was_replaced_is_not_begun(embed: Embed, monkeypatch: pyt
 def test_an_object_that_was_replaced_while_it_is_copied_is_never_ready(embed: Embed) -> None:
     with slow_worker(embed(**SLOW)) as worker:
         run = stored(worker)
-        step = step_of(worker.agent.open_step([run.request()], PATIENCE_S))
-        for layer in range(2):
-            assert step.wait_layer(layer).ready
-            assert worker.wrong_bytes(run, layer, 0, run.hit.tokens) == 0
-        tamper(worker, run, 7)
+        with HeldLoad(worker, 2):
+            step = step_of(worker.agent.open_step([run.request()], LONG_S))
+            for layer in range(2):
+                assert step.wait_layer(layer).ready
+                assert worker.wrong_bytes(run, layer, 0, run.hit.tokens) == 0
+            tamper(worker, run, 7)
         outcome = step.wait_layer(LAYERS - 1)
         worker.note([run], outcome)
         assert run.failed == {0: set(range(28, 32))}
@@ -158,13 +190,13 @@ def test_an_object_that_was_replaced_under_the_last_copy_is_not_ready(
         def loads(extents: Any, after: Any = None) -> None:
             load(extents, after)
             copied.append(extents.total)
-            if sum(copied) == 512 * 64 * LAYERS:
+            if sum(copied) == LAYER_BYTES * LAYERS:
                 tamper(worker, run, 5)
 
         monkeypatch.setattr(copier, "load", loads)
         step = step_of(worker.agent.open_step([run.request()], PATIENCE_S))
         worker.note([run], step.wait_all())
-        assert sum(copied) == 512 * 64 * LAYERS, "all was copied"
+        assert sum(copied) == LAYER_BYTES * LAYERS, "all was copied"
         assert run.failed == {0: set(range(20, 24))}
         step.close(False)
         assert worker.agent.wait_idle(run.name, PATIENCE_S)
@@ -181,14 +213,16 @@ def test_a_replaced_object_seen_in_time_is_planned_by_the_server(embed: Embed) -
 
 
 def test_no_time_ends_a_plan_in_use(embed: Embed) -> None:
-    """The load outlasts the lease many times over, and all of the arena is wanted meanwhile."""
-    server = embed(**SLOW, pool__lease_ms=20, pool__size="1MiB", pool__lease_share=1.0)
+    """The load outlasts the lease, and all of the arena is wanted meanwhile."""
+    server = embed(**SLOW, pool__size="1MiB", pool__lease_share=1.0)
     with slow_worker(server, blocks=2048) as worker:
         run = stored(worker)
-        with Held(server) as held:
-            step = step_of(worker.agent.open_step([run.request(save=False)], PATIENCE_S))
+        with HeldLoad(worker, 1) as load, Held(server) as held:
+            step = step_of(worker.agent.open_step([run.request(save=False)], LONG_S))
             assert step.wait_layer(0)
             held.let_go()
+            server.call(lambda: server.server.pool.expire(1e18))
+            assert worker.agent._control.plans.overdue(1e18) == []
             for _ in range(4):
                 pressing = worker.admit(worker.prompt(1024), look=False)
                 with worker.agent.open_step([pressing.request(load=False)], PATIENCE_S) as saving:
@@ -196,6 +230,7 @@ def test_no_time_ends_a_plan_in_use(embed: Embed) -> None:
                         worker.compute(pressing, layer, 0, 1024)
                         saving.layer_done(layer)
                 assert worker.agent.wait_idle(pressing.name, PATIENCE_S)
+            load.let_go()
             assert worker.forward(step, [run]) == 0, "wrong bytes"
             assert not run.failed
             step.close()
@@ -236,15 +271,13 @@ def test_a_plan_serves_one_step(embed: Embed) -> None:
 def test_an_abort_ends_no_pin_while_the_load_moves(embed: Embed) -> None:
     server = embed(**SLOW)
     with slow_worker(server) as worker:
-        run = stored(worker)
-        step = step_of(worker.agent.open_step([run.request(save=False)], PATIENCE_S))
-        lane = worker.agent._dispatcher.lanes.load
-        assert step.wait_layer(0)
-        with lane.planned._lock:  # nothing more is cut
+        run, observer = stored(worker), observe(server)
+        with HeldLoad(worker, 1):
+            step = step_of(worker.agent.open_step([run.request(save=False)], LONG_S))
+            assert step.wait_layer(0)
             worker.agent.abort(run.name)
             worker.agent.drop_lease(run.name)
-            observer = observe(server)
-            assert observer.status()["flow"]["aborted_requests"] == 1
+            assert eventually(lambda: observer.status(PATIENCE_S)["flow"]["aborted_requests"] == 1)
             assert pinned(server), "the worker has not said that it is over"
             assert run.name not in worker.agent.poll().released
         step.close()
@@ -329,14 +362,17 @@ def test_a_hang_up_is_no_death(
     """The server lives, and may give the places to others: nothing is loaded from it any more."""
     worker, _, hang_up = cut_connection
     run = stored(worker)
-    step = step_of(worker.agent.open_step([run.request()], PATIENCE_S))
-    assert step.wait_layer(1)
-    hang_up()
+    with HeldLoad(worker, 2):
+        step = step_of(worker.agent.open_step([run.request()], LONG_S))
+        assert step.wait_layer(1)
+        hang_up()
+        assert eventually(lambda: step.fenced)
     worker.note([run], step.wait_layer(LAYERS - 1))
     assert run.failed
     step.close(False)
     assert worker.agent.wait_idle(run.name, PATIENCE_S)
-    assert not worker.agent._dispatcher.planned.arenas.get(run.hit.plan.incarnation) or worker.agent.attached  # type: ignore[union-attr]
+    known = worker.agent._dispatcher.planned.arenas
+    assert eventually(lambda: not known.get(run.hit.plan.incarnation) or worker.agent.attached)  # type: ignore[union-attr]
 
 
 def test_a_server_that_has_died_fails_no_load_and_its_arena_goes_later(
@@ -349,9 +385,11 @@ def test_a_server_that_has_died_fails_no_load_and_its_arena_goes_later(
     judged = planned.judged
     monkeypatch.setattr(planned, "judged", lambda dead: judged(True))  # as if another process had served
     monkeypatch.setattr(link, "RETRY_S", (60.0,))
-    step = step_of(agent.open_step([run.request()], PATIENCE_S))
-    assert step.wait_layer(1)
-    hang_up()
+    with HeldLoad(worker, 2):
+        step = step_of(agent.open_step([run.request()], LONG_S))
+        assert step.wait_layer(1)
+        hang_up()
+        assert eventually(lambda: step.orphaned)
     assert worker.forward(step, [run]) == 0
     assert not run.failed
     step.close()

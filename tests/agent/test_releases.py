@@ -77,6 +77,7 @@ def test_a_server_that_dies_before_it_answers_leaves_the_release_to_the_next(
 def test_what_a_server_has_answered_after_is_not_said_again(endpoint: str, told: list[tuple[str, list[str]]]) -> None:
     with EmbeddedServer(SETTINGS, endpoint):
         control = Control(endpoint, "D", SPEC)
+        assert control.connect(PATIENCE_S)  # a release waits for that no longer than a lookup
         control.release_handoff("heard")
         control.status(PATIENCE_S)
     control.release_handoff("unheard")

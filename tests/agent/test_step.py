@@ -35,7 +35,8 @@ def test_a_wait_during_a_fence_hears_what_failed() -> None:
     assert scene.step.begin(some_batch(LOAD))
     fence = threading.Thread(target=scene.step.fence, args=("the server is gone",))
     fence.start()
-    assert eventually(lambda: not scene.step.begin(some_batch(LOAD)))  # the fence has begun, and waits for the copy
+    assert eventually(lambda: scene.step.fenced)  # the fence has begun, and waits for the copy
+    assert not scene.step.begin(some_batch(LOAD))
     thread, outcomes = waiting(scene.step, 1)
     thread.join(0.1)
     assert not outcomes, "a wait has ended while a copy into its blocks was under way"
@@ -55,7 +56,8 @@ def test_two_fences_are_one() -> None:
     fences = [threading.Thread(target=scene.step.fence, args=(f"reason {n}",)) for n in range(2)]
     for fence in fences:
         fence.start()
-    assert eventually(lambda: not scene.step.begin(some_batch(LOAD)))
+    assert eventually(lambda: scene.step.fenced)
+    assert not scene.step.begin(some_batch(LOAD))
     scene.step.end(scene.batches[0])
     for fence in fences:
         fence.join(10)

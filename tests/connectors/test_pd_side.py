@@ -17,6 +17,7 @@ from layerflow.connectors.vllm.pd.conventions import concurrent
 from layerflow.connectors.vllm.pd.options import PdOptions
 from layerflow.connectors.vllm.pd.side import TRUNCATED, HandoffSide
 from layerflow.connectors.vllm.plan.plan import WorkerReport
+from layerflow.connectors.vllm.scheduler import search
 from layerflow.spec import GroupSpec, Plane
 
 __all__ = ["fakes"]
@@ -291,7 +292,7 @@ class TestDecode:
         d = house()
         made = d.arrive(hit=Hit(64, reason="failed: the prefill engine is gone"), kv_transfer_params=TO_DECODE)
         assert d.side.matched(made, 0) == (64, False)
-        d.lookups.asked[0].asked_at -= 10
+        d.lookups.asked[0].asked_at -= search.STALE_S + 1
         d.side.matched(made, 0)
         assert d.lookups.asked[1].follow is None
         finish(made)
@@ -508,7 +509,7 @@ class TestErrors:
 def test_a_hand_off_in_time_is_not_stale_however_long_it_took() -> None:
     d = house()
     made = d.arrive(kv_transfer_params=TO_DECODE)
-    d.lookups.asked[0].asked_at = time.monotonic() - 30
+    d.lookups.asked[0].asked_at -= search.STALE_S + 1
     d.lookups.asked[0].hit = Hit(HIT)
     for _ in range(2):
         assert d.side.matched(made, 0) == (HIT, True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from device.simulated import Machine
-from device.streaming import HERE, LAYERS, PATIENCE_S, SPEC, THERE, TOKENS, Engine
+from device.streaming import HERE, LAYERS, PATIENCE_S, PATIENT, SPEC, THERE, TOKENS, Engine
 from e2e.known import eventually
 
-from layerflow import EmbeddedServer, Settings, StepRequest
+from layerflow import EmbeddedServer, StepRequest
 from layerflow.agent.descriptors import describe_loads
 from layerflow.agent.step.step import Step
 from layerflow.connectors.vllm.plan.plan import StepPlan, WorkerReport
@@ -30,6 +30,7 @@ class Worker:
     def __init__(self, machine: Machine, server: EmbeddedServer, *, several_groups: bool) -> None:
         self.machine = machine
         self.engine = Engine(machine, server)
+        assert self.engine.agent.wait_warm(PATIENCE_S)
         numbers = {name: layer for layer, name in enumerate(NAMES)}
         layout: Any = SimpleNamespace(spec=SPEC, numbers=numbers, vllm_groups=(0,))
         self.side = WorkerSide(
@@ -78,7 +79,7 @@ def machine() -> Machine:
 def worker(machine: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Worker]:
     device = machine.accelerator()
     monkeypatch.setattr("layerflow.agent.agent.device_for", lambda _: device)
-    with EmbeddedServer(Settings(pool={"size": "8MiB"})) as server:
+    with EmbeddedServer(PATIENT) as server:
         worker = Worker(machine, server, several_groups=request.param)
         yield worker
         with machine.running():

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from device.simulated import Machine, Work
-from device.streaming import HERE, LAYERS, PATIENCE_S, SPEC, THERE, TOKENS, Engine
+from device.streaming import HERE, LAYERS, PATIENCE_S, PATIENT, SPEC, THERE, TOKENS, Engine
 from e2e.known import eventually
 from vllm_fakes import request as vllm_request
 from vllm_fakes import spec_of, tracked
 
-from layerflow import EmbeddedServer, Settings, StepRequest
+from layerflow import EmbeddedServer, StepRequest
 from layerflow.agent import Step
 from layerflow.agent.descriptors import describe_loads, describe_saves
 from layerflow.connectors.vllm.plan.plan import StepPlan
@@ -106,12 +106,13 @@ def replay_of(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
     def make(in_flight: int | None, *, stored: bool = True) -> Replay:
         made.append(Replay(Engine(machine, server), in_flight))
+        assert made[0].engine.agent.wait_warm(PATIENCE_S)
         if stored:
             with machine.running():
                 made[0].engine.save("one")
         return made[0]
 
-    with EmbeddedServer(Settings(pool={"size": "8MiB"})) as server:
+    with EmbeddedServer(PATIENT) as server:
         yield make
         with machine.running():
             made[0].side.close()

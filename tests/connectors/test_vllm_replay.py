@@ -43,6 +43,7 @@ PATIENCE_S = 20.0
 ROWS = (Plane("kv", "uint8", (WIDTH,)),)
 WAITING, LOADING, RUNNING, OVER = "waiting", "loading", "running", "over"
 JUNK = 255
+SETTINGS = Settings(pool={"size": "4MiB"}, transfer={"step_timeout_ms": 60_000}, server={"liveness_ms": 20_000})
 ONE_OF_FOUR = st.integers(0, 3).map(lambda drawn: drawn == 3)
 
 
@@ -184,7 +185,7 @@ class Replay(RuleBasedStateMachine):
         self.machine = SlowMachine(seed=seed)
         device = self.machine.accelerator()
         patch.setattr("layerflow.agent.agent.device_for", lambda _: device)
-        server = self.stack.enter_context(EmbeddedServer(Settings(pool={"size": "4MiB"})))
+        server = self.stack.enter_context(EmbeddedServer(SETTINGS))
         self.stack.enter_context(self.machine.running())
         self.stream = self.machine.Stream()
         self.stack.enter_context(self.machine.stream(self.stream))

@@ -16,16 +16,17 @@ import numpy as np
 import pytest
 import torch
 from device.simulated import Machine
-from device.streaming import HERE, LAYERS, PATIENCE_S, SPEC, THERE, TOKENS, Engine
+from device.streaming import HERE, LAYERS, PATIENCE_S, PATIENT, SPEC, THERE, TOKENS, Engine
 from e2e.known import eventually
 from vllm_fakes import request, spec_of, tracked
 
-from layerflow import EmbeddedServer, Settings, StepRequest
+from layerflow import EmbeddedServer, StepRequest
 from layerflow.agent.descriptors import PartDescriptor, describe_loads, describe_saves
 from layerflow.agent.values import Hit
 from layerflow.connectors.vllm.plan.plan import Asking, StepPlan, WorkerLayout
 from layerflow.connectors.vllm.plan.planned import PlannedSaves
 from layerflow.connectors.vllm.scheduler.loads import StepLoads, plan_load
+from layerflow.connectors.vllm.worker import worker
 from layerflow.connectors.vllm.worker.hooks import LayerHooks, forward_pass
 from layerflow.connectors.vllm.worker.order import RunnerOrder
 from layerflow.connectors.vllm.worker.worker import WorkerSide
@@ -60,12 +61,14 @@ class Runner:
         self.side.begin(plan, inside=True)
         self.side.wait_tails()
 
-    def step(self, plan: StepPlan, compute: Callable[[int], None] = lambda _: None, *, hooked: bool = True) -> None:
-        """All of it."""
+    def step(
+        self, plan: StepPlan, compute: Callable[[int], None] = lambda _: None, *, hooked: bool = True
+    ) -> tuple[set[str], set[str], set[str]]:
+        """All of it; which transfers vLLM is told to have ended."""
         self.arrive(plan)
         self.forward(compute, hooked=hooked)
         self.side.end()
-        self.side.transfers(forward=True)
+        return self.side.transfers(forward=True)
 
     def forward(self, compute: Callable[[int], None] = lambda _: None, *, hooked: bool = True) -> None:
         for name, layer in NAMES.items():
@@ -139,6 +142,7 @@ def runner_of(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
     """Makes one, on the thread that its stream is current on; the device runs beside the test."""
     device, made = machine.accelerator(), []
     monkeypatch.setattr("layerflow.agent.agent.device_for", lambda _: device)
+    monkeypatch.setattr(worker, "RECLAIM_S", PATIENCE_S)  # saves that are waited for end within it
 
     def make(*, stored: bool = False, second: bool = False, **side: Any) -> Runner:
         engine = Engine(machine, server)
@@ -149,7 +153,7 @@ def runner_of(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
         return made[0]
 
     with (
-        EmbeddedServer(Settings(pool={"size": "8MiB"})) as server,
+        EmbeddedServer(PATIENT) as server,
         machine.running(),
         contextlib.ExitStack() as current,
     ):
@@ -216,8 +220,7 @@ class TestLoads:
     def test_in_the_background_of_a_step_that_never_runs_go_on(self, runner_of: Make) -> None:
         runner = runner_of(stored=True)
         runner.side.prepare(StepPlan(background={"two": runner.loads()}, leaving=("gone",)))
-        runner.step(StepPlan())
-        sent, arrived = set[str](), set[str]()
+        sent, arrived, _ = runner.step(StepPlan())
 
         def over() -> bool:
             ended = runner.side.transfers(forward=True)

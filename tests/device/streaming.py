@@ -7,13 +7,15 @@ import torch
 from e2e.known import eventually
 
 from device.simulated import Machine, Stream, filled
-from layerflow import Agent, EmbeddedServer, GroupSpec, ModelSpec, NoStep, Plane, Step, StepRequest
+from layerflow import Agent, EmbeddedServer, GroupSpec, ModelSpec, NoStep, Plane, Settings, Step, StepRequest
 
 LAYERS, BLOCKS, SIZE, WIDTH = 4, 48, 16, 64
 PATIENCE_S = 20.0
 PLANES = (Plane("k", "uint8", (WIDTH,)), Plane("v", "uint8", (WIDTH,)))
 SPEC = ModelSpec("m", "c", (GroupSpec("full", SIZE, tuple(range(LAYERS)), PLANES),), chunk_tokens=32)
 TOKENS = list(range(SIZE * 8))
+PATIENT = Settings(pool={"size": "8MiB"}, transfer={"step_timeout_ms": 60_000}, server={"liveness_ms": 20_000})
+"""Of a server: a busy machine may hold a thread up for seconds, and that must neither end a load nor a session."""
 HERE, THERE = np.arange(8)[::-1].copy(), np.arange(8) * 2 + 9
 
 
@@ -27,7 +29,9 @@ class Engine:
             layer: {plane: torch.zeros((BLOCKS, SIZE, WIDTH), dtype=torch.uint8) for plane in "kv"}
             for layer in range(LAYERS)
         }
-        self.agent = Agent(server.endpoint, SPEC, self.tensors, context=server.context, lookup_timeout_s=PATIENCE_S)
+        self.agent = Agent(
+            server.endpoint, SPEC, self.tensors, context=server.context, wait_s=PATIENCE_S, lookup_timeout_s=PATIENCE_S
+        )
         self.chain = self.agent.chain(TOKENS)
         self.seen: dict[int, np.ndarray] = {}
 

@@ -9,8 +9,8 @@ import pytest
 from e2e.known import eventually
 
 from device.simulated import Event, Machine, Stream
-from device.streaming import HERE, LAYERS, PATIENCE_S, THERE, TOKENS, Engine
-from layerflow import EmbeddedServer, Settings, StepRequest
+from device.streaming import HERE, LAYERS, PATIENCE_S, PATIENT, THERE, TOKENS, Engine
+from layerflow import EmbeddedServer, StepRequest
 from layerflow.agent.aio import AsyncAgent, AsyncStep
 
 
@@ -23,8 +23,9 @@ def machine(request: pytest.FixtureRequest) -> Machine:
 def engine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     device = machine.accelerator()
     monkeypatch.setattr("layerflow.agent.agent.device_for", lambda _: device)
-    with EmbeddedServer(Settings(pool={"size": "8MiB"})) as server:
+    with EmbeddedServer(PATIENT) as server:
         engine = Engine(machine, server)
+        assert engine.agent.wait_warm(PATIENCE_S)
         yield engine
         with machine.running():
             engine.agent.close()

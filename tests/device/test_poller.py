@@ -19,7 +19,7 @@ PATIENCE = 20.0  # seconds until a test gives up
 def poller() -> Iterator[Poller]:
     poller = Poller("test-poller")
     yield poller
-    assert poller.close()
+    assert poller.close(PATIENCE)
 
 
 class Signal:
@@ -138,7 +138,7 @@ def test_closed_it_takes_nothing_more() -> None:
     poller = Poller()
     signal = Signal()
     poller.watch(CpuEvent(), signal)
-    assert poller.close()
+    assert poller.close(PATIENCE)
     assert signal.calls == []
     with pytest.raises(InvalidTransition, match="closed"):
         poller.watch(CpuEvent(), signal)

@@ -391,7 +391,8 @@ def test_the_servers_setting_is_the_workers_way(monkeypatch: pytest.MonkeyPatch,
     device = machine.accelerator()
     monkeypatch.setattr("layerflow.agent.agent.device_for", lambda _: device)
     enqueue_kernels(machine, monkeypatch, kernels)
-    with EmbeddedServer(Settings(pool={"size": "8MiB"}, transfer={"copy_way": way})) as server:
+    settings = Settings(pool={"size": "8MiB"}, transfer={"copy_way": way, "step_timeout_ms": 60_000})
+    with EmbeddedServer(settings) as server:
         engine = Engine(machine, server)
         try:
             assert engine.agent.wait_warm(PATIENCE_S)

@@ -232,7 +232,7 @@ def test_nothing_of_ours_invalidates_a_graph_that_is_captured(arena: SharedMemor
             poller.watch(event, fired.set)
             machine.run()
             assert fired.wait(20)
-            assert poller.close()
+            assert poller.close(20)
             bench.device.unpin(arena.address)
         except BaseException as error:  # noqa: BLE001 - the test's thread raises it
             failed.append(error)

@@ -17,15 +17,21 @@ TINY = pytest.mark.parametrize(
 )
 
 
+PATIENT = {"wait_s": 20.0, "lookup_timeout_s": 20.0}  # of an agent
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(Settings(pool=PoolSettings(size=32 << 20, warm=False))) as running:
+    settings = Settings(pool=PoolSettings(size=32 << 20, warm=False), transfer={"step_timeout_ms": 60_000})
+    with EmbeddedServer(settings) as running:
         yield running
 
 
 def served(server: EmbeddedServer, config, engine_id: str, mode="layerwise") -> tuple[Engine, LayerflowConnection]:
     engine = Engine(config)
-    return engine, attach(engine, server.endpoint, engine_id, mode=mode, chunk_tokens=64, context=server.context)
+    return engine, attach(
+        engine, server.endpoint, engine_id, mode=mode, chunk_tokens=64, context=server.context, **PATIENT
+    )
 
 
 @TINY
@@ -64,7 +70,9 @@ def test_an_engine_whose_server_is_away_computes_everything(tmp_path):
 @TINY
 @pytest.mark.parametrize("decoded", [False, True])
 def test_the_answer_is_part_of_the_next_hit_only_if_the_operator_wants_it(config, decoded):
-    settings = Settings(pool=PoolSettings(size=16 << 20), transfer={"save_decode_cache": decoded})
+    settings = Settings(
+        pool=PoolSettings(size=16 << 20), transfer={"save_decode_cache": decoded, "step_timeout_ms": 60_000}
+    )
     prompt, answer = passage(100), 100
     with EmbeddedServer(settings) as server:
         writer, first = served(server, config, "writer")
