@@ -104,9 +104,13 @@ class Generator:
         return self._of(kind)
 
 
-def flood(pipe: Connection, endpoint: str, seed: int, count: int) -> None:
-    """Send `count` messages from one connection, which is closed and opened anew now and then; then say which kinds."""
-    os.nice(19)  # what is measured is the server, not four senders that take its cores
+def flood(pipe: Connection, endpoint: str, seed: int, count: int, gives_way: bool) -> None:
+    """Send `count` messages from one connection, which is closed and opened anew now and then; then say which kinds.
+
+    :param gives_way: to all else on this machine: what is measured is the server, not four senders that take its cores.
+    """
+    if gives_way:
+        os.nice(19)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     spec = small_spec(2, content="hostile")
     generator, rng = Generator(seed, spec), random.Random(seed)

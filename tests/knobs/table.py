@@ -1,6 +1,7 @@
 """Each setting that touches transfers: a smallest sensible value, the default, and a large one.
 
-No deadline is shorter than by default: a machine that stands still for some seconds would be taken for a finding.
+No deadline is shorter than by default, but for that of a lookup, which is asked again: a machine that stands still for
+some seconds would be taken for a finding.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "pool.link_gbps": (0.05, 0.0, 1000.0),
     "pool.link_latency_us": (500, 0),
     "pool.write_backlog": ("1MiB", "1GiB", "1TiB"),
-    "pool.lookup_timeout_ms": (20, 100, 86_400_000),  # what is answered later is asked again, see Passage.load
+    "pool.lookup_timeout_ms": (20, 100, 86_400_000),
     "pool.fetch_timeout_ms": (10_000, 86_400_000),
     "pool.host_timeout_ms": (5000, 86_400_000),
 }
