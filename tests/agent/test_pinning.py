@@ -225,6 +225,7 @@ def test_pinning_pauses_for_a_capture(machine: Machine, server: EmbeddedServer) 
 
         thread = threading.Thread(target=captures)
         thread.start()
+        assert eventually(lambda: engine.agent._gate._captures, PATIENCE_S)
         assert not entered.wait(0.05), "the driver pins a piece: the capture waits for that"
         let(machine, 1)
         assert entered.wait(PATIENCE_S)

@@ -1,6 +1,7 @@
 """A process that writes objects until it is killed: ``disk_writer.py FOLDER NONCE SEED``.
 
-Says ``.`` before and after each call, and ``c`` when an object is complete.
+Says ``.`` before and after each call, and ``c`` when an object is complete; each is waited for once :data:`SIGNS_BYTES`
+of them are unread.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from pathlib import Path
 from hosts.disk_bench import DiskBench
 from layerflow_testing import OK, outcomes, put, soon
 
+SIGNS_BYTES = 4096
+CAPACITY = 64 << 20
+"""More than it writes until then: who kills it late has lost nothing either."""
+
 
 def main(folder: str, nonce: str, seed: int) -> None:
-    bench = DiskBench(Path(folder))
+    bench = DiskBench(Path(folder), CAPACITY)
     bench.nonce = bytes.fromhex(nonce)
     backend = bench.first.backend
     for i in count():

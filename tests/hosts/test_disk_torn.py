@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 import layerflow_testing
 from hosts.disk_bench import DiskBench, files, torn
+from hosts.disk_writer import CAPACITY, SIGNS_BYTES
 from layerflow_testing import ARENA, BROKEN, OK, load, outcomes, put, save, soon
 
 CHILD = Path(__file__).with_name("disk_writer.py")
@@ -104,11 +106,14 @@ def test_a_write_cut_at_any_system_call(tmp_path, monkeypatch, half):
         with monkeypatch.context() as patch:
             for name in calls:
                 patch.setattr(os, name, counted(name))
+            gc.disable()  # what it closes is not the tier's
             try:
                 assert save(bench, bench.first, [one]) == [OK]
                 done = True
             except Cut:
                 done = False
+            finally:
+                gc.enable()
         cuts += not done
         bench.restart()
         there = bench.first.backend.lookup([old.key, one.key], soon())
@@ -208,6 +213,7 @@ def kill_a_writer(bench: DiskBench, seed: int) -> int:
     child = subprocess.Popen(
         [sys.executable, str(CHILD), str(bench.path), bench.nonce.hex(), str(seed)],
         stdout=subprocess.PIPE,
+        pipesize=SIGNS_BYTES,
         env=os.environ | {"PYTHONPATH": f"{CHILD.parents[1]}:{Path(layerflow_testing.__file__).parents[1]}"},
     )
     assert child.stdout is not None
@@ -230,7 +236,7 @@ def kill_a_writer(bench: DiskBench, seed: int) -> int:
 def test_a_killed_writer(bench, kills):
     for seed in range(kills):
         done = kill_a_writer(bench, seed)
-        bench.restart()
+        bench.restart(capacity=CAPACITY)
         assert torn(bench.path) == []
         things = [bench.thing((seed, i), blocks=1 + i % 5, layers=6) for i in range(done + 4)]
         there = bench.first.backend.lookup([thing.key for thing in things], soon())
