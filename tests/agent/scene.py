@@ -18,8 +18,8 @@ from layerflow.device import device_for
 from layerflow.device.base import Device
 from layerflow.keys import Chain
 from layerflow.places import NOWHERE
-from layerflow.wire import codec
 from layerflow.wire.messages import Batch, Plan, PlanPart
+from layerflow.wire.packing import pack_u32, pack_u64
 
 SPEC = small_spec(2)
 BLOCKS = 8
@@ -53,7 +53,7 @@ class Scene:
         )
         self.bound: list[Numbered] = []
         offsets = [[0, NOWHERE if missing else 4096], [8192, 12288]]
-        plans = [PlanPart(codec.pack_u64(places), codec.pack_u32([4, 4])) for places in offsets]
+        plans = [PlanPart(pack_u64(places), pack_u32([4, 4])) for places in offsets]
         self.step.planned(Plan(1, plans, []), self._bind)
         self.batches = [self._batch(number, layer) for number, layer in enumerate(range(2), 1)]
         for batch in self.batches if granted else ():

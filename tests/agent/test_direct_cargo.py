@@ -12,8 +12,8 @@ from layerflow.errors import LayerflowError
 from layerflow.keys import object_key
 from layerflow.objects import object_bytes
 from layerflow.places import NOWHERE
-from layerflow.wire import codec
 from layerflow.wire.messages import Plan, PlanPart
+from layerflow.wire.packing import pack_u32, pack_u64, unpack_u64
 
 SPEC = small_spec()
 GROUP = SPEC.groups[0]
@@ -45,7 +45,7 @@ def answer(loads: LeasedParts, saves: LeasedParts) -> Plan:
 
     def row(one: PartDescriptor) -> PlanPart:
         count = len(one.pieces)
-        return PlanPart(codec.pack_u64([0] * count), codec.pack_u32([4] * count))
+        return PlanPart(pack_u64([0] * count), pack_u32([4] * count))
 
     return Plan(1, [row(one) for one in loads.left()], [row(one) for one in saves.left()])
 
@@ -90,8 +90,8 @@ def test_the_plan_gets_the_addresses_and_the_core_numbers_the_same_blocks() -> N
 
 def test_what_the_server_does_not_want_stays_out() -> None:
     loads = side([part("a", 1, 2)], 1 << 40)
-    [plan] = loads.fill([PlanPart(codec.pack_u64([0, NOWHERE]), codec.pack_u32([4, 0]))])
-    assert codec.unpack_u64(plan.offsets, 2, "").tolist() == [1 << 40, NOWHERE]
+    [plan] = loads.fill([PlanPart(pack_u64([0, NOWHERE]), pack_u32([4, 0]))])
+    assert unpack_u64(plan.offsets, 2, "").tolist() == [1 << 40, NOWHERE]
 
 
 def test_a_plan_of_other_parts_is_refused() -> None:

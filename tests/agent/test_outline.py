@@ -24,8 +24,8 @@ from layerflow.errors import LayerflowError, SpecError
 from layerflow.keys import Chain
 from layerflow.places import NOWHERE
 from layerflow.spec import GroupSpec, ModelSpec, Plane
-from layerflow.wire import codec
 from layerflow.wire.messages import PlanPart
+from layerflow.wire.packing import pack_u32, pack_u64
 
 ROOT = b"r" * 16
 PLANE = (Plane("kv", "uint8", (1,)),)
@@ -158,7 +158,7 @@ def test_the_numbering(data: st.DataObject) -> None:
         [NOWHERE if data.draw(st.booleans()) else 4096 * (100 * at + piece) for piece in range(len(part.pieces))]
         for at, part in enumerate(parts)
     ]
-    plans = [PlanPart(codec.pack_u64(row), codec.pack_u32([9] * len(row))) for row in places]
+    plans = [PlanPart(pack_u64(row), pack_u32([9] * len(row))) for row in places]
     numbered = number_blocks(parts, plans, loading=True)
     for group in range(2):
         expected = [
@@ -184,11 +184,11 @@ def test_a_plan_that_does_not_fit(wrong: str) -> None:
     parts: list[PartDescriptor] = describe_loads(
         spec, [StepRequest("r", chain, tables(spec, 20), load=(0, 16), hit=Hit(16))]
     )
-    offsets = codec.pack_u64([0, 64])
+    offsets = pack_u64([0, 64])
     plans = {
         "fewer parts": [],
-        "fewer objects": [PlanPart(offsets[:8], codec.pack_u32([4]))],
-        "torn numbers": [PlanPart(offsets[:-1], codec.pack_u32([4, 4]))],
+        "fewer objects": [PlanPart(offsets[:8], pack_u32([4]))],
+        "torn numbers": [PlanPart(offsets[:-1], pack_u32([4, 4]))],
     }
     with pytest.raises(LayerflowError):
         number_blocks(parts, plans[wrong], loading=True)
@@ -235,9 +235,7 @@ def test_an_outline_survives_pickling(spec: ModelSpec, data: st.DataObject) -> N
     for parts, loading in ((loads, True), (saves, False)):
         copies = pickle.loads(pickle.dumps(parts))
         plans = [
-            PlanPart(
-                codec.pack_u64([64 * at for at in range(len(part.pieces))]), codec.pack_u32([9] * len(part.pieces))
-            )
+            PlanPart(pack_u64([64 * at for at in range(len(part.pieces))]), pack_u32([9] * len(part.pieces)))
             for part in parts
         ]
         before, after = number_blocks(parts, plans, loading), number_blocks(copies, plans, loading)

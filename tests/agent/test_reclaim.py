@@ -22,8 +22,8 @@ from layerflow.errors import SpecError
 from layerflow.keys import Chain
 from layerflow.places import NOWHERE
 from layerflow.server import EmbeddedServer
-from layerflow.wire import codec
 from layerflow.wire.messages import Batch, PlanPart
+from layerflow.wire.packing import pack_u64
 
 Embed = Callable[..., EmbeddedServer]
 LONG_S = 20.0
@@ -243,7 +243,7 @@ class Saves:
         parts = describe_saves(SPEC, requests, partial=False)
         self.reads = SaveReads(parts, LAYERS, WHOLE)
         plans = [
-            PlanPart(codec.pack_u64([NOWHERE if part.request == "b" else 0, 4096]), b"") for part in parts
+            PlanPart(pack_u64([NOWHERE if part.request == "b" else 0, 4096]), b"") for part in parts
         ]  # parts: a full, a sliding, b full, b sliding
         self.numbered = number_blocks(parts, plans, loading=False)
         if planned:

@@ -79,6 +79,15 @@ def test_a_running_server_is_looked_at_emptied_and_examined(environment, endpoin
     assert doctor.returncode == 0 and "copy loop" in doctor.stdout, doctor.stderr
 
 
+def test_looking_at_a_server_loads_no_numpy(environment, endpoint, tmp_path):
+    """A third of what such a command would cost."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
+    bare = environment | {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])}
+    for command in (["status"], ["purge"]):
+        done = answered(bare, *command, "--endpoint", endpoint)
+        assert done.returncode == 0, done.stderr
+
+
 def test_settings_are_shown_and_the_proxy_listens(environment):
     config = layerflow(environment, "config", "--json")
     assert config.returncode == 0 and json.loads(config.stdout)

@@ -20,9 +20,10 @@ from layerflow.spec import ModelSpec
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
 from layerflow.wire.messages import Message
+from layerflow.wire.packing import pack_u32
 
 DIGEST = bytes(DIGEST_BYTES)
-U32 = codec.pack_u32
+U32 = pack_u32
 
 
 class Hostile:

@@ -15,7 +15,8 @@ from layerflow.hosts.lanes.lane import BackendCalls, Lane
 from layerflow.hosts.objects import places_of
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.host_messages import EndWrite, Objects, Push, ToServer, Write, pack_u32, pack_u64
+from layerflow.wire.host_messages import EndWrite, Objects, Push, ToServer, Write
+from layerflow.wire.packing import pack_u32, pack_u64
 
 PATIENCE_S = 20.0
 

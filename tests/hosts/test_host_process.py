@@ -37,8 +37,8 @@ from layerflow.wire.host_messages import (
     Up,
     Written,
     split_keys,
-    unpack_u32,
 )
+from layerflow.wire.packing import list_u32
 
 pytestmark = pytest.mark.usefixtures("fake_on_path")
 
@@ -88,7 +88,7 @@ async def test_an_index_comes_in_pieces(holds: int, pieces: list[int]) -> None:
         held = [await it.hear(Indexed) for _ in pieces]
         assert [len(split_keys(piece.keys)) for piece in held] == pieces
         assert [piece.last for piece in held] == [False] * (len(pieces) - 1) + [True]
-        blocks = [count for piece in held for count in unpack_u32(piece.blocks)]
+        blocks = [count for piece in held for count in list_u32(piece.blocks)]
         assert blocks == list(range(1, holds + 1))
 
 

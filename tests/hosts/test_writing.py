@@ -8,7 +8,8 @@ from e2e.known import eventually
 from hosts.bench import Bench, MakeBench, Thing
 from layerflow.hosts.backend import ObjectStatus, Unreachable
 from layerflow.hosts.lanes.write import WriteLane
-from layerflow.wire.host_messages import Drop, EndWrite, Push, Write, Written, pack_u32
+from layerflow.wire.host_messages import Drop, EndWrite, Push, Write, Written
+from layerflow.wire.packing import pack_u32
 
 
 def start(bench: Bench, *messages: Any) -> WriteLane:

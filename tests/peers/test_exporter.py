@@ -25,7 +25,8 @@ from layerflow.hosts.peer.serving import MAX_GREETING, MAX_LINKS_OF_READER, Link
 from layerflow.hosts.peer.streams import LinkClosed, LinkStalled, receive
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.host_messages import Extend, Lend, pack_u32, pack_u64
+from layerflow.wire.host_messages import Extend, Lend
+from layerflow.wire.packing import pack_u32, pack_u64
 from layerflow.wire.peer_link import (
     CHALLENGE,
     GONE,

@@ -15,7 +15,8 @@ from layerflow.hosts.peer.seal import RangeSeal
 from layerflow.hosts.peer.serving import Links
 from layerflow.objects import pack_header
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.host_messages import Lend, pack_u32, pack_u64
+from layerflow.wire.host_messages import Lend
+from layerflow.wire.packing import pack_u32, pack_u64
 from layerflow.wire.peer_link import HEAD, TAIL, Origin, reader_key_of
 from peers.relay import Relay
 

@@ -19,7 +19,8 @@ from layerflow.hosts.peer.windowed.plane import DataPlane, Hanging, LinkFailed, 
 from layerflow.hosts.peer.windowed.reading import WindowedLink
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.host_messages import Lend, pack_u32, pack_u64
+from layerflow.wire.host_messages import Lend
+from layerflow.wire.packing import pack_u32, pack_u64
 from layerflow.wire.peer_link import Origin, reader_key_of
 
 INCARNATION, TOKEN, READER = b"i" * 16, b"t" * 16, b"r" * 16

@@ -18,8 +18,8 @@ from layerflow.errors import RemoteError
 from layerflow.flow.events import Direction
 from layerflow.places import NOWHERE
 from layerflow.server import EmbeddedServer, behind
-from layerflow.wire import codec
 from layerflow.wire import messages as wire
+from layerflow.wire.packing import pack_u32, unpack_u32, unpack_u64
 
 PATIENCE_S = 20.0
 SPEC = small_spec()
@@ -82,12 +82,12 @@ def opening(number: int, loads: list[wire.LoadPart], saves: list[wire.SavePart])
 
 
 def load(chunks: int, counts: int = 4) -> wire.LoadPart:
-    return wire.LoadPart("one", 0, bytes(range(16)) * chunks, codec.pack_u32([counts] * chunks), 0, b"")
+    return wire.LoadPart("one", 0, bytes(range(16)) * chunks, pack_u32([counts] * chunks), 0, b"")
 
 
 def save(chunks: int) -> wire.SavePart:
     digests = b"".join(bytes([n]) * 16 for n in range(chunks))
-    return wire.SavePart("two", 0, digests, codec.pack_u32([4] * chunks), codec.pack_u32([16] * chunks), b"")
+    return wire.SavePart("two", 0, digests, pack_u32([4] * chunks), pack_u32([16] * chunks), b"")
 
 
 def test_the_welcome_says_what_a_client_is_made_from(worker: Worker) -> None:
@@ -96,9 +96,9 @@ def test_the_welcome_says_what_a_client_is_made_from(worker: Worker) -> None:
 
 def test_a_step_is_scheduled_and_the_arena_left_alone(context: EmbeddedServer, worker: Worker) -> None:
     plan = worker.ask(opening(1, [load(2)], [save(3)]), wire.Plan)
-    assert codec.unpack_u64(plan.loads[0].offsets, 2, "").tolist() == [0, 0]
-    assert codec.unpack_u32(plan.loads[0].stored, 2, "").tolist() == [4, 4]
-    assert codec.unpack_u64(plan.saves[0].offsets, 3, "").tolist() == [0, 0, 0]
+    assert unpack_u64(plan.loads[0].offsets, 2, "").tolist() == [0, 0]
+    assert unpack_u32(plan.loads[0].stored, 2, "").tolist() == [4, 4]
+    assert unpack_u64(plan.saves[0].offsets, 3, "").tolist() == [0, 0, 0]
     moved = {Direction.LOAD: 0, Direction.SAVE: 0}
     computed = wire.Report(progress=[wire.Progress(1, 3, 4)])
     worker.conversation.send(computed)
@@ -117,7 +117,7 @@ def test_a_step_is_scheduled_and_the_arena_left_alone(context: EmbeddedServer, w
 
 
 def test_a_load_of_more_than_its_object_holds_is_refused(worker: Worker) -> None:
-    part = wire.LoadPart("one", 0, bytes(16), codec.pack_u32([2]), 4, bytes(16))
+    part = wire.LoadPart("one", 0, bytes(16), pack_u32([2]), 4, bytes(16))
     with pytest.raises(RemoteError, match="2 blocks are loaded of the 1"):
         worker.ask(opening(1, [part], []), wire.Plan)
 
@@ -139,6 +139,6 @@ def test_a_server_without_it_refuses(embed: Callable[..., EmbeddedServer]) -> No
 def test_a_worker_may_go_through_the_arena_all_the_same(context: EmbeddedServer) -> None:
     worker = Worker(context, direct=False)
     plan = worker.ask(opening(1, [], [save(1)]), wire.Plan)
-    assert codec.unpack_u64(plan.saves[0].offsets, 1, "").tolist() != [NOWHERE]
+    assert unpack_u64(plan.saves[0].offsets, 1, "").tolist() != [NOWHERE]
     assert context.call(context.server.pool.statistics).half_written == 1  # type: ignore[attr-defined]
     worker.close()

@@ -18,6 +18,7 @@ from layerflow.server.peers.reading import handoffs as reading
 from layerflow.server.peers.reading.attachment import Attachment
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
+from layerflow.wire.packing import pack_u32, pack_u64
 from server.raw import RawClient
 from server.support import Embed, worker_on
 
@@ -56,9 +57,9 @@ class Owner:
     def answer(self, lookup: wire.PeerLookup, lease: int) -> None:
         """Lend all of what was asked, late as it may be."""
         n = len(lookup.keys) // 24
-        one = codec.pack_u32([1] * n)
-        zeros = codec.pack_u32([0] * n)
-        states, nbytes = bytes([wire.STORED]) * n, codec.pack_u64([1 << 12] * n)
+        one = pack_u32([1] * n)
+        zeros = pack_u32([0] * n)
+        states, nbytes = bytes([wire.STORED]) * n, pack_u64([1 << 12] * n)
         found = wire.PeerFound(
             lookup.id, lease, bytes(16), 1000, states, nbytes, one, one, zeros, zeros, lease_key=bytes(32)
         )

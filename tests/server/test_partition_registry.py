@@ -24,8 +24,8 @@ from layerflow.wire.host_messages import (
     Write,
     Written,
     split_keys,
-    unpack_u64,
 )
+from layerflow.wire.packing import list_u64
 from server.support import Memory
 
 HEADS = 12
@@ -77,7 +77,7 @@ class Node:
             message = self.told.pop(0)
             match message:
                 case Fetch() | Write():
-                    offsets = unpack_u64(message.objects.offsets)
+                    offsets = list_u64(message.objects.offsets)
                     self.places[message.id] = list(zip(split_keys(message.objects.keys), offsets, strict=True))
                 case Pull():
                     lost = []

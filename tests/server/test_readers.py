@@ -20,6 +20,7 @@ from layerflow.server.peers.lending import lending
 from layerflow.system import numbers
 from layerflow.wire import codec
 from layerflow.wire import messages as wire
+from layerflow.wire.packing import unpack_u32, unpack_u64
 from server.raw import RawClient, RawReader
 from server.support import Embed, worker_on
 
@@ -67,7 +68,7 @@ def test_a_key_that_is_named_again_is_lent_once(embed: Embed, reader_of: Readers
     assert sum(found.states) == len(keys) and found.states[0] == wire.STORED
     assert found.states[4001:] == bytes([wire.STORED]) * (len(keys) - 1)
     assert pinned(server) == len(keys)
-    nbytes = int(codec.unpack_u64(found.nbytes, len(found.states), "nbytes").sum())
+    nbytes = int(unpack_u64(found.nbytes, len(found.states), "nbytes").sum())
     assert server.call(lambda: server.server.peers.lending.counts()["lent_bytes"]) == nbytes
     reader.say(wire.PeerRelease(found.lease))
     assert eventually(lambda: pinned(server) == 0)
@@ -79,7 +80,7 @@ def test_what_the_share_has_no_room_for_takes_no_pin_of_what_is_lent(embed: Embe
     reader = reader_of(server)
     whole = RawReader(server, "other")
     whole.look(keys[:1])
-    each = int(codec.unpack_u64(whole.hear(wire.PeerFound).nbytes, 1, "nbytes")[0])
+    each = int(unpack_u64(whole.hear(wire.PeerFound).nbytes, 1, "nbytes")[0])
     whole.close()
     assert eventually(lambda: pinned(server) == 0)
     arena = server.call(lambda: server.server._arena.nbytes)
@@ -200,6 +201,6 @@ def hand_off(scheduler: RawClient, worker: Hostile, reader: RawReader, number: i
     asked = reader.look([object_key(digest, 0, SPEC.shard) for digest in digests], 60_000, name, 20_000)
     found = reader.hear(wire.PeerFound)
     assert found.id == asked and found.lease
-    saves = codec.unpack_u32(found.saves, 2, "saves").tolist()
+    saves = unpack_u32(found.saves, 2, "saves").tolist()
     assert saves[0] == saves[1], "one step stores both"
     return list(found.states)

@@ -13,7 +13,8 @@ import pytest
 from layerflow.config.settings import PoolSettings
 from layerflow.hosts.backend import IndexEntry
 from layerflow.server.tier.tier import FREED_PER_SLICE, Tier
-from layerflow.wire.host_messages import Down, Evicted, Indexed, ToServer, Up, pack_u32
+from layerflow.wire.host_messages import Down, Evicted, Indexed, ToServer, Up
+from layerflow.wire.packing import pack_u32
 
 KEYS = [bytes([number]) * 24 for number in range(4)]
 

@@ -61,9 +61,8 @@ from layerflow.wire.host_messages import (
     Write,
     Written,
     split_keys,
-    unpack_u32,
-    unpack_u64,
 )
+from layerflow.wire.packing import list_u32, list_u64
 
 LAYERS = 4
 NBYTES = HEADER_BYTES + LAYERS * 1024
@@ -194,8 +193,8 @@ def world():
 def test_what_comes_is_in_the_arena_once_whole_and_leaves_the_book(world):
     fetch = world.begin(1, 2)
     assert split_keys(fetch.objects.keys) == [key(1), key(2)]
-    assert unpack_u64(fetch.objects.layer_bytes) == [1024, 1024]
-    assert unpack_u64(fetch.objects.offsets) == [world.fetches.coming(key(name)).offset for name in (1, 2)]
+    assert list_u64(fetch.objects.layer_bytes) == [1024, 1024]
+    assert list_u64(fetch.objects.offsets) == [world.fetches.coming(key(name)).offset for name in (1, 2)]
     assert world.said(Pull) == [Pull(fetch.id, 1, 0, 2, 0, LAYERS)]
     assert world.pool.lookup([key(1), key(2)]) == [False, False]
     world.heard()
@@ -348,7 +347,7 @@ def test_what_was_aborted_is_dropped_and_its_room_is_free(world):
     [write] = world.said(Write)
     assert not world.said(Drop), "a batch may still write its room"
     world.store()
-    assert [unpack_u32(drop.positions) for drop in world.said(Drop)] == [[1]]
+    assert [list_u32(drop.positions) for drop in world.said(Drop)] == [[1]]
     world.write_all()
     assert world.written == [key(1), key(3)] and world.failed == []
     assert world.said(EndWrite) == [EndWrite(write.id)] and world.pool.statistics().pinned == 0
@@ -369,7 +368,7 @@ def test_a_session_that_is_lost_leaves_nothing(world):
     world.store(2)
     world.emit([SessionLost(STEP[0])])
     [write] = world.said(Write)
-    assert [unpack_u32(drop.positions) for drop in world.said(Drop)] == [[0]]
+    assert [list_u32(drop.positions) for drop in world.said(Drop)] == [[0]]
     world.write_all()
     assert world.written == [] and len(world.writes) == 0 and world.sent[-1] == EndWrite(write.id)
 

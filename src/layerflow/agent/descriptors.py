@@ -18,8 +18,8 @@ from layerflow.errors import LayerflowError, SpecError
 from layerflow.keys import DIGEST_BYTES
 from layerflow.places import NOWHERE
 from layerflow.spec import GroupSpec, ModelSpec
-from layerflow.wire import codec
 from layerflow.wire.messages import LoadPart, PlanPart, SavePart
+from layerflow.wire.packing import pack_u32, unpack_u32, unpack_u64
 
 
 class ObjectDescriptor(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class PartDescriptor:
 
     def save_message(self) -> SavePart:
         """As the protocol has it."""
-        tokens = codec.pack_u32([piece.tokens for piece in self.pieces])
+        tokens = pack_u32([piece.tokens for piece in self.pieces])
         blocks = b"".join(piece.block_digests for piece in self.pieces)
         return SavePart(self.request, self.group, self._digests(), self._counts(), tokens, self.parent, blocks)
 
@@ -81,7 +81,7 @@ class PartDescriptor:
         return b"".join(piece.digest for piece in self.pieces)
 
     def _counts(self) -> bytes:
-        return codec.pack_u32([len(piece.blocks) for piece in self.pieces])
+        return pack_u32([len(piece.blocks) for piece in self.pieces])
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +217,9 @@ def number_blocks(parts: Sequence[PartDescriptor], plans: Sequence[PlanPart], lo
         raise LayerflowError(f"the server planned {len(plans)} parts where {len(parts)} were asked for")
     groups: dict[int, list[Numbered]] = {}
     for position, (part, plan) in enumerate(zip(parts, plans, strict=True)):
-        offsets = codec.unpack_u64(plan.offsets, len(part.pieces), "plan offsets")
+        offsets = unpack_u64(plan.offsets, len(part.pieces), "plan offsets")
         rows = np.array([(piece.blocks.start, len(piece.blocks), piece.index) for piece in part.pieces], np.int64)
-        held = codec.unpack_u32(plan.stored, len(part.pieces), "plan stored") if loading else rows[:, 1]
+        held = unpack_u32(plan.stored, len(part.pieces), "plan stored") if loading else rows[:, 1]
         there = offsets != NOWHERE
         if not there.all():
             rows, held, offsets = rows[there], held[there], offsets[there]

@@ -10,17 +10,8 @@ from layerflow.errors import ExtentError, ProtocolError
 from layerflow.hosts.backend import BackendInfo, IndexEntry, ObjectLocation
 from layerflow.keys import KEY_BYTES
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.host_messages import (
-    Evicted,
-    Indexed,
-    Objects,
-    ToServer,
-    Up,
-    pack_u32,
-    split_keys,
-    unpack_u32,
-    unpack_u64,
-)
+from layerflow.wire.host_messages import Evicted, Indexed, Objects, ToServer, Up, split_keys
+from layerflow.wire.packing import list_u32, list_u64, pack_u32
 
 
 def places_of(objects: Objects, arena: SharedMemory) -> list[ObjectLocation]:
@@ -31,9 +22,9 @@ def places_of(objects: Objects, arena: SharedMemory) -> list[ObjectLocation]:
     """
     keys = split_keys(objects.keys)
     try:
-        offsets, sizes = unpack_u64(objects.offsets), unpack_u64(objects.layer_bytes)
-        blocks, tokens = unpack_u32(objects.blocks), unpack_u32(objects.tokens)
-        positions = unpack_u32(objects.positions) if objects.origin else [0] * len(keys)
+        offsets, sizes = list_u64(objects.offsets), list_u64(objects.layer_bytes)
+        blocks, tokens = list_u32(objects.blocks), list_u32(objects.tokens)
+        positions = list_u32(objects.positions) if objects.origin else [0] * len(keys)
     except ValueError as error:
         raise ProtocolError(f"the objects of a job do not fit together: {error}") from None
     if {len(offsets), len(sizes), len(blocks), len(tokens), len(positions)} != {len(keys)} or objects.layers < 1:

@@ -10,7 +10,6 @@ from collections.abc import Generator
 from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
-import numpy as np
 
 from layerflow.errors import ProtocolError, VersionMismatch
 from layerflow.wire import messages
@@ -201,38 +200,6 @@ def _decode(decoder: Any, frame: bytes, max_bytes: int) -> Any:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a valid message: {error}") from error
-
-
-def pack_u32(values: Any) -> bytes:
-    """Integers to little-endian uint32 bytes."""
-    return np.asarray(values, dtype="<u4").tobytes()
-
-
-def pack_u64(values: Any) -> bytes:
-    """Integers to little-endian uint64 bytes."""
-    return np.asarray(values, dtype="<u8").tobytes()
-
-
-def unpack_u32(raw: bytes, count: int, what: str) -> np.ndarray:
-    """Exactly `count` uint32 as an int64 array.
-
-    :raises ProtocolError: another length.
-    """
-    return _unpack(raw, "<u4", 4, count, what).astype(np.int64)
-
-
-def unpack_u64(raw: bytes, count: int, what: str) -> np.ndarray:
-    """Exactly `count` uint64.
-
-    :raises ProtocolError: another length.
-    """
-    return _unpack(raw, "<u8", 8, count, what)
-
-
-def _unpack(raw: bytes, dtype: str, width: int, count: int, what: str) -> np.ndarray:
-    if len(raw) != width * count:
-        raise ProtocolError(f"{what}: {len(raw)} bytes where {count} numbers of {width} bytes belong")
-    return np.frombuffer(raw, dtype=dtype)
 
 
 DIGESTS_PER_SLICE = 4096

@@ -11,7 +11,6 @@ import struct
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from layerflow.errors import ProtocolError
 from layerflow.keys import KEY_BYTES
@@ -365,23 +364,3 @@ def split_keys(packed: bytes) -> list[bytes]:
     if len(packed) % KEY_BYTES:
         raise ProtocolError(f"{len(packed)} bytes are no whole number of {KEY_BYTES}-byte keys")
     return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
-
-
-def pack_u32(values: list[int]) -> bytes:
-    """Little-endian."""
-    return np.asarray(values, dtype="<u4").tobytes()
-
-
-def pack_u64(values: list[int]) -> bytes:
-    """Little-endian."""
-    return np.asarray(values, dtype="<u8").tobytes()
-
-
-def unpack_u32(packed: bytes) -> list[int]:
-    """Inverse of :func:`pack_u32`."""
-    return list(np.frombuffer(packed, dtype="<u4").tolist())
-
-
-def unpack_u64(packed: bytes) -> list[int]:
-    """Inverse of :func:`pack_u64`."""
-    return list(np.frombuffer(packed, dtype="<u8").tolist())

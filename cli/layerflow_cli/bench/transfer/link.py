@@ -29,7 +29,8 @@ from layerflow.hosts.peer.windowed.plane import Window
 from layerflow.links import links
 from layerflow.objects import HEADER_BYTES, pack_header
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.host_messages import Frames, Lend, Start, Stop, Up, decode_to_server, encode, pack_u32, pack_u64
+from layerflow.wire.host_messages import Frames, Lend, Start, Stop, Up, decode_to_server, encode
+from layerflow.wire.packing import pack_u32, pack_u64
 from layerflow.wire.peer_link import LINK_KEY_BYTES, Origin, reader_key_of
 
 LAYERS = 32

@@ -13,8 +13,8 @@ from layerflow.agent.hit_plan import columns_of
 from layerflow.agent.step.residents import Residents
 from layerflow.objects import HEADER_BYTES
 from layerflow.spec import ModelSpec
-from layerflow.wire import codec
 from layerflow.wire.messages import PlanPart
+from layerflow.wire.packing import pack_u32
 
 
 class Placed(NamedTuple):
@@ -52,7 +52,7 @@ class Placing:
             if own is None:
                 return None
             rows.append(own)
-            parts.append(PlanPart(own[:, 0].tobytes(), codec.pack_u32(self._stored(part))))
+            parts.append(PlanPart(own[:, 0].tobytes(), pack_u32(self._stored(part))))
         every = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if every[:, 0].max() > arena.memory.nbytes - HEADER_BYTES or (every[:, 0] & 7).any():
             return None

@@ -16,8 +16,8 @@ from layerflow.objects import layer_bytes
 from layerflow.ops.paged import Int64
 from layerflow.places import NOWHERE
 from layerflow.spec import ModelSpec
-from layerflow.wire import codec
 from layerflow.wire.messages import LoadPart, Plan, PlanPart, SavePart
+from layerflow.wire.packing import pack_u32, pack_u64, unpack_u64
 
 
 class LeasedObject(NamedTuple):
@@ -99,12 +99,12 @@ class LeasedParts:
         stored = [[0] * len(objects) for objects in self.held]
         for at, plan in zip(told, plans, strict=True):
             left = [piece for piece, held in enumerate(self.held[at]) if held is not None]
-            said = codec.unpack_u64(plan.offsets, len(left), "plan offsets").tolist()
+            said = unpack_u64(plan.offsets, len(left), "plan offsets").tolist()
             for piece, offset in zip(left, said, strict=True):
                 held = self.held[at][piece]
                 if offset != NOWHERE and held is not None:
                     offsets[at][piece], stored[at][piece] = held.gva, held.place.blocks
-        return [PlanPart(codec.pack_u64(o), codec.pack_u32(s)) for o, s in zip(offsets, stored, strict=True)]
+        return [PlanPart(pack_u64(o), pack_u32(s)) for o, s in zip(offsets, stored, strict=True)]
 
 
 class StepLeases:

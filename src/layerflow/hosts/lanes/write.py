@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from layerflow.hosts.backend import Backend, ObjectLocation
 from layerflow.hosts.lanes.lane import BackendCalls, HostJob, Patience, TransferLane, refuse
 from layerflow.system.memfd import SharedMemory
-from layerflow.wire.host_messages import Drop, EndWrite, ObjectFailure, Push, Write, Written, unpack_u32
+from layerflow.wire.host_messages import Drop, EndWrite, ObjectFailure, Push, Write, Written
+from layerflow.wire.packing import list_u32
 
 OPEN_PATIENCE_S = 0.5
 """How long a full pool may be tried for one job: it holds up the layers of all the others."""
@@ -94,7 +95,7 @@ class WriteLane(TransferLane[Write | Push | Drop | EndWrite]):
     def _drop(self, message: Drop) -> None:
         job = self._jobs.get(message.id)
         if job is not None:
-            gone = [job.places.pop(at, None) for at in unpack_u32(message.positions)]
+            gone = [job.places.pop(at, None) for at in list_u32(message.positions)]
             self._revoke([place for place in gone if place is not None])
 
     def _revoke(self, places: list[ObjectLocation]) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from layerflow.errors import PoolError
 from layerflow.hosts.peer.seal import MAX_RANGE_BYTES, RangeSeal
 from layerflow.objects import HEADER_BYTES, check_header
-from layerflow.wire.host_messages import Extend, Lend, split_keys, unpack_u32, unpack_u64
+from layerflow.wire.host_messages import Extend, Lend, split_keys
+from layerflow.wire.packing import list_u32, list_u64
 from layerflow.wire.peer_link import GONE, NOT_YET, OUTSIDE, READ, TAG_BYTES, TAIL
 
 LEND_S = 1.0
@@ -95,8 +96,8 @@ class Grants:
 
         :raises PoolError: its lists do not fit together, or it leaves the arena.
         """
-        offsets, nbytes = unpack_u64(message.offsets), unpack_u64(message.nbytes)
-        blocks, stored = unpack_u32(message.blocks), unpack_u64(message.stored)
+        offsets, nbytes = list_u64(message.offsets), list_u64(message.nbytes)
+        blocks, stored = list_u32(message.blocks), list_u64(message.stored)
         keys = split_keys(message.keys)
         if {len(offsets), len(nbytes), len(blocks), len(stored)} != {len(keys)}:
             raise PoolError(f"lease {message.lease}: lists of different lengths")
@@ -113,7 +114,7 @@ class Grants:
         with self._changed:
             grant = self._by_lease.get(message.lease)
             if grant is not None:
-                pairs = zip(unpack_u32(message.positions), unpack_u64(message.stored), strict=True)
+                pairs = zip(list_u32(message.positions), list_u64(message.stored), strict=True)
                 for position, stored in pairs:
                     grant.stored[position] = max(grant.stored[position], stored)
                 self._changed.notify_all()

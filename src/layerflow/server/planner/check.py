@@ -15,6 +15,7 @@ from layerflow.pool.base import NewObject
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import codec
 from layerflow.wire.messages import LoadPart, OpenStep, SavePart
+from layerflow.wire.packing import unpack_u32
 
 MAX_STEP_S = 86_400.0
 
@@ -93,7 +94,7 @@ def check_part(part: LoadPart | SavePart, spec: ModelSpec) -> Wanted:
     """:raises ProtocolError: no such group, or objects without a size that they can have."""
     where = _place(part, spec)
     digests = codec.split_digests(part.digests, where)
-    counts = codec.unpack_u32(part.counts, len(digests), f"{where}, counts")
+    counts = unpack_u32(part.counts, len(digests), f"{where}, counts")
     most = spec.chunk_tokens // spec.groups[part.group].block_size
     if not digests or counts.min() < 1 or counts.max() > most:
         raise ProtocolError(f"{where}: a part has at least one object, and each 1 to {most} blocks")
@@ -121,8 +122,8 @@ def new_objects(part: SavePart, spec: ModelSpec) -> Generator[None, None, list[N
     where = _place(part, spec)
     group: GroupSpec = spec.groups[part.group]
     digests = codec.split_digests(part.digests, where)
-    tokens = codec.unpack_u32(part.tokens, len(digests), f"{where}, tokens")
-    counts = codec.unpack_u32(part.counts, len(digests), f"{where}, counts")
+    tokens = unpack_u32(part.tokens, len(digests), f"{where}, tokens")
+    counts = unpack_u32(part.counts, len(digests), f"{where}, counts")
     if len(part.parent) not in (0, DIGEST_BYTES):
         raise ProtocolError(f"{where}: parent must be empty or {DIGEST_BYTES} bytes")
     unit = spec.block_tokens

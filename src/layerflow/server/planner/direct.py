@@ -11,8 +11,8 @@ from layerflow.server.clients.sessions import ClientSession
 from layerflow.server.planner.book import Opening, StepBook
 from layerflow.server.planner.check import CheckedStep, Wanted
 from layerflow.spec import ModelSpec
-from layerflow.wire import codec
 from layerflow.wire.messages import OpenStep, Plan, PlanPart
+from layerflow.wire.packing import pack_u32, pack_u64
 
 
 def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep) -> Opening:
@@ -35,7 +35,7 @@ def plan_direct(session: ClientSession, message: OpenStep, checked: CheckedStep)
         tuple(_part(wanted) for wanted in loads),
         tuple(_part(wanted) for wanted in saves),
     )
-    load_plan = [PlanPart(_zeros(wanted), codec.pack_u32(_held(spec, wanted))) for wanted in loads]
+    load_plan = [PlanPart(_zeros(wanted), pack_u32(_held(spec, wanted))) for wanted in loads]
     plan = Plan(message.step, load_plan, [PlanPart(_zeros(wanted), b"") for wanted in saves])
     return Opening([event], plan, book, [], full=0, missing=0)
 
@@ -45,7 +45,7 @@ def _part(wanted: Wanted) -> Part:
 
 
 def _zeros(wanted: Wanted) -> bytes:
-    return codec.pack_u64([0] * len(wanted.keys))
+    return pack_u64([0] * len(wanted.keys))
 
 
 def _held(spec: ModelSpec, wanted: Wanted) -> list[int]:

@@ -14,8 +14,8 @@ from layerflow.server.lookup.lookup import stored_object
 from layerflow.server.lookup.plans import plan_owner
 from layerflow.server.planner.book import StepBook
 from layerflow.server.planner.check import Wanted
-from layerflow.wire import codec
 from layerflow.wire.messages import Covered, OpenStep, PlanPart
+from layerflow.wire.packing import pack_u32, pack_u64
 
 if TYPE_CHECKING:
     from layerflow.server.handoffs.follows import Follows, PendingFollow
@@ -78,7 +78,7 @@ def plan_loads(
             objects.append((at + blocks, key))
             blocks += count
         numbered[wanted.group] = at + blocks
-        plans.append(PlanPart(codec.pack_u64(offsets), codec.pack_u32(stored)))
+        plans.append(PlanPart(pack_u64(offsets), pack_u32(stored)))
         if blocks:
             parts.append(Part(wanted.request, wanted.group, blocks, tuple(needs)))
     return plans, parts, bad, covered

@@ -11,8 +11,8 @@ from layerflow.places import NOWHERE
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
 from layerflow.server.planner.book import StepBook
 from layerflow.server.planner.check import Wanted
-from layerflow.wire import codec
 from layerflow.wire.messages import PlanPart
+from layerflow.wire.packing import pack_u64
 
 MOST_MISSED = 16_384
 """Objects that are remembered; of more, the oldest are their worker's turn again."""
@@ -87,5 +87,5 @@ def plan_saves(
             stored, owners = placed.setdefault(wanted.group, ([], []))
             stored += [pair for pair in zip(objects, offsets, strict=True) if pair[1] != NOWHERE]
             owners += [len(parts) - 1] * len(keys)
-        plans.append(PlanPart(codec.pack_u64(offsets), b""))
+        plans.append(PlanPart(pack_u64(offsets), b""))
     return plans, parts, full, placed

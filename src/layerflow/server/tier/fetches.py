@@ -19,7 +19,8 @@ from layerflow.flow.host_events import CallDone, FetchesRevoked, FetchLeased, Fe
 from layerflow.objects import HEADER_BYTES
 from layerflow.pool.base import NewObject, Owner, Pool, ReserveStatus
 from layerflow.system.numbers import ascending
-from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Objects, Pull, ToHost, pack_u32, pack_u64
+from layerflow.wire.host_messages import EndFetch, Fetch, Fetched, Objects, Pull, ToHost
+from layerflow.wire.packing import pack_u32, pack_u64
 
 StepKey = tuple[int, int]
 Lease = tuple[Owner, float, frozenset[bytes]]

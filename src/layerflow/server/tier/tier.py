@@ -45,9 +45,9 @@ from layerflow.wire.host_messages import (
     ToServer,
     Up,
     split_keys,
-    unpack_u32,
 )
 from layerflow.wire.host_messages import Written as WrittenMessage
+from layerflow.wire.packing import list_u32
 
 FREED_PER_SLICE = 2048
 """Entries of an index of no use any more that are freed before anything else may get its turn."""
@@ -352,7 +352,7 @@ class Tier:
 
     def _hold(self, message: Indexed) -> None:
         parents, digests = dict(message.parents), dict(message.block_digests)
-        rows = zip(split_keys(message.keys), unpack_u32(message.blocks), unpack_u32(message.tokens), strict=True)
+        rows = zip(split_keys(message.keys), list_u32(message.blocks), list_u32(message.tokens), strict=True)
         self._index.add(
             IndexEntry(key, blocks, tokens, parents.get(at, b""), digests.get(at, b""))
             for at, (key, blocks, tokens) in enumerate(rows)

@@ -23,6 +23,7 @@ from layerflow.pool.base import NewObject, Owner, Pool
 from layerflow.server.tier.fetches import StepKey, describe
 from layerflow.system.numbers import ascending
 from layerflow.wire import host_messages as wire
+from layerflow.wire.packing import pack_u32
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +200,7 @@ class Writes:
         if command.reason == SHED:
             self.shed_objects += len(known)
         if job.begun and known:
-            self._send(wire.Drop(job.number, wire.pack_u32(known)))
+            self._send(wire.Drop(job.number, pack_u32(known)))
 
     def _end(self, job: WriteJob) -> None:
         mine = self._by_step[job.step]

@@ -9,7 +9,8 @@ from layerflow.objects import HEADER_BYTES, payload_bytes
 from layerflow.pool.base import Located
 from layerflow.server.peers.lending.open_objects import OpenObject
 from layerflow.wire import messages as wire
-from layerflow.wire.host_messages import Lend, pack_u32, pack_u64
+from layerflow.wire.host_messages import Lend
+from layerflow.wire.packing import pack_u32, pack_u64
 
 
 class LentItem(NamedTuple):

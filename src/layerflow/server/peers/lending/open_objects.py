@@ -17,8 +17,9 @@ from layerflow.pool.base import Pool
 from layerflow.server.handoffs.follows import Follows
 from layerflow.spec import GroupSpec, ModelSpec
 from layerflow.wire import messages as wire
-from layerflow.wire.host_messages import Extend, pack_u32, pack_u64
+from layerflow.wire.host_messages import Extend
 from layerflow.wire.messages import Message
+from layerflow.wire.packing import pack_u32, pack_u64
 
 if TYPE_CHECKING:
     from layerflow.server.peers.lending.readers import Lease

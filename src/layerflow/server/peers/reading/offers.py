@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from layerflow.errors import ProtocolError
 from layerflow.server.peers.reading.attachment import Attachment
 from layerflow.wire import messages as wire
-from layerflow.wire.codec import unpack_u32, unpack_u64
+from layerflow.wire.packing import unpack_u32, unpack_u64
 from layerflow.wire.peer_link import LINK_KEY_BYTES
 
 MARGIN = 0.9

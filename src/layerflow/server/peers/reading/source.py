@@ -32,9 +32,9 @@ from layerflow.server.tier.index import NegativeCache
 from layerflow.server.tier.process import HostProcess
 from layerflow.spec import ModelSpec
 from layerflow.wire import messages as wire
-from layerflow.wire.codec import unpack_u32
 from layerflow.wire.host_messages import Fetched, ToServer
 from layerflow.wire.messages import MAX_PEER_KEYS
+from layerflow.wire.packing import unpack_u32
 from layerflow.wire.peer_link import LINK_REST_S, Origin, encode_origin
 
 IMPORTER = "layerflow.hosts.peer.importer:Importer"
