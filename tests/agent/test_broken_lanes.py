@@ -5,6 +5,7 @@ They fail at once, the agent attaches anew, and what comes then is loaded.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,3 +118,15 @@ def test_the_poller_fails(machine: Machine, engine: Engine) -> None:
         assert eventually(lambda: poller._settle.raised, PATIENCE_S)
         assert _attached_anew(engine)
         assert _loads_again(engine, machine)
+
+
+def test_an_agent_that_gets_no_second_thread_leaves_none(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerflow.agent.agent.device_for", lambda _: machine.accelerator())
+    no_thread = _Once(lambda *_: None, RuntimeError("can't start new thread"))
+    monkeypatch.setattr("layerflow.agent.lanes.lanes.SaveLane", no_thread)
+    before = set(threading.enumerate())
+    with EmbeddedServer(Settings(pool={"size": "8MiB"})) as server:
+        with pytest.raises(RuntimeError, match="new thread"):
+            Engine(machine, server)
+        mine = ("layerflow-load", "layerflow-poller")
+        assert eventually(lambda: not [t for t in threading.enumerate() if t not in before and t.name in mine])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -113,13 +114,17 @@ class Lanes:
         self._counters = counters
         self._loaded = loaded
         self.links = (EmulatedLink(0, 0), EmulatedLink(0, 0))
-        self.poller = (
-            Poller(device.kind, prepare=device.leave_captures, lost=link.give_up) if device.kind != "cpu" else None
-        )
+        self.poller: Poller | None = None
         self.doubtful = DoubtfulReads(self._end_save)
-        ends = CopyEnds(self.poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
-        self.load = LoadLane(ends.copied, self._loaded_some, link.give_up)
-        self.save = SaveLane(ends.copied, self._saved_some, link.give_up)
+        with contextlib.ExitStack() as begun:  # each has a thread
+            if device.kind != "cpu":
+                self.poller = Poller(device.kind, prepare=device.leave_captures, lost=link.give_up)
+                begun.callback(self.poller.close)
+            ends = CopyEnds(self.poller, lambda *end: self._ended_batch(*end))  # noqa: PLW0108 - tests replace the method
+            self.load = LoadLane(ends.copied, self._loaded_some, link.give_up)
+            begun.callback(self.load.close)
+            self.save = SaveLane(ends.copied, self._saved_some, link.give_up)
+            begun.pop_all()
 
     def close(self) -> None:
         """Stop the lanes and the poller."""
