@@ -657,6 +657,21 @@ class TestReset:
         house.admit(whole, 0)
         assert house.plan("whole", 150, 0).saves
 
+    @pytest.mark.parametrize("emptied", [True, False])
+    def test_whether_vllm_could_follow_a_reset_is_seen(self, emptied: bool) -> None:
+        """A request without keys, which is not followed here, may have held its blocks."""
+        house = House()
+        table: list[object] = [object()]
+        house.side.own_cache.meet(lambda: table[0])
+        house.side.plan(output({}))
+        if emptied:
+            table[0] = object()
+        house.side.reset()
+        made = house.arrive(hit=Hit(0))
+        house.side.matched(made, 64)
+        house.admit(made, 0)
+        assert bool(house.plan(scheduled=86, computed=64).saves) == emptied
+
     def test_after_a_reset_that_vllm_could_follow_its_own_hits_are_saved_on(self) -> None:
         house = House()
         house.side.reset()

@@ -27,6 +27,11 @@ class OwnCache:
         """
         self._table = table
 
+    @property
+    def is_seen(self) -> bool:
+        """Does this vLLM show what its cache holds?"""
+        return self._table() is not None
+
     def look(self) -> bool:
         """Before the first request of a step starts, or when it is planned: was the cache emptied since the one before?
 

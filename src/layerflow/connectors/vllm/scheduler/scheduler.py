@@ -297,9 +297,11 @@ class SchedulerSide:
         self.own_cache.planned(computes=bool(output.num_scheduled_tokens))
         return plan
 
-    def _look_at_own_cache(self) -> None:
-        if self.own_cache.look():
+    def _look_at_own_cache(self) -> bool:
+        emptied = self.own_cache.look()
+        if emptied:
             self._keys.forget_cached()
+        return emptied
 
     @guarded(StepPlan)
     def _plan(self, output: Any) -> StepPlan:
@@ -418,8 +420,9 @@ class SchedulerSide:
         if self.spec is None or self._control is None or self._lookups is None or self._saves is None:
             self._replaced_early = True  # the digest that the workers will tell is that of the old weights
             return True
-        in_use = bool(self._held) or any(t.request.num_computed_tokens > 0 for t in self._tracked.values())
-        self._replace(in_use)
+        emptied = self._look_at_own_cache()  # vLLM empties it right before, unless any request has a block
+        running = bool(self._held) or any(t.request.num_computed_tokens > 0 for t in self._tracked.values())
+        self._replace(in_use=not emptied if self.own_cache.is_seen else running)
         try:
             return self._quiesce(self._control)
         except LayerflowError as error:  # without a server the workers have cut off what they had under way
