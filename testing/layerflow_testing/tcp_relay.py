@@ -32,8 +32,8 @@ class TcpRelay(abc.ABC):
         self._listener.close()
 
     def hang_up(self) -> None:
-        """Cut every connection."""
-        for each in self._open:
+        """Cut every connection that there is; those who come back at once are let in."""
+        for each in [*self._open]:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
