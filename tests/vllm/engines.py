@@ -48,7 +48,9 @@ PER_MODEL: dict[str, dict[str, Any]] = {
 }
 VERSION = tuple(int(part) for part in version("vllm").partition("+")[0].split("."))
 # vLLM itself cannot serve these on a CPU.
-UNSERVED = ({"mla", "qwen3next"} if VERSION < (0, 28) else set()) | ({"hrmtext"} if VERSION < (0, 32) else set())
+UNSERVED = ({"mla", "qwen3next", "idefics3"} if VERSION < (0, 28) else set()) | (
+    {"hrmtext"} if VERSION < (0, 32) else set()
+)
 # Several cache groups: this vLLM could not recover from a load that failed, so the connector only saves.
 ONLY_SAVED = {"gemma3", "gptoss"} if VERSION < (0, 28) else set()
 COMMON: dict[str, Any] = {

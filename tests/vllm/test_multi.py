@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from comparison import MAX_TOKENS, prompt, settled
-from engines import Engine, connector
+from engines import VERSION, Engine, connector
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from layerflow.connectors.vllm import LayerflowConnector
@@ -97,6 +97,8 @@ def test_behind_a_connector_with_a_handshake_of_its_own(serve: Serve, vllm: Star
 
 def test_statistics_that_come_from_another_process_are_understood() -> None:
     """As plain dicts by class name: a MultiConnector asks vLLM's factory for the class of that name."""
-    told = MultiConnector.build_kv_connector_stats({LayerflowConnector.__name__: {"loaded_bytes": 5}})
+    figures = {"loaded_bytes": 5}
+    sent = {"data": figures} if VERSION < (0, 28) else figures
+    told = MultiConnector.build_kv_connector_stats({LayerflowConnector.__name__: sent})
     assert told is not None
     assert told.data[LayerflowConnector.__name__].data == {"loaded_bytes": 5}

@@ -14,6 +14,10 @@ from layerflow.connectors.vllm.worker.figures import FIGURES
 class TransferStats(KVConnectorStats):  # type: ignore[misc]
     """Sums of :data:`.figures.FIGURES` over an interval."""
 
+    def __getitem__(self, field: str) -> Any:
+        """As of a dict: vLLM 0.27's MultiConnector reads figures of its own process like those that were sent."""
+        return getattr(self, field)
+
     def reset(self) -> None:
         """Start over."""
         self.data.clear()
