@@ -77,6 +77,20 @@ async def test_an_end_that_fails_keeps_no_other(monkeypatch: pytest.MonkeyPatch)
     assert [type(error) for error in failed] == [KeyError, KeyError]
 
 
+async def test_ends_that_fail_give_way_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: failed.append(told["exception"]))
+    monkeypatch.setattr(account, "SLICE_S", 0.0)
+    every = accounts()
+    for _ in range(5):
+        every.of("a").charge("a watch", end=lambda: 1 // 0)
+    every.close("a")
+    assert len(failed) == 1, "one in each round of the loop"
+    while every.nbytes:  # noqa: ASYNC110 - the loop itself is what is tested
+        await asyncio.sleep(0)
+    assert len(failed) == 5
+
+
 def test_what_is_left_ends_with_the_client() -> None:
     every, ended = accounts(), []
     mine = every.of("a")

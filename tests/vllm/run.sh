@@ -7,7 +7,11 @@ set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 newest=0.33.0
-at_newest=(tests/vllm/test_sleep.py tests/vllm/test_reset.py::test_pausing_as_reinforcement_learning_does)
+at_newest=(
+    tests/vllm/test_sleep.py
+    tests/vllm/test_reset.py::test_pausing_as_reinforcement_learning_does
+    "tests/vllm/test_step_loads.py::test_a_load_that_fails_in_the_step_is_taken_back[gptoss-True]"
+)
 
 run_with() {
     local version=$1 venv=$root/.venv-vllm${1:+-$1}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from churn import Churn
 from comparison import MAX_TOKENS, RECOVERY_S, prompt, settled, until
-from engines import ONLY_SAVED, Engine, connector
+from engines import Engine, connector, loads_groups
 
 from layerflow_cli.bench.harness import ServerProcess
 
@@ -27,17 +27,14 @@ def loading(status: dict[str, Any]) -> bool:
     return bool(status["flow"]["steps"] and status["pool"]["pinned"])
 
 
-def _loads(model: str) -> None:
-    if model in ONLY_SAVED:
-        pytest.skip("this vLLM only saves models of several cache groups")
-
-
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("model", "mode"), [("llama", "layerwise"), ("llama", "bulk"), ("gemma3", "layerwise")])
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [("llama", "layerwise"), ("llama", "bulk"), pytest.param("gemma3", "layerwise", marks=loads_groups)],
+)
 def test_the_server_is_killed_under_eight_requests(
     model: str, mode: str, serve: Serve, vllm: Start, plain: Start
 ) -> None:
-    _loads(model)
     server = serve(**SLOW)
     engine = vllm(model, kv_transfer_config=connector(server.endpoint, mode=mode, chunk_tokens=CHUNK))
     prompts = [prompt(seed, 150 + 20 * seed) for seed in range(8)]
@@ -123,14 +120,13 @@ SMALL_BLOCKS = {"llama": 48, "gemma3": 108, "qwen3next": 28}
     ("model", "mode", "ahead"),
     [
         ("llama", "layerwise", False),
-        ("gemma3", "layerwise", True),
+        pytest.param("gemma3", "layerwise", True, marks=loads_groups),
         pytest.param("llama", "bulk", False, marks=pytest.mark.campaign),
-        pytest.param("gemma3", "layerwise", False, marks=pytest.mark.campaign),
+        pytest.param("gemma3", "layerwise", False, marks=[loads_groups, pytest.mark.campaign]),
     ],
 )
 def test_aborts_and_preemption(model: str, mode: str, ahead: bool, serve: Serve, vllm: Start, plain: Start) -> None:
     """200 requests in a cache for a few: many are preempted, some aborted at every stage, none gets a wrong token."""
-    _loads(model)
     server = serve(pool__lease_ms=600_000)  # what is pinned afterwards was forgotten, and does not expire in this test
     small = SMALL | {"num_gpu_blocks_override": SMALL_BLOCKS[model]}
     config = connector(server.endpoint, mode=mode, chunk_tokens=CHUNK)

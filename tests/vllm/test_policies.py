@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from comparison import MAX_TOKENS, prompt, settled
-from engines import ONLY_SAVED, Engine, connector
+from engines import Engine, connector, loads_groups
 from scenario import Answer
 
 from layerflow_cli.bench.harness import ServerProcess
@@ -14,7 +14,7 @@ from layerflow_cli.bench.harness import ServerProcess
 CHUNK = 64
 # A hit of 300 tokens needs some 0.3 s over this link, and must be there after 50 ms: it fails at the deadline, always.
 LATE = {"pool__link_gbps": 0.004, "transfer__max_transfer_bytes": "64KiB", "transfer__step_timeout_ms": 50}
-WAYS = [("llama", "layerwise"), ("llama", "bulk"), ("gemma3", "layerwise")]
+WAYS = [("llama", "layerwise"), ("llama", "bulk"), pytest.param(("gemma3", "layerwise"), marks=loads_groups)]
 
 Serve = Callable[..., ServerProcess]
 Start = Callable[..., Engine]
@@ -23,8 +23,6 @@ Start = Callable[..., Engine]
 @pytest.fixture(params=WAYS, ids=["in the step", "in the background", "several groups"])
 def way(request: pytest.FixtureRequest) -> tuple[str, str]:
     """Model and mode."""
-    if request.param[0] in ONLY_SAVED:
-        pytest.skip("this vLLM only saves models of several cache groups")
     return request.param
 
 

@@ -13,7 +13,7 @@ import pytest
 from churn import Churn
 from comparison import MAX_TOKENS, Comparison, prompt, settled, until
 from e2e.stopping import go_on, stop
-from engines import ONLY_SAVED, Engine, connector
+from engines import Engine, connector, loads_groups
 from test_faults import SLOW, loading
 
 from layerflow.agent.connection.observer import fetch_status
@@ -29,7 +29,7 @@ PIECES = {"max_num_batched_tokens": 128, "max_num_seqs": 16}
 Serve = Callable[..., ServerProcess]
 Start = Callable[..., Engine]
 
-pytestmark = pytest.mark.skipif(bool(ONLY_SAVED), reason="this vLLM only saves models of several cache groups")
+pytestmark = loads_groups
 
 
 def layerwise(server: ServerProcess, **extra: Any) -> dict[str, Any]:

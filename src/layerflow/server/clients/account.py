@@ -177,12 +177,12 @@ class Accounts:
         self._scheduled = False
         until = time.monotonic() + SLICE_S
         while self._ending:
+            more = True  # behind an end that fails, too
             try:
                 more = self._ending[0].end_one()
             except Exception as error:  # noqa: BLE001 - told: a bug in one end keeps no other, nor what its caller does next
                 told = {"message": "what was kept for a client did not end", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(told)
-                continue
             if not more:
                 self._most_freed = max(self._most_freed, self._ending.popleft().most)
             elif time.monotonic() >= until:
