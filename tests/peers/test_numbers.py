@@ -56,5 +56,6 @@ def follow(ends: Ends, name: str, chain: Chain) -> None:
     step_of(dstep).close()
     for worker, run in ((ends.p, prun), (ends.d, drun)):
         assert worker.agent.wait_idle(run.name, PATIENCE_S)
+    ends.d.retire(drun)  # the other has retired its own
     ends.p_control.release_handoff(name)
     ends.d_lookups.drop_lease(f"D-{name}")
