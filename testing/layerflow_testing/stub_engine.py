@@ -318,9 +318,14 @@ def _checked(body: Any) -> dict[str, Any]:
     if not isinstance(body.get("model", ""), str):
         raise ValueError("no name of a model")
     body.get("model", "").encode()
-    wanted = len(prompts_of(body)) * tokens_of(body) * int(body.get("n") or 1)
+    prompts, tokens, choices = len(prompts_of(body)), tokens_of(body), int(body.get("n") or 1)
     kinds = {type(prompt) for prompt in prompts_of(body)}
-    if not 0 < wanted <= _MOST_TOKENS or len(kinds) > 1 or not kinds <= {str, list}:
+    if (
+        min(prompts, tokens, choices) < 1
+        or prompts * tokens * choices > _MOST_TOKENS
+        or len(kinds) > 1
+        or not kinds <= {str, list}
+    ):
         raise ValueError("not a request that can be computed")
     (body.get("stream_options") or {}).get("include_usage")
     return dict(body)
