@@ -16,7 +16,7 @@ from layerflow_testing.ports import held_ports
 CAPACITY = 256 << 20
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)  # made before the servers that write to it, so that they have ended when it goes
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Not left behind: it may get large."""
     yield tmp_path / "tier"
