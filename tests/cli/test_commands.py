@@ -130,7 +130,7 @@ def test_config_lists_a_section_a_key_or_what_is_live():
     assert "SECTION" in refused("config", "transfer", "--starter")[0]
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, 120, 160])
 def test_a_setting_fits_the_screen(width):
     lines = setting_lines("transfer.mode", '"auto"', "a | b, live", "How it is. " * 12, width=width)
     assert lines[0] == 'transfer.mode = "auto"'.ljust(width - 11) + "a | b, live"

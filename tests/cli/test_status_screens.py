@@ -90,7 +90,7 @@ def test_no_worker_is_told():
     assert screen({"version": "9.9", "sessions": [TOOL]}, 80)[2] == "! no engine worker is attached"
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 24)])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 24), (160, 24)])
 def test_more_workers_than_the_terminal_has_lines_are_counted(width, height):
     many = STATUS | {"sessions": [worker(number) for number in range(64)]}
     lines = screen(many, width, height)
