@@ -19,10 +19,13 @@ from bisect import bisect_right, insort
 from operator import attrgetter
 
 from layerflow.errors import ConfigError
-from layerflow.flow.events import Direction
+from layerflow.flow.events import LOAD, SAVE, Direction
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import Charge, InFlightBatch, TransferJob
 from layerflow.flow.limits import Limits
+
+# Bound once, as LOAD and SAVE are.
+_BUDGET, _GATED, _NONE = Charge.BUDGET, Charge.GATED, Charge.NONE
 
 
 class Budget:
@@ -76,10 +79,10 @@ class Budget:
     def fits(self, direction: Direction, nbytes: int) -> bool:
         """Whether there is room for a batch of `nbytes`."""
         loads, saves = self.charged
-        if direction is Direction.SAVE and saves + nbytes > self.half:
+        if direction is SAVE and saves + nbytes > self.half:
             return False
-        if direction is Direction.LOAD and self.sessions > 1:
-            nbytes += max(0, self.max_batch[Direction.SAVE] - saves)
+        if direction is LOAD and self.sessions > 1:
+            nbytes += max(0, self.max_batch[SAVE] - saves)
         return loads + saves + nbytes <= self.limits.max_inflight_bytes
 
     def has_gated_room(self, direction: Direction, nbytes: int) -> bool:
@@ -100,7 +103,7 @@ class Budget:
         self.batches[direction] += 1
         self.charged[direction] += nbytes
         if batch.gate >= 0 and batch.gate > job.reached:
-            batch.charge = Charge.GATED
+            batch.charge = _GATED
             self.gated[direction] += nbytes
             job.step.session.gated[direction] += nbytes
             if job.gated and job.gated[-1].gate > batch.gate:
@@ -112,19 +115,19 @@ class Budget:
         """The forward pass has come further: of the job's batches, some can move now."""
         ready = bisect_right(job.gated, job.reached, key=_gate)
         for batch in job.gated[:ready]:
-            if batch.charge is Charge.GATED:
-                batch.charge = Charge.BUDGET
+            if batch.charge is _GATED:
+                batch.charge = _BUDGET
                 self._ungate(batch)
         del job.gated[:ready]
 
     def excuse(self, batch: InFlightBatch) -> None:
         """A batch was called back: it is awaited, and charged no more."""
-        if batch.charge is Charge.NONE:
+        if batch.charge is _NONE:
             return
-        if batch.charge is Charge.GATED:
+        if batch.charge is _GATED:
             self._ungate(batch)
         self.charged[batch.transfer.job.direction] -= batch.nbytes
-        batch.charge = Charge.NONE
+        batch.charge = _NONE
 
     def give(self, batch: InFlightBatch) -> None:
         """A batch ended."""

@@ -34,9 +34,10 @@ from layerflow.flow.arrivals.follows import (
 )
 from layerflow.flow.commands import Command, WakeAt
 from layerflow.flow.events import (
+    LOAD,
+    SAVE,
     BatchDone,
     BatchFailed,
-    Direction,
     Event,
     FollowLent,
     FollowLost,
@@ -223,10 +224,10 @@ class Flow:
         return FlowStatistics(
             sessions=len(state.sessions),
             steps=sum(len(session.steps) for session in state.sessions.values()),
-            load_inflight_bytes=inflight[Direction.LOAD],
-            save_inflight_bytes=inflight[Direction.SAVE],
-            load_inflight_batches=batches[Direction.LOAD],
-            save_inflight_batches=batches[Direction.SAVE],
+            load_inflight_bytes=inflight[LOAD],
+            save_inflight_bytes=inflight[SAVE],
+            load_inflight_batches=batches[LOAD],
+            save_inflight_batches=batches[SAVE],
             unsaved_bytes=sum(session.unsaved for session in state.sessions.values()),
             fetches=len(state.fetches.transfers) + len(state.peers.transfers),
             fetch_inflight_bytes=state.fetches.inflight + state.peers.inflight,
@@ -305,7 +306,7 @@ class Flow:
                 self._state.budget.open_gates(step.saves)
                 head = step.saves.head()
                 if head is not None and head.layer < count:
-                    self._state.permit(step.session, Direction.SAVE)
+                    self._state.permit(step.session, SAVE)
         self._advance(step, count - 1)
 
     def _advance(self, step: Step, layer: int) -> None:
@@ -315,7 +316,7 @@ class Flow:
         if step.loads is not None:
             self._state.budget.open_gates(step.loads)
             if step.loads.cursors and step.loads.head() is not None:
-                self._state.rings[Direction.LOAD].join(step.session)
+                self._state.rings[LOAD].join(step.session)
 
     def _loads_fenced(self, event: LoadsFenced, out: list[Command]) -> None:
         step = self._state.step(event, event.session, event.step)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 
 from layerflow.flow.commands import Command, Submit
-from layerflow.flow.events import Direction
+from layerflow.flow.events import LOAD, SAVE, Direction
 from layerflow.flow.graph.cursor import BatchExtent, Cursor
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import InFlightBatch
@@ -37,13 +37,13 @@ def grant(state: State, out: list[Command], most: int) -> None:
     if saves.line:
         saves.admit(budget)
     full = len(out) + most if loads.queue else sys.maxsize
-    if loads.queue and not _grant(state, Direction.LOAD, out, full):
+    if loads.queue and not _grant(state, LOAD, out, full):
         if saves.queue and budget.sessions > 1 and not state.paused:
             # Loads that wait for room may be those of an engine that is stopped: saves have what loads leave.
-            _grant(state, Direction.SAVE, out, full, most=budget.max_batch[Direction.SAVE])
+            _grant(state, SAVE, out, full, most=budget.max_batch[SAVE])
         return
     if saves.queue:
-        _grant(state, Direction.SAVE, out, full)
+        _grant(state, SAVE, out, full)
 
 
 def _grant(state: State, direction: Direction, out: list[Command], full: int, most: int = sys.maxsize) -> bool:
@@ -97,7 +97,7 @@ def _submit(state: State, session: Session, cursor: Cursor, extent: BatchExtent)
             transfer.sealed += 1
             seals = True
     depth = state.budget.limits.prefetch_layers
-    gate = layer if direction is Direction.SAVE else layer - depth if depth else -1
+    gate = layer if direction is SAVE else layer - depth if depth else -1
     batch = InFlightBatch(number, transfer, layer, extent.lo, extent.hi, extent.nbytes, gate)
     state.in_flight[number] = batch
     transfer.in_flight[number] = batch
@@ -128,7 +128,7 @@ def next_cursor(state: State, session: Session, direction: Direction) -> tuple[C
 
     :returns: the cursor of what may be granted; and where there is none, the bytes of the batch that has no such room.
     """
-    if direction is Direction.SAVE:
+    if direction is SAVE:
         return _next_save(state, session)
     jobs, prefetch_layers = session.pending[direction], state.budget.limits.prefetch_layers
     best: Cursor | None = None
@@ -148,14 +148,14 @@ def next_cursor(state: State, session: Session, direction: Direction) -> tuple[C
 
 def _next_save(state: State, session: Session) -> tuple[Cursor | None, int]:
     lacking = 0
-    for job in session.pending[Direction.SAVE].values():
+    for job in session.pending[SAVE].values():
         head = job.head()
         if head is None:
             continue
         if head.layer < job.step.computed:
             return head, 0
         if not lacking:  # a smaller one of a later step must not overtake it
-            lacking = _lacks_gated(state, session, head, Direction.SAVE)
+            lacking = _lacks_gated(state, session, head, SAVE)
             if not lacking:
                 return head, 0
     return None, lacking

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layerflow.errors import InvalidTransition
-from layerflow.flow.events import Direction, Event, Part, StepOpened
+from layerflow.flow.events import LOAD, Direction, Event, Part, StepOpened
 from layerflow.flow.graph.cursor import Cursor, Span, joined, touches
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class TransferJob:
     @property
     def reached(self) -> int:
         """The layer up to which gates are open; see :class:`InFlightBatch`."""
-        return self.step.frontier if self.direction is Direction.LOAD else self.step.computed - 1
+        return self.step.frontier if self.direction is LOAD else self.step.computed - 1
 
     @property
     def idle(self) -> bool:

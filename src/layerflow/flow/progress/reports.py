@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layerflow.errors import InvalidTransition
 from layerflow.flow.commands import Command, LoadsDone, Revoke
-from layerflow.flow.events import BatchDone, BatchFailed, Direction
+from layerflow.flow.events import LOAD, SAVE, BatchDone, BatchFailed
 from layerflow.flow.graph.session import Session
 from layerflow.flow.graph.step import InFlightBatch, TransferJob
 from layerflow.flow.progress.completion import cancel_save_parts, drained, fail_load_range, forget
@@ -22,7 +22,7 @@ def batch_done(state: State, event: BatchDone, out: list[Command], *, by_plan: b
         return
     job = batch.transfer.job
     job.moved += batch.nbytes
-    if job.direction is Direction.LOAD:
+    if job.direction is LOAD:
         state.counters.loaded_bytes += batch.nbytes
     else:
         state.counters.saved_bytes += batch.nbytes
@@ -36,7 +36,7 @@ def batch_failed(state: State, event: BatchFailed, out: list[Command]) -> None:
         return
     transfer = batch.transfer
     state.counters.batches_failed += 1
-    if transfer.job.direction is Direction.LOAD:
+    if transfer.job.direction is LOAD:
         fail_load_range(state, transfer, (batch.lo, batch.hi), event.reason, out)
     else:
         hit = transfer.overlapping(batch.lo, batch.hi)
@@ -75,7 +75,7 @@ def _land(state: State, event: BatchDone | BatchFailed, *, by_plan: bool = False
     del transfer.in_flight[event.batch]
     job.flying -= 1
     state.budget.give(batch)
-    if job.direction is Direction.SAVE:
+    if job.direction is SAVE:
         if transfer.watched:
             state.advanced.append(transfer)
         step.session.unsaved -= batch.nbytes
